@@ -1,0 +1,35 @@
+"""Every error this package raises on purpose.  Imports nothing."""
+
+from __future__ import annotations
+
+
+class AutoampError(Exception):
+    """Base of every error raised on purpose by autoamp.
+
+    The message says what went wrong, where (module path, op, source line) and what
+    to do about it.
+    """
+
+
+class OptionError(AutoampError, ValueError):
+    """An option of `convert` or `rewrite` has an unusable value."""
+
+
+class RulesError(AutoampError, ValueError):
+    """A rules file or a user's rule is malformed, unknown or contradictory."""
+
+
+class UnsupportedModelError(AutoampError, TypeError):
+    """The object given cannot be converted (not a module, quantised, meta, ...)."""
+
+
+class CaptureError(AutoampError, RuntimeError):
+    """The model could not be captured as a graph, or a call ran no rewritten graph."""
+
+
+class PlacementError(AutoampError, RuntimeError):
+    """The constraints on precision contradict each other; the message is the chain."""
+
+
+class VerificationError(AutoampError, RuntimeError):
+    """A rewritten graph is not legal, or its cost is not what the placement promised."""
