@@ -1,0 +1,61 @@
+# `make demo` and `make test` set up everything they need, on a machine with Python 3.11
+# or newer and nothing else, in .venv.  The set-up runs again only when its inputs change.
+#
+#   make PYTHON=python3.12 test               another interpreter
+#   make TORCH_ARGS="--index-url URL" test    another source of the torch wheel (CPU-only)
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist worksteal
+
+BIN := $(VENV)/bin
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint types bench clean
+.DELETE_ON_ERROR:
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
+
+# Torch is installed first and by its exact version, so that no resolver chooses another.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "autoamp needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH_ARGS) \
+	  --constraint constraints.txt '$(TORCH)'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt hatchling
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	  --constraint constraints.txt --editable '.[tests,lint]'
+	@touch $@
+
+setup: $(VENV)/.ready ## Make .venv with everything in it
+
+demo: $(VENV)/.ready ## Train a small network in fp32 and in bf16, and show what changed
+	$(BIN)/python examples/train_digits.py
+
+test: lint types ## Lint, types and the quick tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not gpu"
+
+test-all: lint types ## The same with the slow tests, and the GPU tests where there is a GPU
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready ## ruff
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+types: $(VENV)/.ready ## mypy --strict on autoamp/
+	$(BIN)/python -m mypy --strict
+
+bench: $(VENV)/.ready ## Time fp32, torch.autocast and autoamp side by side
+	$(BIN)/python -m benchmarks
+
+clean: ## Remove .venv and every cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

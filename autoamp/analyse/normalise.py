@@ -1,0 +1,254 @@
+"""Any FX graph to one spelling per op: the pre-dispatch ATen graph.
+
+Dynamo's graphs spell one op three ways (`F.linear`, `nn.Linear`, a method).  ATen above
+autograd has one, its names are those autocast's lists use, composite ops stay whole,
+and autograd still runs below it, so attention kernels are chosen by dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.utils import stateless
+from torch.utils import _pytree as pytree
+
+from autoamp import compat
+from autoamp.errors import CaptureError
+from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
+
+LOWERED_BODY = "autoamp_lowered_body"
+"""Set in the `meta` of a sub-graph that is an ATen graph, to be rewritten as well."""
+
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """An ATen graph and the fake tensors it was traced with."""
+
+    gm: fx.GraphModule
+    inputs: tuple[Any, ...]
+    fake_mode: compat.FakeTensorMode
+
+
+def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
+    """The ATen graph of `gm`; `gm` is not changed.
+
+    Args:
+        gm: a Dynamo graph (parameters are placeholders) or any other `GraphModule`
+            whose parameters and buffers are its own attributes.
+        example_inputs: one value per placeholder, real or fake tensors, or ints.
+
+    Raises:
+        CaptureError: an op could not be traced; the message names it.
+    """
+    mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
+    fakes = tuple(compat.fake_inputs(example_inputs, mode))
+    lowered = _trace(gm, fakes, mode)
+    _restore_placeholders(lowered, gm, fakes)
+    return Normalised(lowered, fakes, mode)
+
+
+def _trace(
+    gm: fx.GraphModule, fakes: Sequence[Any], mode: compat.FakeTensorMode
+) -> fx.GraphModule:
+    """The ATen graph of `gm`, whose own parameters and buffers stay attributes."""
+    named = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
+    fake_named = dict(zip(named, compat.fake_inputs([*named.values()], mode), strict=True))
+    lowering = _Lowering(gm, mode)
+
+    def run(*values: Any) -> Any:
+        attributes = dict(zip(named, values, strict=False))
+        with stateless._reparametrize_module(gm, attributes):
+            return lowering.run(*values[len(named) :])
+
+    try:
+        traced = compat.trace_pre_dispatch(run, (*fake_named.values(), *fakes), mode)
+    except Exception as error:
+        where = lowering.current_node
+        at = f" at {where.format_node()}" if where is not None else ""
+        message = (
+            f"tracing to ATen failed{at}: {type(error).__name__}: {error}. "
+            "The model runs unconverted; report this with the op named above."
+        )
+        raise CaptureError(message) from error
+    _placeholders_to_attributes(traced, named)
+    traced.graph.eliminate_dead_code(is_impure_node=_must_stay)
+    traced.recompile()
+    return traced
+
+
+def _must_stay(node: fx.Node) -> bool:
+    """Whether an unused node still does something: writes, draws, changes a mode."""
+    target = node.target
+    return (
+        node.is_impure()
+        or target in _MUTATE_OUTSIDE_SCHEMA
+        or (
+            isinstance(target, compat.OpOverload)
+            and torch.Tag.nondeterministic_seeded in target.tags
+        )
+    )
+
+
+_MUTATE_OUTSIDE_SCHEMA = frozenset(
+    {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
+)
+"""Ops that write their running statistics although their schema does not say so."""
+
+
+def _placeholders_to_attributes(
+    traced: fx.GraphModule, named: dict[str, torch.Tensor]
+) -> None:
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    for (name, value), node in zip(named.items(), placeholders, strict=False):
+        _assign(traced, name, value)
+        with traced.graph.inserting_before(node):
+            attribute = traced.graph.get_attr(name)
+        attribute.meta = dict(node.meta)
+        attribute.meta["autoamp_requires_grad"] = value.requires_grad
+        node.replace_all_uses_with(attribute)
+        traced.graph.erase_node(node)
+
+
+def _assign(root: torch.nn.Module, path: str, value: torch.Tensor) -> None:
+    """Sets parameter or buffer `path` ("a.b.weight") of `root`."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, torch.nn.Module())
+        root = getattr(root, parent)
+    if isinstance(value, torch.nn.Parameter):
+        root.register_parameter(name, value)
+    else:
+        root.register_buffer(name, value)
+
+
+class _Lowering(fx.Interpreter):
+    """Runs a graph for the tracer; keeps what must not be traced through whole."""
+
+    def __init__(self, gm: fx.GraphModule, mode: compat.FakeTensorMode) -> None:
+        super().__init__(gm, garbage_collect_values=False)
+        self.mode = mode
+        self.bodies = 0
+        self.current_node: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current_node = n
+        with fx.traceback.set_current_meta(n):
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            before = _proxies((args, kwargs))
+            result = getattr(self, n.op)(n.target, args, kwargs)
+            return _keep_identities_apart(result, before)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is CHECKPOINT:
+            return self._checkpoint(args, kwargs)
+        if isinstance(target, compat.HigherOrderOperator):
+            return self._opaque(target, args, kwargs)
+        if target in LEAF_FUNCTIONS:
+            return self._opaque(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def _checkpoint(self, args: Any, kwargs: Any) -> Any:
+        """A checkpointed region: its body becomes an ATen graph to rewrite by itself."""
+        body, *operands = args
+        with compat.outside_trace():
+            result = body(*operands)
+            lowered = _trace(body, operands, self.mode)
+        _restore_placeholders(lowered, body, tuple(operands))
+        lowered.meta[LOWERED_BODY] = True
+        proxy_body = self._register(lowered)
+        options = {k: v for k, v in kwargs.items() if k == "preserve_rng_state"}
+        out = compat.record_call(
+            checkpointed, (proxy_body, *operands), options, result, "checkpointed"
+        )
+        return out
+
+    def _opaque(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One untraced node: custom autograd Functions, control flow, our own calls.
+
+        Traced through, a custom Function silently loses its backward.
+        """
+        with compat.outside_trace():
+            result = self._fake_result(target, args, kwargs)
+        args, kwargs = pytree.tree_map_only(
+            fx.GraphModule, self._register, (args, kwargs)
+        )
+        name = getattr(target, "__name__", str(target))
+        return compat.record_call(target, args, kwargs, result, name)
+
+    def _fake_result(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            if target is checkpointed:
+                return args[0](*args[1:])
+            return target(*args, **kwargs)
+        except Exception:
+            # Some higher-order ops cannot run outside their own tracing; Dynamo left
+            # what it saw on the node.
+            node = self.current_node
+            if node is not None and "example_value" in node.meta:
+                return node.meta["example_value"]
+            raise
+
+    def _register(self, body: fx.GraphModule) -> Any:
+        self.bodies += 1
+        return compat.module_proxy(f"body_{self.bodies - 1}", body)
+
+
+def _proxies(values: Any) -> list[tuple[torch.Tensor, Any]]:
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    return [(t, compat.recorded_proxy(t)) for t in tensors]
+
+
+def _keep_identities_apart(
+    result: Any, before: Sequence[tuple[torch.Tensor, Any]]
+) -> Any:
+    """Gives a non-mutating op that returned its own argument a result of its own."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    for tensor, proxy in before:
+        if result is tensor and proxy is not None:
+            now = compat.recorded_proxy(result)
+            if now is proxy or now is None:
+                return result
+            target = compat.proxy_node(now).target
+            mutates = (
+                isinstance(target, compat.OpOverload) and target._schema.is_mutable
+            )
+            return result if mutates else compat.split_identity(result, proxy)
+    return result
+
+
+def _restore_placeholders(
+    lowered: fx.GraphModule, original: fx.GraphModule, fakes: Sequence[Any]
+) -> None:
+    """Gives placeholders their readable names, sources and gradient flags back."""
+    sources = compat.placeholder_sources(original)
+    before = [n for n in original.graph.nodes if n.op == "placeholder"]
+    after = [n for n in lowered.graph.nodes if n.op == "placeholder"]
+    for old, new, fake, source in zip(before, after, fakes, sources, strict=True):
+        path = module_path(source) or old.meta.get("autoamp_path", "")
+        name = re.sub(r"\W+", "_", path).strip("_") if path else old.name
+        new.name = lowered.graph._graph_namespace.create_name(name or old.name, None)
+        new.target = new.name
+        new.meta["autoamp_path"] = path
+        new.meta["autoamp_requires_grad"] = (
+            isinstance(fake, torch.Tensor) and fake.requires_grad
+        )
+    lowered.recompile()
+
+
+def module_path(source: str) -> str:
+    """A Dynamo source as a user would write it: `L['mod'].fc.weight` is `fc.weight`.
+
+    `_modules['0']`, `_parameters['w']`, `[0]` and `['a']` all become dotted names.
+    """
+    path = re.sub(r"\._(modules|parameters|buffers)\b", "", source)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    return re.sub(r"^L?\.?(mod|self)\b\.?", "", path.removeprefix("L.")).strip(".")

@@ -1,0 +1,319 @@
+"""Every private or recent torch API this package uses, each with its fallback.
+
+torch 2.13 is what the project is tested on; 2.11 must work.  Nothing else in the
+package reaches into `torch._*` (a test enforces it), so that a new torch breaks one
+file.  Nothing here changes global state outside the call that asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+
+# -- capture -----------------------------------------------------------------------
+
+_COMPILE_TIME_CONFIG = {
+    # Without it nn.LSTM, GRU and RNN give no graph at all, silently.
+    "allow_rnn": True,
+    # DDPOptimizer would call the backend once per bucket with fake tensors; the eager
+    # back end has per-op autograd, so DDP overlaps without any splitting.
+    "optimize_ddp": False,
+}
+
+
+def _configure_while_compiling(callback: Any) -> None:
+    """Makes Dynamo's frame callback run under `_COMPILE_TIME_CONFIG`.
+
+    The callback runs only when a frame is compiled, so a converted call pays nothing
+    for it and torch's configuration is what the user set everywhere else.  (The class
+    of this one object is replaced: the C side walks the object's own attributes, and a
+    wrapping object crashes it.)
+    """
+    base = type(callback)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(_COMPILE_TIME_CONFIG):
+            return base.__call__(self, *args, **kwargs)
+
+    callback.__class__ = type(base.__name__, (base,), {"__call__": call})
+
+
+def compile_entry(
+    entry: types.FunctionType, backend: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`entry` compiled by Dynamo with `backend` and recompile limits of its own.
+
+    Dynamo counts recompiles per code object, shared by every function of one source:
+    two dozen models converted through the same lambda would exhaust the limit of 8 and
+    then run fp32 without a word.  `isolate_recompiles` (torch >= 2.13) gives each
+    compiled entry its own count; a fresh code object does so for the entry itself on
+    older versions.
+    """
+    fresh = types.FunctionType(
+        entry.__code__.replace(co_name=entry.__code__.co_name),
+        entry.__globals__,
+        entry.__name__,
+        entry.__defaults__,
+        entry.__closure__,
+    )
+    optional: dict[str, Any] = {}
+    if "isolate_recompiles" in inspect.signature(torch._dynamo.optimize).parameters:
+        optional["isolate_recompiles"] = True
+    context = torch._dynamo.optimize(backend=backend, **optional)
+    _configure_while_compiling(context.callback)
+    compiled: Callable[..., Any] = context(fresh)
+    return compiled
+
+
+def is_traced_by_dynamo() -> bool:
+    """Whether the caller is being traced by somebody's `torch.compile`."""
+    return torch.compiler.is_dynamo_compiling()
+
+
+def inductor_compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    """`gm` compiled by inductor, as `torch.compile` would from inside a backend."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs))
+    return compiled
+
+
+# -- fake tensors and tracing --------------------------------------------------------
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A fake mode for graphs that did not come from Dynamo; static shapes."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def current_fake_mode(inputs: Sequence[Any] = ()) -> FakeTensorMode | None:
+    """Dynamo's fake mode inside a backend, else the mode of `inputs`, else None."""
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    mode = detect_fake_mode(list(inputs))
+    return mode if isinstance(mode, FakeTensorMode) else None
+
+
+def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+    """`inputs` as fake tensors of `mode`, with the symbolic sizes Dynamo gave them.
+
+    A fresh fake mode would lose the symbolic shapes, and faking without the recorded
+    symbolic context would specialise them (one graph per shape).
+    """
+    context = TracingContext.try_get()
+    recorded = context.tensor_to_context if context is not None else {}
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        symbolic = recorded.get(value) if context is not None else None
+        if symbolic is None:
+            return mode.from_tensor(value, static_shapes=True)
+        return mode.from_tensor(
+            value,
+            static_shapes=False,
+            symbolic_context=symbolic,
+            source=getattr(symbolic, "tensor_source", None),
+        )
+
+    return [fake(value) for value in inputs]
+
+
+def trace_pre_dispatch(
+    run: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode
+) -> fx.GraphModule:
+    """The ATen graph of `run(*inputs)`, above autograd and autocast.
+
+    Composite ops (`linear`, `layer_norm`, `dropout`, attention) stay whole, the origin
+    (module path, source line) of each node is kept where the caller sets it.
+    """
+    with fx.traceback.preserve_node_meta(), mode:
+        return make_fx(
+            run,
+            tracing_mode="real",
+            pre_dispatch=True,
+            _allow_non_fake_inputs=True,
+            _error_on_data_dependent_ops=False,
+        )(*inputs)
+
+
+@contextlib.contextmanager
+def outside_trace() -> Iterator[None]:
+    """A region of a `trace_pre_dispatch` run that records nothing."""
+    from torch._ops import _set_mode_pre_dispatch, unset_mode_pre_dispatch
+
+    key = torch._C._TorchDispatchModeKey.PROXY
+    mode = unset_mode_pre_dispatch(key)
+    try:
+        with torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing():
+            yield
+    finally:
+        if mode is not None:
+            _set_mode_pre_dispatch(mode)
+
+
+def record_call(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    name: str,
+) -> Any:
+    """Records one `call_function` node in the trace that is running; gives `result`.
+
+    `result` (fake tensors, any nesting) becomes the value of the new node.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return result
+    tracer = mode.tracer
+    proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
+    proxy = tracer.create_proxy(
+        "call_function", target, proxy_args, proxy_kwargs, name=name
+    )
+    return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+
+
+def module_proxy(name: str, module: fx.GraphModule) -> Any:
+    """A `get_attr` of sub-graph `module`, registered as `name`, in the running trace."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return module
+    mode.tracer.root.register_module(name, module)
+    return mode.tracer.create_proxy("get_attr", name, (), {})
+
+
+def recorded_proxy(tensor: torch.Tensor) -> Any:
+    """The trace's record of what `tensor` is, or None outside a trace."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.tensor_tracker.get(tensor)
+
+
+def split_identity(tensor: torch.Tensor, before: Any) -> torch.Tensor:
+    """An alias of `tensor` that stands for the op just traced; `tensor` for before it.
+
+    An op that returns its own argument (`x.float()` of an fp32 tensor) makes the trace
+    read every later use of `x` as a use of that op.  Uses of `x` stay uses of `x` when
+    the op's result is another tensor object.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return tensor
+    tracker = mode.tracer.tensor_tracker
+    now = tracker[tensor]
+    with outside_trace():
+        alias = tensor.view_as(tensor)
+    tracker[alias] = now
+    tracker[tensor] = before
+    return alias
+
+
+def proxy_node(proxy: Any) -> fx.Node:
+    """The graph node behind what `recorded_proxy` gave."""
+    node = proxy.proxy.node
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def hint(value: Any) -> int:
+    """An int for a possibly symbolic size, without specialising the graph on it.
+
+    `int(size)` would add a guard and make one graph per shape.
+    """
+    if isinstance(value, int):
+        return value
+    node = getattr(value, "node", None)
+    for name in ("optimization_hint", "size_hint"):
+        ask = getattr(getattr(node, "shape_env", None), name, None)
+        if ask is not None:
+            with contextlib.suppress(Exception):
+                return int(ask(node.expr))
+    known = getattr(node, "hint", None)
+    return int(known) if known is not None else 1
+
+
+def placeholder_sources(gm: fx.GraphModule) -> list[str]:
+    """For each placeholder of a Dynamo graph, where its value comes from ("" unknown).
+
+    For instance `L['mod'].fc.weight`.
+    """
+    sources: list[str] = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            source = getattr(node, "_dynamo_source", None)
+            sources.append(source.name if source is not None else "")
+    # `Source.name` is a method in older versions, a property in newer ones.
+    return [name() if callable(name) else str(name) for name in sources]
+
+
+# -- weights -----------------------------------------------------------------------
+
+
+def preserving_versions(tensors: Sequence[torch.Tensor]) -> Any:
+    """A context in which writing to `tensors` does not move their version counters."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A copy-on-write clone, or None where torch has none.
+
+    While it lives, any write to `tensor`, through `.data` or an older alias too, moves
+    the data to a new address, which `data_address` shows.
+    """
+    make = getattr(torch, "_lazy_clone", None)
+    if make is None or not hasattr(torch._C, "_data_address"):
+        return None
+    try:
+        clone: torch.Tensor = make(tensor)
+    except RuntimeError:  # storages that cannot be shared lazily (mapped, external)
+        return None
+    return clone
+
+
+def data_address(tensor: torch.Tensor) -> int:
+    """Where the data lies, without making a lazy copy real."""
+    ask = getattr(torch._C, "_data_address", None)
+    return int(ask(tensor)) if ask is not None else tensor.data_ptr()
+
+
+# -- the device --------------------------------------------------------------------
+
+
+@functools.cache
+def cpu_low_precision_units() -> dict[torch.dtype, str]:
+    """Low dtypes this CPU multiplies in hardware, with the name of the unit."""
+    units: dict[torch.dtype, str] = {}
+
+    def has(name: str) -> bool:
+        ask = getattr(torch.cpu, name, None)
+        return bool(ask()) if ask is not None else False
+
+    if has("_is_amx_tile_supported"):
+        units[torch.bfloat16] = "amx_bf16"
+    elif has("_is_avx512_bf16_supported"):
+        units[torch.bfloat16] = "avx512_bf16"
+    if has("_is_amx_fp16_supported"):
+        units[torch.float16] = "amx_fp16"
+    return units

@@ -1,0 +1,78 @@
+"""The functions a rewritten graph calls that are not ATen ops.
+
+They stand for one node each: tracing never looks inside them, so a graph that holds
+them can be rewritten again, printed and executed from its printed code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+class _LowWeight(torch.autograd.Function):
+    """Forward: the low-precision copy.  Backward: the gradient, in the weight's dtype.
+
+    One autograd node per *use* of a weight.  A single cast shared by all uses would
+    have its gradients summed in low precision: 1000 uses of a weight whose true
+    gradient is 1000 give 256 in bf16.  One node per use sums them in fp32.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, weight: torch.Tensor, copy: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        return copy.detach()
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+def low_weight(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """One use of `weight` (fp32, any shape) through `copy`, its low-precision copy.
+
+    The result has the shape and dtype of `copy`; its gradient flows to `weight` in
+    fp32, and none flows to `copy`.
+    """
+    result: torch.Tensor = _LowWeight.apply(weight, copy)
+    return result
+
+
+def saturating_cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`value` in `dtype`, clamped to its finite range: never infinite where it was not.
+
+    A mask filled with `torch.finfo(torch.float32).min` would become -inf in fp16 *and*
+    in bf16 (whose largest number is a little below fp32's), and a row that is all -inf
+    makes softmax NaN.  NaN and infinities that are there already stay.
+    """
+    limit = torch.finfo(dtype).max
+    clamped = value.clamp(-limit, limit)
+    return torch.where(value.isinf(), value, clamped).to(dtype)
+
+
+def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """`body(*args)` under activation checkpointing, for graphs run as they are.
+
+    Run by itself outside AOT, torch's `tag_activation_checkpoint` op does not restore
+    the random state, so dropout draws another mask in the recomputation and gradients
+    are wrong by a third.
+    """
+    return checkpoint(
+        body,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=options.get("preserve_rng_state", True),
+        determinism_check=options.get("determinism_check", "default"),
+    )
+
+
+LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    {low_weight, saturating_cast, checkpointed}
+)

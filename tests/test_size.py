@@ -1,0 +1,64 @@
+"""Files stay small enough to hold in the head, functions to see at once."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "autoamp"
+FILE_LINES = 500
+FUNCTION_LINES = 60
+WANTED_FUNCTION_LINES = 40
+
+
+def functions_of(path: Path) -> list[tuple[int, str]]:
+    """(lines of code, `file:line name`) of each function, its docstring not counted."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            lines = node.end_lineno - node.lineno + 1
+            first = node.body[0]
+            if ast.get_docstring(node) is not None and first.end_lineno is not None:
+                lines -= first.end_lineno - first.lineno + 1
+            found.append((lines, f"{path.name}:{node.lineno} {node.name}"))
+    return found
+
+
+def prints_of(path: Path) -> list[str]:
+    """`file:line` of each call of the built-in `print`."""
+    return [
+        f"{path.name}:{node.lineno}"
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+    ]
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_file_is_small_and_silent(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= FILE_LINES, "split the file by job"
+    assert prints_of(path) == [], "the library prints nothing; it logs"
+    functions = sorted(functions_of(path), reverse=True)
+    for lines, name in functions:
+        if lines > WANTED_FUNCTION_LINES:
+            print(f"{name}: {lines} lines, {WANTED_FUNCTION_LINES} wanted")
+    assert [f for f in functions if f[0] > FUNCTION_LINES] == [], "name its parts"
+
+
+def test_the_walk_found_the_package() -> None:
+    assert PACKAGE / "errors.py" in FILES
+
+
+def test_long_functions_and_prints_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "planted.py"
+    body = "    x = 1\n" * 70
+    path.write_text(f'class A:\n  def f():\n    """One\n    two."""\n{body}\nprint(1)')
+    assert functions_of(path) == [(71, "planted.py:2 f")]
+    assert prints_of(path) == ["planted.py:76"]
