@@ -135,7 +135,7 @@ def median_ms(
 
 
 def bf16_units() -> list[str]:
-    """Names of this CPU's instructions that multiply bf16 numbers, as Linux has them."""
+    """Linux's names of this CPU's instructions that multiply bf16 numbers."""
     try:
         words = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
