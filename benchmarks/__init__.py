@@ -1,0 +1,5 @@
+"""Measuring instruments and benchmarks.  `python -m benchmarks` runs the harness.
+
+Nothing here reads autoamp's internals: casts, flops and saved bytes are counted at the
+dispatcher and by autograd's hooks, the same way for every peer.
+"""

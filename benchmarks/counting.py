@@ -1,0 +1,174 @@
+"""Counts of the casts and flops a call really runs, forward and backward.
+
+Counted at the dispatcher, so one instrument serves fp32, `torch.autocast` and rewritten
+graphs alike.  What inductor fuses into a generated kernel is not seen here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .flops import flops_of
+
+LOW = (torch.float16, torch.bfloat16)
+
+
+class Cast(NamedTuple):
+    """A kind of cast: when it ran, what it read and which way it went."""
+
+    phase: Literal["forward", "backward"]
+    source: Literal["weight", "value"]
+    direction: Literal["down", "up"]
+
+
+@dataclass
+class Counts:
+    """What one call ran.
+
+    `refreshed` counts tensors written by `copy_` or `_foreach_copy_` from a parameter
+    into another float dtype: weight copies kept between calls and brought up to date.
+    """
+
+    casts: Counter[Cast] = field(default_factory=Counter)
+    cast_bytes: int = 0
+    refreshed: int = 0
+    flops: Counter[torch.dtype] = field(default_factory=Counter)
+
+    def cast_count(
+        self,
+        *,
+        phase: str | None = None,
+        source: str | None = None,
+        direction: str | None = None,
+    ) -> int:
+        """Casts that ran, refreshes not included, narrowed by the arguments given."""
+        wanted = (phase, source, direction)
+        return sum(
+            count
+            for cast, count in self.casts.items()
+            if all(w is None or w == c for w, c in zip(wanted, cast, strict=True))
+        )
+
+    @property
+    def total_casts(self) -> int:
+        """Every tensor that changed float dtype, refreshed weight copies included."""
+        return self.casts.total() + self.refreshed
+
+    @property
+    def low_flops(self) -> int:
+        """Flops of matmul, convolution and attention run in fp16 or bf16."""
+        return sum(n for dtype, n in self.flops.items() if dtype in LOW)
+
+    @property
+    def low_share(self) -> float:
+        """`low_flops` as a share of all flops counted; 0.0 where there are none."""
+        return self.low_flops / max(1, self.flops.total())
+
+
+class CountingMode(TorchDispatchMode):
+    """Fills `counts` with what runs under it.
+
+    A plain `TorchDispatchMode` makes Dynamo step aside, and a compiled or converted
+    model then runs as plain fp32 without a word.  The two attributes below let Dynamo
+    compile and run its graphs, higher-order operators included, under this mode.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.counts = Counts()
+        self._parameters = {storage_key(p) for p in parameters}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)  # a higher-order operator: its body comes here
+        flops = flops_of(func)
+        if flops is None:
+            # Under inference_mode composite operators arrive whole.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        out = func(*args, **kwargs)
+        if flops is not None:
+            dtype = _compute_dtype(args)
+            self.counts.flops[dtype] += flops(*args, **kwargs, out_val=out)
+        name = func.overloadpacket.__name__
+        if name in ("_to_copy", "convert_element_type"):
+            self._cast(args[0], out)
+        elif name in ("copy_", "copy"):
+            self._copy(args[0], args[1])
+        elif name in ("_foreach_copy_", "_foreach_copy"):
+            for target, source in zip(args[0], args[1], strict=True):
+                self._copy(target, source)
+        return out
+
+    def _copy(self, target: Tensor, source: Any) -> None:
+        if not isinstance(source, Tensor) or not _changes_float_dtype(source, target):
+            return
+        if storage_key(source) in self._parameters:
+            self.counts.refreshed += 1
+            self.counts.cast_bytes += source.nbytes + target.nbytes
+        else:
+            self._cast(source, target)
+
+    def _cast(self, source: Tensor, target: Tensor) -> None:
+        if not _changes_float_dtype(source, target):
+            return
+        in_backward = torch._C._current_graph_task_id() != -1
+        cast = Cast(
+            "backward" if in_backward else "forward",
+            "weight" if storage_key(source) in self._parameters else "value",
+            "down" if target.itemsize < source.itemsize else "up",
+        )
+        self.counts.casts[cast] += 1
+        self.counts.cast_bytes += source.nbytes + target.nbytes
+
+
+def count_ops(fn: Callable[[], Any], parameters: Iterable[Tensor] = ()) -> Counts:
+    """What `fn()` ran, its backward passes included.
+
+    Args:
+        fn: The call to count; run once.
+        parameters: Tensors whose casts count as casts of weights (views included).
+    """
+    with CountingMode(parameters) as mode:
+        fn()
+    return mode.counts
+
+
+def storage_key(tensor: Tensor) -> tuple[str, int]:
+    """What tells the storage of a living tensor from every other; views share it."""
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _changes_float_dtype(source: Tensor, target: Tensor) -> bool:
+    both_float = source.is_floating_point() and target.is_floating_point()
+    return both_float and source.dtype != target.dtype
+
+
+def _compute_dtype(args: tuple[Any, ...]) -> torch.dtype:
+    for leaf in pytree.tree_leaves(args):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf.dtype
+    return torch.float32

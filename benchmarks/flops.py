@@ -1,0 +1,102 @@
+"""Flops of matmul, convolution, attention and fused recurrent layers.
+
+The formulas are torch's own registry, plus the operators of a CPU that it leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import flop_counter
+
+Formula = Callable[..., int]
+
+aten = torch.ops.aten
+
+
+def _addmm(
+    bias: Any, a: torch.Size, b: torch.Size, *args: Any, out_shape: Any, **kwargs: Any
+) -> int:
+    return flop_counter.mm_flop(a, b)
+
+
+def _mv(a: torch.Size, x: torch.Size, *args: Any, out_shape: Any, **kw: Any) -> int:
+    return 2 * a[0] * a[1]
+
+
+def _addmv(
+    y: Any, a: torch.Size, x: torch.Size, *args: Any, out_shape: Any, **kwargs: Any
+) -> int:
+    return 2 * a[0] * a[1]
+
+
+def _dot(a: torch.Size, b: torch.Size, *args: Any, out_shape: Any, **kw: Any) -> int:
+    return 2 * a[0]
+
+
+def _attention(
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    *args: Any,
+    out_shape: Any,
+    **kwargs: Any,
+) -> int:
+    return flop_counter.sdpa_flop_count(q, k, v)
+
+
+def _attention_backward(
+    grad: torch.Size,
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    *args: Any,
+    out_shape: Any,
+    **kwargs: Any,
+) -> int:
+    return flop_counter.sdpa_backward_flop_count(grad, q, k, v)
+
+
+def _rnn(
+    x: torch.Size,
+    weight_in: torch.Size,
+    weight_hidden: torch.Size,
+    *args: Any,
+    out_shape: Any,
+    **kwargs: Any,
+) -> int:
+    # One layer, one direction: each step multiplies its input and its state.
+    steps = x[0] * x[1]
+    return 2 * steps * (weight_in.numel() + weight_hidden.numel())
+
+
+def _rnn_backward(*args: Any, out_shape: Any, **kwargs: Any) -> int:
+    return 2 * _rnn(*args, out_shape=out_shape, **kwargs)
+
+
+def _packet(name: str) -> Any:
+    return getattr(aten, name)
+
+
+_MISSING: dict[str, Formula] = {
+    "_addmm_activation": _addmm,
+    "mv": _mv,
+    "addmv": _addmv,
+    "dot": _dot,
+    "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "mkldnn_rnn_layer": _rnn,
+    "mkldnn_rnn_layer_backward": _rnn_backward,
+}
+
+_FORMULAS: dict[Any, Formula] = {
+    **flop_counter.flop_registry,
+    **{_packet(n): flop_counter.shape_wrapper(f) for n, f in _MISSING.items()},
+}
+
+
+def flops_of(op: torch._ops.OpOverload) -> Formula | None:
+    """The formula of `op`, called as the operator with `out_val=result`, or None."""
+    return _FORMULAS.get(op.overloadpacket)

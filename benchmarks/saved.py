@@ -1,0 +1,72 @@
+"""Bytes that autograd keeps for the backward of one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .counting import LOW, storage_key
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes of the distinct storages saved for backward, parameters left out.
+
+    `weight_copies` is the part that holds a parameter's values in a low dtype: rounded
+    copies of weights, whoever made them.  `total` includes it.
+    """
+
+    total: int
+    weight_copies: int
+
+    @property
+    def activations(self) -> int:
+        """What is left without the copies of weights."""
+        return self.total - self.weight_copies
+
+
+def saved_bytes(
+    forward: Callable[[], Any], parameters: Iterable[Tensor] = ()
+) -> SavedBytes:
+    """What autograd saves while `forward()` runs.
+
+    A storage counts once and whole, however many nodes save views of it.  Inside a
+    checkpointed region only what the checkpoint itself keeps is seen, as it should be.
+    `saved_tensors_hooks` does not stop Dynamo from capturing (tests/test_metrics.py).
+    """
+    kept: dict[tuple[str, int], Tensor] = {}  # alive, so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(storage_key(tensor), tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    weights = list(parameters)
+    for weight in weights:
+        kept.pop(storage_key(weight), None)
+    total = sum(t.untyped_storage().nbytes() for t in kept.values())
+    copies = sum(
+        t.untyped_storage().nbytes()
+        for t in kept.values()
+        if any(_is_copy(t, weight) for weight in weights)
+    )
+    del result
+    return SavedBytes(total, copies)
+
+
+def _is_copy(tensor: Tensor, weight: Tensor) -> bool:
+    if tensor.dtype not in LOW or not weight.is_floating_point():
+        return False
+    if tensor.untyped_storage().nbytes() != weight.numel() * tensor.itemsize:
+        return False
+    return bool(torch.equal(_flat(tensor), _flat(weight).to(tensor.dtype)))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((size,), (1,), 0)
