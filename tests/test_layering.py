@@ -15,8 +15,9 @@ PACKAGE = REPO / "autoamp"
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "dtypes"}),
-    frozenset({"compat"}),  # below its row of DESIGN §7: `ops` and the rest use it
-    frozenset({"rules", "ops", "options"}),
+    frozenset({"compat"}),
+    frozenset({"graph_functions", "ops", "options"}),
+    frozenset({"rules"}),
     frozenset({"analyse"}),
     frozenset({"place"}),
     frozenset({"rewrite"}),
