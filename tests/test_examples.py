@@ -1,8 +1,9 @@
-"""The example that `make demo` runs: its parts here, the whole of it when slow."""
+"""The example that `make demo` runs, and the one that README begins with."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +111,12 @@ def test_the_demo_fails_when_the_accuracies_part(
     monkeypatch.setattr(example, "show_report", lambda *_: None)
     assert example.main(["--epochs", "0", "--rounds", "1"]) == 1
     assert "MORE THAN 2" in capsys.readouterr().out
+
+
+def test_the_first_example_of_readme_runs_and_shows_bf16(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = SCRIPT.parent.parent.joinpath("README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(compile(blocks[0], "README.md", "exec"), {})
+    assert "bf16" in capsys.readouterr().out
