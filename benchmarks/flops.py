@@ -3,6 +3,8 @@
 The formulas are torch's own registry, plus the operators of a CPU that it leaves out.
 """
 
+# ruff: noqa: ARG001 - a formula has the parameters of its operator, used or not
+
 from __future__ import annotations
 
 from collections.abc import Callable

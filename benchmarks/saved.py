@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils import _pytree as pytree
 
 from .counting import LOW, storage_key
 
@@ -37,6 +39,9 @@ def saved_bytes(
     A storage counts once and whole, however many nodes save views of it.  Inside a
     checkpointed region only what the checkpoint itself keeps is seen, as it should be.
     `saved_tensors_hooks` does not stop Dynamo from capturing (tests/test_metrics.py).
+    It does not see tensors that a Function keeps as attributes of its context or in a
+    closure, as Dynamo's own operator for a captured `autograd.Function` does; those are
+    found by walking the graph from the result, which therefore must hold every output.
     """
     kept: dict[tuple[str, int], Tensor] = {}  # alive, so that no address is used twice
 
@@ -46,6 +51,8 @@ def saved_bytes(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
+    for tensor in _kept_by_functions(result):
+        kept.setdefault(storage_key(tensor), tensor.detach())
     weights = list(parameters)
     for weight in weights:
         kept.pop(storage_key(weight), None)
@@ -57,6 +64,24 @@ def saved_bytes(
     )
     del result
     return SavedBytes(total, copies)
+
+
+def _kept_by_functions(result: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(result)
+    todo = [t.grad_fn for t in leaves if isinstance(t, Tensor) and t.grad_fn]
+    seen: set[Node] = set()
+    found: list[Tensor] = []
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        todo.extend(parent for parent, _ in node.next_functions if parent is not None)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            cells = type(node)._forward_cls.backward.__closure__ or ()
+            kept = [vars(node), [cell.cell_contents for cell in cells]]
+            found.extend(t for t in pytree.tree_leaves(kept) if isinstance(t, Tensor))
+    return found
 
 
 def _is_copy(tensor: Tensor, weight: Tensor) -> bool:

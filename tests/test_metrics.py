@@ -1,0 +1,272 @@
+"""The instruments measure what they say, and do not disturb what they measure."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.counting import Cast
+from tests.metrics import (
+    CountingMode,
+    compare_with_autocast,
+    count_ops,
+    output_and_grad_errors,
+    relative_error,
+    saved_bytes,
+    training_step,
+)
+from tests.models import BY_NAME, Case
+
+# What Dynamo itself warns of while it captures a Function, or a value crossing a break.
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:.*should not be instantiated:DeprecationWarning"
+    ),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+BF16 = torch.bfloat16
+
+
+class PlainMode(TorchDispatchMode):
+    """A mode as anyone would write it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Captured:
+    """A model compiled by a back end that only counts how often its graphs run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.runs = 0
+        torch._dynamo.reset()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return type(model).forward(model, *args, **kwargs)
+
+        self.call = torch.compile(call, backend=self._backend)
+
+    def _backend(self, gm: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return gm(*args)
+
+        return run
+
+
+CAPTURED = ["mlp", "checkpoint", "straight_through", "branching"]
+
+
+def _backward(case: Case, call: Callable[..., Any]) -> None:
+    args, kwargs = case.inputs(0)
+    case.loss(call(*args, **kwargs)).backward()
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_counting_does_not_stop_capture_and_misses_nothing(name: str) -> None:
+    case = BY_NAME[name]
+    model = case.model()
+    eager = count_ops(lambda: _backward(case, model))
+    captured = Captured(model)
+    counts = count_ops(lambda: _backward(case, captured.call))
+    assert captured.runs == (2 if name == "branching" else 1)
+    # Eager checkpoint stops its recompute early, the captured operator does not.
+    assert counts.flops[torch.float32] >= eager.flops[torch.float32] > 0
+    if name != "checkpoint":
+        assert counts.flops == eager.flops
+
+
+def test_a_plain_mode_would_stop_capture() -> None:
+    case = BY_NAME["mlp"]
+    captured = Captured(case.model())
+    with PlainMode():
+        _backward(case, captured.call)
+    assert captured.runs == 0
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_hooks_for_saved_bytes_do_not_stop_capture(name: str) -> None:
+    case = BY_NAME[name]
+    model = case.model()
+    captured = Captured(model)
+    args, kwargs = case.inputs(0)
+    inside = saved_bytes(lambda: captured.call(*args, **kwargs), model.parameters())
+    eager = saved_bytes(lambda: model(*args, **kwargs), model.parameters())
+    assert captured.runs > 0
+    assert inside == eager
+
+
+def test_casts_are_told_apart() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    x = torch.randn(2, 4)
+
+    def step() -> None:
+        y = x.to(BF16) @ weight.t().to(BF16)
+        y.float().sum().backward()
+
+    counts = count_ops(step, [weight])
+    assert counts.casts == {
+        Cast("forward", "value", "down"): 1,
+        Cast("forward", "weight", "down"): 1,
+        Cast("forward", "value", "up"): 1,
+        Cast("backward", "value", "down"): 1,  # of the gradient of `.float()`
+        Cast("backward", "value", "up"): 1,  # of the weight's gradient
+    }
+    assert counts.total_casts == counts.cast_count() == 5
+    assert counts.cast_count(phase="forward") == 3
+    assert counts.flops == {BF16: 2 * (2 * 2 * 4 * 4)}  # forward, and the weight's
+    assert counts.low_share == 1.0
+
+
+def test_other_conversions_are_no_casts() -> None:
+    x = torch.randn(3)
+
+    def convert() -> None:
+        x.to(torch.int64)
+        x.to(torch.complex64)
+        x.to(torch.float32, copy=True)
+        torch.empty(3).copy_(x)
+
+    assert count_ops(convert).total_casts == 0
+
+
+def test_refreshing_weight_copies_is_counted_by_tensor() -> None:
+    weights = [nn.Parameter(torch.randn(3)) for _ in range(4)]
+    copies = [torch.empty(3, dtype=BF16) for _ in weights]
+
+    def refresh() -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(copies, weights)
+            copies[0].copy_(weights[0])
+            copies[1].copy_(torch.randn(3))  # not from a parameter: a cast
+
+    counts = count_ops(refresh, weights)
+    assert counts.refreshed == 5
+    assert counts.casts == {Cast("forward", "value", "down"): 1}
+
+
+def test_inference_mode_hides_nothing() -> None:
+    model = BY_NAME["gpt2"].model().eval()
+    _, kwargs = BY_NAME["gpt2"].inputs(0)
+
+    def forward() -> None:
+        with torch.autocast("cpu", BF16):
+            model(**kwargs)
+
+    with torch.no_grad():
+        expected = count_ops(forward)
+    with torch.inference_mode():
+        counts = count_ops(forward)
+    assert counts.flops == expected.flops
+    assert counts.total_casts >= expected.total_casts  # autocast's cache is off here
+
+
+def test_recurrent_and_attention_flops_are_counted() -> None:
+    lstm = nn.LSTM(8, 16)
+    counts = count_ops(lambda: lstm(torch.randn(5, 3, 8)), lstm.parameters())
+    assert counts.flops.total() == 5 * 3 * 2 * (4 * 16 * 8 + 4 * 16 * 16)
+    q = torch.randn(2, 4, 6, 8, requires_grad=True)
+
+    def attend() -> None:
+        functional.scaled_dot_product_attention(q, q, q).sum().backward()
+
+    # Two products forward; five backward, since flash attention computes one again.
+    assert count_ops(attend).flops.total() == 7 * 2 * 2 * 4 * 6 * 6 * 8
+
+
+def test_saved_bytes_counts_storages_once_and_tells_weight_copies() -> None:
+    weight = nn.Parameter(torch.randn(6, 4))
+    x = torch.randn(2, 4, requires_grad=True)
+
+    def forward() -> Tensor:
+        low = weight.to(BF16)
+        y = x.to(BF16)
+        return y @ low.t() + y @ low.t()
+
+    saved = saved_bytes(forward, [weight])
+    assert saved.weight_copies == 6 * 4 * 2
+    assert saved.activations == 2 * 4 * 2
+
+
+def test_saved_bytes_finds_what_a_function_keeps_by_itself() -> None:
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.kept = [x.clone()]
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0] * 2
+
+    x = torch.randn(16, requires_grad=True)
+    assert saved_bytes(lambda: Keeps.apply(x)).total == 64
+
+
+def test_relative_error() -> None:
+    a = {"x": torch.tensor([3.0, 0.0]), "n": torch.tensor(7)}
+    b = {"x": torch.tensor([0.0, 4.0]), "n": torch.tensor(9)}
+    assert relative_error(a, b) == pytest.approx(5 / 4)
+    assert relative_error(a, a) == 0.0
+    assert relative_error(torch.ones(2), torch.zeros(2)) == math.inf
+    assert math.isnan(relative_error(torch.tensor([math.nan]), torch.ones(1)))
+    z = torch.ones(1, dtype=torch.cfloat)
+    assert relative_error(z * 1j, z) == pytest.approx(math.sqrt(2))
+    with pytest.raises(ValueError, match="other shapes"):
+        relative_error(torch.ones(2), torch.ones(3))
+
+
+def test_a_missing_gradient_is_not_overlooked() -> None:
+    case = BY_NAME["mlp"]
+    model = case.model()
+    whole = training_step(model, case.loss, case.inputs(0))
+    model.get_parameter("0.weight").requires_grad_(requires_grad=False)
+    part = training_step(model, case.loss, case.inputs(0))
+    with pytest.raises(ValueError, match=r"one of the two only: \['0.weight'\]"):
+        output_and_grad_errors([part], [whole])
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_every_case_is_a_function_of_its_seeds(name: str) -> None:
+    case = BY_NAME[name]
+    model = case.model()
+    twin = case.model()
+    assert relative_error(dict(model.state_dict()), dict(twin.state_dict())) == 0.0
+    first = training_step(model, case.loss, case.inputs(1), seed=5)
+    again = training_step(twin, case.loss, case.inputs(1), seed=5)
+    assert output_and_grad_errors([again], [first]) == (0.0, 0.0)
+    assert math.isfinite(first.loss)
+    other = training_step(copy.deepcopy(twin), case.loss, case.inputs(2), seed=5)
+    assert other.loss != first.loss
+
+
+def test_autocast_measures_as_itself_and_fp32_as_exact() -> None:
+    case = BY_NAME["mlp"]
+    record = compare_with_autocast(case, lambda model: model)
+    assert record.converted.output_error == record.converted.grad_error == 0.0
+    assert record.converted.counts.low_flops == 0
+    assert record.converted.output_dtypes == (torch.float32,)
+    assert record.autocast.output_dtypes == (BF16,)
+    assert record.autocast.counts.low_share == 1.0
+    assert 1e-4 < record.rounded.grad_error < record.autocast.grad_error < 1e-2
+    # 3 weights, 3 biases, the input; the output's gradient; 6 gradients and no more.
+    assert record.autocast.counts.cast_count(phase="forward") == 8
+    assert record.autocast.counts.cast_count(source="weight") == 6
+
+
+def test_the_mode_leaves_no_trace() -> None:
+    with CountingMode() as mode:
+        torch.ones(2).to(BF16)
+    torch.ones(2).to(BF16)
+    assert mode.counts.total_casts == 1
