@@ -1,0 +1,214 @@
+"""What can be told about an op from its name, schema and tags alone."""
+
+from __future__ import annotations
+
+import difflib
+from functools import lru_cache
+
+import torch
+from torch._ops import OpOverload
+
+HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
+    "aten::_batch_norm_impl_index": ("running_mean", "running_var"),
+    "aten::batch_norm": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats": ("running_mean", "running_var"),
+    "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
+    "aten::batch_norm_update_stats": ("running_mean", "running_var"),
+    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+    "aten::instance_norm": ("running_mean", "running_var"),
+    "aten::miopen_batch_norm": ("running_mean", "running_var"),
+    "aten::native_batch_norm": ("running_mean", "running_var"),
+}
+"""Arguments that an op writes although its schema does not say so.
+
+The running statistics are written when the op trains; nothing in the schema tells.
+"""
+
+MAYBE_ALIAS: dict[str, tuple[str, ...]] = {
+    "aten::_unsafe_view": ("self",),
+    "aten::alpha_dropout": ("input",),
+    "aten::atleast_1d": ("self", "tensors"),
+    "aten::atleast_2d": ("self", "tensors"),
+    "aten::atleast_3d": ("self", "tensors"),
+    "aten::broadcast_tensors": ("tensors",),
+    "aten::dequantize": ("self",),
+    "aten::dropout": ("input",),
+    "aten::einsum": ("tensors",),
+    "aten::feature_alpha_dropout": ("input",),
+    "aten::feature_dropout": ("input",),
+    "aten::meshgrid": ("tensors",),
+    "aten::sum_to_size": ("self",),
+    "aten::to_dense": ("self",),
+    "aten::type_as": ("self",),
+    "aten::unsafe_chunk": ("self",),
+    "aten::unsafe_split": ("self",),
+    "aten::unsafe_split_with_sizes": ("self",),
+}
+"""Arguments that an op's output may share storage with, undeclared by its schema.
+
+`dropout` returns its input when it does not train; `einsum` of one operand is a
+permutation; `type_as` returns its input when the dtype fits already.
+"""
+
+_RANDOM = frozenset(
+    "aten::" + name
+    for name in (
+        "_fused_dropout",
+        "_native_multi_head_attention",
+        "_scaled_dot_product_attention_math",
+        "alpha_dropout",
+        "dropout",
+        "feature_alpha_dropout",
+        "feature_dropout",
+        "gru",
+        "lstm",
+        "native_dropout",
+        "rnn_relu",
+        "rnn_tanh",
+        "rrelu",
+        "scaled_dot_product_attention",
+    )
+)
+"""Composite ops that may draw random numbers inside and carry no tag for it."""
+
+_OPS_PREFIX = "torch.ops."
+
+
+def op_name(target: OpOverload) -> str:
+    """The full name of `target`: `aten::sum.dim_IntList`, `aten::linear.default`."""
+    return f"{target._schema.name}.{target._schema.overload_name or 'default'}"
+
+
+def base_name(target: OpOverload) -> str:
+    """The name of `target` without its overload: `aten::sum`."""
+    return target._schema.name
+
+
+def split_key(key: str) -> tuple[str, str, str]:
+    """The namespace, name and overload (empty: all of them) of a canonical key."""
+    namespace, _, rest = key.partition("::")
+    name, _, overload = rest.partition(".")
+    return namespace, name, overload
+
+
+def parse_op_name(text: str) -> str:
+    """The canonical key of an op as a user may spell it; it need not exist.
+
+    `linear`, `aten.linear`, `aten::linear` and `torch.ops.aten.linear` give
+    `aten::linear`, which means every overload; `sum.dim_IntList`,
+    `aten.sum.dim_IntList` and `aten::sum.dim_IntList` give the one overload.
+    Two names joined by a dot are read as an overload of an ATen op where there is
+    such an overload, else as namespace and op where there is such an op.
+    """
+    text = text.strip().removeprefix(_OPS_PREFIX)
+    if "::" in text:
+        return text
+    parts = text.split(".")
+    if len(parts) == 1:
+        return f"aten::{text}"
+    if len(parts) > 2:
+        return f"{parts[0]}::{parts[1]}.{'.'.join(parts[2:])}"
+    overload, other = f"aten::{text}", f"{parts[0]}::{parts[1]}"
+    if not exists(overload) and (exists(other) or parts[0] == "aten"):
+        return other
+    return overload
+
+
+def overloads(key: str) -> list[OpOverload]:
+    """Every overload the canonical `key` names in this torch; empty if none."""
+    namespace, name, overload = split_key(key)
+    if not (namespace.isidentifier() and name.isidentifier()):
+        return []
+    try:
+        packet = getattr(getattr(torch.ops, namespace), name)
+        names = [overload] if overload else packet.overloads()
+        return [getattr(packet, each) for each in names]
+    except (AttributeError, RuntimeError):
+        return []
+
+
+def exists(key: str) -> bool:
+    """Whether this torch has the op, or the overload, that the key names."""
+    return bool(overloads(key))
+
+
+def close_names(key: str, limit: int = 3) -> list[str]:
+    """Existing ops whose names look like `key`, best first, to put in a message."""
+    namespace, name, overload = split_key(key)
+    bases, full = _registered()
+    if overload and exists(f"{namespace}::{name}"):
+        siblings = [n for n in full if n.startswith(f"{namespace}::{name}.")]
+        return difflib.get_close_matches(key, siblings, limit, 0.0)
+    same = [n for n in bases if n.startswith(f"{namespace}::")] or bases
+    close = difflib.get_close_matches(f"{namespace}::{name}", same, limit)
+    return close or difflib.get_close_matches(f"aten::{overload or name}", bases, limit)
+
+
+@lru_cache(maxsize=1)
+def _registered() -> tuple[list[str], list[str]]:
+    names = torch._C._dispatch_get_all_op_names()
+    full = sorted(n if "." in n else f"{n}.default" for n in names)
+    return sorted({n.partition(".")[0] for n in full}), full
+
+
+def mutated_arguments(target: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments that `target` writes, declared or hidden."""
+    declared = tuple(
+        argument.name
+        for argument in target._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    return declared + HIDDEN_WRITES.get(base_name(target), ())
+
+
+def mutates(target: OpOverload) -> bool:
+    """Whether `target` may write one of its arguments, hidden writes included."""
+    return bool(mutated_arguments(target))
+
+
+def is_inplace(target: OpOverload) -> bool:
+    """Whether `target` writes and returns its first argument, as `add_` does."""
+    arguments, returns = target._schema.arguments, target._schema.returns
+    if not arguments or len(returns) != 1:
+        return False
+    first, result = arguments[0].alias_info, returns[0].alias_info
+    if first is None or result is None or arguments[0].kwarg_only:
+        return False
+    return first.is_write and bool(first.before_set & result.before_set)
+
+
+def aliasing_arguments(target: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments whose storage an output of `target` may share."""
+    shared: set[str] = set()
+    for result in target._schema.returns:
+        if result.alias_info is not None:
+            shared |= result.alias_info.before_set | result.alias_info.after_set
+    undeclared = MAYBE_ALIAS.get(base_name(target), ())
+    return tuple(
+        argument.name
+        for argument in target._schema.arguments
+        if argument.name in undeclared
+        or (
+            argument.alias_info is not None
+            and (argument.alias_info.before_set | argument.alias_info.after_set)
+            & shared
+        )
+    )
+
+
+def is_view(target: OpOverload) -> bool:
+    """Whether an output may share storage with an argument that is not written."""
+    return bool(aliasing_arguments(target)) and not mutates(target)
+
+
+def is_random(target: OpOverload) -> bool:
+    """Whether `target` may draw random numbers."""
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return True
+    name = base_name(target)
+    return name in _RANDOM or name.removesuffix("_") in _RANDOM
+
+
+def is_pointwise(target: OpOverload) -> bool:
+    """Whether torch tags `target` as computing each output element by itself."""
+    return torch.Tag.pointwise in target.tags

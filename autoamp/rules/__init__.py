@@ -1,0 +1,10 @@
+"""The op rules: which ops may run in low precision, and why.
+
+The rules themselves are data (`rules/*.toml` at the top of the repository); this
+package reads them, lays the user's over the built-in ones, and looks ops up.
+"""
+
+from autoamp.rules.model import Category, Condition, Rule
+from autoamp.rules.table import Rules
+
+__all__ = ["Category", "Condition", "Rule", "Rules"]

@@ -1,0 +1,34 @@
+"""Where the built-in rules files are, in a wheel and in a checkout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autoamp.errors import RulesError
+
+BUILTIN = ("fp16", "bf16", "torch-cuda", "torch-cpu", "tensorflow")
+"""The names of the rule sets that come with the package."""
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_CANDIDATES = (_PACKAGE / "_rules", _PACKAGE.parent / "rules")
+
+
+def directory(candidates: tuple[Path, ...] = _CANDIDATES) -> Path:
+    """The directory of the built-in files: inside the wheel, else the checkout's.
+
+    A directory of another project that happens to be called `rules` lies beside the
+    package in some layouts, so a candidate counts only if it has our files.
+    """
+    for candidate in candidates:
+        if all((candidate / f"{name}.toml").is_file() for name in BUILTIN):
+            return candidate
+    tried = " and ".join(str(candidate) for candidate in candidates)
+    raise RulesError(
+        f"the built-in rules files are missing (looked in {tried}); "
+        "reinstall autoamp, or give the path of a rules file"
+    )
+
+
+def builtin_path(name: str) -> Path:
+    """The file of the built-in rule set `name`."""
+    return directory() / f"{name}.toml"

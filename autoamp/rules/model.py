@@ -1,0 +1,100 @@
+"""The values a rules file is made of: categories, conditions and rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+ConditionValue = bool | int | float | str | tuple[float, float]
+"""What a condition compares with; a pair of numbers for `exponent_outside`."""
+
+
+class Category(StrEnum):
+    """What may be done with an op; `rules/README.md` defines each and how to choose."""
+
+    ALLOW = "allow"
+    DENY = "deny"
+    INFER = "infer"
+    CLEAR = "clear"
+
+
+TESTS = ("reduces_at_least", "exponent_outside", "argument_is", "device_is")
+"""The tests a condition may make."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A category that holds for some calls of an op only.
+
+    Attributes:
+        test: One of `TESTS`. `reduces_at_least`: every output element is made from
+            `value` input elements or more. `exponent_outside`: the scalar exponent
+            lies below or above the pair `value`. `argument_is`: the schema argument
+            `argument` (its default, if not given) equals `value`. `device_is`: the
+            op runs on a device of type `value`.
+        value: What the test compares with.
+        category: The category where the test holds.
+        reason: Why.
+        argument: For `argument_is`, the name of the schema argument.
+    """
+
+    test: str
+    value: ConditionValue
+    category: Category
+    reason: str
+    argument: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The category of one op, with its reason and what is known of its kernels.
+
+    Attributes:
+        op: Canonical key: `aten::linear` (every overload) or
+            `aten::sum.dim_IntList`.
+        category: The category where no condition of `when` holds.
+        reason: Why the op is in that category.
+        origin: Where the rule came from: a file, or the name of a user's list.
+        fp32_operands: Schema arguments that stay fp32 even where the op runs low.
+        accumulates: The kernel accumulates in fp32: low in, low out is safe.
+        restores: Outputs are bounded whatever the inputs: the op ends taint.
+        restores_given: The op ends taint where each of these arguments is given as
+            a number within the range of the low dtype (`clamp` with both bounds).
+        taints: Where the category in force is deny, what follows must not be low
+            until an op that restores or is allowed.
+        positions: The output holds exact integers or coordinates, of which a low
+            dtype can tell only the first 2048 (fp16) or 256 (bf16) apart.
+        no_kernel: Device types for which torch has no kernel in the low dtype,
+            forward or backward.
+        policy: In a compatibility set, what autocast does beyond the category.
+        when: Conditional categories; the first that holds wins.
+        stated: The attributes that the file or list gave itself; the others are
+            taken over from the rule that this one replaces.
+    """
+
+    op: str
+    category: Category
+    reason: str
+    origin: str
+    fp32_operands: tuple[str, ...] = ()
+    accumulates: bool = False
+    restores: bool = False
+    restores_given: tuple[str, ...] = ()
+    taints: bool = False
+    positions: bool = False
+    no_kernel: tuple[str, ...] = ()
+    policy: str = ""
+    when: tuple[Condition, ...] = ()
+    stated: frozenset[str] = frozenset()
+
+
+FACTS = (
+    "fp32_operands",
+    "accumulates",
+    "restores",
+    "restores_given",
+    "taints",
+    "positions",
+    "no_kernel",
+)
+"""Attributes that are facts about an op: a rule that replaces another keeps them."""

@@ -1,0 +1,203 @@
+"""Reads a rules file; every way it can be wrong is a `RulesError` that says where."""
+
+from __future__ import annotations
+
+import logging
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from autoamp.errors import RulesError
+from autoamp.ops import close_names, exists, overloads, parse_op_name
+from autoamp.rules.model import TESTS, Category, Condition, ConditionValue, Rule
+
+MAX_BYTES = 1 << 20
+"""Largest rules file read: the built-in ones are a tenth of it."""
+
+_META = {"dtype": ("float16", "bfloat16", "any"), "description": None}
+_FLAGS = ("accumulates", "restores", "taints", "positions")
+_NAMES = ("fp32_operands", "no_kernel", "restores_given")
+_ATTRIBUTES = ("reason", "policy", "when", *_FLAGS, *_NAMES)
+_CONDITION = ("test", "value", "argument", "category", "reason")
+
+_log = logging.getLogger(__name__)
+
+
+def read(path: Path, *, builtin: bool) -> tuple[dict[str, str], dict[str, Rule]]:
+    """The meta table and the rules, by canonical op name, of the file at `path`.
+
+    Args:
+        path: The TOML file.
+        builtin: Whether the file came with the package. An op that this torch lacks
+            is then left out, since the file serves several torch versions; in a
+            user's file it is an error.
+    """
+    data = _load(path)
+    known = [c.value for c in Category]
+    for table, entries in data.items():
+        if table != "meta" and table not in known:
+            _fail(path, table, f"no such table; use {', '.join(known)} or meta")
+        if not isinstance(entries, dict):
+            _fail(path, table, f"must be a table: write [{table}] on its own line")
+    meta = _meta(path, data.pop("meta", {}))
+    rules: dict[str, Rule] = {}
+    for table in sorted(data, key=known.index):
+        for rule in _rules(path, Category(table), data[table], builtin):
+            if (other := rules.get(rule.op)) is not None:
+                there = f"in [{other.category}] and in [{table}]"
+                _fail(path, rule.op, f"named twice, {there}; delete one of them")
+            rules[rule.op] = rule
+    return meta, rules
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise RulesError(
+                f"{path}: {size} bytes, but a rules file has at most {MAX_BYTES}; "
+                "give the path of a TOML file of op rules"
+            )
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise RulesError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a TOML "
+            "file, or the name of a built-in set"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RulesError(f"{path}: not a TOML file: {error}") from error
+
+
+def _meta(path: Path, meta: dict[str, Any]) -> dict[str, str]:
+    for key, value in meta.items():
+        if key not in _META:
+            _fail(path, f"meta.{key}", f"unknown; use {', '.join(_META)}")
+        choices = _META[key]
+        if not isinstance(value, str) or (choices and value not in choices):
+            what = f"one of {', '.join(choices)}" if choices else "a string"
+            _fail(path, f"meta.{key}", f"is {value!r}; must be {what}")
+    return {"dtype": "any", "description": "", **meta}
+
+
+def _rules(
+    path: Path, category: Category, entries: dict[str, Any], builtin: bool
+) -> Iterator[Rule]:
+    for written, value in entries.items():
+        key = f"{category}.{written}"
+        op = parse_op_name(written)
+        if not exists(op):
+            if builtin:
+                _log.debug("%s: %s is not in this torch; left out", path, op)
+                continue
+            _fail(path, key, unknown_op(op))
+        yield _rule(path, key, op, category, value)
+
+
+def unknown_op(op: str) -> str:
+    """What to tell a user who named an op that this torch does not have."""
+    close = close_names(op)
+    hint = f"did you mean {' or '.join(close)}?" if close else "check its name"
+    return f"torch has no op {op}; {hint}"
+
+
+def _rule(path: Path, key: str, op: str, category: Category, value: object) -> Rule:
+    if isinstance(value, str):
+        value = {"reason": value}
+    if not isinstance(value, dict):
+        _fail(path, key, 'must be a reason or a table such as {reason = "..."}')
+    attributes = {
+        name: _attribute(path, f"{key}.{name}", op, name, given)
+        for name, given in value.items()
+    }
+    _text(path, f"{key}.reason", attributes.get("reason", ""))
+    for name in ("fp32_operands", "restores_given"):
+        for argument in attributes.get(name, ()):
+            _argument(path, f"{key}.{name}", op, argument)
+    stated = frozenset(attributes) - {"reason"}
+    return Rule(op, category, origin=str(path), stated=stated, **attributes)
+
+
+def _attribute(path: Path, key: str, op: str, name: str, given: object) -> Any:
+    if name not in _ATTRIBUTES:
+        _fail(path, key, f"unknown; use {', '.join(_ATTRIBUTES)}, or quote the key")
+    if name in _NAMES:
+        return _names(path, key, given)
+    if name == "when":
+        return _conditions(path, key, op, given)
+    if name in _FLAGS and not isinstance(given, bool):
+        _fail(path, key, f"is {given!r}; must be true or false")
+    return given if name in _FLAGS else _text(path, key, given)
+
+
+def _conditions(path: Path, key: str, op: str, given: object) -> tuple[Condition, ...]:
+    if not isinstance(given, list) or not all(isinstance(c, dict) for c in given):
+        _fail(path, key, "must be a list of tables")
+    return tuple(
+        _condition(path, f"{key}[{i}]", op, each) for i, each in enumerate(given)
+    )
+
+
+def _condition(path: Path, key: str, op: str, given: dict[str, Any]) -> Condition:
+    for name in given:
+        if name not in _CONDITION:
+            _fail(path, f"{key}.{name}", f"unknown; use {', '.join(_CONDITION)}")
+    test, category = given.get("test"), given.get("category")
+    if test not in TESTS:
+        _fail(path, f"{key}.test", f"is {test!r}; use one of {', '.join(TESTS)}")
+    if category not in list(Category):
+        choices = ", ".join(Category)
+        _fail(path, f"{key}.category", f"is {category!r}; use one of {choices}")
+    reason = _text(path, f"{key}.reason", given.get("reason", ""))
+    argument = given.get("argument", "")
+    if test == "argument_is":
+        _argument(path, f"{key}.argument", op, argument)
+    elif argument:
+        _fail(path, f"{key}.argument", f"means nothing to {test}; delete it")
+    value = _value(path, f"{key}.value", test, given.get("value"))
+    return Condition(test, value, Category(category), reason, argument)
+
+
+def _value(path: Path, key: str, test: str, value: object) -> ConditionValue:
+    if test == "reduces_at_least":
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        _fail(path, key, f"is {value!r}; must be a positive whole number")
+    if test == "exponent_outside":
+        if isinstance(value, list) and len(value) == 2 and all(map(_number, value)):
+            low, high = map(float, value)
+            if low <= high:
+                return low, high
+        _fail(path, key, f"is {value!r}; must be [lowest, highest]")
+    if test == "device_is" and not (isinstance(value, str) and value):
+        _fail(path, key, f'is {value!r}; must be a device type such as "cuda"')
+    if not isinstance(value, (bool, int, float, str)):
+        _fail(path, key, f"is {value!r}; must be a string, a number or a boolean")
+    return value
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _names(path: Path, key: str, given: object) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(n, str) and n for n in given):
+        _fail(path, key, f"is {given!r}; must be a list of names")
+    return tuple(given)
+
+
+def _text(path: Path, key: str, given: object) -> str:
+    if not isinstance(given, str) or not given.strip():
+        _fail(path, key, "must be a sentence, and not empty")
+    return given
+
+
+def _argument(path: Path, key: str, op: str, name: object) -> None:
+    found = {a.name for o in overloads(op) for a in o._schema.arguments}
+    if name not in found:
+        choices = ", ".join(sorted(found))
+        _fail(path, key, f"{op} has no argument {name!r}; it has {choices}")
+
+
+def _fail(path: Path, key: str, problem: str) -> NoReturn:
+    raise RulesError(f"{path}: {key}: {problem}")

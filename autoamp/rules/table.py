@@ -1,0 +1,186 @@
+"""The table of rules: loading, laying one over another, and looking ops up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch._ops import OpOverload
+
+from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
+from autoamp.errors import RulesError
+from autoamp.ops import base_name, exists, op_name, parse_op_name, split_key
+from autoamp.rules.files import BUILTIN, builtin_path
+from autoamp.rules.model import FACTS, Category, Rule
+from autoamp.rules.parse import read, unknown_op
+
+
+@dataclass(frozen=True)
+class Rules:
+    """An immutable table of op rules.
+
+    Attributes:
+        name: What the set is called in reports: `fp16`, `bf16 + my_rules.toml`.
+        table: Canonical op name to rule.
+        dtype: The low dtype the rules were written for, or `any`.
+    """
+
+    name: str
+    table: Mapping[str, Rule]
+    dtype: str = "any"
+    _found: dict[OpOverload, Rule | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Takes its own copy of the table, so that no one can change it later."""
+        object.__setattr__(self, "table", MappingProxyType(dict(self.table)))
+
+    def __reduce__(self) -> tuple[type[Rules], tuple[str, dict[str, Rule], str]]:
+        """Copies and pickles by value; a read-only mapping cannot do so itself."""
+        return type(self), (self.name, dict(self.table), self.dtype)
+
+    def __hash__(self) -> int:
+        """Agrees with equality: equal tables have equal names of ops."""
+        return hash((self.name, self.dtype, tuple(sorted(self.table))))
+
+    @classmethod
+    def default(cls, precision: str | torch.dtype) -> Rules:
+        """The built-in rules for `precision`: a name as `bf16`, or a dtype."""
+        dtype = parse_low_dtype(precision)
+        for name, low in LOW_DTYPES.items():
+            if low is dtype:
+                return _load_builtin(name)
+        raise RulesError(
+            f"there are no rules for precision {precision!r}; "
+            f"use one of {', '.join(LOW_DTYPES)}, or their dtypes"
+        )
+
+    @classmethod
+    def load(cls, source: str | os.PathLike[str]) -> Rules:
+        """The rules in a TOML file, or the built-in set of that name."""
+        if isinstance(source, str) and source in BUILTIN:
+            return _load_builtin(source)
+        path = Path(source)
+        if not path.is_file() and len(path.parts) == 1 and not path.suffix:
+            names = ", ".join(BUILTIN)
+            raise RulesError(f"{source}: neither a file nor a built-in set ({names})")
+        meta, table = read(path, builtin=False)
+        return cls(path.name, table, meta["dtype"])
+
+    def merge(self, *others: Rules) -> Rules:
+        """These rules with `others` laid over them in turn; the later rule wins.
+
+        A rule that names an op without an overload replaces the rules of all its
+        overloads. A rule keeps what the replaced one knew about the op's kernels,
+        unless it says otherwise itself, and drops the conditions.
+        """
+        merged = self
+        for other in others:
+            clash = {merged.dtype, other.dtype} - {"any"}
+            if len(clash) == 2:
+                raise RulesError(
+                    f"{other.name} is written for {other.dtype} but {merged.name} "
+                    f'for {merged.dtype}; say dtype = "any" in its [meta] if it '
+                    "holds for both"
+                )
+            merged = Rules(
+                f"{merged.name} + {other.name}",
+                _lay_over(merged, other.table.values()),
+                next(iter(clash), "any"),
+            )
+        return merged
+
+    def with_lists(
+        self,
+        allow: Iterable[str] = (),
+        deny: Iterable[str] = (),
+        infer: Iterable[str] = (),
+        clear: Iterable[str] = (),
+    ) -> Rules:
+        """These rules with the named ops moved to the given categories."""
+        lists = {
+            Category.ALLOW: allow,
+            Category.DENY: deny,
+            Category.INFER: infer,
+            Category.CLEAR: clear,
+        }
+        moved: dict[str, Rule] = {}
+        for category, names in lists.items():
+            if isinstance(names, str):
+                raise RulesError(f'{category}="{names}": give a list of op names')
+            for written in names:
+                op = _user_op(category, written)
+                if op in moved and moved[op].category is not category:
+                    raise RulesError(
+                        f"{op} is in two lists, {moved[op].category}= and {category}=; "
+                        "take it out of one of them"
+                    )
+                reason = f"listed by the user: {category}={written}"
+                moved[op] = Rule(op, category, reason, f"{category}=")
+        return replace(self, table=_lay_over(self, moved.values())) if moved else self
+
+    def lookup(self, target: object) -> Rule | None:
+        """The rule for `target`, or None; a rule for the exact overload goes first.
+
+        An in-place op has the rule of its plain form unless it has its own. An
+        `out=` variant has none, nor has what is not an ATen-style op.
+        """
+        if not isinstance(target, OpOverload):
+            return None
+        if target not in self._found:
+            self._found[target] = self._search(target)
+        return self._found[target]
+
+    def _search(self, target: OpOverload) -> Rule | None:
+        if any(argument.is_out for argument in target._schema.arguments):
+            return None
+        names = [base_name(target)]
+        if names[0].endswith("_") and not names[0].endswith("__"):
+            names.append(names[0].removesuffix("_"))
+        overload = split_key(op_name(target))[2]
+        for name in names:
+            for key in (f"{name}.{overload}", name):
+                if key in self.table:
+                    return self.table[key]
+        return None
+
+    def names(self, category: Category | str) -> tuple[str, ...]:
+        """The ops of a category, sorted."""
+        return tuple(sorted(k for k, r in self.table.items() if r.category == category))
+
+
+@cache
+def _load_builtin(name: str) -> Rules:
+    meta, table = read(builtin_path(name), builtin=True)
+    return Rules(name, table, meta["dtype"])
+
+
+def _user_op(category: Category, written: str) -> str:
+    if not isinstance(written, str):
+        raise RulesError(f"{category}=: {written!r} is not the name of an op")
+    op = parse_op_name(written)
+    if not exists(op):
+        raise RulesError(f"{category}={written}: {unknown_op(op)}")
+    return op
+
+
+def _lay_over(below: Rules, above: Iterable[Rule]) -> dict[str, Rule]:
+    table = dict(below.table)
+    for rule in sorted(above, key=lambda r: bool(split_key(r.op)[2])):
+        namespace, name, overload = split_key(rule.op)
+        base = f"{namespace}::{name}"
+        replaced = below.table.get(rule.op) or below.table.get(base)
+        if not overload:
+            for key in [k for k in table if k.startswith(f"{base}.")]:
+                replaced = replaced or table[key]
+                del table[key]
+        facts = [n for n in FACTS if n not in rule.stated] if replaced else []
+        kept = {name: getattr(replaced, name) for name in facts}
+        table[rule.op] = replace(rule, **kept)
+    return table
