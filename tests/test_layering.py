@@ -40,8 +40,7 @@ ANYWHERE = "*"
 
 PRIVATE_TORCH_ALLOWED: dict[tuple[str, str], str] = {
     (ANYWHERE, "torch._ops.OpOverload"): (
-        "the type of every ATen node's target; torch has no public name for it, and "
-        "this one has not moved since 1.12"
+        "the type of every ATen node's target; torch has no public name for it"
     ),
     (ANYWHERE, "torch.utils._pytree"): (
         "how FX flattens arguments; torch has no public name for it"
