@@ -6,8 +6,8 @@ The instruments are in the modules beside this; this one lines them up.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -42,6 +42,7 @@ __all__ = [
     "relative_error",
     "saved_bytes",
     "training_step",
+    "without_onednn",
 ]
 
 SEEDS = (0, 1, 2, 3)
@@ -180,10 +181,21 @@ def compare_with_autocast(
     except RuntimeError as error:
         # oneDNN has no bf16 LSTM for a CPU without bf16 units; torch's own code does.
         failure = str(error).splitlines()[0]
-        with torch.backends.mkldnn.flags(enabled=False):
+        with without_onednn():
             amp = take(copy.deepcopy(original), references, context=autocast)
     converted = take(convert(copy.deepcopy(original)), references, runs=runs)
     return Comparison(case.name, fp32, rounded, amp, converted, failure)
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Runs torch's own CPU kernels inside (`torch.backends.mkldnn.flags` warns)."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def to_device(batch: Batch, device: str) -> Batch:

@@ -15,6 +15,7 @@ from benchmarks.metrics import (
     relative_error,
     saved_bytes,
     training_step,
+    without_onednn,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "relative_error",
     "saved_bytes",
     "training_step",
+    "without_onednn",
 ]

@@ -1,0 +1,208 @@
+"""Every test model in fp32, under autocast and converted: `python -m
+benchmarks.conformance` prints the table; tests/test_models.py holds each row to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+from torch import nn
+
+from . import report
+from .capability import capability
+from .metrics import Comparison, Figures, compare_with_autocast
+
+
+def shortfalls(record: Comparison) -> list[str]:
+    """Where the converted model misses what is promised; empty if nowhere.
+
+    Errors may be 1.25 times autocast's (`Comparison.error_limit`); everything else must
+    be no worse than autocast's.  What autocast ran is not compared where it can run the
+    case only with oneDNN switched off.
+    """
+    ours, amp = record.converted, record.autocast
+    found: list[str] = []
+
+    def expect(holds: bool, text: str) -> None:
+        if not holds:
+            found.append(f"{record.name}: {text}")
+
+    expect(
+        len(ours.runs_gained) > 0 and min(ours.runs_gained) >= 1,
+        f"a forward ran no rewritten graph: runs gained {ours.runs_gained}",
+    )
+    for kind in ("output", "grad"):
+        error, limit = getattr(ours, f"{kind}_error"), record.error_limit(kind)
+        expect(error <= limit, f"{kind} error {error:.3g} > {limit:.3g}")
+    expect(
+        ours.output_dtypes == record.fp32.output_dtypes,
+        f"output dtypes {ours.output_dtypes}, in fp32 {record.fp32.output_dtypes}",
+    )
+    if record.autocast_failure:
+        return found
+    expect(
+        ours.counts.low_flops >= amp.counts.low_flops,
+        f"low flops {ours.counts.low_flops} < autocast's {amp.counts.low_flops}",
+    )
+    expect(
+        ours.counts.total_casts <= amp.counts.total_casts,
+        f"casts {ours.counts.total_casts} > autocast's {amp.counts.total_casts}",
+    )
+    expect(
+        ours.saved.total <= amp.saved.total,
+        f"saved bytes {ours.saved.total} > autocast's {amp.saved.total}",
+    )
+    return found
+
+
+def figures(taken: Figures) -> dict[str, Any]:
+    """The numbers of one way to run a model, as JSON holds them."""
+    counts = taken.counts
+    return {
+        "output_error": taken.output_error,
+        "grad_error": taken.grad_error,
+        "casts": counts.total_casts,
+        "casts_forward": counts.cast_count(phase="forward"),
+        "casts_backward": counts.cast_count(phase="backward"),
+        "casts_of_weights": counts.cast_count(source="weight"),
+        "weights_refreshed": counts.refreshed,
+        "cast_bytes": counts.cast_bytes,
+        "flops": counts.flops.total(),
+        "low_share": counts.low_share,
+        "saved_bytes": taken.saved.total,
+        "saved_weight_copies": taken.saved.weight_copies,
+    }
+
+
+def as_json(record: Comparison) -> dict[str, Any]:
+    """One case with all its figures and its shortfalls."""
+    ways = ("fp32", "rounded", "autocast", "converted")
+    return {
+        "name": record.name,
+        **{way: figures(getattr(record, way)) for way in ways},
+        "autocast_failure": record.autocast_failure,
+        "shortfalls": shortfalls(record),
+    }
+
+
+HEADER = (
+    "model",
+    "casts fwd+bwd (weights)",
+    "autocast's",
+    "flops low",
+    "autocast's",
+    "output error",
+    "autocast's",
+    "gradient error",
+    "autocast's",
+    "rounding alone",
+    "saved bytes (copies)",
+    "autocast's",
+    "fp32's",
+)
+
+
+def table(records: Sequence[Comparison]) -> str:
+    """The Markdown table; a dagger marks autocast measured without oneDNN."""
+    rows = []
+    for record in records:
+        ours, amp = record.converted, record.autocast
+        rows.append(
+            (
+                record.name + ("†" if record.autocast_failure else ""),
+                _casts(ours),
+                _casts(amp),
+                f"{ours.counts.low_share:.1%}",
+                f"{amp.counts.low_share:.1%}",
+                f"{ours.output_error:.2e}",
+                f"{amp.output_error:.2e}",
+                f"{ours.grad_error:.2e}",
+                f"{amp.grad_error:.2e}",
+                f"{record.rounded.grad_error:.2e}",
+                f"{ours.saved.total} ({ours.saved.weight_copies})",
+                f"{amp.saved.total} ({amp.saved.weight_copies})",
+                f"{record.fp32.saved.total}",
+            )
+        )
+    return report.markdown(HEADER, rows)
+
+
+def _casts(taken: Figures) -> str:
+    counts = taken.counts
+    forward, backward = (
+        counts.cast_count(phase=phase) for phase in ("forward", "backward")
+    )
+    weights = counts.cast_count(source="weight") + counts.refreshed
+    return f"{forward + counts.refreshed}+{backward} ({weights})"
+
+
+def _convert(model: nn.Module) -> nn.Module:
+    import autoamp
+
+    converted: nn.Module = autoamp.convert(
+        model, precision="bf16", do_no_harm=False, strict=True
+    )
+    return converted
+
+
+def _runs(model: nn.Module) -> int:
+    import autoamp
+
+    return int(autoamp.report(model).runs)
+
+
+def measure_all(
+    names: Sequence[str],
+    convert: Callable[[nn.Module], nn.Module] = _convert,
+    runs: Callable[[nn.Module], int] = _runs,
+) -> tuple[list[Comparison], dict[str, str]]:
+    """The comparisons of the named cases (all, if none is named), and the failures."""
+    from tests.models import BY_NAME
+
+    records, failures = [], {}
+    for name in track(names or list(BY_NAME), "comparing with autocast"):
+        try:
+            records.append(compare_with_autocast(BY_NAME[name], convert, runs=runs))
+        except Exception as error:  # noqa: BLE001 - one failing case must not hide the rest
+            failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return records, failures
+
+
+def main() -> int:
+    """Prints the table and writes it beside its JSON; 1 if anything fell short."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.conformance")
+    parser.add_argument("names", nargs="*", help="cases of tests/models (all)")
+    parser.add_argument(
+        "--autocast-only",
+        action="store_true",
+        help="leave the models unconverted: the converted columns are then fp32",
+    )
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    options = parser.parse_args()
+    if options.autocast_only:
+        records, failures = measure_all(options.names, lambda m: m, lambda _: 0)
+    else:
+        records, failures = measure_all(options.names)
+    missed = (
+        [] if options.autocast_only else [s for r in records for s in shortfalls(r)]
+    )
+    missed += [f"{name}: {why}" for name, why in failures.items()]
+    lines = [capability("cpu"), "", table(records), *missed]
+    if not options.names and not options.autocast_only:
+        report.write(
+            options.out / "conformance",
+            "\n".join(lines) + "\n",
+            {"capability": capability("cpu"), "cases": [as_json(r) for r in records]},
+        )
+    print("\n".join(lines))
+    print(json.dumps({"cases": len(records), "shortfalls": len(missed)}))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,37 @@
+"""Tables in Markdown and results on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+"""Where results are written unless told otherwise."""
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, padded to be read as it is; all but the first column right."""
+    cells = [list(header), *(list(row) for row in rows)]
+    if any(len(row) != len(header) for row in cells):
+        message = f"every row needs {len(header)} cells, one for each of {header}"
+        raise ValueError(message)
+    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
+
+
+def write(stem: Path, text: str, data: dict[str, Any]) -> None:
+    """Writes `text` to `stem`.md and `data` to `stem`.json."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".md").write_text(text)
+    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")

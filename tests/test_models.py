@@ -1,0 +1,201 @@
+"""Real models train under the pass, and no worse than under `torch.autocast`.
+
+The figures are those `python -m benchmarks.conformance` prints.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from benchmarks.conformance import measure_all, shortfalls, table
+from tests.metrics import (
+    Comparison,
+    compare_with_autocast,
+    relative_error,
+    training_step,
+    without_onednn,
+)
+from tests.models import BY_NAME, CASES, Case
+
+# What Dynamo itself warns of while it captures a Function, or a value crossing a break.
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:.*should not be instantiated:DeprecationWarning"
+    ),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+STEPS = 3
+LEARNING_RATE = 0.02
+
+
+def convert(model: nn.Module) -> nn.Module:
+    return autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+
+
+def runs(model: nn.Module) -> int:
+    return int(autoamp.report(model).runs)
+
+
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def train(
+    case: Case,
+    model: nn.Module,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[Tensor]:
+    """Three SGD steps; returns by how much each parameter moved."""
+    start = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    for seed in range(STEPS):
+        training_step(model, case.loss, case.inputs(seed), context=context, seed=seed)
+        assert all(
+            p.grad is None or p.grad.dtype == p.dtype for p in model.parameters()
+        )
+        optimizer.step()
+    return [p.detach() - s for p, s in zip(model.parameters(), start, strict=True)]
+
+
+def check_training(case: Case, converted: nn.Module, record: Comparison) -> None:
+    """Three steps of the converted model, beside fp32 and autocast from one start."""
+    exact, amp = case.model(), case.model()
+    exact.load_state_dict(converted.state_dict())
+    amp.load_state_dict(converted.state_dict())
+    before = runs(converted)
+    moved = train(case, converted)
+    assert runs(converted) - before >= STEPS
+    expected = train(case, exact)
+    with without_onednn() if record.autocast_failure else nullcontext():
+        error = relative_error(train(case, amp, autocast), expected)
+    limit = 1.25 * max(error, record.rounded.grad_error)
+    assert relative_error(moved, expected) <= limit
+    for p, q in zip(converted.parameters(), exact.parameters(), strict=True):
+        assert p.dtype == q.dtype
+    buffers = dict(converted.named_buffers())
+    for name, buffer in exact.named_buffers():
+        assert buffers[name].dtype == buffer.dtype
+        if buffer.is_floating_point():
+            # Running averages of values in bf16: a few roundings of 2**-9 each.
+            assert relative_error(buffers[name], buffer) <= 2**-6, name
+        else:
+            assert torch.equal(buffers[name], buffer), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_trains_and_is_no_worse_than_autocast(case: Case) -> None:
+    made: list[nn.Module] = []
+
+    def convert_and_keep(model: nn.Module) -> nn.Module:
+        made.append(convert(model))
+        return made[0]
+
+    record = compare_with_autocast(case, convert_and_keep, runs=runs)
+    print(table([record]))
+    assert not shortfalls(record), "\n".join(shortfalls(record))
+    check_training(case, made[0], record)
+
+
+def test_transformers_run_half_the_casts_of_autocast() -> None:
+    cases = [BY_NAME[name] for name in ("gpt2", "bert", "vit")]
+    records = [compare_with_autocast(case, convert, runs=runs) for case in cases]
+    ours = sum(record.converted.counts.total_casts for record in records)
+    theirs = sum(record.autocast.counts.total_casts for record in records)
+    assert ours <= theirs / 2
+
+
+def feature_gradient(
+    case: Case,
+    model: nn.Module,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Tensor:
+    """The gradient of the loss by the feature the model returned beside its logits."""
+    args, kwargs = case.inputs(0)
+    with context():
+        output = model(*args, **kwargs)
+    (gradient,) = torch.autograd.grad(case.loss(output), output[1])
+    return gradient
+
+
+def test_grad_cam_gets_the_gradient_of_a_returned_feature() -> None:
+    case = BY_NAME["grad_cam"]
+    exact = feature_gradient(case, case.model())
+    amp = relative_error(feature_gradient(case, case.model(), autocast), exact)
+    ours = feature_gradient(case, convert(case.model()))
+    assert ours.dtype == torch.float32
+    assert exact.norm() > 0
+    assert relative_error(ours, exact) <= 1.25 * amp
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "gpt2_dropout"])
+def test_another_dropout_mask_would_be_seen(name: str) -> None:
+    """The comparison can fail: a second mask is far outside what is allowed above."""
+    case = BY_NAME[name]
+    model = case.model()
+    grads = [
+        training_step(model, case.loss, case.inputs(0), seed=seed).grads
+        for seed in (0, 1)
+    ]
+    assert relative_error(grads[1], grads[0]) > 0.1
+
+
+def test_a_model_left_alone_falls_short() -> None:
+    case = BY_NAME["mlp"]
+    record = compare_with_autocast(case, lambda model: model, runs=lambda _: 0)
+    found = "\n".join(shortfalls(record))
+    assert "mlp: a forward ran no rewritten graph: runs gained (0, 0, 0, 0, 0" in found
+    assert "low flops 0 < autocast's 292864" in found
+    assert "error" not in found
+
+
+def test_every_promise_can_be_broken() -> None:
+    case = BY_NAME["mlp"]
+    record = compare_with_autocast(case, lambda model: model, runs=lambda _: 0)
+    good = dataclasses.replace(
+        record.autocast,
+        output_dtypes=record.fp32.output_dtypes,
+        runs_gained=(1, 2),
+    )
+    assert not shortfalls(dataclasses.replace(record, converted=good))
+    fewer = copy.deepcopy(good.counts)
+    fewer.flops[torch.bfloat16] -= 1
+    more = copy.deepcopy(good.counts)
+    more.refreshed += 1
+    broken = {
+        "no rewritten graph": {"runs_gained": (1, 0)},
+        "output error": {"output_error": 1.3 * good.output_error},
+        "grad error": {"grad_error": 1.3 * good.grad_error},
+        "output dtypes": {"output_dtypes": (torch.bfloat16,)},
+        "low flops": {"counts": fewer},
+        "casts": {"counts": more},
+        "saved bytes": {
+            "saved": dataclasses.replace(good.saved, total=good.saved.total + 1)
+        },
+    }
+    for text, change in broken.items():
+        worse = dataclasses.replace(good, **change)
+        found = shortfalls(dataclasses.replace(record, converted=worse))
+        assert len(found) == 1, found
+        assert text in found[0]
+
+
+def test_a_case_that_fails_is_told_beside_the_rest() -> None:
+    def fail_on_convolutions(model: nn.Module) -> nn.Module:
+        if any(isinstance(m, nn.Conv2d) for m in model.modules()):
+            raise RuntimeError("no convolutions today")
+        return model
+
+    names = ["mlp", "unet"]
+    records, failures = measure_all(names, fail_on_convolutions, lambda _: 0)
+    assert [record.name for record in records] == ["mlp"]
+    assert failures == {"unet": "RuntimeError: no convolutions today"}
