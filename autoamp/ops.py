@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -31,11 +31,14 @@ MAYBE_ALIAS: dict[str, tuple[str, ...]] = {
     "aten::atleast_2d": ("self", "tensors"),
     "aten::atleast_3d": ("self", "tensors"),
     "aten::broadcast_tensors": ("tensors",),
+    "aten::cartesian_prod": ("tensors",),
+    "aten::conj_physical": ("self",),
     "aten::dequantize": ("self",),
     "aten::dropout": ("input",),
     "aten::einsum": ("tensors",),
     "aten::feature_alpha_dropout": ("input",),
     "aten::feature_dropout": ("input",),
+    "aten::histogramdd": ("bins",),
     "aten::meshgrid": ("tensors",),
     "aten::sum_to_size": ("self",),
     "aten::to_dense": ("self",),
@@ -135,20 +138,26 @@ def exists(key: str) -> bool:
 def close_names(key: str, limit: int = 3) -> list[str]:
     """Existing ops whose names look like `key`, best first, to put in a message."""
     namespace, name, overload = split_key(key)
-    bases, full = _registered()
-    if overload and exists(f"{namespace}::{name}"):
-        siblings = [n for n in full if n.startswith(f"{namespace}::{name}.")]
-        return difflib.get_close_matches(key, siblings, limit, 0.0)
-    same = [n for n in bases if n.startswith(f"{namespace}::")] or bases
-    close = difflib.get_close_matches(f"{namespace}::{name}", same, limit)
-    return close or difflib.get_close_matches(f"aten::{overload or name}", bases, limit)
+    if overload and (siblings := overloads(f"{namespace}::{name}")):
+        names = [op_name(sibling) for sibling in siblings]
+        return difflib.get_close_matches(key, names, limit, 0.0)
+    wanted = [(namespace, name)]
+    if overload:  # `sofmtax.int`, or an unknown namespace
+        wanted.append(("aten", overload))
+    for space, word in [*wanted, ("aten", name)]:
+        close = difflib.get_close_matches(word, _known_names(space), 4 * limit)
+        found = [f"{space}::{each}" for each in close if exists(f"{space}::{each}")]
+        if found:
+            return found[:limit]
+    return []
 
 
-@lru_cache(maxsize=1)
-def _registered() -> tuple[list[str], list[str]]:
-    names = torch._C._dispatch_get_all_op_names()
-    full = sorted(n if "." in n else f"{n}.default" for n in names)
-    return sorted({n.partition(".")[0] for n in full}), full
+def _known_names(namespace: str) -> list[str]:
+    """Names that ops of `namespace` may have; torch has no public list of ATen's."""
+    names = set(dir(getattr(torch.ops, namespace, None)))
+    if namespace == "aten":
+        names.update(dir(torch), dir(torch.nn.functional), dir(torch.Tensor))
+    return sorted(name for name in names if not name.endswith("_"))
 
 
 def mutated_arguments(target: OpOverload) -> tuple[str, ...]:
@@ -187,13 +196,15 @@ def aliasing_arguments(target: OpOverload) -> tuple[str, ...]:
     return tuple(
         argument.name
         for argument in target._schema.arguments
-        if argument.name in undeclared
-        or (
-            argument.alias_info is not None
-            and (argument.alias_info.before_set | argument.alias_info.after_set)
-            & shared
-        )
+        if argument.name in undeclared or _joins(argument.alias_info, shared)
     )
+
+
+def _joins(alias: Any, shared: set[str]) -> bool:
+    """Whether an argument's alias set is an output's, or that of a list of outputs."""
+    if alias is None:
+        return False
+    return "*" in alias.after_set or bool((alias.before_set | alias.after_set) & shared)
 
 
 def is_view(target: OpOverload) -> bool:
