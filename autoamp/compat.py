@@ -29,6 +29,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 
+# Nodes that change the mode of what follows them in a graph.
+SET_GRAD = torch._C._set_grad_enabled
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+MODE_CHANGES = frozenset({SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST})
+
+
 # -- capture -----------------------------------------------------------------------
 
 _COMPILE_TIME_CONFIG = {
@@ -317,3 +324,11 @@ def cpu_low_precision_units() -> dict[torch.dtype, str]:
     if has("_is_amx_fp16_supported"):
         units[torch.float16] = "amx_fp16"
     return units
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number equal for tensors that share storage; fake tensors have storage too."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # sparse and other storage-less layouts
+        return id(tensor)

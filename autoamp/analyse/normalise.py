@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.errors import CaptureError
+from autoamp.ops import is_random, mutates
 from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
 
 LOWERED_BODY = "autoamp_lowered_body"
@@ -86,20 +87,9 @@ def _trace(
 def _must_stay(node: fx.Node) -> bool:
     """Whether an unused node still does something: writes, draws, changes a mode."""
     target = node.target
-    return (
-        node.is_impure()
-        or target in _MUTATE_OUTSIDE_SCHEMA
-        or (
-            isinstance(target, compat.OpOverload)
-            and torch.Tag.nondeterministic_seeded in target.tags
-        )
+    return node.is_impure() or (
+        isinstance(target, compat.OpOverload) and (mutates(target) or is_random(target))
     )
-
-
-_MUTATE_OUTSIDE_SCHEMA = frozenset(
-    {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
-)
-"""Ops that write their running statistics although their schema does not say so."""
 
 
 def _placeholders_to_attributes(
@@ -241,6 +231,7 @@ def _restore_placeholders(
         new.meta["autoamp_requires_grad"] = (
             isinstance(fake, torch.Tensor) and fake.requires_grad
         )
+        new.meta["autoamp_is_parameter"] = isinstance(fake, torch.nn.Parameter)
     lowered.recompile()
 
 

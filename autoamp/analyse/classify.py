@@ -1,0 +1,276 @@
+"""Rules laid over facts: what each node may do, with a reason a user can read.
+
+Nothing is decided about precision here beyond what cannot be otherwise: a *pin* to
+fp32.  Everything not pinned is free, and `place` chooses.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.conditions import condition_holds
+from autoamp.analyse.facts import (
+    Facts,
+    NodeFacts,
+    Operand,
+    argument,
+    tensors_of,
+)
+from autoamp.analyse.taint import POSITION, RANGE, Taints, spread_taints
+from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.ops import base_name, is_pointwise, is_random, is_view
+from autoamp.rules import Category, Rule, Rules
+
+Mode = Literal["same", "high", "any", "follow"]
+"""What an operand needs: the node's own precision; fp32 always; anything, as it comes;
+or the producer's own precision (an up-cast is exact, a down-cast is forbidden)."""
+
+CASTS = frozenset({"aten::to", "aten::_to_copy"})
+GATHERS = frozenset(
+    {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
+)
+FACTORIES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "zeros ones full empty eye scalar_tensor zeros_like ones_like full_like "
+        "empty_like new_zeros new_ones new_full new_empty"
+    ).split()
+)
+"""Ops that make a tensor from no data; their dtype is an argument."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one node may do.
+
+    Attributes:
+        category: allow, deny, infer or clear.
+        reason: why, for a person.
+        origin: which rules file, user list or part of the pass says so.
+        pinned: whether the node must stay fp32.
+        modes: what each operand of its facts needs, in the same order.
+        output_high: its output is fp32 even when it reads low operands.
+        tainted: its value must not be rounded and then widened again.
+        listed: whether any rule knows the op.
+    """
+
+    category: Category
+    reason: str
+    origin: str
+    pinned: bool
+    modes: tuple[Mode, ...]
+    output_high: bool = False
+    tainted: bool = False
+    listed: bool = True
+
+
+@dataclass(frozen=True)
+class Classified:
+    """Verdicts of a graph, in graph order, and the values a cast must saturate."""
+
+    verdicts: Mapping[str, Verdict]
+    extreme: frozenset[str]
+
+
+def classify(
+    gm: fx.GraphModule,
+    facts: Facts,
+    rules: Rules,
+    low: torch.dtype,
+    keep: Sequence[str] = (),
+) -> Classified:
+    """A verdict for every node that reads or makes fp32 tensors."""
+    nodes = {n.name: n for n in gm.graph.nodes}
+    verdicts: dict[str, Verdict] = {}
+    for name, fact in facts.nodes.items():
+        if name in facts.constants or not fact.involves_floats:
+            continue
+        if nodes[name].target is operator.getitem and name in facts.element_of:
+            continue
+        verdicts[name] = _verdict(nodes[name], fact, facts, rules, low, keep)
+    taints = spread_taints(gm, facts, _rules_by_node(gm, rules), low)
+    verdicts = {n: _with_taint(v, facts.nodes[n], taints) for n, v in verdicts.items()}
+    return Classified(verdicts, taints.extreme)
+
+
+def _rules_by_node(gm: fx.GraphModule, rules: Rules) -> Mapping[str, Rule]:
+    """The rule of each node that has one."""
+    found: dict[str, Rule] = {}
+    for node in gm.graph.nodes:
+        if isinstance(node.target, compat.OpOverload):
+            rule = rules.lookup(node.target)
+            if rule is not None:
+                found[node.name] = rule
+    return found
+
+
+def _verdict(
+    node: fx.Node,
+    fact: NodeFacts,
+    graph: Facts,
+    rules: Rules,
+    low: torch.dtype,
+    keep: Sequence[str],
+) -> Verdict:
+    if not isinstance(node.target, compat.OpOverload):
+        return _opaque(node, fact)
+    base = base_name(node.target)
+    if base in CASTS:
+        return _user_cast(node, fact)
+    pin = _pin(node, fact, graph, keep)
+    rule = rules.lookup(node.target)
+    verdict = (
+        _by_schema(node.target, fact)
+        if rule is None
+        else _by_rule(rule, node, fact, graph, low)
+    )
+    if base in FACTORIES:
+        verdict = replace(verdict, modes=("any",) * len(fact.operands))
+    if pin:
+        return replace(verdict, pinned=True, reason=pin, origin="autoamp")
+    return verdict
+
+
+def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
+    name = getattr(node.target, "__name__", str(node.target))
+    return Verdict(
+        Category.DENY,
+        f"{name} is not traced into: it gets the dtypes it was captured with",
+        "autoamp",
+        True,
+        ("same",) * len(fact.operands),
+    )
+
+
+def _user_cast(node: fx.Node, fact: NodeFacts) -> Verdict:
+    """`.float()`, `.to(...)`, `.type(...)` as the user wrote them."""
+    outputs = tensors_of(node.meta.get("val"))
+    inputs = [t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))]
+    made, read = outputs[0].dtype, inputs[0].dtype
+    if made != HIGH_DTYPE:
+        if made.is_floating_point or made.is_complex:
+            reason = f"the model's own cast to {short_name(made)} takes what comes"
+            return Verdict(Category.CLEAR, reason, "autoamp", False, ("any",))
+        reason = "turns floats to integers: reads the value its producer made"
+        return Verdict(Category.CLEAR, reason, "autoamp", False, ("follow",))
+    if read == torch.bool:
+        reason = "0 and 1 are exact in any dtype"
+        return Verdict(Category.CLEAR, reason, "autoamp", False, ())
+    asked = argument(node, "dtype")
+    if read == HIGH_DTYPE and asked is None:
+        reason = "moves data without changing it"
+        return Verdict(Category.CLEAR, reason, "autoamp", False, ("same",))
+    reason = "the model casts to fp32 here: a boundary the user drew"
+    return Verdict(
+        Category.DENY, reason, "autoamp", True, ("same",) * len(fact.operands)
+    )
+
+
+def _pin(
+    node: fx.Node, fact: NodeFacts, graph: Facts, keep: Sequence[str]
+) -> str | None:
+    """Why the node must stay fp32 whatever its op's category, or None."""
+    for pattern in keep:
+        if any(fnmatch.fnmatchcase(module, pattern) for module in fact.modules):
+            return f"kept in fp32 by keep={pattern!r}"
+    if fact.autocast is not None:
+        state = "on" if fact.autocast else "off"
+        return f"inside the model's own torch.autocast region, switched {state}"
+    if fact.mixes_floats:
+        return "has operands of another float dtype: left as the user wrote it"
+    assert isinstance(node.target, compat.OpOverload)
+    base = base_name(node.target)
+    draws = torch.Tag.nondeterministic_seeded in node.target.tags
+    if draws and is_random(node.target) and not fact.operands:
+        return "draws random numbers: another dtype would draw others"
+    if base in GATHERS and fact.operands:
+        table = fact.operands[0].value
+        if table in graph.weights and graph.nodes[table].requires_grad:
+            return (
+                "its backward sums the gradients of rows used many times in the "
+                "dtype of the table"
+            )
+    if fact.storage in graph.mutated and fact.storage in graph.outside:
+        return "writes to, or views, a tensor that exists outside the graph"
+    return None
+
+
+def _by_rule(
+    rule: Rule, node: fx.Node, fact: NodeFacts, graph: Facts, low: torch.dtype
+) -> Verdict:
+    category, reason = rule.category, rule.reason
+    for condition in rule.when:
+        if condition_holds(condition, node, fact, graph):
+            category, reason = condition.category, condition.reason
+            break
+    if fact.device in rule.no_kernel and category is not Category.DENY:
+        category = Category.DENY
+        reason = f"torch has no {short_name(low)} kernel of it on {fact.device}"
+    assert isinstance(node.target, compat.OpOverload)
+    modes = tuple(
+        "high" if o.argument in rule.fp32_operands else _mode(node.target, o, fact)
+        for o in fact.operands
+    )
+    asks_fp32 = argument(node, "dtype") == HIGH_DTYPE and bool(fact.operands)
+    if asks_fp32 and category is not Category.DENY:
+        reason = "the model asks for an fp32 result (dtype=torch.float32)"
+        return Verdict(
+            Category.DENY, reason, "autoamp", True, ("any",) * len(fact.operands)
+        )
+    return Verdict(
+        category, reason, rule.origin, category is Category.DENY, modes
+    )
+
+
+def _by_schema(target: compat.OpOverload, fact: NodeFacts) -> Verdict:
+    """An op no rule knows: safe by its tags, or fp32."""
+    modes = tuple(_mode(target, o, fact) for o in fact.operands)
+    if is_pointwise(target):
+        reason = "in no list; torch tags it pointwise"
+        return Verdict(Category.INFER, reason, "schema", False, modes, listed=False)
+    if is_view(target):
+        reason = "in no list; its schema says it is a view"
+        return Verdict(Category.CLEAR, reason, "schema", False, modes, listed=False)
+    reason = "in no list, and not known to be pointwise or a view"
+    return Verdict(Category.DENY, reason, "schema", True, modes, listed=False)
+
+
+def _mode(target: compat.OpOverload, operand: Operand, fact: NodeFacts) -> Mode:
+    if base_name(target) == "aten::copy_" and operand.argument == "src":
+        return "any"  # copy_ converts; that is what it is for
+    if not fact.makes_floats:
+        return "follow"  # comparisons, argmax: rounding first could change the answer
+    others = [o for o in fact.operands if not o.is_scalar]
+    if operand.is_scalar and others and is_pointwise(target):
+        return "any"  # 0-dim tensors take no part in promotion
+    return "same"
+
+
+def _with_taint(verdict: Verdict, fact: NodeFacts, taints: Taints) -> Verdict:
+    """Pins an infer op that reads a dangerous value; marks values that carry one."""
+    kinds = taints.reads.get(fact.name, frozenset())
+    if verdict.pinned or not kinds or verdict.category is Category.ALLOW:
+        return replace(verdict, tainted=bool(taints.carries.get(fact.name)))
+    if verdict.category is Category.CLEAR:
+        return replace(verdict, tainted=True)
+    source = taints.source.get(fact.name, "an op above")
+    why = {
+        RANGE: f"downstream of {source}, whose result may leave the range",
+        POSITION: f"carries exact positions from {source}",
+    }
+    reason = "; ".join(why[kind] for kind in sorted(kinds))
+    return replace(
+        verdict,
+        pinned=True,
+        reason=reason,
+        origin="taint",
+        tainted=bool(taints.carries.get(fact.name)),
+    )

@@ -1,0 +1,293 @@
+"""What is known about each node before anything is decided.
+
+Facts are read off the ATen graph and its fake tensors; they hold no opinion.  A *value*
+is an fp32 tensor a node produces; only values can be lowered.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.normalise import module_path
+from autoamp.dtypes import HIGH_DTYPE
+from autoamp.ops import mutated_arguments, op_name
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One fp32 tensor operand: the node that produces it and the argument it fills."""
+
+    value: str
+    argument: str
+    is_scalar: bool
+    epoch: int
+    """Writes to the value's storage before this read; a cast is stale after one."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """Everything known about one node.
+
+    Attributes:
+        name: the node's name in the ATen graph.
+        op: `aten::linear.default`; "" for a node that is not a single torch op.
+        is_value: whether it produces one fp32 tensor.
+        makes_floats: whether it produces fp32 at all (a tuple counts).
+        operands: its fp32 tensor operands in argument order.
+        mixes_floats: whether it reads or makes floats of another dtype.
+        numel: elements of its fp32 outputs, a hint where the size is symbolic.
+        read_numel: elements of its fp32 operands, likewise.
+        region: number of the grad-mode and autocast region it stands in.
+        autocast: None outside any `torch.autocast` of the model, else its `enabled`.
+        requires_grad: whether a gradient flows through it.
+        storage: the alias set of its value; -1 where it has none.
+        module: module path ("encoder.layer.0.attention"), outermost first in `modules`.
+        source: the user's source line, or "".
+        device: device type.
+    """
+
+    name: str
+    op: str
+    is_value: bool
+    makes_floats: bool
+    operands: tuple[Operand, ...]
+    mixes_floats: bool
+    numel: int
+    read_numel: int
+    region: int
+    autocast: bool | None
+    requires_grad: bool
+    storage: int
+    modules: tuple[str, ...]
+    source: str
+    device: str
+
+    @property
+    def module(self) -> str:
+        return self.modules[-1] if self.modules else ""
+
+    @property
+    def involves_floats(self) -> bool:
+        return self.makes_floats or bool(self.operands)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of a whole graph, in graph order."""
+
+    nodes: Mapping[str, NodeFacts]
+    returned: frozenset[str]
+    """Values the graph returns."""
+    constants: frozenset[str]
+    """Values that come from outside: placeholders and attributes."""
+    weights: frozenset[str]
+    """Those of `constants` that are parameters (or attributes) of the model."""
+    mutated: frozenset[int]
+    """Storages written to inside the graph."""
+    outside: frozenset[int]
+    """Storages that also exist outside the graph: of inputs and of attributes."""
+    element_of: Mapping[str, str] = field(default_factory=dict)
+    """`getitem` node to the node whose tuple it takes an element of."""
+
+    def producer(self, value: str) -> str:
+        """The node that decides the dtype of `value`: itself, or the tuple's maker."""
+        return self.element_of.get(value, value)
+
+
+def collect_facts(gm: fx.GraphModule) -> Facts:
+    """The facts of every node of ATen graph `gm`, which is not changed.
+
+    The graph is taken to start in the caller's grad mode.
+    """
+    collector = _Collector(torch.is_grad_enabled())
+    for node in gm.graph.nodes:
+        collector.visit(node)
+    return collector.finish()
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a node's `meta["val"]`."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors_of(item)]
+    return []
+
+
+def named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call of a torch op by the names of its schema."""
+    if isinstance(node.target, compat.OpOverload):
+        names = [a.name for a in node.target._schema.arguments]
+        yield from zip(names, node.args, strict=False)
+    else:
+        yield from ((f"arg{i}", a) for i, a in enumerate(node.args))
+    yield from node.kwargs.items()
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """Argument `name` of a call of a torch op, or `default` where not given."""
+    return dict(named_arguments(node)).get(name, default)
+
+
+def source_line(node: fx.Node) -> str:
+    """`model.py:12: x = self.fc(x)`: the user's innermost line that made `node`."""
+    lines = [s.strip() for s in (node.stack_trace or "").splitlines() if s.strip()]
+    for where, code in zip(reversed(lines[:-1]), reversed(lines[1:]), strict=False):
+        if where.startswith("File ") and not set(code) <= {"^", "~"}:
+            path, line = where.split('"')[1], where.split("line ")[1].split(",")[0]
+            return f"{path}:{line}: {code}"
+    return ""
+
+
+def module_paths(node: fx.Node) -> tuple[str, ...]:
+    """The modules a node was called in, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = (module_path(str(entry[0])) for entry in stack.values())
+    return tuple(path for path in paths if path)
+
+
+def _numel(tensors: list[torch.Tensor]) -> int:
+    return sum(math.prod(compat.hint(s) for s in t.shape) for t in tensors)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return compat.storage_id(tensor)
+
+
+class _Collector:
+    """Walks the graph once, in order."""
+
+    def __init__(self, grad_mode: bool) -> None:
+        self.nodes: dict[str, NodeFacts] = {}
+        self.returned: set[str] = set()
+        self.constants: set[str] = set()
+        self.weights: set[str] = set()
+        self.outside: set[int] = set()
+        self.writes: dict[int, int] = defaultdict(int)
+        self.element_of: dict[str, str] = {}
+        self.grad_needed: set[str] = set()
+        self.grad_mode = grad_mode
+        self.autocasts: list[tuple[fx.Node, bool]] = []
+        self.region = 0
+
+    def visit(self, node: fx.Node) -> None:
+        if node.op in ("placeholder", "get_attr"):
+            self._constant(node)
+        elif node.op == "output":
+            self.returned = {
+                n.name for n in node.all_input_nodes if n.name in self.nodes
+            }
+        elif node.target in compat.MODE_CHANGES:
+            self._change_region(node)
+        if node.op != "output":
+            self._record(node)
+            self._note_writes(node)
+
+    def finish(self) -> Facts:
+        return Facts(
+            nodes=self.nodes,
+            returned=frozenset(self.returned),
+            constants=frozenset(self.constants),
+            weights=frozenset(self.weights),
+            mutated=frozenset(self.writes),
+            outside=frozenset(self.outside),
+            element_of=self.element_of,
+        )
+
+    def _constant(self, node: fx.Node) -> None:
+        tensors = tensors_of(node.meta.get("val"))
+        self.outside.update(_storage(t) for t in tensors)
+        if tensors:
+            self.constants.add(node.name)
+        needs_grad = bool(node.meta.get("autoamp_requires_grad"))
+        if needs_grad:
+            self.grad_needed.add(node.name)
+        if node.op == "get_attr" or node.meta.get("autoamp_is_parameter"):
+            self.weights.add(node.name)
+
+    def _change_region(self, node: fx.Node) -> None:
+        self.region += 1
+        if node.target is compat.SET_GRAD:
+            self.grad_mode = bool(node.args[0])
+        elif node.target is compat.ENTER_AUTOCAST:
+            enabled = node.args[2] if len(node.args) > 2 else True
+            self.autocasts.append((node, bool(enabled)))
+        else:
+            self.autocasts = [a for a in self.autocasts if a[0] is not node.args[0]]
+
+    def _record(self, node: fx.Node) -> None:
+        outputs = tensors_of(node.meta.get("val"))
+        floats = [t for t in outputs if t.dtype == HIGH_DTYPE]
+        operands, inputs = self._operands(node)
+        read = [t for t in inputs if t.dtype == HIGH_DTYPE]
+        if node.target is operator.getitem:
+            self.element_of[node.name] = str(node.args[0])
+        single = isinstance(node.meta.get("val"), torch.Tensor)
+        if self.grad_mode and any(
+            n.name in self.grad_needed for n in node.all_input_nodes
+        ):
+            self.grad_needed.add(node.name)
+        is_op = isinstance(node.target, compat.OpOverload)
+        self.nodes[node.name] = NodeFacts(
+            name=node.name,
+            op=op_name(node.target) if is_op else "",
+            is_value=single and bool(floats),
+            makes_floats=bool(floats),
+            operands=operands,
+            mixes_floats=any(
+                (t.is_floating_point() or t.is_complex()) and t.dtype != HIGH_DTYPE
+                for t in (*outputs, *inputs)
+            ),
+            numel=_numel(floats),
+            read_numel=_numel(read),
+            region=self.region,
+            autocast=self.autocasts[-1][1] if self.autocasts else None,
+            requires_grad=node.name in self.grad_needed,
+            storage=_storage(outputs[0]) if single and outputs else -1,
+            modules=module_paths(node),
+            source=source_line(node),
+            device=(outputs or inputs)[0].device.type if outputs or inputs else "cpu",
+        )
+
+    def _operands(
+        self, node: fx.Node
+    ) -> tuple[tuple[Operand, ...], list[torch.Tensor]]:
+        operands: list[Operand] = []
+        inputs: list[torch.Tensor] = []
+        if node.op in ("placeholder", "get_attr"):
+            return (), inputs
+        for name, value in named_arguments(node):
+            leaves: list[fx.Node] = []
+            fx.node.map_arg(value, leaves.append)
+            for leaf in leaves:
+                tensor = leaf.meta.get("val")
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                inputs.append(tensor)
+                if tensor.dtype == HIGH_DTYPE:
+                    epoch = self.writes.get(_storage(tensor), 0)
+                    operands.append(
+                        Operand(leaf.name, name, tensor.dim() == 0, epoch)
+                    )
+        return tuple(operands), inputs
+
+    def _note_writes(self, node: fx.Node) -> None:
+        if not isinstance(node.target, compat.OpOverload):
+            return
+        written = mutated_arguments(node.target)
+        for name, value in named_arguments(node):
+            if name in written:
+                leaves: list[fx.Node] = []
+                fx.node.map_arg(value, leaves.append)
+                for leaf in leaves:
+                    for tensor in tensors_of(leaf.meta.get("val")):
+                        self.writes[_storage(tensor)] += 1

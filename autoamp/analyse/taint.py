@@ -1,0 +1,179 @@
+"""Danger as a data-flow fact: it spreads through every op, known or not.
+
+TensorFlow's pass walks lists, so any op it does not know launders the danger of an
+`exp` above it.  Here a taint passes through everything until something ends it.
+
+* RANGE: a denied op made it (`exp`, a long sum); what follows may leave the low dtype's
+  range.  Ends at range-restoring ops (softmax, tanh, norms, clamp) and at allow ops.
+* POSITION: exact integers (positions, coordinates); bf16 holds integers only to 256.
+  Ends likewise, and where a huge factor makes a mask of it.
+* extreme: a mask that holds numbers beyond the low dtype's range; not a danger to what
+  follows, but a cast of it must saturate.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.facts import Facts, named_arguments, tensors_of
+from autoamp.dtypes import HIGH_DTYPE, largest
+from autoamp.ops import base_name
+from autoamp.rules import Category, Rule
+
+RANGE = "range"
+POSITION = "position"
+
+_MASKING_FACTOR = 1e4
+"""A factor this large makes an additive mask: 0/1 become 0/-huge, positions are gone."""
+
+_NARROW_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8})
+"""Integer dtypes whose values every low dtype holds exactly (to 255)."""
+
+
+@dataclass(frozen=True)
+class Taints:
+    """Which dangers each node reads and carries on, and where they began."""
+
+    reads: Mapping[str, frozenset[str]]
+    carries: Mapping[str, frozenset[str]]
+    source: Mapping[str, str]
+    extreme: frozenset[str]
+
+
+def spread_taints(
+    gm: fx.GraphModule, facts: Facts, rules: Mapping[str, Rule], low: torch.dtype
+) -> Taints:
+    """Follows every taint through the graph, in order, storages included."""
+    spread = _Spread(facts, rules, largest(low))
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            spread.visit(node)
+    _masks_given_from_outside(gm, facts, spread.extreme)
+    return Taints(spread.reads, spread.carries, spread.source, frozenset(spread.extreme))
+
+
+class _Spread:
+    def __init__(self, facts: Facts, rules: Mapping[str, Rule], limit: float) -> None:
+        self.facts = facts
+        self.rules = rules
+        self.limit = limit
+        self.reads: dict[str, frozenset[str]] = {}
+        self.carries: dict[str, frozenset[str]] = {}
+        self.source: dict[str, str] = {}
+        self.extreme: set[str] = set()
+        self.by_storage: dict[int, frozenset[str]] = {}
+
+    def visit(self, node: fx.Node) -> None:
+        fact = self.facts.nodes[node.name]
+        inputs = [n.name for n in node.all_input_nodes if n.name in self.facts.nodes]
+        reads = frozenset[str]().union(*(self._of(name) for name in inputs))
+        self.reads[node.name] = reads
+        carried = self._carried(node, reads)
+        self.carries[node.name] = carried
+        if carried:
+            above = (self.source[i] for i in inputs if self._of(i) and i in self.source)
+            self.source[node.name] = next(above, node.name)
+        if fact.storage in self.facts.mutated and carried:
+            known = self.by_storage.get(fact.storage, frozenset())
+            self.by_storage[fact.storage] = known | carried
+        if self._is_extreme(node, inputs):
+            self.extreme.add(node.name)
+
+    def _of(self, name: str) -> frozenset[str]:
+        fact = self.facts.nodes[name]
+        return self.carries.get(name, frozenset()) | self.by_storage.get(
+            fact.storage, frozenset()
+        )
+
+    def _carried(self, node: fx.Node, reads: frozenset[str]) -> frozenset[str]:
+        rule = self.rules.get(node.name)
+        fact = self.facts.nodes[node.name]
+        if rule is not None:
+            if rule.restores:
+                return frozenset()
+            if rule.category is Category.ALLOW:
+                return frozenset()
+        own: set[str] = set()
+        if rule is not None and rule.taints and fact.makes_floats:
+            own.add(RANGE)
+        if (rule is not None and rule.positions) or _casts_integers(node):
+            own.add(POSITION)
+        carried = reads | own
+        if _largest_scalar(node) >= _MASKING_FACTOR:
+            carried -= {POSITION}
+        return carried
+
+    def _is_extreme(self, node: fx.Node, inputs: list[str]) -> bool:
+        rule = self.rules.get(node.name)
+        if rule is not None and (rule.restores or rule.category is Category.ALLOW):
+            return False
+        # `where(mask, x, finfo.min)` and friends carry the constant as a scalar.
+        if _largest_scalar(node) > self.limit * 0.99:
+            return True
+        return any(name in self.extreme for name in inputs)
+
+
+def _casts_integers(node: fx.Node) -> bool:
+    """Whether `node` turns wide integers to floats."""
+    made = tensors_of(node.meta.get("val"))
+    if not made or made[0].dtype != HIGH_DTYPE:
+        return False
+    if not isinstance(node.target, compat.OpOverload):
+        return False
+    read = [
+        t
+        for n in node.all_input_nodes
+        for t in tensors_of(n.meta.get("val"))
+        if n.target is not operator.getitem or isinstance(n.meta["val"], torch.Tensor)
+    ]
+    converts = base_name(node.target) in ("aten::to", "aten::_to_copy")
+    return converts and any(
+        not t.is_floating_point()
+        and not t.is_complex()
+        and t.dtype not in _NARROW_INTEGERS
+        for t in read
+    )
+
+
+def _largest_scalar(node: fx.Node) -> float:
+    """The largest magnitude among the float literals of a call."""
+    if not isinstance(node.target, compat.OpOverload):
+        return 0.0
+    finite = [
+        abs(value)
+        for _, value in named_arguments(node)
+        if isinstance(value, float) and value == value and abs(value) != float("inf")
+    ]
+    return max(finite, default=0.0)
+
+
+def _masks_given_from_outside(
+    gm: fx.GraphModule, facts: Facts, extreme: set[str]
+) -> None:
+    """Marks float inputs used as attention masks: they often hold `finfo.min`."""
+    for node in gm.graph.nodes:
+        if not isinstance(node.target, compat.OpOverload):
+            continue
+        masks: list[fx.Node] = []
+        if base_name(node.target) == "aten::scaled_dot_product_attention":
+            masks = [v for k, v in named_arguments(node) if k == "attn_mask" and v]
+        elif base_name(node.target) in ("aten::softmax", "aten::_softmax"):
+            scores = node.args[0]
+            if isinstance(scores, fx.Node) and "add" in str(scores.target):
+                masks = [a for a in scores.args if isinstance(a, fx.Node)]
+        for mask in masks:
+            chain: list[fx.Node] = [mask]
+            while chain:
+                at = chain.pop()
+                fact = facts.nodes.get(at.name)
+                if fact is None or fact.requires_grad or at.name in extreme:
+                    continue
+                extreme.add(at.name)
+                if at.op == "call_function":
+                    chain.extend(at.all_input_nodes)

@@ -1,0 +1,113 @@
+"""The options of `convert` and `rewrite`: one frozen value, checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoamp.dtypes import parse_low_dtype
+from autoamp.errors import OptionError
+from autoamp.rules import Rules
+
+PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
+OBJECTIVES = ("time", "memory")
+BACKENDS = ("eager", "inductor")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; the names and defaults are those of `autoamp.convert`.
+
+    Raises:
+        OptionError: a value is unusable; the message lists the valid ones.
+        RulesError: `rules` or an op name is unusable.
+    """
+
+    precision: str | torch.dtype = "auto"
+    rules: Rules | str | None = None
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    infer: tuple[str, ...] = ()
+    clear: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    loss_scale: Any = "auto"
+    backend: str | Callable[..., Any] = "eager"
+    placement: str = "optimal"
+    objective: str = "time"
+    do_no_harm: bool = True
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("allow", "deny", "infer", "clear", "keep"):
+            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        if self.precision != "auto" and parse_low_dtype(self.precision) is None:
+            raise OptionError(
+                f"precision={self.precision!r} is not a low precision: give 'auto', "
+                "'fp16', 'bf16', torch.float16 or torch.bfloat16"
+            )
+        _choice("placement", self.placement, PLACEMENTS)
+        _choice("objective", self.objective, OBJECTIVES)
+        if not callable(self.backend):
+            _choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
+        for name in ("do_no_harm", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                message = f"{name}={getattr(self, name)!r} is not True or False"
+                raise OptionError(message)
+        if self.loss_scale != "auto":
+            raise OptionError(
+                f"loss_scale={self.loss_scale!r}: loss scaling is not part of this "
+                "version; leave it at 'auto' and scale the loss yourself in fp16"
+            )
+        self.resolve_rules(torch.bfloat16)  # a wrong rule is an error here, not later
+
+    def replace(self, **changes: Any) -> Options:
+        """A copy with some options changed, checked like a new one.
+
+        Raises:
+            OptionError: an option of that name does not exist, or its value is unusable.
+        """
+        known = {field.name for field in dataclasses.fields(self)}
+        for name in changes:
+            if name not in known:
+                raise OptionError(
+                    f"unknown option {name!r}; the options are {', '.join(sorted(known))}"
+                )
+        return dataclasses.replace(self, **changes)
+
+    def resolve_rules(self, low: torch.dtype) -> Rules:
+        """The rules in force for compute dtype `low`: defaults, file, then lists."""
+        rules = Rules.default(low)
+        if isinstance(self.rules, Rules):
+            rules = self.rules
+        elif self.rules is not None:
+            laid = Rules.load(self.rules)
+            complete = self.rules in ("torch-cuda", "torch-cpu", "tensorflow")
+            rules = laid if complete else rules.merge(laid)
+        if self.allow or self.deny or self.infer or self.clear:
+            rules = rules.with_lists(
+                allow=self.allow, deny=self.deny, infer=self.infer, clear=self.clear
+            )
+        return rules
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    try:
+        items = tuple(value)
+    except TypeError:
+        raise OptionError(f"{name}={value!r} is not a list of names") from None
+    for item in items:
+        if not isinstance(item, str):
+            raise OptionError(f"{name} holds {item!r}, which is not a name")
+    return items
+
+
+def _choice(name: str, value: Any, valid: tuple[str, ...], extra: str = "") -> None:
+    if value not in valid:
+        options = ", ".join(map(repr, valid)) + (f" {extra}" if extra else "")
+        raise OptionError(f"{name}={value!r} is unknown; give one of {options}")

@@ -1,0 +1,1 @@
+"""From verdicts and prices to an assignment.  Nothing here changes a graph."""

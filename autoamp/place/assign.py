@@ -1,0 +1,270 @@
+"""Decides the precision of every node.  Decides only: no graph is touched here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoamp.analyse.classify import Verdict
+from autoamp.analyse.facts import Facts
+from autoamp.errors import PlacementError
+from autoamp.place.cost import Prices
+from autoamp.place.mincut import CastGroup, Problem, energy, solve
+from autoamp.place.policies import POLICIES, project
+from autoamp.rules import Category
+
+OUTSIDE = "<fp32 reader>"
+"""A reader that must have fp32: a graph output, an operand that is never lowered."""
+
+_RETURNED = " as returned"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The precision of one node, and why.
+
+    Attributes:
+        name, op: the node and its op ("aten::linear.default").
+        category: allow, deny, infer or clear.
+        low: whether it computes in the low dtype.
+        reason: a sentence for a person.
+        origin: the rules file, user list or part of the pass behind the reason.
+        module, source: where the user wrote it.
+        listed: whether any rule knows the op.
+    """
+
+    name: str
+    op: str
+    category: Category
+    low: bool
+    reason: str
+    origin: str
+    module: str
+    source: str
+    listed: bool
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The whole map, immutable, with what it costs and what other policies would.
+
+    Attributes:
+        decisions: node to decision, in graph order.
+        low: the nodes that compute in the low dtype.
+        cost: the total of ops and casts under `prices`; for the optimal placement the
+            value of the min-cut, to be equalled by a recount over the emitted graph.
+        optimal_cost: the least total of any legal placement.
+        all_high_cost: the total with everything in fp32.
+        policy_costs: what TensorFlow's, autocast's promote and the forced policy cost,
+            each projected on the legal placements, under the same prices.
+        returned_inside: values both returned and used inside, whose inner readers read
+            the returned tensor.
+        problem, prices: what was solved, for `why` and for the recount.
+    """
+
+    decisions: Mapping[str, Decision]
+    low: frozenset[str]
+    cost: int
+    optimal_cost: int
+    all_high_cost: int
+    policy_costs: Mapping[str, int]
+    returned_inside: frozenset[str]
+    problem: Problem
+    prices: Prices
+
+
+def assign(
+    facts: Facts, verdicts: Mapping[str, Verdict], prices: Prices, placement: str
+) -> Assignment:
+    """The assignment of the chosen `placement` for one graph.
+
+    Raises:
+        PlacementError: the constraints contradict each other.
+    """
+    returned_inside = _returned_and_used(facts, verdicts)
+    problem = build_problem(facts, verdicts, prices, returned_inside)
+    best = solve(problem)
+    policies = {
+        name: project(problem, policy(facts, verdicts))
+        for name, policy in POLICIES.items()
+    }
+    costs = {name: _legal_energy(problem, low) for name, low in policies.items()}
+    low = best.low if placement == "optimal" else policies[placement]
+    return Assignment(
+        decisions=_decisions(facts, verdicts, low),
+        low=low,
+        cost=_legal_energy(problem, low),
+        optimal_cost=best.cost,
+        all_high_cost=_legal_energy(problem, frozenset()),
+        policy_costs=costs,
+        returned_inside=returned_inside,
+        problem=problem,
+        prices=prices,
+    )
+
+
+def build_problem(
+    facts: Facts,
+    verdicts: Mapping[str, Verdict],
+    prices: Prices,
+    returned_inside: frozenset[str],
+) -> Problem:
+    """The placement problem of a graph: unary prices, pins, casts, ties."""
+    unary = dict(prices.ops)
+    pinned = {n: v.reason for n, v in verdicts.items() if v.pinned}
+    for name in facts.constants:
+        unary[name] = (0, 0)
+        pinned[name] = "comes from outside the graph in fp32"
+    unary[OUTSIDE] = (0, 0)
+    pinned[OUTSIDE] = "is read in fp32 outside the graph"
+    for value in returned_inside:
+        unary[value + _RETURNED] = (0, 0)
+        pinned[value + _RETURNED] = "is returned by the graph in fp32"
+    for value in facts.returned:
+        if facts.nodes[value].is_value and _aliases_outside(value, facts):
+            pinned[facts.producer(value)] = "is returned, and views another tensor"
+    groups, follows = _casts(facts, verdicts, prices, returned_inside)
+    return Problem(
+        unary=unary,
+        pinned_high={n: why for n, why in pinned.items() if n in unary},
+        groups=groups,
+        ties=_ties(facts, unary),
+        follows=follows,
+    )
+
+
+def _casts(
+    facts: Facts,
+    verdicts: Mapping[str, Verdict],
+    prices: Prices,
+    returned_inside: frozenset[str],
+) -> tuple[list[CastGroup], list[tuple[str, str, str]]]:
+    """One group of readers per value, region and epoch: those may share a cast."""
+    readers: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    follows: list[tuple[str, str, str]] = []
+    for name, verdict in verdicts.items():
+        fact = facts.nodes[name]
+        for operand, mode in zip(fact.operands, verdict.modes, strict=True):
+            if mode == "any":
+                continue
+            key = (operand.value, fact.region, operand.epoch)
+            readers[key].append(OUTSIDE if mode == "high" else name)
+            if mode == "follow":
+                at = _read_from(operand.value, facts, returned_inside)
+                follows.append((name, at, "reads the value at its own precision"))
+    for value in sorted(facts.returned):
+        if facts.nodes[value].is_value:
+            end = value + _RETURNED if value in returned_inside else OUTSIDE
+            readers[(value, -1, -1)].append(end)
+    groups = []
+    for (value, region, epoch), names in readers.items():
+        outward = region < 0
+        at = facts.producer(value)
+        if not outward:
+            at = _read_from(value, facts, returned_inside)
+        verdict = verdicts.get(facts.producer(value))
+        tainted = verdict is not None and verdict.tainted
+        groups.append(
+            CastGroup(
+                name=f"{value} in region {region}.{epoch}",
+                value=at,
+                readers=tuple(dict.fromkeys(names)),
+                down=prices.down[value],
+                up=None if tainted else prices.up[value],
+            )
+        )
+    return groups, follows
+
+
+def _read_from(value: str, facts: Facts, returned_inside: frozenset[str]) -> str:
+    """The variable whose precision readers inside the graph find `value` in."""
+    if value in returned_inside:
+        return value + _RETURNED
+    return facts.producer(value)
+
+
+def _returned_and_used(
+    facts: Facts, verdicts: Mapping[str, Verdict]
+) -> frozenset[str]:
+    """Values returned and read inside too, where a gradient flows (Grad-CAM).
+
+    Were the returned tensor an up-cast beside the inner uses, the gradient of the loss
+    with respect to it would not exist.
+    """
+    read = {o.value for n in verdicts for o in facts.nodes[n].operands}
+    return frozenset(
+        v
+        for v in facts.returned & read
+        if facts.nodes[v].requires_grad
+        and facts.nodes[v].is_value
+        and v not in facts.constants
+        and facts.nodes[v].storage not in facts.mutated
+    )
+
+
+def _aliases_outside(value: str, facts: Facts) -> bool:
+    """Whether a returned value shares storage with an input or another output."""
+    storage = facts.nodes[value].storage
+    twins = sum(facts.nodes[v].storage == storage for v in facts.returned)
+    return storage in facts.outside or twins > 1
+
+
+def _ties(facts: Facts, unary: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """Everything that shares a storage that is written to has one dtype."""
+    last: dict[int, str] = {}
+    ties: list[tuple[str, str, str]] = []
+    for fact in facts.nodes.values():
+        maker = facts.producer(fact.name)
+        if not fact.is_value or fact.storage not in facts.mutated or maker not in unary:
+            continue
+        if fact.storage in last and last[fact.storage] != maker:
+            why = "shares storage that is written in place"
+            ties.append((last[fact.storage], maker, why))
+        last[fact.storage] = maker
+    return ties
+
+
+def _legal_energy(problem: Problem, low: frozenset[str]) -> int:
+    cost = energy(problem, low)
+    if cost is None:
+        raise PlacementError(
+            "a placement broke its own constraints; this is a bug in autoamp, please "
+            f"report it with the graph (low nodes: {', '.join(sorted(low)[:8])} ...)"
+        )
+    return cost
+
+
+def _decisions(
+    facts: Facts, verdicts: Mapping[str, Verdict], low: frozenset[str]
+) -> dict[str, Decision]:
+    decisions = {}
+    for name, verdict in verdicts.items():
+        fact = facts.nodes[name]
+        decisions[name] = Decision(
+            name=name,
+            op=fact.op,
+            category=verdict.category,
+            low=name in low,
+            reason=_reason(verdict, name in low),
+            origin=verdict.origin,
+            module=fact.module,
+            source=fact.source,
+            listed=verdict.listed,
+        )
+    return decisions
+
+
+def _reason(verdict: Verdict, low: bool) -> str:
+    if verdict.pinned:
+        return verdict.reason
+    free = verdict.category is not Category.ALLOW
+    if low:
+        why = "its neighbours are low" if free else "predicted to gain more than it casts"
+    else:
+        why = (
+            "going low would cost more casts than it saves"
+            if free
+            else "predicted to gain nothing here"
+        )
+    return f"{verdict.reason}; {why}"

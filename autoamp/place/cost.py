@@ -1,0 +1,214 @@
+"""What each op costs in each precision, and what each cast costs: the price model.
+
+A roofline of the device: an op takes a launch plus the larger of its bytes over the
+bandwidth and its flops over the peak.  The figures are orders of magnitude, for ranking
+placements; measuring them on the device at hand replaces them.  Prices are integers of
+0.1 ns, because a min-cut needs exact sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.classify import Verdict
+from autoamp.analyse.facts import Facts, NodeFacts, argument
+from autoamp.rules import Category
+
+UNIT_NS = 0.1
+"""Nanoseconds per unit of price."""
+
+TRAINING_FACTOR = 3
+"""Forward plus backward: a matmul's backward is two products of the same size, and a
+pointwise op's backward reads and writes about twice what its forward did."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A roofline.
+
+    Attributes:
+        name: what the figures describe, for the report.
+        bytes_per_ns: memory bandwidth, GB/s.
+        launch_ns: fixed cost of one op.
+        high_flops_per_ns, low_flops_per_ns: matrix-product peaks, GFLOP/s.
+        pays: whether low precision can pay on it at all.
+    """
+
+    name: str
+    bytes_per_ns: float
+    launch_ns: float
+    high_flops_per_ns: float
+    low_flops_per_ns: float
+    pays: bool
+
+
+_CPU = Device("CPU without low-precision units", 15.0, 2000.0, 100.0, 25.0, False)
+_CPU_AVX = Device("CPU with avx512_bf16", 15.0, 2000.0, 100.0, 180.0, True)
+_CPU_AMX = Device("CPU with AMX", 15.0, 2000.0, 100.0, 800.0, True)
+_NEUTRAL = Device("bytes only, as if low precision paid", 15.0, 2000.0, 100.0, 200.0, True)
+
+# NVIDIA data sheets: memory bandwidth, TF32-off fp32 and dense half-precision peaks of
+# V100 (7.0), T4 (7.5), A100 (8.0), RTX 40 (8.9), H100/H200 (9.0) and B200 (10.0).
+_CUDA = {
+    70: Device("CUDA 7.0", 900.0, 4000.0, 15_700.0, 112_000.0, True),
+    75: Device("CUDA 7.5", 320.0, 4000.0, 8_100.0, 65_000.0, True),
+    80: Device("CUDA 8.0", 1_900.0, 4000.0, 19_500.0, 312_000.0, True),
+    89: Device("CUDA 8.9", 1_000.0, 4000.0, 80_000.0, 165_000.0, True),
+    90: Device("CUDA 9.0", 3_900.0, 4000.0, 60_000.0, 790_000.0, True),
+    100: Device("CUDA 10.0", 7_700.0, 4000.0, 75_000.0, 2_200_000.0, True),
+}
+_CUDA_OLD = Device("CUDA below 7.0", 500.0, 4000.0, 10_000.0, 10_000.0, False)
+
+
+def device_of(device: torch.device, low: torch.dtype) -> Device:
+    """The roofline for `device` computing in `low`."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(device)
+        known = [c for c in _CUDA if c <= 10 * major + minor]
+        if not known or (low is torch.bfloat16 and major < 8):
+            return _CUDA_OLD
+        return _CUDA[max(known)]
+    if device.type == "cpu":
+        unit = compat.cpu_low_precision_units().get(low, "")
+        if unit.startswith("amx"):
+            return _CPU_AMX
+        return _CPU_AVX if unit else _CPU
+    return _NEUTRAL
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of one graph, in units of 0.1 ns.
+
+    Attributes:
+        ops: node to (cost in fp32, cost in the low dtype).
+        down, up: value to the cost of one cast of it.
+        device: the roofline they come from.
+    """
+
+    ops: Mapping[str, tuple[int, int]]
+    down: Mapping[str, int]
+    up: Mapping[str, int]
+    device: Device
+
+
+def price_graph(
+    gm: fx.GraphModule,
+    facts: Facts,
+    verdicts: Mapping[str, Verdict],
+    device: Device,
+    *,
+    objective: str,
+    do_no_harm: bool,
+    free_weights: bool,
+) -> Prices:
+    """Prices every op and every possible cast of a graph.
+
+    Args:
+        objective: "time", or "memory" for bytes kept for the backward.
+        do_no_harm: False makes every allowed op cheaper in low precision than all the
+            casts of the graph together, so that it is converted wherever it may be.
+        free_weights: weights cost nothing to cast: cached copies of them are passed in.
+    """
+    if not do_no_harm and not device.pays:
+        device = _NEUTRAL
+    model = _Model(device, objective)
+    nodes = {n.name: n for n in gm.graph.nodes}
+    ops = {n: model.op(nodes[n], facts.nodes[n]) for n in verdicts}
+    values = [f for f in facts.nodes.values() if f.is_value]
+    casts = {f.name: model.cast(f) for f in values}
+    down = dict(casts)
+    if free_weights:
+        down.update(dict.fromkeys(facts.weights & casts.keys(), 0))
+    if not do_no_harm:
+        reward = 1 + sum(a + b for a, b in ops.values()) + 2 * sum(casts.values())
+        for name, verdict in verdicts.items():
+            if verdict.category is Category.ALLOW:
+                high, low = ops[name]
+                ops[name] = (high + reward, low)
+    return Prices(ops, down, casts, device)
+
+
+class _Model:
+    def __init__(self, device: Device, objective: str) -> None:
+        self.device = device
+        self.by_memory = objective == "memory"
+
+    def op(self, node: fx.Node, fact: NodeFacts) -> tuple[int, int]:
+        return self._op(node, fact, 4), self._op(node, fact, 2)
+
+    def _op(self, node: fx.Node, fact: NodeFacts, itemsize: int) -> int:
+        if self.by_memory:
+            return itemsize * fact.read_numel if fact.requires_grad else 0
+        if _is_free(node):
+            return 0
+        peak = self.device.high_flops_per_ns
+        if itemsize == 2:
+            peak = self.device.low_flops_per_ns
+        moved = itemsize * (fact.read_numel + fact.numel) / self.device.bytes_per_ns
+        nanoseconds = self.device.launch_ns + max(moved, flops_of(node, fact) / peak)
+        return self._units(nanoseconds * (TRAINING_FACTOR if fact.requires_grad else 1))
+
+    def cast(self, fact: NodeFacts) -> int:
+        if self.by_memory:
+            return 1 + (2 * fact.numel if fact.requires_grad else 0)
+        nanoseconds = self.device.launch_ns + 6 * fact.numel / self.device.bytes_per_ns
+        # Its backward casts the gradient the other way.
+        return self._units(nanoseconds * (2 if fact.requires_grad else 1))
+
+    @staticmethod
+    def _units(nanoseconds: float) -> int:
+        return max(1, round(nanoseconds / UNIT_NS))
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether the op moves no data: its result shares storage with an operand."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return False
+    mutates = isinstance(node.target, compat.OpOverload) and (
+        node.target._schema.is_mutable
+    )
+    return not mutates and any(
+        compat.storage_id(value) == compat.storage_id(n.meta["val"])
+        for n in node.all_input_nodes
+        if isinstance(n.meta.get("val"), torch.Tensor)
+    )
+
+
+def flops_of(node: fx.Node, fact: NodeFacts) -> int:
+    """Floating-point operations of a matrix product, convolution, attention or RNN.
+
+    Two per multiply-add, as torch.utils.flop_counter counts; 0 for any other op.
+    """
+    name = fact.op.partition("::")[2].partition(".")[0]
+    shapes = [
+        [compat.hint(s) for s in n.meta["val"].shape]
+        for n in node.all_input_nodes
+        if isinstance(n.meta.get("val"), torch.Tensor)
+    ]
+    if name in ("linear", "matmul", "mm", "bmm", "mv", "linalg_vecdot", "dot"):
+        return 2 * fact.numel * (shapes[0][-1] if shapes and shapes[0] else 1)
+    if name in ("addmm", "baddbmm", "addbmm", "addmv"):
+        first = argument(node, "mat1", argument(node, "batch1", argument(node, "mat")))
+        return 2 * fact.numel * compat.hint(first.meta["val"].shape[-1])
+    if name == "einsum":
+        return 2 * fact.numel * max((s for shape in shapes for s in shape), default=1)
+    if "conv" in name and len(shapes) > 1:
+        weight = math.prod(shapes[1])
+        if "transpose" in name:
+            return 2 * math.prod(shapes[0]) * weight // max(shapes[1][0], 1)
+        return 2 * fact.numel * weight // max(shapes[1][0], 1)
+    if "scaled_dot_product" in name and len(shapes) > 2:
+        *batch, queries, width = shapes[0]
+        return 4 * math.prod(batch) * queries * shapes[1][-2] * width
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        steps = math.prod(shapes[0][:-1])
+        return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
+    return 0

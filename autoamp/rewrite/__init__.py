@@ -1,0 +1,1 @@
+"""Applies an assignment, tidies up, and checks the result.  Decides nothing."""

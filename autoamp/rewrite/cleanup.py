@@ -1,0 +1,55 @@
+"""Tidies a rewritten graph.  Never adds a cast, never moves one."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from autoamp import compat
+from autoamp.ops import is_random, mutates
+
+
+def clean_up(gm: fx.GraphModule) -> int:
+    """Removes what does nothing from `gm`, in place; gives the number of nodes removed.
+
+    Removed are nodes nobody reads that write nothing and draw no random numbers, and
+    grad-mode switches with nothing between them.
+    """
+    before = len(gm.graph.nodes)
+    _drop_idle_grad_switches(gm.graph)
+    gm.graph.eliminate_dead_code(is_impure_node=_does_something)
+    gm.graph.lint()
+    gm.recompile()
+    return before - len(gm.graph.nodes)
+
+
+def _does_something(node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    target = node.target
+    if target in compat.MODE_CHANGES:
+        return True
+    if isinstance(target, compat.OpOverload):
+        return mutates(target) or is_random(target) or node.is_impure()
+    return bool(node.is_impure())
+
+
+def _drop_idle_grad_switches(graph: fx.Graph) -> None:
+    """Of switches that follow each other directly only the last one counts.
+
+    Tracing leaves pairs behind: off and on again, with nothing in between.
+    """
+    changed = True
+    while changed:
+        changed = False
+        current = True  # a graph starts as its caller left it; switches are absolute
+        known = False
+        for node in list(graph.nodes):
+            if node.target is not compat.SET_GRAD:
+                continue
+            if node.next.target is compat.SET_GRAD or (
+                known and bool(node.args[0]) == current
+            ):
+                graph.erase_node(node)
+                changed = True
+                continue
+            current, known = bool(node.args[0]), True

@@ -1,0 +1,384 @@
+"""Proves a rewritten graph legal, from the graph alone.
+
+Shares no code with what it checks: dtypes are not read from the metadata the rewrite
+wrote but found by running the graph on stand-in tensors, and what an op accepts is
+stated here again.  FX's own lint has no dtype check, and fake tensors let a bf16 `linear`
+with an fp32 weight pass, so neither would notice.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.errors import VerificationError
+from autoamp.graph_functions import checkpointed, saturating_cast
+
+_CONVERTS = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
+"""Ops whose job is to take one dtype and give another."""
+
+_FP32_PARAMETERS = {
+    name: frozenset({"weight", "bias", "running_mean", "running_var"})
+    for name in (
+        "aten::batch_norm",
+        "aten::native_batch_norm",
+        "aten::cudnn_batch_norm",
+        "aten::instance_norm",
+        "aten::_native_batch_norm_legit",
+    )
+}
+"""Operands whose kernels take fp32 beside low data."""
+
+
+
+def verify(
+    original: fx.GraphModule,
+    rewritten: fx.GraphModule,
+    must_stay_high: Collection[str] = (),
+) -> None:
+    """Checks `rewritten` against `original`, the ATen graph it was made from.
+
+    Args:
+        must_stay_high: nodes of `original` that may neither read nor make low tensors
+            where they read and made fp32.
+
+    Raises:
+        VerificationError: the first thing found wrong: node, op, dtypes, source line.
+    """
+    before = _Run(original)
+    after = _Run(rewritten)
+    _same_interface(original, rewritten, before, after)
+    _same_program(original, rewritten)
+    for node in rewritten.graph.nodes:
+        _metadata_is_true(node, after)
+        _operands_agree(node, after, before)
+    _denied_nodes_are_fp32(rewritten, set(must_stay_high), before, after)
+    _no_stale_casts(original, rewritten, after)
+
+
+def recount(
+    original: fx.GraphModule,
+    rewritten: fx.GraphModule,
+    op_prices: Mapping[str, tuple[int, int]],
+    down_prices: Mapping[str, int],
+    up_prices: Mapping[str, int],
+) -> int:
+    """The cost of `rewritten` by looking at it: ops at the precision they run in, casts.
+
+    Called before clean-up, it must equal what the placement promised.
+    """
+    before, after = _Run(original), _Run(rewritten)
+    total = 0
+    for node in rewritten.graph.nodes:
+        if node.name in op_prices:
+            total += op_prices[node.name][_runs_low(node, before, after)]
+        elif _is_inserted_cast(node, before):
+            source = _cast_source(node)
+            if _dtypes(after.values[node.name])[0] == torch.float32:
+                total += up_prices[source]
+            else:
+                total += down_prices[source]
+    return total
+
+
+class _Run:
+    """The graph run on stand-in tensors: static shapes, no data, true dtypes."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.values: dict[str, Any] = {}
+        self.nodes = {n.name: n for n in gm.graph.nodes}
+        mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+        with mode, torch.no_grad():
+            for node in gm.graph.nodes:
+                self.values[node.name] = self._value(gm, node)
+
+    def _value(self, gm: fx.GraphModule, node: fx.Node) -> Any:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], lambda n: self.values[n.name])
+        if node.op == "placeholder":
+            return _stand_in(node.meta.get("val"))
+        if node.op == "get_attr":
+            found = operator.attrgetter(str(node.target))(gm)
+            if isinstance(found, torch.Tensor):
+                return _stand_in(node.meta.get("val", found))
+            return found
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda n: self.values[n.name]
+        )
+        if node.target in compat.MODE_CHANGES:
+            return None
+        if node.target is checkpointed:
+            return args[0](*args[1:])
+        if isinstance(node.target, compat.HigherOrderOperator):
+            return _stand_in(node.meta.get("val"))
+        try:
+            assert callable(node.target)
+            return node.target(*args, **kwargs)
+        except Exception as error:
+            if _depends_on_data(error):
+                return _stand_in(node.meta.get("val"))
+            raise VerificationError(
+                f"{_where(node)} fails on its operands: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _depends_on_data(error: Exception) -> bool:
+    return type(error).__name__.startswith(("DataDependent", "DynamicOutput"))
+
+
+def _stand_in(value: Any) -> Any:
+    """A tensor (or number, or nest of them) like `value` with hints for its sizes."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return torch.empty(
+                [compat.hint(s) for s in value.shape],
+                dtype=value.dtype,
+                device=value.device,
+            )
+        return torch.empty_strided(
+            [compat.hint(s) for s in value.shape],
+            [compat.hint(s) for s in value.stride()],
+            dtype=value.dtype,
+            device=value.device,
+        )
+    if isinstance(value, (list, tuple)):
+        return type(value)(_stand_in(v) for v in value)
+    if isinstance(value, torch.SymInt):
+        return compat.hint(value)
+    return value
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    if isinstance(value, torch.Tensor):
+        return [value.dtype]
+    if isinstance(value, (list, tuple)):
+        return [d for v in value for d in _dtypes(v)]
+    return []
+
+
+def _same_interface(
+    original: fx.GraphModule, rewritten: fx.GraphModule, before: _Run, after: _Run
+) -> None:
+    def inputs(gm: fx.GraphModule) -> list[str]:
+        return [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+
+    if inputs(original) != inputs(rewritten):
+        raise VerificationError(
+            f"the inputs changed from {inputs(original)} to {inputs(rewritten)}"
+        )
+    old, new = before.values["output"], after.values["output"]
+    old_spec = torch.utils._pytree.tree_structure(old)
+    if old_spec != torch.utils._pytree.tree_structure(new):
+        raise VerificationError("the structure of the outputs changed")
+    if _dtypes(old) != _dtypes(new):
+        raise VerificationError(
+            f"the dtypes of the outputs changed from {_dtypes(old)} to {_dtypes(new)}"
+        )
+
+
+def _same_program(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
+    """Every call of the original is there once, in order, and calls the same op."""
+
+    def calls(gm: fx.GraphModule) -> list[tuple[str, Any]]:
+        return [
+            (n.name, n.target)
+            for n in gm.graph.nodes
+            if n.op not in ("placeholder", "get_attr", "output")
+        ]
+
+    names = {name for name, _ in calls(original)}
+    kept = [call for call in calls(rewritten) if call[0] in names]
+    missing = [c for c in calls(original) if c not in set(kept)]
+    live = [c for c in missing if _has_readers(original, c[0])]
+    if live:
+        raise VerificationError(f"{live[0][0]} ({live[0][1]}) got lost in the rewrite")
+    order = [c for c in calls(original) if c in set(kept)]
+    if order != kept:
+        raise VerificationError("the rewrite changed the order of the program")
+
+
+def _has_readers(gm: fx.GraphModule, name: str) -> bool:
+    node = next(n for n in gm.graph.nodes if n.name == name)
+    return bool(node.users)
+
+
+def _metadata_is_true(node: fx.Node, after: _Run) -> None:
+    said = _dtypes(node.meta.get("val"))
+    true = _dtypes(after.values[node.name])
+    if node.op != "output" and said != true:
+        raise VerificationError(
+            f"{_where(node)} is recorded as {said} but computes {true}"
+        )
+
+
+def _operands_agree(node: fx.Node, after: _Run, before: _Run) -> None:
+    """No op meets float dtypes that eager would reject or silently promote."""
+    if not isinstance(node.target, compat.OpOverload):
+        return
+    name = node.target._schema.name
+    if name in _CONVERTS:
+        return
+    exempt = _FP32_PARAMETERS.get(name, frozenset())
+    found = _operand_dtypes(node, after, exempt)
+    if len(set(found.values())) <= 1:
+        return
+    twin = before.nodes.get(node.name)
+    if twin is not None and _operand_dtypes(twin, before, exempt) == found:
+        return  # the user mixed them, and they are as the user left them
+    raise VerificationError(
+        f"{_where(node)} has operands of different dtypes: "
+        + ", ".join(f"{k}: {v}" for k, v in found.items())
+    )
+
+
+def _operand_dtypes(
+    node: fx.Node, run: _Run, exempt: Collection[str]
+) -> dict[str, torch.dtype]:
+    """Float operands that take part in type promotion, by argument name."""
+    assert isinstance(node.target, compat.OpOverload)
+    names = [a.name for a in node.target._schema.arguments]
+    arguments = [*zip(names, node.args, strict=False), *node.kwargs.items()]
+    pointwise = torch.Tag.pointwise in node.target.tags
+    found: dict[str, torch.dtype] = {}
+    dims: dict[str, int] = {}
+    for name, value in arguments:
+        leaves: list[fx.Node] = []
+        fx.map_arg(value, leaves.append)
+        for i, leaf in enumerate(leaves):
+            tensor = run.values[leaf.name]
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                if name not in exempt:
+                    found[f"{name}[{i}]" if i else name] = tensor.dtype
+                    dims[f"{name}[{i}]" if i else name] = tensor.dim()
+    if pointwise and any(dims.values()):
+        # 0-dim tensors are not promoted to, and promote nothing of their own kind.
+        found = {k: v for k, v in found.items() if dims[k]}
+    return found
+
+
+def _denied_nodes_are_fp32(
+    rewritten: fx.GraphModule, names: set[str], before: _Run, after: _Run
+) -> None:
+    for node in rewritten.graph.nodes:
+        if node.name not in names:
+            continue
+        old = _dtypes(before.values[node.name])
+        new = _dtypes(after.values[node.name])
+        if old != new:
+            raise VerificationError(
+                f"{_where(node)} must stay fp32 but its result became {new}"
+            )
+
+
+def _no_stale_casts(
+    original: fx.GraphModule, rewritten: fx.GraphModule, after: _Run
+) -> None:
+    """No cast is read after a write to what it copied, in another region, or written."""
+    known = {n.name for n in original.graph.nodes}
+    version: dict[int, int] = defaultdict(int)
+    region = 0
+    made: dict[str, tuple[int, int, int]] = {}
+    for node in rewritten.graph.nodes:
+        if node.target in compat.MODE_CHANGES:
+            region += 1
+        for source in node.all_input_nodes:
+            if source.name not in made:
+                continue
+            storage, at, where = made[source.name]
+            if version[storage] != at and node.op != "output":
+                raise VerificationError(
+                    f"{_where(node)} reads {source.name}, a cast of a tensor that was "
+                    "written to since"
+                )
+            if region != where and node.op != "output" and source.name not in _outputs(
+                rewritten
+            ):
+                raise VerificationError(
+                    f"{_where(node)} reads {source.name}, a cast made in another "
+                    "grad-mode or autocast region"
+                )
+        for written in _written(node):
+            if written.name in made:
+                raise VerificationError(
+                    f"{_where(node)} writes to {written.name}, a cast: the write is lost"
+                )
+            tensor = after.values[written.name]
+            if isinstance(tensor, torch.Tensor):
+                version[compat.storage_id(tensor)] += 1
+        if node.name not in known and node.op == "call_function":
+            source = node.all_input_nodes[0]
+            tensor = after.values[source.name]
+            if isinstance(tensor, torch.Tensor) and _is_cast(node):
+                storage = compat.storage_id(tensor)
+                made[node.name] = (storage, version[storage], region)
+
+
+def _outputs(gm: fx.GraphModule) -> set[str]:
+    return {n.name for n in gm.graph.output_node().all_input_nodes}
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    if not isinstance(node.target, compat.OpOverload):
+        return []
+    names = {
+        a.name
+        for a in node.target._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    }
+    order = [a.name for a in node.target._schema.arguments]
+    found: list[fx.Node] = []
+    for name, value in [*zip(order, node.args, strict=False), *node.kwargs.items()]:
+        if name in names:
+            fx.map_arg(value, found.append)
+    return found
+
+
+def _is_cast(node: fx.Node) -> bool:
+    if node.target is saturating_cast:
+        return True
+    return (
+        isinstance(node.target, compat.OpOverload)
+        and node.target._schema.name == "aten::_to_copy"
+    )
+
+
+def _is_inserted_cast(node: fx.Node, before: _Run) -> bool:
+    return node.name not in before.nodes and _is_cast(node)
+
+
+def _cast_source(node: fx.Node) -> str:
+    """The original value a cast copies, through a cast of a returned value."""
+    source = node.all_input_nodes[0]
+    while _is_cast(source) and source.meta.get("autoamp_cast"):
+        source = source.all_input_nodes[0]
+    return source.name
+
+
+def _runs_low(node: fx.Node, before: _Run, after: _Run) -> bool:
+    """Whether an op computes low now where it computed in fp32."""
+    old = _dtypes(before.values[node.name])
+    new = _dtypes(after.values[node.name])
+    if torch.float32 in old:
+        return old != new
+    return any(
+        torch.float32 in _dtypes(before.values.get(b.name))
+        and torch.float32 not in _dtypes(after.values[a.name])
+        for a, b in zip(
+            node.all_input_nodes,
+            before.nodes[node.name].all_input_nodes,
+            strict=False,
+        )
+    )
+
+
+def _where(node: fx.Node) -> str:
+    trace = (node.stack_trace or "").strip().splitlines()
+    line = f", at {trace[-1].strip()}" if trace else ""
+    return f"{node.name} ({node.target}{line})"
+
