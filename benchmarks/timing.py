@@ -1,0 +1,50 @@
+"""Interleaved timing: A B A B …, ratios within each round, medians over rounds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def seconds(step: Callable[[], None], device: str) -> float:
+    """Wall-clock seconds of one step, the device's queue drained before and after."""
+    _drain(device)
+    start = time.perf_counter()
+    step()
+    _drain(device)
+    return time.perf_counter() - start
+
+
+def interleaved(
+    steps: Mapping[str, Callable[[], None]], rounds: int, device: str = "cpu"
+) -> dict[str, list[float]]:
+    """Seconds of each step in each round, in turn.
+
+    Each round starts one further along, so that no step always follows the same other
+    (whose memory it finds in the cache, or whose heat it finds in the clock).
+    """
+    names = list(steps)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        offset = turn % len(names)
+        for name in names[offset:] + names[:offset]:
+            taken[name].append(seconds(steps[name], device))
+    return taken
+
+
+def ratios(taken: Mapping[str, list[float]], baseline: str) -> dict[str, float]:
+    """For each name the median over rounds of its time divided by the baseline's."""
+    return {
+        name: statistics.median(
+            t / b for t, b in zip(times, taken[baseline], strict=True)
+        )
+        for name, times in taken.items()
+    }
+
+
+def _drain(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
