@@ -53,27 +53,6 @@ MAYBE_ALIAS: dict[str, tuple[str, ...]] = {
 permutation; `type_as` returns its input when the dtype fits already.
 """
 
-_RANDOM = frozenset(
-    "aten::" + name
-    for name in (
-        "_fused_dropout",
-        "_native_multi_head_attention",
-        "_scaled_dot_product_attention_math",
-        "alpha_dropout",
-        "dropout",
-        "feature_alpha_dropout",
-        "feature_dropout",
-        "gru",
-        "lstm",
-        "native_dropout",
-        "rnn_relu",
-        "rnn_tanh",
-        "rrelu",
-        "scaled_dot_product_attention",
-    )
-)
-"""Composite ops that may draw random numbers inside and carry no tag for it."""
-
 _OPS_PREFIX = "torch.ops."
 
 
@@ -214,10 +193,7 @@ def is_view(target: OpOverload) -> bool:
 
 def is_random(target: OpOverload) -> bool:
     """Whether `target` may draw random numbers."""
-    if torch.Tag.nondeterministic_seeded in target.tags:
-        return True
-    name = base_name(target)
-    return name in _RANDOM or name.removesuffix("_") in _RANDOM
+    return torch.Tag.nondeterministic_seeded in target.tags
 
 
 def is_pointwise(target: OpOverload) -> bool:
