@@ -332,3 +332,52 @@ def storage_id(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:  # sparse and other storage-less layouts
         return id(tensor)
+
+
+# -- ambient autocast ----------------------------------------------------------------
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def any_autocast() -> bool:
+    """Whether the caller is inside a `torch.autocast` region."""
+    return torch._C._is_any_autocast_enabled()
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """A region in which no ambient `torch.autocast` is on."""
+    if not any_autocast():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for device in _AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+# -- compilers -----------------------------------------------------------------------
+
+
+def for_compilers(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm` with checkpointed regions as torch's own op, which AOT partitions.
+
+    Run as it is our graph calls `torch.utils.checkpoint`; AOT autograd would trace into
+    that and keep every activation.
+    """
+    from autoamp.graph_functions import checkpointed
+
+    regions = [n for n in gm.graph.nodes if n.target is checkpointed]
+    if not regions:
+        return gm
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, values := {}))
+    copy = fx.GraphModule(gm, graph)
+    for old, new in values.items():
+        new.meta = dict(old.meta)
+        if old.target is checkpointed:
+            new.target = torch.ops.higher_order.tag_activation_checkpoint
+            new.kwargs = {"use_reentrant": False, **new.kwargs}
+    copy.recompile()
+    return copy

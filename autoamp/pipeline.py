@@ -19,7 +19,7 @@ from autoamp.place.assign import Assignment, assign
 from autoamp.place.cost import device_of, price_graph
 from autoamp.rewrite.casts import Cast, insert_casts
 from autoamp.rewrite.cleanup import clean_up
-from autoamp.rewrite.verify import recount, verify
+from autoamp.rewrite.verify import Verifier
 
 
 _T = TypeVar("_T")
@@ -111,9 +111,10 @@ def _rewrite(
             before, facts, classified, assignment, low, normalised.fake_mode
         ),
     )
+    verifier = timed("stand in", lambda: Verifier(before))
     counted = timed(
         "recount",
-        lambda: recount(before, after, prices.ops, prices.down, prices.up),
+        lambda: verifier.recount(after, prices.ops, prices.down, prices.up),
     )
     if counted != assignment.cost:
         raise VerificationError(
@@ -122,7 +123,7 @@ def _rewrite(
         )
     timed("clean up", lambda: clean_up(after))
     pinned = [n for n, v in classified.verdicts.items() if v.pinned]
-    timed("verify", lambda: verify(before, after, pinned))
+    timed("verify", lambda: verifier.verify(after, pinned))
     return Rewritten(
         gm=after,
         before=before,

@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import Facts, named_arguments, tensors_of
+from autoamp.analyse.facts import Facts, argument, named_arguments, tensors_of
+from autoamp.analyse.verdict import Verdict
 from autoamp.dtypes import HIGH_DTYPE, largest
 from autoamp.ops import base_name
 from autoamp.rules import Category, Rule
@@ -47,10 +48,14 @@ class Taints:
 
 
 def spread_taints(
-    gm: fx.GraphModule, facts: Facts, rules: Mapping[str, Rule], low: torch.dtype
+    gm: fx.GraphModule,
+    facts: Facts,
+    verdicts: Mapping[str, Verdict],
+    rules: Mapping[str, Rule],
+    low: torch.dtype,
 ) -> Taints:
     """Follows every taint through the graph, in order, storages included."""
-    spread = _Spread(facts, rules, largest(low))
+    spread = _Spread(facts, verdicts, rules, largest(low))
     for node in gm.graph.nodes:
         if node.op == "call_function":
             spread.visit(node)
@@ -59,8 +64,15 @@ def spread_taints(
 
 
 class _Spread:
-    def __init__(self, facts: Facts, rules: Mapping[str, Rule], limit: float) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        verdicts: Mapping[str, Verdict],
+        rules: Mapping[str, Rule],
+        limit: float,
+    ) -> None:
         self.facts = facts
+        self.verdicts = verdicts
         self.rules = rules
         self.limit = limit
         self.reads: dict[str, frozenset[str]] = {}
@@ -71,7 +83,9 @@ class _Spread:
 
     def visit(self, node: fx.Node) -> None:
         fact = self.facts.nodes[node.name]
-        inputs = [n.name for n in node.all_input_nodes if n.name in self.facts.nodes]
+        inputs = list(dict.fromkeys(o.value for o in fact.operands))
+        if node.name in self.facts.element_of:
+            inputs.append(self.facts.element_of[node.name])
         reads = frozenset[str]().union(*(self._of(name) for name in inputs))
         self.reads[node.name] = reads
         carried = self._carried(node, reads)
@@ -94,24 +108,36 @@ class _Spread:
     def _carried(self, node: fx.Node, reads: frozenset[str]) -> frozenset[str]:
         rule = self.rules.get(node.name)
         fact = self.facts.nodes[node.name]
-        if rule is not None:
-            if rule.restores:
-                return frozenset()
-            if rule.category is Category.ALLOW:
-                return frozenset()
+        if self._ends_danger(node, rule):
+            return frozenset()
         own: set[str] = set()
-        if rule is not None and rule.taints and fact.makes_floats:
+        denied = self._category(node) is Category.DENY
+        if rule is not None and rule.taints and denied and fact.makes_floats:
             own.add(RANGE)
-        if (rule is not None and rule.positions) or _casts_integers(node):
+        counts = rule is not None and rule.positions and fact.makes_floats
+        if counts or _casts_integers(node):
             own.add(POSITION)
         carried = reads | own
         if _largest_scalar(node) >= _MASKING_FACTOR:
             carried -= {POSITION}
         return carried
 
+    def _category(self, node: fx.Node) -> Category | None:
+        """The category in force, conditions of the rule considered."""
+        verdict = self.verdicts.get(node.name)
+        return verdict.category if verdict is not None else None
+
+    def _ends_danger(self, node: fx.Node, rule: Rule | None) -> bool:
+        if rule is None:
+            return False
+        if rule.restores and all(
+            argument(node, name) is not None for name in rule.restores_given
+        ):
+            return True
+        return self._category(node) is Category.ALLOW
+
     def _is_extreme(self, node: fx.Node, inputs: list[str]) -> bool:
-        rule = self.rules.get(node.name)
-        if rule is not None and (rule.restores or rule.category is Category.ALLOW):
+        if self._ends_danger(node, self.rules.get(node.name)):
             return False
         # `where(mask, x, finfo.min)` and friends carry the constant as a scalar.
         if _largest_scalar(node) > self.limit * 0.99:

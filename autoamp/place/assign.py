@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoamp.analyse.classify import Verdict
+from autoamp.analyse.verdict import Verdict
 from autoamp.analyse.facts import Facts
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
@@ -16,8 +16,6 @@ from autoamp.rules import Category
 
 OUTSIDE = "<fp32 reader>"
 """A reader that must have fp32: a graph output, an operand that is never lowered."""
-
-_RETURNED = " as returned"
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,8 @@ class Assignment:
         all_high_cost: the total with everything in fp32.
         policy_costs: what TensorFlow's, autocast's promote and the forced policy cost,
             each projected on the legal placements, under the same prices.
-        returned_inside: values both returned and used inside, whose inner readers read
-            the returned tensor.
+        returned_inside: values both returned and used inside, whose inner readers must
+            hang on the returned tensor.
         problem, prices: what was solved, for `why` and for the recount.
     """
 
@@ -118,9 +116,6 @@ def build_problem(
         pinned[name] = "comes from outside the graph in fp32"
     unary[OUTSIDE] = (0, 0)
     pinned[OUTSIDE] = "is read in fp32 outside the graph"
-    for value in returned_inside:
-        unary[value + _RETURNED] = (0, 0)
-        pinned[value + _RETURNED] = "is returned by the graph in fp32"
     for value in facts.returned:
         if facts.nodes[value].is_value and _aliases_outside(value, facts):
             pinned[facts.producer(value)] = "is returned, and views another tensor"
@@ -151,37 +146,29 @@ def _casts(
             key = (operand.value, fact.region, operand.epoch)
             readers[key].append(OUTSIDE if mode == "high" else name)
             if mode == "follow":
-                at = _read_from(operand.value, facts, returned_inside)
+                at = facts.producer(operand.value)
                 follows.append((name, at, "reads the value at its own precision"))
     for value in sorted(facts.returned):
         if facts.nodes[value].is_value:
-            end = value + _RETURNED if value in returned_inside else OUTSIDE
-            readers[(value, -1, -1)].append(end)
+            readers[(value, -1, -1)].append(OUTSIDE)
     groups = []
     for (value, region, epoch), names in readers.items():
-        outward = region < 0
-        at = facts.producer(value)
-        if not outward:
-            at = _read_from(value, facts, returned_inside)
-        verdict = verdicts.get(facts.producer(value))
-        tainted = verdict is not None and verdict.tainted
+        maker = facts.producer(value)
+        up: int | None = prices.up[value]
+        if value in returned_inside and region >= 0:
+            up = 0  # the up-cast that is returned serves them
+        elif maker in verdicts and verdicts[maker].tainted:
+            up = None
         groups.append(
             CastGroup(
                 name=f"{value} in region {region}.{epoch}",
-                value=at,
+                value=maker,
                 readers=tuple(dict.fromkeys(names)),
                 down=prices.down[value],
-                up=None if tainted else prices.up[value],
+                up=up,
             )
         )
     return groups, follows
-
-
-def _read_from(value: str, facts: Facts, returned_inside: frozenset[str]) -> str:
-    """The variable whose precision readers inside the graph find `value` in."""
-    if value in returned_inside:
-        return value + _RETURNED
-    return facts.producer(value)
 
 
 def _returned_and_used(
@@ -190,7 +177,9 @@ def _returned_and_used(
     """Values returned and read inside too, where a gradient flows (Grad-CAM).
 
     Were the returned tensor an up-cast beside the inner uses, the gradient of the loss
-    with respect to it would not exist.
+    with respect to it would not exist.  So readers inside hang on the returned tensor;
+    low ones read the low value it was cast from, through a node whose gradient goes to
+    the returned tensor.
     """
     read = {o.value for n in verdicts for o in facts.nodes[n].operands}
     return frozenset(

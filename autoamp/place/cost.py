@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.classify import Verdict
+from autoamp.analyse.verdict import Verdict
 from autoamp.analyse.facts import Facts, NodeFacts, argument
 from autoamp.rules import Category
 

@@ -26,7 +26,8 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.classify import FACTORIES, Classified, Mode
+from autoamp.analyse.classify import FACTORIES, Classified
+from autoamp.analyse.verdict import Mode
 from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.dtypes import HIGH_DTYPE, largest, short_name
 from autoamp.graph_functions import low_weight, saturating_cast
@@ -106,6 +107,7 @@ class _Emitter:
         self.new: dict[str, fx.Node] = {}
         self.copies: dict[tuple[str, torch.dtype, int, int], fx.Node] = {}
         self.casts: list[Cast] = []
+        self.returned_from: dict[str, fx.Node] = {}
         self.weight_storage = {
             facts.nodes[w].storage: w for w in sorted(facts.weights, reverse=True)
         }
@@ -126,6 +128,7 @@ class _Emitter:
         self.new[node.name] = new
         if node.name in self.assignment.returned_inside and _dtype(new) == self.low:
             self.new[node.name] = self._cast(node.name, HIGH_DTYPE)
+            self.returned_from[node.name] = new
 
     # -- ops -----------------------------------------------------------------------
 
@@ -203,6 +206,8 @@ class _Emitter:
         at = self.new[value]
         if _dtype(at) == dtype:
             return self._view_per_use(value, reader) or at
+        if value in self.returned_from and dtype == self.low:
+            return self._use_of(value, self.returned_from[value])
         key = (value, dtype, reader.region, epoch)
         copy = self.copies.get(key)
         if copy is None:

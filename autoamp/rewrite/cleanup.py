@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from autoamp import compat
@@ -34,22 +35,20 @@ def _does_something(node: fx.Node) -> bool:
 
 
 def _drop_idle_grad_switches(graph: fx.Graph) -> None:
-    """Of switches that follow each other directly only the last one counts.
+    """Drops switches that change nothing, or are switched again at once.
 
     Tracing leaves pairs behind: off and on again, with nothing in between.
     """
     changed = True
     while changed:
         changed = False
-        current = True  # a graph starts as its caller left it; switches are absolute
-        known = False
+        current = torch.is_grad_enabled()
         for node in list(graph.nodes):
             if node.target is not compat.SET_GRAD:
                 continue
-            if node.next.target is compat.SET_GRAD or (
-                known and bool(node.args[0]) == current
-            ):
+            wanted = bool(node.args[0])
+            if wanted == current or node.next.target is compat.SET_GRAD:
                 graph.erase_node(node)
                 changed = True
-                continue
-            current, known = bool(node.args[0]), True
+            else:
+                current = wanted

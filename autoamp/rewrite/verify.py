@@ -37,54 +37,55 @@ _FP32_PARAMETERS = {
 
 
 
-def verify(
-    original: fx.GraphModule,
-    rewritten: fx.GraphModule,
-    must_stay_high: Collection[str] = (),
-) -> None:
-    """Checks `rewritten` against `original`, the ATen graph it was made from.
+class Verifier:
+    """Checks rewritten graphs against `original`, the ATen graph they were made from."""
 
-    Args:
-        must_stay_high: nodes of `original` that may neither read nor make low tensors
-            where they read and made fp32.
+    def __init__(self, original: fx.GraphModule) -> None:
+        self.original = original
+        self._before = _Run(original)
 
-    Raises:
-        VerificationError: the first thing found wrong: node, op, dtypes, source line.
-    """
-    before = _Run(original)
-    after = _Run(rewritten)
-    _same_interface(original, rewritten, before, after)
-    _same_program(original, rewritten)
-    for node in rewritten.graph.nodes:
-        _metadata_is_true(node, after)
-        _operands_agree(node, after, before)
-    _denied_nodes_are_fp32(rewritten, set(must_stay_high), before, after)
-    _no_stale_casts(original, rewritten, after)
+    def verify(
+        self, rewritten: fx.GraphModule, must_stay_high: Collection[str] = ()
+    ) -> None:
+        """Raises at the first thing wrong in `rewritten`.
 
+        Args:
+            must_stay_high: nodes of the original that may neither read nor make low
+                tensors where they read and made fp32.
 
-def recount(
-    original: fx.GraphModule,
-    rewritten: fx.GraphModule,
-    op_prices: Mapping[str, tuple[int, int]],
-    down_prices: Mapping[str, int],
-    up_prices: Mapping[str, int],
-) -> int:
-    """The cost of `rewritten` by looking at it: ops at the precision they run in, casts.
+        Raises:
+            VerificationError: what is wrong: node, op, dtypes, source line.
+        """
+        before, after = self._before, _Run(rewritten)
+        _same_interface(self.original, rewritten, before, after)
+        _same_program(self.original, rewritten)
+        for node in rewritten.graph.nodes:
+            _metadata_is_true(node, after)
+            _operands_agree(node, after, before)
+        _denied_nodes_are_fp32(rewritten, set(must_stay_high), before, after)
+        _no_stale_casts(self.original, rewritten, after)
 
-    Called before clean-up, it must equal what the placement promised.
-    """
-    before, after = _Run(original), _Run(rewritten)
-    total = 0
-    for node in rewritten.graph.nodes:
-        if node.name in op_prices:
-            total += op_prices[node.name][_runs_low(node, before, after)]
-        elif _is_inserted_cast(node, before):
-            source = _cast_source(node)
-            if _dtypes(after.values[node.name])[0] == torch.float32:
-                total += up_prices[source]
-            else:
-                total += down_prices[source]
-    return total
+    def recount(
+        self,
+        rewritten: fx.GraphModule,
+        op_prices: Mapping[str, tuple[int, int]],
+        down_prices: Mapping[str, int],
+        up_prices: Mapping[str, int],
+    ) -> int:
+        """The cost of `rewritten` by looking at it: each op as it runs, each cast.
+
+        Called before clean-up, it must equal what the placement promised.
+        """
+        before, after = self._before, _Run(rewritten)
+        total = 0
+        for node in rewritten.graph.nodes:
+            if node.name in op_prices:
+                total += op_prices[node.name][_runs_low(node, before, after)]
+            elif _is_inserted_cast(node, before):
+                source = _cast_source(node)
+                up = _dtypes(after.values[node.name])[0] == torch.float32
+                total += (up_prices if up else down_prices)[source]
+        return total
 
 
 class _Run:
@@ -93,8 +94,7 @@ class _Run:
     def __init__(self, gm: fx.GraphModule) -> None:
         self.values: dict[str, Any] = {}
         self.nodes = {n.name: n for n in gm.graph.nodes}
-        mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
-        with mode, torch.no_grad():
+        with torch.no_grad():
             for node in gm.graph.nodes:
                 self.values[node.name] = self._value(gm, node)
 
@@ -111,6 +111,9 @@ class _Run:
         args, kwargs = fx.map_arg(
             (node.args, node.kwargs), lambda n: self.values[n.name]
         )
+        args = tuple(_META if isinstance(a, torch.device) else a for a in args)
+        if isinstance(node.target, compat.OpOverload) and _takes_device(node.target):
+            kwargs = {**kwargs, "device": _META}
         if node.target in compat.MODE_CHANGES:
             return None
         if node.target is checkpointed:
@@ -128,8 +131,16 @@ class _Run:
             ) from error
 
 
+_META = torch.device("meta")
+
+
+def _takes_device(target: compat.OpOverload) -> bool:
+    return any(a.name == "device" and a.kwarg_only for a in target._schema.arguments)
+
+
 def _depends_on_data(error: Exception) -> bool:
-    return type(error).__name__.startswith(("DataDependent", "DynamicOutput"))
+    """Whether a stand-in cannot answer because the result depends on values."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
 
 
 def _stand_in(value: Any) -> Any:
@@ -139,13 +150,13 @@ def _stand_in(value: Any) -> Any:
             return torch.empty(
                 [compat.hint(s) for s in value.shape],
                 dtype=value.dtype,
-                device=value.device,
+                device=_META,
             )
         return torch.empty_strided(
             [compat.hint(s) for s in value.shape],
             [compat.hint(s) for s in value.stride()],
             dtype=value.dtype,
-            device=value.device,
+            device=_META,
         )
     if isinstance(value, (list, tuple)):
         return type(value)(_stand_in(v) for v in value)

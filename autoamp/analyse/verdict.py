@@ -1,0 +1,37 @@
+"""What one node may do: the outcome of classification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autoamp.rules import Category
+
+Mode = Literal["same", "high", "any", "follow"]
+"""What an operand needs: the node's own precision; fp32 always; anything, as it comes;
+or the producer's own precision (an up-cast is exact, a down-cast is forbidden)."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one node may do.
+
+    Attributes:
+        category: allow, deny, infer or clear.
+        reason: why, for a person.
+        origin: which rules file, user list or part of the pass says so.
+        pinned: whether the node must stay fp32.
+        modes: what each operand of its facts needs, in the same order.
+        output_high: its output is fp32 even when it reads low operands.
+        tainted: its value must not be rounded and then widened again.
+        listed: whether any rule knows the op.
+    """
+
+    category: Category
+    reason: str
+    origin: str
+    pinned: bool
+    modes: tuple[Mode, ...]
+    output_high: bool = False
+    tainted: bool = False
+    listed: bool = True

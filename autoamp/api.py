@@ -1,0 +1,124 @@
+"""The functions of `API.md`, each a few lines over the layers below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.inspect.report import Report
+from autoamp.options import Options
+from autoamp.pipeline import rewrite_graph
+from autoamp.runtime.convert import (
+    conversion_of,
+    convert_model,
+    revert_model,
+)
+from autoamp.runtime.eligible import choose_graph_precision
+
+
+def convert(
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    example_inputs: tuple[Any, ...] | None = None,
+    **options: Any,
+) -> Any:
+    """Turns on mixed precision for `model`, in place, on its call path only.
+
+    The model stays the same object with the same class, parameters (fp32), buffers,
+    hooks and `state_dict` keys.  It is captured at its first call.
+
+    Args:
+        model: any `torch.nn.Module`.
+        optimizer: an optimizer or a list of them, given back beside the model.
+        example_inputs: arguments to capture with at once instead of at the first call.
+        **options: `precision`, `rules`, `allow`, `deny`, `infer`, `clear`, `keep`,
+            `loss_scale`, `backend`, `placement`, `objective`, `do_no_harm`, `strict`;
+            see `autoamp.options.Options`.
+
+    Returns:
+        `model`, or `(model, optimizer)` when an optimizer is given.
+
+    Raises:
+        AutoampError: the model or an option cannot be used; nothing was changed.
+    """
+    _check_optimizers(optimizer)
+    convert_model(model, Options().replace(**options), example_inputs)
+    return model if optimizer is None else (model, optimizer)
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Puts the call path of `model` back exactly; it is fp32 again, bit for bit."""
+    return revert_model(model)
+
+
+def is_converted(model: object) -> bool:
+    """Whether calls of `model` go through rewritten graphs."""
+    state = conversion_of(model)
+    return state is not None and state.engine is not None
+
+
+def report(model: nn.Module) -> Report:
+    """What was done to converted `model`: every graph captured so far.
+
+    Raises:
+        UnsupportedModelError: `model` was never converted.
+    """
+    state = conversion_of(model)
+    if state is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not converted; call autoamp.convert(model) first"
+        )
+    captured = state.engine.graphs if state.engine is not None else []
+    return Report(
+        label=type(model).__name__,
+        rewritten=[g.rewritten for g in captured if g.rewritten is not None],
+        graphs=[g.gm for g in captured if g.rewritten is not None],
+        skipped=[(s.what, s.why) for s in state.skipped],
+        runs=state.engine.runs if state.engine is not None else 0,
+    )
+
+
+def rewrite(
+    gm: fx.GraphModule | torch.export.ExportedProgram,
+    example_inputs: Sequence[Any],
+    **options: Any,
+) -> fx.GraphModule:
+    """The compiler pass alone: a mixed-precision `GraphModule` made from `gm`.
+
+    Pure: `gm` is not changed; parameters are shared with it.  Weights are cast inside
+    the graph.  `do_no_harm=True` (the default) may leave every op in fp32.
+
+    Args:
+        gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
+        example_inputs: one value per input of the graph.
+        **options: as for `convert`; `backend` and `strict` have no meaning here.
+
+    Raises:
+        AutoampError: the graph or an option cannot be used, or a pass failed.
+    """
+    chosen = Options().replace(**options)
+    if isinstance(gm, torch.export.ExportedProgram):
+        gm = gm.module()
+    if not isinstance(gm, fx.GraphModule):
+        raise UnsupportedModelError(
+            f"rewrite() takes a GraphModule or an ExportedProgram, not "
+            f"{type(gm).__name__}; for a model use autoamp.convert()"
+        )
+    low = choose_graph_precision(gm, example_inputs, chosen)
+    return rewrite_graph(gm, tuple(example_inputs), chosen, low).gm
+
+
+def _check_optimizers(optimizer: Any) -> None:
+    if optimizer is None:
+        return
+    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in given:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise OptionError(
+                f"optimizer={type(each).__name__} is not a torch.optim.Optimizer"
+            )

@@ -1,0 +1,89 @@
+"""Whether a model can be converted at all, and to which precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
+from autoamp.options import Options
+from autoamp.place.cost import device_of
+
+
+def unsupported(model: Any) -> str | None:
+    """Why `model` cannot be converted, with what to do instead; None if it can."""
+    if not isinstance(model, nn.Module):
+        return (
+            f"convert() takes a torch.nn.Module, not {type(model).__name__}; for a "
+            "GraphModule or an ExportedProgram outside training use autoamp.rewrite()"
+            if not callable(model)
+            else f"convert() takes a torch.nn.Module, not the {type(model).__name__} "
+            f"{getattr(model, '__name__', '')!r}; wrap it in a module"
+        )
+    name = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        return f"{name} is a TorchScript module; convert the model it was made from"
+    if hasattr(model, "_orig_mod") and hasattr(model, "dynamo_ctx"):
+        return (
+            f"{name} is already compiled; convert the model inside it "
+            "(model._orig_mod) and compile that, or pass backend='inductor'"
+        )
+    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type == "meta":
+            return (
+                f"{path} of {name} is on the meta device and holds no data; load the "
+                "weights first (model.to_empty(device=...), then load_state_dict)"
+            )
+    return None
+
+
+def choose_precision(
+    model: nn.Module, options: Options
+) -> tuple[torch.dtype | None, str]:
+    """The compute dtype for `model`, or None and the reason it stays as it is."""
+    reason = _nothing_to_convert(model)
+    if reason:
+        return None, reason
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    low = parse_low_dtype(options.precision)
+    if low is None:
+        low = torch.float16 if device.type == "cuda" else torch.bfloat16
+    profile = device_of(device, low)
+    if options.do_no_harm and not profile.pays:
+        return None, (
+            f"{short_name(low)} cannot pay here ({profile.name}): it would be slower "
+            "than fp32. Give do_no_harm=False to convert all the same"
+        )
+    return low, ""
+
+
+def _nothing_to_convert(model: nn.Module) -> str:
+    """Why there is nothing to lower in `model`, or ""."""
+    for path, module in model.named_modules():
+        if "quantized" in type(module).__module__:
+            return f"{path or 'the model'} is quantised ({type(module).__name__})"
+    floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    half = floats & set(LOW_DTYPES.values())
+    if half and torch.float32 not in floats:
+        names = ", ".join(sorted(short_name(d) for d in half))
+        return f"its parameters are {names} already"
+    if floats and torch.float32 not in floats:
+        names = ", ".join(sorted(short_name(d) for d in floats))
+        return f"its parameters are {names}; only fp32 is ever lowered"
+    if not floats and any(p.is_complex() for p in model.parameters()):
+        return "its parameters are complex; only fp32 is ever lowered"
+    return ""
+
+
+def choose_graph_precision(
+    gm: nn.Module, example_inputs: Any, options: Options
+) -> torch.dtype:
+    """The compute dtype for a graph: asked for, or the device's natural one."""
+    low = parse_low_dtype(options.precision)
+    if low is not None:
+        return low
+    tensors = [*gm.parameters(), *(t for t in example_inputs if torch.is_tensor(t))]
+    on_cuda = any(t.device.type == "cuda" for t in tensors)
+    return torch.float16 if on_cuda else torch.bfloat16

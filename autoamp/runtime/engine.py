@@ -1,0 +1,178 @@
+"""The Dynamo backend: one per conversion, shared by its deep copies.
+
+Given a captured graph it runs the pass and returns what is to be called instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.dtypes import short_name
+from autoamp.errors import AutoampError
+from autoamp.options import Options
+from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.runtime.weights import WeightCopies, hoist_weight_casts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CapturedGraph:
+    """One graph Dynamo captured, and what became of it.
+
+    Attributes:
+        rewritten: the pass's result, or None where it failed.
+        gm: the graph that is run, with weight copies as extra inputs.
+        problem: why the graph runs unconverted; "" where it does not.
+        runs: how often it ran.
+    """
+
+    rewritten: Rewritten | None
+    gm: fx.GraphModule
+    problem: str = ""
+    runs: int = 0
+
+
+@dataclass
+class Skipped:
+    """Something that was not converted, and why."""
+
+    what: str
+    why: str
+
+
+class _Local(threading.local):
+    """Graph runs of this thread: a call that adds none ran outside our graphs."""
+
+    runs = 0
+
+
+@dataclass
+class Engine:
+    """Compiles captured graphs for one conversion and keeps the record of them.
+
+    Attributes:
+        options: what the user asked for.
+        low: the compute dtype.
+        label: the model's class name, for messages.
+        graphs: every captured graph, in order of capture.
+        skipped: what was not converted.
+    """
+
+    options: Options
+    low: torch.dtype
+    label: str
+    graphs: list[CapturedGraph] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    local: _Local = field(default_factory=_Local)
+
+    @property
+    def runs(self) -> int:
+        """Executions of rewritten graphs so far, in all threads."""
+        return sum(g.runs for g in self.graphs if g.rewritten is not None)
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The Dynamo backend: the callable to run instead of `gm`."""
+        try:
+            with compat.autocast_off():
+                return self._compile(gm, example_inputs)
+        except Exception as error:
+            if self.options.strict:
+                if isinstance(error, AutoampError):
+                    raise
+                raise AutoampError(f"the pass failed on {self.label}: {error}") from error
+            return self._unconverted(gm, error)
+
+    def _compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        rewritten = rewrite_graph(
+            gm, example_inputs, self.options, self.low, free_weights=True
+        )
+        bound, slots = hoist_weight_casts(rewritten)
+        bound.meta["autoamp_before"] = rewritten.before.print_readable(
+            print_output=False
+        )
+        captured = CapturedGraph(rewritten, bound)
+        run = self._runner(captured, example_inputs, slots)
+        self.graphs.append(captured)
+        self._log(captured)
+        return self._bind(captured, run, slots)
+
+    def _runner(
+        self, captured: CapturedGraph, example_inputs: Sequence[Any], slots: list[int]
+    ) -> Callable[..., Any]:
+        backend = self.options.backend
+        if backend == "eager":
+            return captured.gm.forward
+        copies = [
+            torch.empty_like(example_inputs[i].detach(), dtype=self.low) for i in slots
+        ]
+        graph = compat.for_compilers(captured.gm)
+        if backend == "inductor":
+            return compat.inductor_compile(graph, [*example_inputs, *copies])
+        assert callable(backend)
+        run: Callable[..., Any] = backend(graph, [*example_inputs, *copies])
+        return run
+
+    def _bind(
+        self, captured: CapturedGraph, run: Callable[..., Any], slots: list[int]
+    ) -> Callable[..., Any]:
+        """The callable Dynamo calls: counts, brings weight copies, runs."""
+        local = self.local
+        if not slots:
+
+            def call(*args: Any) -> Any:
+                local.runs += 1
+                captured.runs += 1
+                return run(*args)
+
+            return call
+        fresh = WeightCopies(self.low).fresh
+
+        def call_with_copies(*args: Any) -> Any:
+            local.runs += 1
+            captured.runs += 1
+            return run(*args, *fresh([args[i] for i in slots]))
+
+        return call_with_copies
+
+    def _unconverted(self, gm: fx.GraphModule, error: Exception) -> Callable[..., Any]:
+        problem = f"{type(error).__name__}: {error}"
+        logger.warning(
+            "autoamp: a graph of %s runs in fp32, because the pass failed on it: %s",
+            self.label,
+            problem,
+        )
+        self.graphs.append(CapturedGraph(None, gm, problem))
+        self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", problem))
+        return gm.forward
+
+    def _log(self, captured: CapturedGraph) -> None:
+        assert captured.rewritten is not None
+        decisions = captured.rewritten.assignment.decisions
+        kinds = [c.kind for c in captured.rewritten.casts]
+        logger.info(
+            "autoamp: %s graph %d: %d of %d float ops in %s; casts: %d down, %d up, "
+            "%d weight copies",
+            self.label,
+            len(self.graphs) - 1,
+            sum(d.low for d in decisions.values()),
+            len(decisions),
+            short_name(self.low),
+            kinds.count("down"),
+            kinds.count("up"),
+            kinds.count("weight"),
+        )
+
+

@@ -1,0 +1,35 @@
+"""What runs where our graphs cannot: the model's own code under `torch.autocast`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+def under_autocast(
+    model: nn.Module,
+    entry: Callable[..., Any],
+    low: torch.dtype,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """`entry(model, *args, **kwargs)` under autocast, with fp32 results as without it.
+
+    Used when a converted module is called inside a module the user compiles: Dynamo
+    inlines the call, so our graphs never run; and a parent that was traced with fp32
+    results would meet half ones.
+    """
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    with torch.autocast(device_type=device, dtype=low):
+        result = entry(model, *args, **kwargs)
+
+    def widen(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype == low:
+            return value.to(torch.float32)
+        return value
+
+    return pytree.tree_map(widen, result)
