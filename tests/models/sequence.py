@@ -33,8 +33,8 @@ def _transformer_inputs(seed: int) -> Args:
     source = torch.randn(2, 9, 32, generator=g)
     target = torch.randn(2, 7, 32, generator=g)
     mask = nn.Transformer.generate_square_subsequent_mask(7)
-    # Told, not detected: detection reads the mask's values, which breaks the graph inside
-    # a frame of torch.nn, and such frames Dynamo does not take up again.
+    # Told, not detected: detection reads the mask's values, which breaks the graph in a
+    # frame of torch.nn, and such frames Dynamo does not take up again.
     return (source, target), {"tgt_mask": mask, "tgt_is_causal": True}
 
 
