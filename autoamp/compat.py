@@ -18,8 +18,10 @@ import torch
 import torch._dynamo
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     make_fx,
@@ -27,7 +29,6 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
-
 
 # Nodes that change the mode of what follows them in a graph.
 SET_GRAD = torch._C._set_grad_enabled

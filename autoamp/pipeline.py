@@ -21,7 +21,6 @@ from autoamp.rewrite.casts import Cast, insert_casts
 from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.verify import Verifier
 
-
 _T = TypeVar("_T")
 
 

@@ -37,6 +37,8 @@ GATHERS = frozenset(
 )
 _MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
 _LAYER_NORMS = frozenset({"aten::layer_norm", "aten::native_layer_norm"})
+_CPU_MIXED = _LAYER_NORMS | {"aten::group_norm", "aten::native_group_norm"}
+"""Norms whose CPU kernels take fp32 parameters beside low data; CUDA's do not."""
 LAYER_NORM_ROWS = 256
 """Rows beyond which a sum of ones is no longer exact in bf16 (8 bits).
 
@@ -44,10 +46,22 @@ On torch 2.13's CPU a bf16 layer norm gave 512 as the weight gradient over 16000
 ones, an fp16 one 4096."""
 FACTORIES = frozenset(
     f"aten::{name}"
-    for name in (
-        "zeros ones full empty eye scalar_tensor zeros_like ones_like full_like "
-        "empty_like new_zeros new_ones new_full new_empty"
-    ).split()
+    for name in [
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "eye",
+        "scalar_tensor",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+    ]
 )
 """Ops that make a tensor from no data; their dtype is an argument."""
 
@@ -216,19 +230,25 @@ def _by_rule(
         category = Category.DENY
         reason = f"torch has no {short_name(low)} kernel of it on {fact.device}"
     assert isinstance(node.target, compat.OpOverload)
-    modes = tuple(
-        "high" if o.argument in rule.fp32_operands else _mode(node.target, o, fact)
-        for o in fact.operands
-    )
+    modes = tuple(_rule_mode(rule, node.target, o, fact) for o in fact.operands)
     asks_fp32 = argument(node, "dtype") == HIGH_DTYPE and bool(fact.operands)
     if asks_fp32 and category is not Category.DENY:
         reason = "the model asks for an fp32 result (dtype=torch.float32)"
         return Verdict(
             Category.DENY, reason, "autoamp", True, ("any",) * len(fact.operands)
         )
-    return Verdict(
-        category, reason, rule.origin, category is Category.DENY, modes
-    )
+    return Verdict(category, reason, rule.origin, category is Category.DENY, modes)
+
+
+def _rule_mode(
+    rule: Rule, target: compat.OpOverload, operand: Operand, fact: NodeFacts
+) -> Mode:
+    if operand.argument in rule.fp32_operands:
+        return "high"
+    norm_parameter = operand.argument in ("weight", "bias")
+    if norm_parameter and fact.device == "cpu" and base_name(target) in _CPU_MIXED:
+        return "high"
+    return _mode(target, operand, fact)
 
 
 def _by_schema(target: compat.OpOverload, fact: NodeFacts) -> Verdict:

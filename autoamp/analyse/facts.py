@@ -275,9 +275,7 @@ class _Collector:
                 inputs.append(tensor)
                 if tensor.dtype == HIGH_DTYPE:
                     epoch = self.writes.get(_storage(tensor), 0)
-                    operands.append(
-                        Operand(leaf.name, name, tensor.dim() == 0, epoch)
-                    )
+                    operands.append(Operand(leaf.name, name, tensor.dim() == 0, epoch))
         return tuple(operands), inputs
 
     def _note_writes(self, node: fx.Node) -> None:

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.errors import CaptureError
-from autoamp.ops import is_random, mutates
 from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
+from autoamp.ops import is_random, mutates
 
 LOWERED_BODY = "autoamp_lowered_body"
 """Set in the `meta` of a sub-graph that is an ATen graph, to be rewritten as well."""
@@ -60,7 +60,9 @@ def _trace(
 ) -> fx.GraphModule:
     """The ATen graph of `gm`, whose own parameters and buffers stay attributes."""
     named = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
-    fake_named = dict(zip(named, compat.fake_inputs([*named.values()], mode), strict=True))
+    fake_named = dict(
+        zip(named, compat.fake_inputs([*named.values()], mode), strict=True)
+    )
     lowering = _Lowering(gm, mode)
 
     def run(*values: Any) -> Any:

@@ -60,7 +60,9 @@ def spread_taints(
         if node.op == "call_function":
             spread.visit(node)
     _masks_given_from_outside(gm, facts, spread.extreme)
-    return Taints(spread.reads, spread.carries, spread.source, frozenset(spread.extreme))
+    return Taints(
+        spread.reads, spread.carries, spread.source, frozenset(spread.extreme)
+    )
 
 
 class _Spread:

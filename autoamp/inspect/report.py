@@ -1,6 +1,9 @@
 from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
+
+
 @dataclass
 class Report:
     label: str

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from autoamp.analyse.verdict import Verdict
 from autoamp.analyse.facts import Facts
+from autoamp.analyse.verdict import Verdict
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
 from autoamp.place.mincut import CastGroup, Problem, energy, solve
@@ -54,11 +55,9 @@ class Assignment:
             value of the min-cut, to be equalled by a recount over the emitted graph.
         optimal_cost: the least total of any legal placement.
         all_high_cost: the total with everything in fp32.
-        policy_costs: what TensorFlow's, autocast's promote and the forced policy cost,
-            each projected on the legal placements, under the same prices.
         returned_inside: values both returned and used inside, whose inner readers must
             hang on the returned tensor.
-        problem, prices: what was solved, for `why` and for the recount.
+        problem, prices, facts, verdicts: what was decided from.
     """
 
     decisions: Mapping[str, Decision]
@@ -66,10 +65,24 @@ class Assignment:
     cost: int
     optimal_cost: int
     all_high_cost: int
-    policy_costs: Mapping[str, int]
     returned_inside: frozenset[str]
     problem: Problem
     prices: Prices
+    facts: Facts
+    verdicts: Mapping[str, Verdict]
+
+    @cached_property
+    def policy_costs(self) -> Mapping[str, int]:
+        """What TensorFlow's, autocast's promote and the forced policy would cost.
+
+        Each is projected on the legal placements and priced alike.
+        """
+        return {
+            name: _legal_energy(
+                self.problem, project(self.problem, policy(self.facts, self.verdicts))
+            )
+            for name, policy in POLICIES.items()
+        }
 
 
 def assign(
@@ -83,22 +96,20 @@ def assign(
     returned_inside = _returned_and_used(facts, verdicts)
     problem = build_problem(facts, verdicts, prices, returned_inside)
     best = solve(problem)
-    policies = {
-        name: project(problem, policy(facts, verdicts))
-        for name, policy in POLICIES.items()
-    }
-    costs = {name: _legal_energy(problem, low) for name, low in policies.items()}
-    low = best.low if placement == "optimal" else policies[placement]
+    low = best.low
+    if placement != "optimal":
+        low = project(problem, POLICIES[placement](facts, verdicts))
     return Assignment(
         decisions=_decisions(facts, verdicts, low),
         low=low,
         cost=_legal_energy(problem, low),
         optimal_cost=best.cost,
         all_high_cost=_legal_energy(problem, frozenset()),
-        policy_costs=costs,
         returned_inside=returned_inside,
         problem=problem,
         prices=prices,
+        facts=facts,
+        verdicts=verdicts,
     )
 
 
@@ -171,9 +182,7 @@ def _casts(
     return groups, follows
 
 
-def _returned_and_used(
-    facts: Facts, verdicts: Mapping[str, Verdict]
-) -> frozenset[str]:
+def _returned_and_used(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
     """Values returned and read inside too, where a gradient flows (Grad-CAM).
 
     Were the returned tensor an up-cast beside the inner uses, the gradient of the loss
@@ -249,7 +258,9 @@ def _reason(verdict: Verdict, low: bool) -> str:
         return verdict.reason
     free = verdict.category is not Category.ALLOW
     if low:
-        why = "its neighbours are low" if free else "predicted to gain more than it casts"
+        why = (
+            "its neighbours are low" if free else "predicted to gain more than it casts"
+        )
     else:
         why = (
             "going low would cost more casts than it saves"

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.verdict import Verdict
 from autoamp.analyse.facts import Facts, NodeFacts, argument
+from autoamp.analyse.verdict import Verdict
 from autoamp.rules import Category
 
 UNIT_NS = 0.1
@@ -51,7 +51,9 @@ class Device:
 _CPU = Device("CPU without low-precision units", 15.0, 2000.0, 100.0, 25.0, False)
 _CPU_AVX = Device("CPU with avx512_bf16", 15.0, 2000.0, 100.0, 180.0, True)
 _CPU_AMX = Device("CPU with AMX", 15.0, 2000.0, 100.0, 800.0, True)
-_NEUTRAL = Device("bytes only, as if low precision paid", 15.0, 2000.0, 100.0, 200.0, True)
+_NEUTRAL = Device(
+    "bytes only, as if low precision paid", 15.0, 2000.0, 100.0, 200.0, True
+)
 
 # NVIDIA data sheets: memory bandwidth, TF32-off fp32 and dense half-precision peaks of
 # V100 (7.0), T4 (7.5), A100 (8.0), RTX 40 (8.9), H100/H200 (9.0) and B200 (10.0).

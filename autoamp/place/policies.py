@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
-from autoamp.analyse.verdict import Verdict
 from autoamp.analyse.facts import Facts
+from autoamp.analyse.verdict import Verdict
 from autoamp.place.mincut import Problem
 from autoamp.rules import Category
 

@@ -27,8 +27,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.classify import FACTORIES, Classified
-from autoamp.analyse.verdict import Mode
 from autoamp.analyse.facts import Facts, NodeFacts
+from autoamp.analyse.verdict import Mode
 from autoamp.dtypes import HIGH_DTYPE, largest, short_name
 from autoamp.graph_functions import low_weight, saturating_cast
 from autoamp.ops import base_name
@@ -107,6 +107,7 @@ class _Emitter:
         self.new: dict[str, fx.Node] = {}
         self.copies: dict[tuple[str, torch.dtype, int, int], fx.Node] = {}
         self.casts: list[Cast] = []
+        self.fakes: dict[Any, torch.Tensor] = {}
         self.returned_from: dict[str, fx.Node] = {}
         self.weight_storage = {
             facts.nodes[w].storage: w for w in sorted(facts.weights, reverse=True)
@@ -185,12 +186,25 @@ class _Emitter:
     def _low_result(self, new: fx.Node) -> Any:
         """The fake result of a low op; run for real where it has several outputs."""
         value = new.meta["val"]
+        if isinstance(value, torch.Tensor):
+            return self._fake(value, self.low)
         with self.fake_mode:
-            if isinstance(value, torch.Tensor):
-                return value.to(self.low)
             args, kwargs = fx.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
             assert callable(new.target)
             return new.target(*args, **kwargs)
+
+    def _fake(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A fake tensor like `like` in `dtype`; one serves all of the same size."""
+        sizes = (*like.shape, *like.stride())
+        static = all(type(size) is int for size in sizes)
+        key = (sizes, dtype, like.device) if static else None
+        if key in self.fakes:
+            return self.fakes[key]
+        with self.fake_mode:
+            made = like.to(dtype)
+        if key is not None:
+            self.fakes[key] = made
+        return made
 
     def _retype_element(self, new: fx.Node) -> None:
         source, index = new.args
@@ -303,8 +317,7 @@ class _Emitter:
         for key in ("nn_module_stack", "stack_trace"):
             if key in at.meta:
                 new.meta[key] = at.meta[key]
-        with self.fake_mode:
-            new.meta["val"] = at.meta["val"].to(dtype)
+        new.meta["val"] = self._fake(at.meta["val"], dtype)
         new.meta[CAST_KIND] = kind
         numel = self.facts.nodes[value].numel
         cast = Cast(new.name, kind, value, dtype, numel * dtype.itemsize)
@@ -327,5 +340,3 @@ class _Emitter:
 def _dtype(node: fx.Node) -> torch.dtype | None:
     value = node.meta.get("val")
     return value.dtype if isinstance(value, torch.Tensor) else None
-
-

@@ -23,6 +23,17 @@ from autoamp.graph_functions import checkpointed, saturating_cast
 _CONVERTS = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
 """Ops whose job is to take one dtype and give another."""
 
+_CPU_FP32_PARAMETERS = {
+    name: frozenset({"weight", "bias"})
+    for name in (
+        "aten::layer_norm",
+        "aten::native_layer_norm",
+        "aten::group_norm",
+        "aten::native_group_norm",
+    )
+}
+"""The same for kernels of the CPU alone: CUDA's want parameters of the data's dtype."""
+
 _FP32_PARAMETERS = {
     name: frozenset({"weight", "bias", "running_mean", "running_var"})
     for name in (
@@ -36,13 +47,13 @@ _FP32_PARAMETERS = {
 """Operands whose kernels take fp32 beside low data."""
 
 
-
 class Verifier:
     """Checks rewritten graphs against `original`, the ATen graph they were made from."""
 
     def __init__(self, original: fx.GraphModule) -> None:
         self.original = original
-        self._before = _Run(original)
+        self._memo: _Memo = {}
+        self._before = _Run(original, self._memo)
 
     def verify(
         self, rewritten: fx.GraphModule, must_stay_high: Collection[str] = ()
@@ -56,7 +67,7 @@ class Verifier:
         Raises:
             VerificationError: what is wrong: node, op, dtypes, source line.
         """
-        before, after = self._before, _Run(rewritten)
+        before, after = self._before, _Run(rewritten, self._memo)
         _same_interface(self.original, rewritten, before, after)
         _same_program(self.original, rewritten)
         for node in rewritten.graph.nodes:
@@ -76,7 +87,7 @@ class Verifier:
 
         Called before clean-up, it must equal what the placement promised.
         """
-        before, after = self._before, _Run(rewritten)
+        before, after = self._before, _Run(rewritten, self._memo)
         total = 0
         for node in rewritten.graph.nodes:
             if node.name in op_prices:
@@ -88,41 +99,43 @@ class Verifier:
         return total
 
 
+_Memo = dict[Any, Any]
+"""What ops give for operands of given dtypes and sizes; models repeat their layers."""
+
+
 class _Run:
     """The graph run on stand-in tensors: static shapes, no data, true dtypes."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, memo: _Memo) -> None:
+        self.gm = gm
+        self.memo = memo
         self.values: dict[str, Any] = {}
         self.nodes = {n.name: n for n in gm.graph.nodes}
         with torch.no_grad():
             for node in gm.graph.nodes:
-                self.values[node.name] = self._value(gm, node)
+                self.values[node.name] = self._value(node)
 
-    def _value(self, gm: fx.GraphModule, node: fx.Node) -> Any:
+    def _value(self, node: fx.Node) -> Any:
         if node.op == "output":
             return fx.map_arg(node.args[0], lambda n: self.values[n.name])
         if node.op == "placeholder":
             return _stand_in(node.meta.get("val"))
         if node.op == "get_attr":
-            found = operator.attrgetter(str(node.target))(gm)
+            found = operator.attrgetter(str(node.target))(self.gm)
             if isinstance(found, torch.Tensor):
                 return _stand_in(node.meta.get("val", found))
             return found
+        if node.target in compat.MODE_CHANGES:
+            return None
+        if isinstance(node.target, compat.HigherOrderOperator):
+            return _stand_in(node.meta.get("val"))
         args, kwargs = fx.map_arg(
             (node.args, node.kwargs), lambda n: self.values[n.name]
         )
-        args = tuple(_META if isinstance(a, torch.device) else a for a in args)
-        if isinstance(node.target, compat.OpOverload) and _takes_device(node.target):
-            kwargs = {**kwargs, "device": _META}
-        if node.target in compat.MODE_CHANGES:
-            return None
         if node.target is checkpointed:
             return args[0](*args[1:])
-        if isinstance(node.target, compat.HigherOrderOperator):
-            return _stand_in(node.meta.get("val"))
         try:
-            assert callable(node.target)
-            return node.target(*args, **kwargs)
+            return self._call(node.target, args, kwargs)
         except Exception as error:
             if _depends_on_data(error):
                 return _stand_in(node.meta.get("val"))
@@ -130,12 +143,32 @@ class _Run:
                 f"{_where(node)} fails on its operands: {type(error).__name__}: {error}"
             ) from error
 
+    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(target, compat.OpOverload):
+            return target(*args, **kwargs)
+        args = tuple(_META if isinstance(a, torch.device) else a for a in args)
+        if any(a.name == "device" and a.kwarg_only for a in target._schema.arguments):
+            kwargs = {**kwargs, "device": _META}
+        if any(a.alias_info is not None for a in target._schema.arguments):
+            return target(*args, **kwargs)  # what shares storage must go on to share it
+        key = (target, _signature(args), _signature(kwargs))
+        if key not in self.memo:
+            self.memo[key] = target(*args, **kwargs)
+        return _stand_in(self.memo[key])
+
+
+def _signature(value: Any) -> Any:
+    """Everything about an operand that decides what an op gives for it."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.shape, value.stride())
+    if isinstance(value, (list, tuple)):
+        return tuple(_signature(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _signature(v)) for k, v in value.items())
+    return (type(value), value)
+
 
 _META = torch.device("meta")
-
-
-def _takes_device(target: compat.OpOverload) -> bool:
-    return any(a.name == "device" and a.kwarg_only for a in target._schema.arguments)
 
 
 def _depends_on_data(error: Exception) -> bool:
@@ -194,7 +227,11 @@ def _same_interface(
 
 
 def _same_program(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
-    """Every call of the original is there once, in order, and calls the same op."""
+    """Every call of the original is there once, in order, and calls the same op.
+
+    A view may instead be repeated under other names, one for each of its uses.
+    """
+    original_nodes = {n.name: n for n in original.graph.nodes}
 
     def calls(gm: fx.GraphModule) -> list[tuple[str, Any]]:
         return [
@@ -203,20 +240,26 @@ def _same_program(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
             if n.op not in ("placeholder", "get_attr", "output")
         ]
 
-    names = {name for name, _ in calls(original)}
-    kept = [call for call in calls(rewritten) if call[0] in names]
-    missing = [c for c in calls(original) if c not in set(kept)]
-    live = [c for c in missing if _has_readers(original, c[0])]
-    if live:
-        raise VerificationError(f"{live[0][0]} ({live[0][1]}) got lost in the rewrite")
-    order = [c for c in calls(original) if c in set(kept)]
-    if order != kept:
+    before, after = calls(original), calls(rewritten)
+    names = {name for name, _ in before}
+    kept = [call for call in after if call[0] in names]
+    present = set(kept)
+    for name, target in before:
+        if (name, target) in present or not original_nodes[name].users:
+            continue
+        repeated = any(t is target for n, t in after if n not in names)
+        if not (repeated and _is_view(target)):
+            raise VerificationError(f"{name} ({target}) got lost in the rewrite")
+    if [call for call in before if call in present] != kept:
         raise VerificationError("the rewrite changed the order of the program")
 
 
-def _has_readers(gm: fx.GraphModule, name: str) -> bool:
-    node = next(n for n in gm.graph.nodes if n.name == name)
-    return bool(node.users)
+def _is_view(target: Any) -> bool:
+    """Whether the result of `target` is its operand under other sizes: no data moves."""
+    return isinstance(target, compat.OpOverload) and any(
+        r.alias_info is not None and not r.alias_info.is_write
+        for r in target._schema.returns
+    )
 
 
 def _metadata_is_true(node: fx.Node, after: _Run) -> None:
@@ -236,6 +279,8 @@ def _operands_agree(node: fx.Node, after: _Run, before: _Run) -> None:
     if name in _CONVERTS:
         return
     exempt = _FP32_PARAMETERS.get(name, frozenset())
+    if _on_cpu(node):
+        exempt |= _CPU_FP32_PARAMETERS.get(name, frozenset())
     found = _operand_dtypes(node, after, exempt)
     if len(set(found.values())) <= 1:
         return
@@ -246,6 +291,11 @@ def _operands_agree(node: fx.Node, after: _Run, before: _Run) -> None:
         f"{_where(node)} has operands of different dtypes: "
         + ", ".join(f"{k}: {v}" for k, v in found.items())
     )
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    return all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
 
 
 def _operand_dtypes(
@@ -292,6 +342,7 @@ def _no_stale_casts(
 ) -> None:
     """No cast is read after a write to what it copied, in another region, or written."""
     known = {n.name for n in original.graph.nodes}
+    returned = {n.name for n in rewritten.graph.output_node().all_input_nodes}
     version: dict[int, int] = defaultdict(int)
     region = 0
     made: dict[str, tuple[int, int, int]] = {}
@@ -307,8 +358,10 @@ def _no_stale_casts(
                     f"{_where(node)} reads {source.name}, a cast of a tensor that was "
                     "written to since"
                 )
-            if region != where and node.op != "output" and source.name not in _outputs(
-                rewritten
+            if (
+                region != where
+                and node.op != "output"
+                and source.name not in returned
             ):
                 raise VerificationError(
                     f"{_where(node)} reads {source.name}, a cast made in another "
@@ -328,10 +381,6 @@ def _no_stale_casts(
             if isinstance(tensor, torch.Tensor) and _is_cast(node):
                 storage = compat.storage_id(tensor)
                 made[node.name] = (storage, version[storage], region)
-
-
-def _outputs(gm: fx.GraphModule) -> set[str]:
-    return {n.name for n in gm.graph.output_node().all_input_nodes}
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
@@ -392,4 +441,3 @@ def _where(node: fx.Node) -> str:
     trace = (node.stack_trace or "").strip().splitlines()
     line = f", at {trace[-1].strip()}" if trace else ""
     return f"{node.name} ({node.target}{line})"
-

@@ -23,8 +23,8 @@ from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import CaptureError, OptionError, UnsupportedModelError
 from autoamp.options import Options
-from autoamp.runtime.engine import Engine, Skipped
 from autoamp.runtime.eligible import choose_precision, unsupported
+from autoamp.runtime.engine import Engine, Skipped
 from autoamp.runtime.fallback import under_autocast
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,11 @@ def _make_forward(
             return under_autocast(self, entry, engine.low, args, kwargs)
         if getattr(_OFF, "depth", 0):
             return entry(self, *args, **kwargs)
-        mode = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.training)
+        mode = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            self.training,
+        )
         if mode in seen and not compat.any_autocast():
             return call(self, args, kwargs)
         with lock, compat.autocast_off():

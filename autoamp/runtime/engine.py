@@ -90,7 +90,9 @@ class Engine:
             if self.options.strict:
                 if isinstance(error, AutoampError):
                     raise
-                raise AutoampError(f"the pass failed on {self.label}: {error}") from error
+                raise AutoampError(
+                    f"the pass failed on {self.label}: {error}"
+                ) from error
             return self._unconverted(gm, error)
 
     def _compile(
@@ -174,5 +176,3 @@ class Engine:
             kinds.count("up"),
             kinds.count("weight"),
         )
-
-

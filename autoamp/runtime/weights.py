@@ -55,7 +55,11 @@ def hoist_weight_casts(rewritten: Rewritten) -> tuple[fx.GraphModule, list[int]]
 
 
 def _fold_constant(
-    gm: fx.GraphModule, graph: fx.Graph, cast: fx.Node, source: fx.Node, whole: Rewritten
+    gm: fx.GraphModule,
+    graph: fx.Graph,
+    cast: fx.Node,
+    source: fx.Node,
+    whole: Rewritten,
 ) -> None:
     """Casts a tensor constant of a captured graph once, now.
 
@@ -149,8 +153,7 @@ class WeightCopies:
 
 def _moved(copy: _Copy, weight: torch.Tensor) -> bool:
     return (
-        copy.version != _version(weight)
-        or compat.data_address(weight) != copy.address
+        copy.version != _version(weight) or compat.data_address(weight) != copy.address
     )
 
 
