@@ -1,0 +1,152 @@
+"""What placements cost: the certificate, and the same without the solver's rewards.
+
+Under `do_no_harm=False` the price of an allow op in fp32 holds a *reward* for
+converting it, larger than all else together.  A certificate is about the prices that
+were solved; a person wants time.  Both are kept, apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoamp.pipeline import Rewritten
+from autoamp.place.cost import UNIT_NS, Prices, price_graph
+from autoamp.place.policies import POLICIES, project
+from autoamp.rules import Category
+
+OURS, ALL_FP32 = "ours", "all fp32"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What one placement of a graph costs.
+
+    Attributes:
+        cost: the total that was minimised, rewards included.
+        estimate: the same without rewards: predicted time or bytes.
+        allow_in_fp32: allow ops it leaves in fp32.
+    """
+
+    cost: int
+    estimate: int
+    allow_in_fp32: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of one graph, in units of 0.1 ns or of bytes.
+
+    Attributes:
+        placements: `OURS`, `ALL_FP32` and each other policy to what it costs.
+        optimal_cost: the least cost of any legal placement.
+        recounted: the cost of the emitted graph by an independent count.
+        reward: what each allow op left in fp32 adds to a cost; 0 with do_no_harm.
+        in_bytes: whether the unit is bytes kept for the backward, not time.
+        device: the device whose figures the prices are made of.
+    """
+
+    placements: Mapping[str, Placement]
+    optimal_cost: int
+    recounted: int
+    reward: int
+    in_bytes: bool
+    device: str
+
+    @property
+    def ours(self) -> Placement:
+        return self.placements[OURS]
+
+    @property
+    def regret(self) -> dict[str, int]:
+        """Policy to what it costs more than the optimum, rewards included."""
+        return {
+            name: placement.cost - self.optimal_cost
+            for name, placement in self.placements.items()
+            if name in POLICIES
+        }
+
+
+def costs_of(rewritten: Rewritten) -> Costs:
+    """The costs of one graph under the prices it was placed by."""
+    assignment = rewritten.assignment
+    reward, in_bytes = reward_of(rewritten)
+
+    def placement(cost: int, low: frozenset[str]) -> Placement:
+        left = allow_in_fp32(rewritten, low)
+        return Placement(cost, cost - reward * left, left)
+
+    placements = {
+        OURS: placement(assignment.cost, assignment.low),
+        ALL_FP32: placement(assignment.all_high_cost, frozenset()),
+    }
+    verdicts = rewritten.classified.verdicts
+    for name, policy in POLICIES.items():
+        low = project(assignment.problem, policy(rewritten.facts, verdicts))
+        placements[name] = placement(assignment.policy_costs[name], low)
+    return Costs(
+        placements=placements,
+        optimal_cost=assignment.optimal_cost,
+        recounted=rewritten.recounted,
+        reward=reward,
+        in_bytes=in_bytes,
+        device=assignment.prices.device.name,
+    )
+
+
+def allow_in_fp32(rewritten: Rewritten, low: frozenset[str]) -> int:
+    """How many allow ops are not among `low`."""
+    return sum(
+        v.category is Category.ALLOW and name not in low
+        for name, v in rewritten.classified.verdicts.items()
+    )
+
+
+def reward_of(rewritten: Rewritten) -> tuple[int, bool]:
+    """The reward in the prices, and whether they count bytes rather than time.
+
+    `Prices` keeps neither, so the graph is priced again without rewards, under each
+    objective, and compared.
+    """
+    prices = rewritten.assignment.prices
+    for objective in ("time", "memory"):
+        plain = _plain_prices(rewritten, objective)
+        if plain.up == prices.up:
+            differences = (prices.ops[n][0] - plain.ops[n][0] for n in prices.ops)
+            return max(differences, default=0), objective == "memory"
+    return 0, False
+
+
+def _plain_prices(rewritten: Rewritten, objective: str) -> Prices:
+    return price_graph(
+        rewritten.before,
+        rewritten.facts,
+        rewritten.classified.verdicts,
+        rewritten.assignment.prices.device,
+        objective=objective,
+        do_no_harm=True,
+        free_weights=True,
+    )
+
+
+def amount(units: int, in_bytes: bool, *, signed: bool = False) -> str:
+    """`units` for a person: `1.25 ms`, `+310 ns`, `4.1 kB`."""
+    sign = "-" if units < 0 else "+" if signed else ""
+    size = abs(units)
+    if in_bytes:
+        return f"{sign}{in_si(size, ('B', 'kB', 'MB', 'GB'))}"
+    return f"{sign}{in_si(size * UNIT_NS, ('ns', 'µs', 'ms', 's'))}"
+
+
+def in_si(value: float, names: tuple[str, ...]) -> str:
+    """`value` with three figures and the name of the thousand it falls in."""
+    step = 0
+    while value >= 999.5 and step < len(names) - 1:
+        value, step = value / 1000, step + 1
+    digits = 0 if step == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {names[step]}"
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes for a person."""
+    return in_si(count, ("B", "kB", "MB", "GB"))

@@ -1,0 +1,80 @@
+"""What it would cost to have one node the other way round: its min-marginal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autoamp.inspect.costs import allow_in_fp32, reward_of
+from autoamp.pipeline import Rewritten
+from autoamp.place.mincut import Problem, solve
+
+
+@dataclass(frozen=True)
+class Flip:
+    """The best placement in which one node has the other precision.
+
+    Attributes:
+        low: the nodes that would be low.
+        extra_cost: what it costs more than the placement in force, rewards included.
+        extra_estimate: the same without rewards, in units of 0.1 ns or bytes.
+        extra_allow_in_fp32: how many more allow ops would be in fp32.
+        in_bytes: whether the unit is bytes.
+        appear, vanish: casts as (value, "down" or "up"), in graph order.
+        along: other nodes that would change precision with it, in graph order.
+    """
+
+    low: frozenset[str]
+    extra_cost: int
+    extra_estimate: int
+    extra_allow_in_fp32: int
+    in_bytes: bool
+    appear: tuple[tuple[str, str], ...]
+    vanish: tuple[tuple[str, str], ...]
+    along: tuple[str, ...]
+
+
+def flip(rewritten: Rewritten, name: str) -> Flip:
+    """Solves the placement again with node `name` held the other way.
+
+    Raises:
+        PlacementError: it cannot be; the message is the chain of constraints.
+    """
+    assignment = rewritten.assignment
+    problem = assignment.problem
+    why = "asked for"
+    if name in assignment.low:
+        pins = {**problem.pinned_high, name: why}
+        solution = solve(replace(problem, pinned_high=pins))
+    else:
+        pins = {**problem.pinned_low, name: why}
+        solution = solve(replace(problem, pinned_low=pins))
+    reward, in_bytes = reward_of(rewritten)
+    extra = solution.cost - assignment.cost
+    left = allow_in_fp32(rewritten, solution.low)
+    more_left = left - allow_in_fp32(rewritten, assignment.low)
+    before = casts_needed(problem, assignment.low)
+    after = casts_needed(problem, solution.low)
+    changed = assignment.low ^ solution.low
+    return Flip(
+        low=solution.low,
+        extra_cost=extra,
+        extra_estimate=extra - reward * more_left,
+        extra_allow_in_fp32=more_left,
+        in_bytes=in_bytes,
+        appear=tuple(c for c in after if c not in before),
+        vanish=tuple(c for c in before if c not in after),
+        along=tuple(n for n in assignment.decisions if n in changed and n != name),
+    )
+
+
+def casts_needed(problem: Problem, low: frozenset[str]) -> list[tuple[str, str]]:
+    """(value, "down" or "up") of each value that is cast under labelling `low`."""
+    needed: dict[tuple[str, str], None] = {}
+    for group in problem.groups:
+        value = group.name.rpartition(" in region ")[0]
+        if group.value in low:
+            if any(r not in low for r in group.readers):
+                needed[value, "up"] = None
+        elif any(r in low for r in group.readers):
+            needed[value, "down"] = None
+    return list(needed)

@@ -1,0 +1,191 @@
+"""The records of the pass as flat rows: one per float op, one per cast.
+
+A report reads only rows; what a row says is decided here, once, for the table, the JSON
+and the graph exports alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoamp.analyse.facts import NodeFacts
+from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.pipeline import Rewritten
+from autoamp.rewrite.casts import CAST_KIND
+
+
+@dataclass(frozen=True)
+class Section:
+    """One captured graph, or the body of a checkpointed region inside one.
+
+    Attributes:
+        graph: index of the captured graph.
+        body: "" for the graph itself, else the path of the body ("wrap_body_0").
+        rewritten: what the pass knew and decided.
+        gm: the graph that runs, where weight casts may have become inputs.
+    """
+
+    graph: int
+    body: str
+    rewritten: Rewritten
+    gm: fx.GraphModule
+
+    @property
+    def key(self) -> str:
+        """`0` for a graph, `0/wrap_body_0` for a body; what `why(graph=...)` takes."""
+        return f"{self.graph}/{self.body}" if self.body else str(self.graph)
+
+    @property
+    def low(self) -> str:
+        return short_name(self.rewritten.low)
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """One float op: its precision and why.
+
+    Attributes:
+        graph, body: where it stands; `body` is "" outside checkpointed regions.
+        name: its node, the same before and after rewriting.
+        op: "aten::linear.default".
+        category: allow, deny, infer or clear.
+        precision: "fp32" or the low dtype's short name.
+        reason: a sentence; never empty.
+        origin: the rules file, user list or part of the pass behind the reason.
+        module: path of the module it was called in, "" at the top.
+        source: "file:line: code" of the user's line, "" where unknown.
+        listed: whether any rule knows the op.
+        bytes: fp32 bytes it reads and writes; 0 for a view.
+        heading: the reason without what is special to the op, to group by.
+    """
+
+    graph: int
+    body: str
+    name: str
+    op: str
+    category: str
+    precision: str
+    reason: str
+    origin: str
+    module: str
+    source: str
+    listed: bool
+    bytes: int
+    heading: str
+
+    @property
+    def is_low(self) -> bool:
+        return self.precision != short_name(HIGH_DTYPE)
+
+
+@dataclass(frozen=True)
+class CastRow:
+    """One inserted cast.
+
+    Attributes:
+        graph, body: where it stands.
+        name, value: its node, and the node it casts.
+        kind: "weight", "down" or "up".
+        dtype: what it casts to, as a short name.
+        bytes: bytes it writes (a hint where the size is symbolic).
+        every_call: False for a weight copy that is kept until the weight changes.
+    """
+
+    graph: int
+    body: str
+    name: str
+    value: str
+    kind: str
+    dtype: str
+    bytes: int
+    every_call: bool
+
+
+def sections_of(
+    rewritten: Sequence[Rewritten], graphs: Sequence[fx.GraphModule]
+) -> tuple[Section, ...]:
+    """Every graph followed by its bodies, in order of capture."""
+    return tuple(
+        section
+        for index, (each, gm) in enumerate(zip(rewritten, graphs, strict=True))
+        for section in _with_bodies(Section(index, "", each, gm))
+    )
+
+
+def op_rows(section: Section) -> list[OpRow]:
+    """One row per decision, in graph order."""
+    rewritten = section.rewritten
+    targets = {n.name: n.target for n in rewritten.before.graph.nodes}
+    pinned = rewritten.assignment.problem.pinned_high
+    rows = []
+    for name, decision in rewritten.assignment.decisions.items():
+        verdict = rewritten.classified.verdicts[name]
+        reason, heading = decision.reason, decision.reason
+        if name in pinned and not verdict.pinned:
+            reason = heading = f"{pinned[name]}: must stay fp32"
+        elif not verdict.pinned:
+            why = decision.reason.removeprefix(f"{verdict.reason}; ")
+            heading = f"free to be {section.low}, but {why}"
+        target = targets[name]
+        rows.append(
+            OpRow(
+                graph=section.graph,
+                body=section.body,
+                name=name,
+                op=decision.op or str(getattr(target, "__name__", target)),
+                category=str(decision.category),
+                precision=section.low if decision.low else short_name(HIGH_DTYPE),
+                reason=reason,
+                origin=decision.origin,
+                module=decision.module,
+                source=decision.source,
+                listed=decision.listed,
+                bytes=_bytes_moved(rewritten, rewritten.facts.nodes[name]),
+                heading=heading,
+            )
+        )
+    return rows
+
+
+def cast_rows(section: Section) -> list[CastRow]:
+    """One row per cast that clean-up left in the graph, in graph order."""
+    kept = {n.name for n in section.rewritten.gm.graph.nodes}
+    in_place = {
+        n.name
+        for n in section.gm.graph.nodes
+        if n.op == "call_function" and CAST_KIND in n.meta
+    }
+    return [
+        CastRow(
+            graph=section.graph,
+            body=section.body,
+            name=cast.name,
+            value=cast.value,
+            kind=cast.kind,
+            dtype=short_name(cast.dtype),
+            bytes=cast.bytes,
+            every_call=cast.kind != "weight" or cast.name in in_place,
+        )
+        for cast in section.rewritten.casts
+        if cast.name in kept
+    ]
+
+
+def _with_bodies(section: Section) -> Iterator[Section]:
+    yield section
+    children = dict(section.rewritten.before.named_children())
+    for number, body in enumerate(section.rewritten.bodies):
+        named = (name for name, child in children.items() if child is body.gm)
+        name = next(named, f"body_{number}")
+        path = f"{section.body}/{name}" if section.body else name
+        yield from _with_bodies(Section(section.graph, path, body, body.gm))
+
+
+def _bytes_moved(rewritten: Rewritten, fact: NodeFacts) -> int:
+    storages = {rewritten.facts.nodes[o.value].storage for o in fact.operands}
+    if fact.storage in storages and fact.storage not in rewritten.facts.mutated:
+        return 0  # a view
+    return (fact.read_numel + fact.numel) * HIGH_DTYPE.itemsize

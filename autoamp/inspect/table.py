@@ -1,0 +1,244 @@
+"""The report for a person: rich renderables, laid out for 100 columns.
+
+Nothing here prints.  Text of users (source lines, names) never passes as markup.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from autoamp.inspect.costs import ALL_FP32, OURS, Costs, amount, in_bytes
+from autoamp.inspect.fp32 import stayed_fp32
+from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
+from autoamp.inspect.text import counted, op_title
+
+_LISTED = 8
+_REWARD_NOTE = (
+    "\nNote on do_no_harm=False: allow ops run in low precision wherever they may, "
+    "whatever it costs; only among such placements is the predicted time least.  Costs "
+    "count a reward for it, predicted times do not."
+)
+_MEANINGS = {
+    "allow": "safe and worth it",
+    "deny": "dangerous",
+    "infer": "low if no danger above",
+    "clear": "no arithmetic",
+}
+
+
+def render(
+    label: str,
+    sections: Sequence[Section],
+    costs: Sequence[Costs],
+    skipped: Sequence[tuple[str, str]],
+    runs: int,
+) -> Iterator[RenderableType]:
+    """The whole report, top to bottom."""
+    rows = [op_rows(section) for section in sections]
+    casts = [cast_rows(section) for section in sections]
+    if sections:
+        yield _head(label, sections, rows, casts, runs)
+    else:
+        said = "not converted, runs in fp32" if skipped else "no graph captured yet"
+        hint = "" if skipped else ": call the model once, then ask again"
+        yield Text.assemble((f"autoamp report: {label}", "bold"), f"\n{said}{hint}")
+    for section, cost, ops, cast in zip(sections, costs, rows, casts, strict=True):
+        block = Group(*_section(section, cost, ops, cast))
+        yield Padding(block, (1, 0, 0, 4 if section.body else 0))
+    yield from _skipped(skipped)
+    if any(cost.reward for cost in costs):
+        yield Text(_REWARD_NOTE)
+
+
+def _head(
+    label: str,
+    sections: Sequence[Section],
+    rows: Sequence[list[OpRow]],
+    casts: Sequence[list[CastRow]],
+    runs: int,
+) -> Text:
+    low = sections[0].low
+    ops = [row for each in rows for row in each]
+    low_ops = sum(row.is_low for row in ops)
+    kinds = Counter((row.kind, row.every_call) for each in casts for row in each)
+    kept = kinds["weight", False]
+    every = sum(count for (_, every_call), count in kinds.items() if every_call)
+    graphs = counted(sum(not s.body for s in sections), "graph")
+    copies = f"; {counted(kept, 'weight')} kept in {low} between calls" if kept else ""
+    lines = [
+        f"{low_ops:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
+        f"{counted(every, 'cast')} in each pass over the graphs{copies}.",
+        f"{graphs} captured; rewritten graphs ran {counted(runs, 'time')}.",
+    ]
+    if runs == 0:
+        lines.append("No rewritten graph has run yet.")
+    return Text.assemble(
+        (f"autoamp report: {label}, compute dtype {low}", "bold"),
+        "".join(f"\n{line}" for line in lines),
+    )
+
+
+def _section(
+    section: Section, costs: Costs, ops: list[OpRow], casts: list[CastRow]
+) -> Iterator[RenderableType]:
+    name = f"graph {section.key}"
+    if section.body:
+        name = f"body of graph {section.graph}: {section.body} (checkpointed)"
+    low = sum(row.is_low for row in ops)
+    nodes = len(section.rewritten.before.graph.nodes)
+    title = f"{name}: {low} of {counted(len(ops), 'float op')} in {section.low}"
+    yield Rule(Text(f"{title}, {counted(nodes, 'node')}", "bold"), align="left")
+    if not ops:
+        yield Text("No float ops, so nothing to decide.")
+        return
+    side_by_side = Table.grid(padding=(0, 4))
+    side_by_side.add_row(_categories(section, ops), _casts(section, casts))
+    yield side_by_side
+    yield from stayed_fp32(ops, section.low)
+    yield from _unlisted(ops)
+    yield from _costs(costs)
+    yield _seconds(section, nodes)
+
+
+def _categories(section: Section, ops: list[OpRow]) -> Table:
+    table = _table("category", "")
+    table.add_column(section.low, justify="right")
+    table.add_column("fp32", justify="right")
+    counts = Counter((row.category, row.is_low) for row in ops)
+    for category, meaning in _MEANINGS.items():
+        low, high = counts[category, True], counts[category, False]
+        if low or high:
+            table.add_row(category, Text(meaning, "dim"), str(low), str(high))
+    return table
+
+
+def _casts(section: Section, casts: list[CastRow]) -> Table:
+    table = _table("casts")
+    table.add_column("count", justify="right")
+    table.add_column("bytes", justify="right")
+    names = {
+        ("weight", False): f"weights, kept in {section.low}",
+        ("weight", True): f"weights to {section.low}",
+        ("down", True): f"down, to {section.low}",
+        ("up", True): "up, to fp32",
+    }
+    for key, name in names.items():
+        chosen = [c.bytes for c in casts if (c.kind, c.every_call) == key]
+        if chosen:
+            table.add_row(name, str(len(chosen)), in_bytes(sum(chosen)))
+    if not casts:
+        table.add_row("none", "0", "0 B")
+    return table
+
+
+def _unlisted(ops: list[OpRow]) -> Iterator[RenderableType]:
+    counts = Counter(
+        (row.op, row.category, row.reason) for row in ops if not row.listed
+    )
+    if not counts:
+        return
+    yield Text("\nOps in no list (add them with allow=, deny=, infer=, clear=)", "bold")
+    for (op, category, reason), count in counts.most_common(_LISTED):
+        times = f" x{count}" if count > 1 else ""
+        yield _indented(f"{op_title(op)}{times} → {category}: {reason}")
+    if len(counts) > _LISTED:
+        yield _indented(f"... and {len(counts) - _LISTED} more")
+
+
+def _costs(costs: Costs) -> Iterator[RenderableType]:
+    kind = "bytes kept for the backward" if costs.in_bytes else "time"
+    if len({(p.cost, p.estimate) for p in costs.placements.values()}) == 1:
+        yield Text.assemble(
+            (f"\nPredicted {kind}", "bold"),
+            f": {amount(costs.ours.estimate, costs.in_bytes)} under every policy.",
+        )
+        yield _indented(_certificate(costs))
+        return
+    yield Text.assemble(
+        (f"\nPredicted {kind}", "bold"),
+        f" of ops and casts, forward and backward (prices: {costs.device})",
+    )
+    table = _table("placement")
+    table.add_column("predicted", justify="right")
+    table.add_column("against this", justify="right")
+    if costs.reward:
+        table.add_column("allow ops left in fp32", justify="right")
+    for name, title in _titles(costs).items():
+        placement = costs.placements[name]
+        extra = placement.estimate - costs.ours.estimate
+        cells = [
+            title,
+            amount(placement.estimate, costs.in_bytes),
+            "" if name == OURS else amount(extra, costs.in_bytes, signed=True),
+        ]
+        table.add_row(*cells, *[str(placement.allow_in_fp32)] * bool(costs.reward))
+    yield Padding(table, (0, 0, 0, 2))
+    yield _indented(_certificate(costs))
+
+
+def _titles(costs: Costs) -> dict[str, str]:
+    """What each placement is called, in the order shown."""
+    known = {
+        OURS: "this one",
+        ALL_FP32: "all fp32",
+        "tensorflow": "TensorFlow's passes",
+        "promote": "autocast's type promotion",
+        "forced": "allow ops alone",
+    }
+    rest = {name: name for name in costs.placements if name not in known}
+    return {**known, **rest}
+
+
+def _certificate(costs: Costs) -> str:
+    cost, unit = costs.ours.cost, "bytes" if costs.in_bytes else "units of 0.1 ns"
+    best = (
+        "the least of all legal placements (min-cut)"
+        if cost == costs.optimal_cost
+        else f"{cost - costs.optimal_cost:,} above the least of all legal placements"
+    )
+    counted_again = (
+        "and equal to an independent recount over the emitted graph"
+        if cost == costs.recounted
+        else f"BUT a recount over the emitted graph gave {costs.recounted:,}"
+    )
+    return f"Certificate: cost {cost:,} ({unit}) is {best} {counted_again}."
+
+
+def _seconds(section: Section, nodes: int) -> Text:
+    seconds = section.rewritten.seconds
+    total = sum(seconds.values())
+    longest = sorted(seconds.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{name} {1e3 * took:.0f}" for name, took in longest)
+    return Text.assemble(
+        ("\nThe pass", "bold"),
+        f" took {1e3 * total:.0f} ms, {1e3 * total / max(nodes, 1):.2f} ms per node "
+        f"(longest: {parts}).",
+    )
+
+
+def _skipped(skipped: Sequence[tuple[str, str]]) -> Iterator[RenderableType]:
+    if not skipped:
+        return
+    heading = Rule(Text("not converted, and why", "bold"), align="left")
+    yield Padding(heading, (1, 0, 0, 0))
+    for what, why in skipped:
+        yield Text.assemble((what, "bold"), f": {why}")
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in (first, *columns):
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _indented(text: str) -> Padding:
+    return Padding(Text(text), (0, 0, 0, 2))

@@ -1,0 +1,186 @@
+"""One node explained: its rule, its neighbours, and what a change would cost."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.errors import OptionError, PlacementError
+from autoamp.inspect.costs import amount, in_bytes
+from autoamp.inspect.flip import Flip, flip
+from autoamp.inspect.rows import OpRow, Section, cast_rows, op_rows
+from autoamp.inspect.text import counted, shorten
+
+FP32 = short_name(HIGH_DTYPE)
+MEANINGS = {
+    "allow": "safe and worth it in low precision",
+    "deny": "dangerous in low precision",
+    "infer": "may be low, unless downstream of a danger",
+    "clear": "no arithmetic; follows its neighbours",
+}
+_SHOWN = 6
+
+
+def find_section(sections: Sequence[Section], graph: int | str) -> Section:
+    """The graph or body called `graph`.
+
+    Raises:
+        OptionError: there is none; the message lists those there are.
+    """
+    for section in sections:
+        if section.key == str(graph):
+            return section
+    known = ", ".join(s.key for s in sections) or "none was captured"
+    raise OptionError(f"graph={graph!r}: the report has no such graph; it has: {known}")
+
+
+def explain(section: Section, name: str) -> str:
+    """Why node `name` has the precision it has.
+
+    Raises:
+        OptionError: the graph has no node of that name; the message lists close ones.
+    """
+    rows = {row.name: row for row in op_rows(section)}
+    if name in rows:
+        return "\n".join(_op(section, rows, rows[name]))
+    for cast in cast_rows(section):
+        if cast.name == name:
+            readers = ", ".join(_readers_of(section, name)) or "the output"
+            kept = "" if cast.every_call else ", kept until the weight changes"
+            return (
+                f"{name}: a {cast.kind} cast of {cast.value} to {cast.dtype} "
+                f"({in_bytes(cast.bytes)}{kept}), read by {readers}.\n"
+                f"Its reason is the precision of those: try why({cast.value!r})."
+            )
+    fact = section.rewritten.facts.nodes.get(name)
+    if fact is None:
+        raise OptionError(_unknown(section, name, list(rows)))
+    if name in section.rewritten.facts.constants:
+        dtype = "in fp32" if fact.makes_floats else "and holds no fp32 numbers"
+        return f"{name}: comes from outside the graph {dtype}; it is never changed."
+    maker = section.rewritten.facts.element_of.get(name)
+    if maker is not None and fact.makes_floats:
+        return f"{name}: an element of {maker}, and as precise.\n" + explain(
+            section, maker
+        )
+    return f"{name}: neither reads nor makes fp32 tensors, so precision is no question."
+
+
+def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
+    yield f"{row.name} ({row.op}) of graph {section.key} runs in {row.precision}"
+    verdict = section.rewritten.classified.verdicts[row.name]
+    yield f"  category   {row.category}: {MEANINGS[row.category]}"
+    yield f"  rule       {verdict.reason} (from {shorten(row.origin)})"
+    why = row.reason.removeprefix(verdict.reason).removeprefix("; ")
+    yield f"  decision   {row.precision}{': ' if why else ', by that rule'}{why}"
+    if row.module:
+        yield f"  module     {row.module}"
+    if row.source:
+        yield f"  source     {shorten(row.source)}"
+    yield from _listed("  reads      ", _operands(section, rows, row.name))
+    yield from _listed("  read by    ", _readers(section, rows, row.name))
+    yield from _flipped(section, row)
+
+
+def _operands(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
+    facts = section.rewritten.facts
+    verdict = section.rewritten.classified.verdicts[name]
+    said = []
+    operands = facts.nodes[name].operands
+    for operand, mode in zip(operands, verdict.modes, strict=True):
+        maker = facts.producer(operand.value)
+        held = rows[maker].precision if maker in rows else FP32
+        wanted = FP32 if mode == "high" else rows[name].precision
+        as_it_comes = mode == "any"
+        if as_it_comes or held == wanted:
+            said.append(f"{operand.value} ({held})")
+        elif operand.value in facts.weights:
+            said.append(f"{operand.value} (weight, {wanted} copy)")
+        else:
+            said.append(f"{operand.value} ({held}, cast to {wanted})")
+    return said
+
+
+def _readers(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
+    facts = section.rewritten.facts
+    values = {v for v in facts.nodes if facts.producer(v) == name}
+    said = [
+        f"{row.name} ({row.precision})"
+        for row in rows.values()
+        if any(o.value in values for o in facts.nodes[row.name].operands)
+    ]
+    return said + [f"the output ({FP32})"] * bool(values & facts.returned)
+
+
+def _readers_of(section: Section, name: str) -> list[str]:
+    """Who reads a node of the emitted graph."""
+    return [
+        user.name
+        for node in section.rewritten.gm.graph.nodes
+        if node.name == name
+        for user in node.users
+        if user.op != "output"
+    ]
+
+
+def _listed(title: str, items: list[str]) -> Iterator[str]:
+    if items:
+        more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+        yield title + ", ".join(items[:_SHOWN]) + more
+
+
+def _flipped(section: Section, row: OpRow) -> Iterator[str]:
+    other = FP32 if row.is_low else section.low
+    try:
+        change = flip(section.rewritten, row.name)
+    except PlacementError as error:
+        chain = str(error).removeprefix("contradictory constraints: ")
+        yield f"  in {other}    cannot: {chain.removesuffix(' Drop one of the two.')}"
+        return
+    yield f"  in {other}    {_price(change, section.low)}"
+    yield from _listed(
+        "             casts that would appear: ", _casts(section, change.appear)
+    )
+    yield from _listed(
+        "             casts that would vanish: ", _casts(section, change.vanish)
+    )
+    yield from _listed("             would change with it: ", list(change.along))
+
+
+def _price(change: Flip, low: str) -> str:
+    kind = "bytes kept" if change.in_bytes else "predicted time"
+    text = f"{amount(change.extra_estimate, change.in_bytes, signed=True)} {kind}"
+    more = change.extra_allow_in_fp32
+    if more > 0:
+        text += (
+            f", and {counted(more, 'more allow op')} in fp32 "
+            f"(do_no_harm=False wants those in {low} at any price)"
+        )
+    elif more < 0:
+        text += f", and {counted(-more, 'more allow op')} in {low}"
+    return text
+
+
+def _casts(section: Section, casts: tuple[tuple[str, str], ...]) -> list[str]:
+    weights = section.rewritten.facts.weights
+    return [
+        f"{value} to {FP32 if way == 'up' else section.low}"
+        + (" (weight)" if value in weights else "")
+        for value, way in casts
+    ]
+
+
+def _unknown(section: Section, name: str, ops: list[str]) -> str:
+    names = [*section.rewritten.facts.nodes, *(c.name for c in cast_rows(section))]
+    close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
+    if close:
+        return (
+            f"graph {section.key} has no node {name!r}; did you mean "
+            f"{', '.join(close)}?"
+        )
+    some = ", ".join(ops[:_SHOWN])
+    return (
+        f"graph {section.key} has no node {name!r}; its {len(ops)} float ops are in "
+        f"report.ops, the first: {some or 'none'}"
+    )
