@@ -35,11 +35,13 @@ class Counts:
 
     `refreshed` counts tensors written by `copy_` or `_foreach_copy_` from a parameter
     into another float dtype: weight copies kept between calls and brought up to date.
+    `refreshes` counts the ops that did it: one multi-tensor copy refreshes many.
     """
 
     casts: Counter[Cast] = field(default_factory=Counter)
     cast_bytes: int = 0
     refreshed: int = 0
+    refreshes: int = 0
     flops: Counter[torch.dtype] = field(default_factory=Counter)
 
     def cast_count(
@@ -59,8 +61,13 @@ class Counts:
 
     @property
     def total_casts(self) -> int:
-        """Every tensor that changed float dtype, refreshed weight copies included."""
-        return self.casts.total() + self.refreshed
+        """Casts run, forward and backward; one multi-tensor refresh is one of them."""
+        return self.casts.total() + self.refreshes
+
+    @property
+    def forward_casts(self) -> int:
+        """Casts run by the forward call; one multi-tensor refresh is one of them."""
+        return self.cast_count(phase="forward") + self.refreshes
 
     @property
     def low_flops(self) -> int:
@@ -117,11 +124,16 @@ class CountingMode(TorchDispatchMode):
         if name in ("_to_copy", "convert_element_type"):
             self._cast(args[0], out)
         elif name in ("copy_", "copy"):
-            self._copy(args[0], args[1])
+            self._copies([args[0]], [args[1]])
         elif name in ("_foreach_copy_", "_foreach_copy"):
-            for target, source in zip(args[0], args[1], strict=True):
-                self._copy(target, source)
+            self._copies(args[0], args[1])
         return out
+
+    def _copies(self, targets: Iterable[Tensor], sources: Iterable[Any]) -> None:
+        before = self.counts.refreshed
+        for target, source in zip(targets, sources, strict=True):
+            self._copy(target, source)
+        self.counts.refreshes += self.counts.refreshed > before
 
     def _copy(self, target: Tensor, source: Any) -> None:
         if not isinstance(source, Tensor) or not _changes_float_dtype(source, target):

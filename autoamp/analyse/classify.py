@@ -24,7 +24,7 @@ from autoamp.analyse.facts import (
     argument,
     tensors_of,
 )
-from autoamp.analyse.streams import REASON, residual_sums
+from autoamp.analyse.streams import precious
 from autoamp.analyse.taint import POSITION, RANGE, Taints, spread_taints
 from autoamp.analyse.verdict import Mode, Verdict
 from autoamp.dtypes import HIGH_DTYPE, short_name
@@ -92,9 +92,9 @@ def classify(
         verdicts[name] = _verdict(nodes[name], fact, facts, rules, low, keep)
     taints = spread_taints(gm, facts, verdicts, _rules_by_node(gm, rules), low)
     verdicts = {n: _with_taint(v, facts.nodes[n], taints) for n, v in verdicts.items()}
-    for name in residual_sums(facts, verdicts):
+    for name, reason in precious(facts, verdicts).items():
         verdicts[name] = replace(
-            verdicts[name], pinned=True, reason=REASON, origin="residual stream"
+            verdicts[name], pinned=True, reason=reason, origin="surroundings"
         )
     return Classified(verdicts, taints.extreme)
 

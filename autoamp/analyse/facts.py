@@ -44,6 +44,7 @@ class NodeFacts:
         makes_floats: whether it produces fp32 at all (a tuple counts).
         operands: its fp32 tensor operands in argument order.
         mixes_floats: whether it reads or makes floats of another dtype.
+        reads_others: whether it reads tensors that are not fp32 (indices, masks).
         numel: elements of its fp32 outputs, a hint where the size is symbolic.
         read_numel: elements of its fp32 operands, likewise.
         region: number of the grad-mode and autocast region it stands in.
@@ -61,6 +62,7 @@ class NodeFacts:
     makes_floats: bool
     operands: tuple[Operand, ...]
     mixes_floats: bool
+    reads_others: bool
     numel: int
     read_numel: int
     region: int
@@ -247,6 +249,7 @@ class _Collector:
                 (t.is_floating_point() or t.is_complex()) and t.dtype != HIGH_DTYPE
                 for t in (*outputs, *inputs)
             ),
+            reads_others=len(read) < len(inputs),
             numel=_numel(floats),
             read_numel=_numel(read),
             region=self.region,

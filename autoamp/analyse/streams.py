@@ -1,4 +1,6 @@
-"""Residual streams: running sums that are worth their precision.
+"""Values that are worth their precision for what surrounds them.
+
+Chiefly residual streams: running sums.
 
 A branch that was computed low and is added back to the full-precision value it forked
 from is one small update of a long sum.  Rounded to eight bits at every layer the sum
@@ -18,15 +20,72 @@ from autoamp.analyse.facts import Facts
 from autoamp.analyse.verdict import Verdict
 from autoamp.rules import Category
 
-REASON = (
+RESIDUAL = (
     "adds a low-precision branch to a full-precision sum that flows on (a residual "
     "stream): rounding the sum would lose small updates"
 )
+REPEATED_NORM = (
+    "normalises what is normalised already: its gradient is a small difference, which "
+    "rounding would drown"
+)
+OF_WEIGHTS = "computed from weights alone: it is cast once, when it is ready"
+
+_NORMS = frozenset(
+    f"aten::{name}"
+    for name in ("layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm")
+)
+
+
+def precious(facts: Facts, verdicts: Mapping[str, Verdict]) -> dict[str, str]:
+    """Infer ops whose result is worth fp32 for what surrounds them, with the reason."""
+    found = dict.fromkeys(_of_weights(facts, verdicts), OF_WEIGHTS)
+    found |= dict.fromkeys(_repeated_norms(facts, verdicts), REPEATED_NORM)
+    found |= dict.fromkeys(residual_sums(facts, verdicts), RESIDUAL)
+    return found
+
+
+def _of_weights(facts: Facts, verdicts: Mapping[str, Verdict]) -> set[str]:
+    """Arithmetic on weights (weight_norm, scaled or merged weights), views aside."""
+    derived = set(facts.weights)
+    found: set[str] = set()
+    for name, verdict in verdicts.items():
+        fact = facts.nodes[name]
+        makers = {facts.producer(o.value) for o in fact.operands}
+        if not makers or not makers <= derived or fact.reads_others:
+            continue
+        derived.add(name)
+        if verdict.category is Category.INFER and not verdict.pinned:
+            found.add(name)
+    return found
+
+
+def _repeated_norms(facts: Facts, verdicts: Mapping[str, Verdict]) -> set[str]:
+    """Norms that read another norm's result, with nothing but moves in between.
+
+    Seen on `nn.Transformer`, whose encoder ends in two: with both low in bf16 its
+    gradients were off by 1.5 times what torch.autocast's are.
+    """
+    found: set[str] = set()
+    for name, verdict in verdicts.items():
+        if verdict.pinned or facts.nodes[name].op.partition(".")[0] not in _NORMS:
+            continue
+        maker = facts.producer(facts.nodes[name].operands[0].value)
+        while maker in verdicts and _only_moves(facts.nodes[maker].op, verdicts[maker]):
+            maker = facts.producer(facts.nodes[maker].operands[0].value)
+        if maker in verdicts and facts.nodes[maker].op.partition(".")[0] in _NORMS:
+            found.add(name)
+    return found
+
+
+def _only_moves(op: str, verdict: Verdict) -> bool:
+    return "dropout" in op or (
+        verdict.category is Category.CLEAR and len(verdict.modes) == 1
+    )
 
 
 def residual_sums(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
     """The additions that update a full-precision stream with a low branch."""
-    promoted = _promotes_to_low(facts, verdicts)
+    promoted = promotes_to_low(facts, verdicts)
     computed = _computed_by_allow_ops(facts, verdicts)
     readers = _reader_counts(facts, verdicts)
     found = set()
@@ -44,18 +103,53 @@ def residual_sums(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[st
                 and _forks(stream, facts, verdicts, readers)
             ):
                 found.add(name)
+                found.update(_beginning(stream, facts, verdicts, promoted))
     return frozenset(found)
+
+
+def _beginning(
+    stream: str, facts: Facts, verdicts: Mapping[str, Verdict], promoted: set[str]
+) -> set[str]:
+    """Additions above a stream that make its first value (positions to embeddings)."""
+    found: set[str] = set()
+    frontier = [stream]
+    while frontier:
+        maker = facts.producer(frontier.pop())
+        verdict = verdicts.get(maker)
+        if verdict is None or verdict.pinned or maker in promoted or maker in found:
+            continue
+        op = facts.nodes[maker].op
+        adds = _is_addition(op)
+        if not (adds or verdict.category is Category.CLEAR or "dropout" in op):
+            continue
+        if adds:
+            found.add(maker)
+        frontier.extend(o.value for o in facts.nodes[maker].operands)
+    return found
 
 
 def _is_addition(op: str) -> bool:
     return op.partition(".")[0] in ("aten::add", "aten::add_")
 
 
-def _promotes_to_low(facts: Facts, verdicts: Mapping[str, Verdict]) -> set[str]:
-    """Nodes that type promotion alone (allow ops low) would leave low."""
+_PROMOTING = frozenset(
+    f"aten::{name}"
+    for name in ("add", "add_", "sub", "mul", "mul_", "div", "where", "cat", "stack")
+)
+"""Ops as wide as their widest operand; others (norms) are as wide as their data."""
+
+
+def promotes_to_low(facts: Facts, verdicts: Mapping[str, Verdict]) -> set[str]:
+    """Nodes that type promotion alone (allow ops low) would leave low: autocast's rule."""
     low: set[str] = set()
     for name, verdict in verdicts.items():
-        makers = [facts.producer(o.value) for o in facts.nodes[name].operands]
+        fact = facts.nodes[name]
+        by_widest = fact.op.partition(".")[0] in _PROMOTING
+        makers = [
+            facts.producer(o.value)
+            for o in fact.operands
+            if by_widest or o.value not in facts.constants
+        ]
         follows = bool(makers) and all(m in low for m in makers)
         if not verdict.pinned and (verdict.category is Category.ALLOW or follows):
             low.add(name)

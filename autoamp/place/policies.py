@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 from autoamp.analyse.facts import Facts
+from autoamp.analyse.streams import promotes_to_low
 from autoamp.analyse.verdict import Verdict
 from autoamp.place.mincut import Problem
 from autoamp.rules import Category
@@ -24,16 +25,7 @@ def forced(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
 
 def promote(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
     """Autocast's rule: allow low, deny fp32, the rest as wide as their widest operand."""
-    low: set[str] = set()
-    for name, verdict in verdicts.items():
-        if verdict.pinned:
-            continue
-        makers = [facts.producer(o.value) for o in facts.nodes[name].operands]
-        if verdict.category is Category.ALLOW or (
-            makers and all(m in low for m in makers)
-        ):
-            low.add(name)
-    return frozenset(low)
+    return frozenset(promotes_to_low(facts, verdicts))
 
 
 def tensorflow(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:

@@ -1,0 +1,121 @@
+"""Takes weight casts out of a rewritten graph: the copies come in as extra inputs."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autoamp.graph_functions import checkpointed, low_weight
+from autoamp.pipeline import Rewritten
+from autoamp.rewrite.casts import CAST_KIND
+
+
+@dataclass
+class Hoisted:
+    """A graph with extra inputs at its end, each the copy of one of its other inputs.
+
+    Attributes:
+        gm: the graph.
+        weights: for each extra input in order, the position of the input it copies.
+    """
+
+    gm: fx.GraphModule
+    weights: list[int] = field(default_factory=list)
+
+
+def hoist_weight_casts(rewritten: Rewritten) -> Hoisted:
+    """`rewritten.gm` with its weight casts turned into extra inputs; it is not changed.
+
+    Uses through which a gradient flows become `low_weight` nodes, one per use, so that
+    weight gradients are summed in fp32.  Checkpointed regions get the copies handed in
+    too, and do not cast them again when they recompute.
+    """
+    return _Hoist(rewritten).run()
+
+
+class _Hoist:
+    def __init__(self, rewritten: Rewritten) -> None:
+        self.whole = rewritten
+        self.graph = fx.Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        self.graph.output(self.graph.graph_copy(rewritten.gm.graph, values))
+        for old, new in values.items():
+            new.meta = dict(old.meta)
+        self.gm = fx.GraphModule(rewritten.gm, self.graph)
+        self.placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self.copies: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> Hoisted:
+        for node in list(self.graph.nodes):
+            if node.meta.get(CAST_KIND) == "weight":
+                self._hoist(node)
+            elif node.target is checkpointed:
+                self._hoist_from_region(node)
+        self.gm.recompile()
+        position = {n: i for i, n in enumerate(self.placeholders)}
+        return Hoisted(self.gm, [position[weight] for weight in self.copies])
+
+    def _hoist(self, cast: fx.Node) -> None:
+        weight = cast.all_input_nodes[0]
+        if weight.op == "get_attr":
+            self._fold_constant(cast, weight)
+            return
+        copy = self._copy_of(weight, cast)
+        trained = self.whole.facts.nodes[weight.name].requires_grad
+        for user in list(cast.users):
+            reader = self.whole.facts.nodes.get(user.name)
+            flows = trained and (reader is None or reader.requires_grad)
+            if user.target is low_weight or not flows:
+                user.replace_input_with(cast, copy)
+                continue
+            with self.graph.inserting_before(user):
+                use = self.graph.call_function(low_weight, (weight, copy))
+            use.meta = {k: v for k, v in cast.meta.items() if k != CAST_KIND}
+            user.replace_input_with(cast, use)
+        self.graph.erase_node(cast)
+
+    def _copy_of(self, weight: fx.Node, like: fx.Node) -> fx.Node:
+        """The extra input that is the copy of placeholder `weight`."""
+        if weight not in self.copies:
+            last = [*self.placeholders, *self.copies.values()][-1]
+            with self.graph.inserting_after(last):
+                copy = self.graph.placeholder(f"{weight.name}_copy")
+            copy.meta = dict(like.meta)
+            self.copies[weight] = copy
+        return self.copies[weight]
+
+    def _fold_constant(self, cast: fx.Node, source: fx.Node) -> None:
+        """Casts a tensor constant of a captured graph once, now.
+
+        Dynamo passes everything a model owns as an input; what is an attribute of its
+        graph is a literal of the program, which nothing can write unless the graph does.
+        """
+        if self.whole.facts.nodes[source.name].storage in self.whole.facts.mutated:
+            return
+        value = operator.attrgetter(str(source.target))(self.gm)
+        self.gm.register_buffer(cast.name, value.detach().to(self.whole.low))
+        with self.graph.inserting_before(cast):
+            folded = self.graph.get_attr(cast.name)
+        folded.meta = dict(cast.meta)
+        cast.replace_all_uses_with(folded)
+        self.graph.erase_node(cast)
+
+    def _hoist_from_region(self, call: fx.Node) -> None:
+        """Hands a checkpointed region the copies of the weights it is handed."""
+        body_node = call.args[0]
+        assert isinstance(body_node, fx.Node)
+        body = getattr(self.gm, str(body_node.target))
+        inner = next(r for r in self.whole.bodies if r.gm is body)
+        hoisted = hoist_weight_casts(inner)
+        operands = call.args[1:]
+        extra: list[fx.Node] = []
+        casts = [n for n in hoisted.gm.graph.nodes if n.op == "placeholder"]
+        for place, copy in zip(hoisted.weights, casts[len(operands) :], strict=True):
+            weight = operands[place]
+            if not isinstance(weight, fx.Node) or weight.op != "placeholder":
+                return  # handed a computed tensor: the region casts it itself
+            extra.append(self._copy_of(weight, copy))
+        setattr(self.gm, str(body_node.target), hoisted.gm)
+        call.args = (*call.args, *extra)
