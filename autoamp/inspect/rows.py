@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
 from autoamp.analyse.facts import NodeFacts
 from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.inspect.costs import reward_of
 from autoamp.pipeline import Rewritten
+from autoamp.place.assign import Decision
 from autoamp.rewrite.casts import CAST_KIND
+from autoamp.rules import Category
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ class Section:
     @property
     def low(self) -> str:
         return short_name(self.rewritten.low)
+
+    @cached_property
+    def is_rewarded(self) -> bool:
+        """Whether allow ops were converted for a reward (`do_no_harm=False`)."""
+        return reward_of(self.rewritten)[0] > 0
 
 
 @dataclass(frozen=True)
@@ -122,13 +131,7 @@ def op_rows(section: Section) -> list[OpRow]:
     pinned = rewritten.assignment.problem.pinned_high
     rows = []
     for name, decision in rewritten.assignment.decisions.items():
-        verdict = rewritten.classified.verdicts[name]
-        reason, heading = decision.reason, decision.reason
-        if name in pinned and not verdict.pinned:
-            reason = heading = f"{pinned[name]}: must stay fp32"
-        elif not verdict.pinned:
-            why = decision.reason.removeprefix(f"{verdict.reason}; ")
-            heading = f"free to be {section.low}, but {why}"
+        reason, heading = _reason(section, decision, pinned.get(name, ""))
         target = targets[name]
         rows.append(
             OpRow(
@@ -172,6 +175,21 @@ def cast_rows(section: Section) -> list[CastRow]:
         for cast in section.rewritten.casts
         if cast.name in kept
     ]
+
+
+def _reason(section: Section, decision: Decision, pin: str) -> tuple[str, str]:
+    """The reason of a decision, and the heading to group it under."""
+    verdict = section.rewritten.classified.verdicts[decision.name]
+    if verdict.pinned:
+        return decision.reason, decision.reason
+    if pin:
+        return f"{pin}: must stay fp32", f"{pin}: must stay fp32"
+    if decision.low and verdict.category is Category.ALLOW and section.is_rewarded:
+        # Not for its predicted gain: there may be none.
+        why = "do_no_harm=False converts it wherever it may be"
+        return f"{verdict.reason}; {why}", why
+    why = decision.reason.removeprefix(f"{verdict.reason}; ")
+    return decision.reason, f"free to be {section.low}, but {why}"
 
 
 def _with_bodies(section: Section) -> Iterator[Section]:

@@ -47,9 +47,10 @@ def explain(section: Section, name: str) -> str:
     for cast in cast_rows(section):
         if cast.name == name:
             readers = ", ".join(_readers_of(section, name)) or "the output"
+            article = "an" if cast.kind == "up" else "a"
             kept = "" if cast.every_call else ", kept until the weight changes"
             return (
-                f"{name}: a {cast.kind} cast of {cast.value} to {cast.dtype} "
+                f"{name}: {article} {cast.kind} cast of {cast.value} to {cast.dtype} "
                 f"({in_bytes(cast.bytes)}{kept}), read by {readers}.\n"
                 f"Its reason is the precision of those: try why({cast.value!r})."
             )
@@ -132,6 +133,10 @@ def _listed(title: str, items: list[str]) -> Iterator[str]:
 
 def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     other = FP32 if row.is_low else section.low
+    pinned = section.rewritten.assignment.problem.pinned_high.get(row.name)
+    if pinned is not None:
+        yield f"  in {other}    cannot: {pinned}"
+        return
     try:
         change = flip(section.rewritten, row.name)
     except PlacementError as error:
