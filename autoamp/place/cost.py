@@ -123,6 +123,10 @@ def price_graph(
     model = _Model(device, objective)
     nodes = {n.name: n for n in gm.graph.nodes}
     ops = {n: model.op(nodes[n], facts.nodes[n]) for n in verdicts}
+    for name, verdict in verdicts.items():
+        # Such as the model's own cast to bf16: it reads what comes, whatever its label.
+        if not facts.nodes[name].makes_floats and set(verdict.modes) <= {"any", "high"}:
+            ops[name] = (ops[name][0], ops[name][0])
     values = [f for f in facts.nodes.values() if f.is_value]
     casts = {f.name: model.cast(f) for f in values}
     down = dict(casts)
