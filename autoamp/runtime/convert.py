@@ -7,65 +7,112 @@ weights; everything else about the model is untouched.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
+import inspect
 import logging
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp import compat
 from autoamp.dtypes import short_name
-from autoamp.errors import CaptureError, OptionError, UnsupportedModelError
+from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.options import Options
+from autoamp.runtime.calls import CompiledCall, disabled, under_compilation
 from autoamp.runtime.eligible import choose_precision, unsupported
 from autoamp.runtime.engine import Engine, Skipped
-from autoamp.runtime.fallback import under_autocast
+from autoamp.runtime.warmup import capture_now
+
+__all__ = ["Conversion", "conversion_of", "convert_model", "disabled", "revert_model"]
 
 logger = logging.getLogger(__name__)
 
 _STATE = "_autoamp"
-_OFF = threading.local()
+_REPLICATE = "_replicate_for_data_parallel"
 
 
 class Conversion:
-    """What a converted model carries: the engine, and the forward it had.
+    """What a converted model carries.
 
-    `previous` is the instance's own `forward` where somebody (accelerate, PEFT) had put
-    one; it is called, not replaced.
+    Attributes:
+        call: what its calls go through, shared by deep copies; None once it is
+            reverted underneath a wrapper that somebody put over our `forward`.
+        previous: the instance's own `forward` where somebody (accelerate, PEFT) had
+            put one; it is called, not replaced.
+        bound: the `forward` that was put on the model.
+        declined: why the model was left as it is.
     """
 
     def __init__(
         self,
-        engine: Engine | None,
-        options: Options,
-        previous: Callable[..., Any] | None,
-        skipped: list[Skipped],
+        call: CompiledCall | None = None,
+        previous: Callable[..., Any] | None = None,
+        bound: types.MethodType | None = None,
+        declined: list[Skipped] | None = None,
     ) -> None:
-        self.engine = engine
-        self.options = options
+        self.call = call
         self.previous = previous
-        self.skipped = skipped
+        self.bound = bound
+        self.declined = declined or []
+
+    @property
+    def engine(self) -> Engine | None:
+        """What compiles the model's graphs and keeps their record; None if declined."""
+        return self.call.engine if self.call is not None else None
+
+    @property
+    def options(self) -> Options | None:
+        """What the model was converted with."""
+        return self.call.engine.options if self.call is not None else None
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """What was not converted, and why."""
+        return self.call.engine.skipped if self.call is not None else self.declined
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
         return Conversion(
-            self.engine, self.options, copy.deepcopy(self.previous, memo), self.skipped
+            self.call,
+            copy.deepcopy(self.previous, memo),
+            copy.deepcopy(self.bound, memo),
         )
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _loaded_unconverted, ()
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        owner = self.bound.__self__ if self.bound is not None else None
+        return _load_unconverted, (owner, self.previous)
 
 
-def _loaded_unconverted() -> None:
+def _load_unconverted(
+    model: nn.Module | None, previous: Callable[..., Any] | None
+) -> None:
+    """Makes a model that is being unpickled come out as it was before `convert`.
+
+    The unpickler calls this while `model` is still empty, then `model.__setstate__`.
+    """
     logger.warning(
         "autoamp: a model that was pickled while converted has been loaded; it runs in "
         "fp32 until you call autoamp.convert(model) again"
     )
+    if model is None:
+        return
+
+    def set_state(state: Any) -> None:
+        del model.__dict__["__setstate__"]
+        if isinstance(state, dict):
+            for name in (_STATE, _REPLICATE, "forward"):
+                state.pop(name, None)
+            if previous is not None:
+                state["forward"] = previous
+        model.__setstate__(state)
+
+    model.__dict__["__setstate__"] = set_state
+
+
+_DECLINED = WeakIdKeyDictionary()
+"""Models left as they are, to their record: nothing is written on the model itself."""
 
 
 def convert_model(
@@ -75,137 +122,170 @@ def convert_model(
 
     Raises:
         UnsupportedModelError: not a module, or one that cannot be captured.
+        OptionError: `example_inputs` is not a tuple.
     """
     reason = unsupported(model)
     if reason is not None:
         raise UnsupportedModelError(reason)
-    previous = conversion_of(model)
-    if previous is not None:
-        revert_model(model)
+    if example_inputs is not None and not isinstance(example_inputs, tuple):
+        raise OptionError("example_inputs must be a tuple of the model's arguments")
     low, why_not = choose_precision(model, options)
     label = type(model).__name__
     if low is None:
         logger.warning("autoamp: %s stays in fp32: %s", label, why_not)
-        model.__dict__[_STATE] = Conversion(
-            None, options, None, [Skipped(label, why_not)]
-        )
+        revert_model(model)
+        _DECLINED[model] = Conversion(declined=[Skipped(label, why_not)])
         return model
-    engine = Engine(options, low, label)
-    existing = model.__dict__.get("forward")
-    model.__dict__[_STATE] = Conversion(engine, options, existing, engine.skipped)
-    forward = _make_forward(type(model), existing, engine)
-    model.__dict__["forward"] = types.MethodType(forward, model)
+    state = model.__dict__.get(_STATE)
+    fresh = not isinstance(state, Conversion)
+    if not isinstance(state, Conversion):
+        state = _install(model)
+    before = state.call
+    state.call = CompiledCall(
+        _plain_entry(type(model), state.previous), Engine(options, low, label)
+    )
     if example_inputs is not None:
         try:
-            _capture_now(model, example_inputs)
+            capture_now(model, example_inputs)
         except BaseException:
-            revert_model(model)
+            state.call = before
+            if fresh:
+                revert_model(model)
             raise
+    _DECLINED.pop(model, None)
     logger.info("autoamp: %s is converted to %s", label, short_name(low))
     return model
 
 
 def revert_model(model: nn.Module) -> nn.Module:
-    """Puts the call path back as it was; a model that is not converted is left alone."""
-    state = model.__dict__.pop(_STATE, None)
-    if isinstance(state, Conversion) and state.engine is not None:
-        if state.previous is None:
-            model.__dict__.pop("forward", None)
-        else:
+    """Puts the call path back as it was; a model that is not converted is left alone.
+
+    Where somebody wrapped our `forward` since, their wrapper stays, and ours under it
+    passes calls on unchanged.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"revert() takes a torch.nn.Module, not {type(model).__name__}"
+        )
+    _DECLINED.pop(model, None)
+    state = model.__dict__.get(_STATE)
+    if not isinstance(state, Conversion):
+        return model
+    state.call = None
+    if model.__dict__.get("forward") == state.bound:
+        for name in (_STATE, _REPLICATE, "forward"):
+            model.__dict__.pop(name, None)
+        if state.previous is not None:
             model.__dict__["forward"] = state.previous
     return model
 
 
 def conversion_of(model: Any) -> Conversion | None:
     """The conversion `model` carries, declined ones included, or None."""
-    state = getattr(model, "__dict__", {}).get(_STATE)
+    if not isinstance(model, nn.Module):
+        return None
+    state = model.__dict__.get(_STATE)
+    if not isinstance(state, Conversion) or state.call is None:
+        state = _DECLINED.get(model)
     return state if isinstance(state, Conversion) else None
 
 
-@contextlib.contextmanager
-def disabled() -> Iterator[None]:
-    """Inside, converted models called from this thread run in fp32."""
-    before = getattr(_OFF, "depth", 0)
-    _OFF.depth = before + 1
-    try:
-        yield
-    finally:
-        _OFF.depth = before
+def _install(model: nn.Module) -> Conversion:
+    """Puts our `forward` on the instance; it passes calls on until it has a `call`."""
+    existing = model.__dict__.get("forward")
+    bound = types.MethodType(_make_forward(type(model), existing), model)
+    state = Conversion(None, existing, bound)
+    model.__dict__[_STATE] = state
+    model.__dict__["forward"] = bound
+    model.__dict__[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, model)
+    return state
 
 
 def _make_forward(
-    owner: type[nn.Module], existing: Callable[..., Any] | None, engine: Engine
+    owner: type[nn.Module], existing: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """The instance's new `forward`; a plain function that takes the instance."""
-    if existing is None:
-        inner: Callable[..., Any] = owner.forward
-
-        def entry(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return inner(mod, *args, **kwargs)
-    else:
-
-        def entry(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Looked up on the instance: a deep copy has a forward of its own.
-            return mod.__dict__[_STATE].previous(*args, **kwargs)
-
-    compiled = compat.compile_entry(entry, engine)
-    seen: set[tuple[bool, bool, bool]] = set()
-    lock = threading.RLock()
-    local = engine.local
-
-    def call(self: nn.Module, args: Any, kwargs: Any) -> Any:
-        before = local.runs
-        result = compiled(self, *args, **kwargs)
-        if local.runs == before:
-            _ran_nothing(engine)
-        return result
+    entry = _plain_entry(owner, existing)
 
     # `wraps` keeps the signature (Trainer and generate read it) and the name "forward",
     # by which bound methods are copied and pickled.
     @functools.wraps(existing if existing is not None else owner.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return under_autocast(self, entry, engine.low, args, kwargs)
-        if getattr(_OFF, "depth", 0):
+        state: Any = self._autoamp
+        call = state.call
+        if call is None:
             return entry(self, *args, **kwargs)
-        mode = (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            self.training,
-        )
-        if mode in seen and not compat.any_autocast():
-            return call(self, args, kwargs)
-        with lock, compat.autocast_off():
-            result = call(self, args, kwargs)
-        seen.add(mode)
-        return result
+        if under_compilation():
+            return call.inlined(entry, self, args, kwargs)
+        return call(self, args, kwargs)
 
     forward.__name__ = "forward"
+    if existing is not None:
+        _keep_bound_signature(forward, existing)
     return forward
 
 
-def _ran_nothing(engine: Engine) -> None:
-    """A converted call went past every rewritten graph: never silently."""
-    why = (
-        "a call ran no rewritten graph and so was fp32: Dynamo stepped aside (vmap, "
-        "torch.func, an active TorchDispatchMode, the recompile limit, or code it "
-        "cannot trace; TORCH_LOGS=graph_breaks,recompiles tells which)"
+def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
+    """`existing` is bound: it has no `self` for a `MethodType` to take away."""
+    del forward.__wrapped__
+    try:
+        signature = inspect.signature(existing)
+    except (TypeError, ValueError):  # C callables may have none
+        return
+    first = inspect.Parameter("_model", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(
+        parameters=[first, *signature.parameters.values()]
     )
-    if engine.options.strict:
-        raise CaptureError(f"{engine.label}: {why}")
-    if not any(s.why == why for s in engine.skipped):
-        engine.skipped.append(Skipped(engine.label, why))
-        logger.warning("autoamp: %s: %s", engine.label, why)
 
 
-def _capture_now(model: nn.Module, example_inputs: tuple[Any, ...]) -> None:
-    """One call to capture by, which leaves buffers and the random state as they were."""
-    if not isinstance(example_inputs, tuple):
-        raise OptionError("example_inputs must be a tuple of the model's arguments")
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-    devices = [d for d in {p.device for p in model.parameters()} if d.type == "cuda"]
-    with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(model.training):
-        model(*example_inputs)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+def _plain_entry(
+    owner: type[nn.Module], existing: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """What the model ran before, as a function of the instance: what is compiled."""
+    if existing is None:
+        inner = _with_own_code(owner.forward)
+
+        def entry(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return inner(mod, *args, **kwargs)
+
+        return entry
+
+    def entry_of_instance(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Looked up on the instance: a deep copy has a forward of its own.
+        state: Any = mod._autoamp
+        return state.previous(*args, **kwargs)
+
+    return entry_of_instance
+
+
+def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own.
+
+    Dynamo counts recompiles per code object: after a graph break in it, `forward` is
+    compiled by itself, and models of one class would share its limit.
+    """
+    if not isinstance(forward, types.FunctionType):
+        return forward
+    fresh = types.FunctionType(
+        forward.__code__.replace(),
+        forward.__globals__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    fresh.__kwdefaults__ = forward.__kwdefaults__
+    return fresh
+
+
+# The name is how pickle finds a bound method again.
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+    """`nn.DataParallel`'s replica of a converted model, running its own weights.
+
+    A replica is made by copying `__dict__`: its `forward` would be bound to the
+    original.
+    """
+    replica: nn.Module = type(self)._replicate_for_data_parallel(self)
+    state = self.__dict__[_STATE]
+    if self.__dict__.get("forward") == state.bound:
+        replica.__dict__["forward"] = types.MethodType(state.bound.__func__, replica)
+    return replica

@@ -30,6 +30,8 @@ def unsupported(model: Any) -> str | None:
             f"{name} is already compiled; convert the model inside it "
             "(model._orig_mod) and compile that, or pass backend='inductor'"
         )
+    if type(model).forward is nn.Module.forward and "forward" not in model.__dict__:
+        return f"{name} has no forward; convert the module that calls what it holds"
     for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type == "meta":
             return (
@@ -62,7 +64,8 @@ def choose_precision(
 def _nothing_to_convert(model: nn.Module) -> str:
     """Why there is nothing to lower in `model`, or ""."""
     for path, module in model.named_modules():
-        if "quantized" in type(module).__module__:
+        package = type(module).__module__.split(".")
+        if package[0] in ("torch", "torchao") and "quantized" in package:
             return f"{path or 'the model'} is quantised ({type(module).__name__})"
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     half = floats & set(LOW_DTYPES.values())

@@ -19,7 +19,8 @@ from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
-from autoamp.runtime.weights import WeightCopies, hoist_weight_casts
+from autoamp.runtime.hoist import hoist_weight_casts
+from autoamp.runtime.weights import WeightCopies
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,14 @@ class CapturedGraph:
         gm: the graph that is run, with weight copies as extra inputs.
         problem: why the graph runs unconverted; "" where it does not.
         runs: how often it ran.
+        copies: the weight copies it is given, or None where it needs none.
     """
 
     rewritten: Rewritten | None
     gm: fx.GraphModule
     problem: str = ""
     runs: int = 0
+    copies: WeightCopies | None = None
 
 
 @dataclass
@@ -50,9 +53,16 @@ class Skipped:
 
 
 class _Local(threading.local):
-    """Graph runs of this thread: a call that adds none ran outside our graphs."""
+    """What happened in this thread.
+
+    Attributes:
+        runs: graphs run, those the pass failed on too, which are reported by
+            themselves: a call that adds none went past us.
+        error: what we raised under `strict`; Dynamo wraps it in an error of its own.
+    """
 
     runs = 0
+    error: AutoampError | None = None
 
 
 @dataclass
@@ -88,12 +98,16 @@ class Engine:
                 return self._compile(gm, example_inputs)
         except Exception as error:
             if self.options.strict:
-                if isinstance(error, AutoampError):
-                    raise
-                raise AutoampError(
-                    f"the pass failed on {self.label}: {error}"
-                ) from error
+                self.local.error = self._strict_error(error)
+                raise self.local.error from error
             return self._unconverted(gm, error)
+
+    def _strict_error(self, error: Exception) -> AutoampError:
+        if isinstance(error, AutoampError):
+            return error
+        return AutoampError(
+            f"the pass failed on {self.label}: {type(error).__name__}: {error}"
+        )
 
     def _compile(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -101,7 +115,8 @@ class Engine:
         rewritten = rewrite_graph(
             gm, example_inputs, self.options, self.low, free_weights=True
         )
-        bound, slots = hoist_weight_casts(rewritten)
+        hoisted = hoist_weight_casts(rewritten)
+        bound, slots = hoisted.gm, hoisted.weights
         bound.meta["autoamp_before"] = rewritten.before.print_readable(
             print_output=False
         )
@@ -109,6 +124,8 @@ class Engine:
         run = self._runner(captured, example_inputs, slots)
         self.graphs.append(captured)
         self._log(captured)
+        if not any(d.low for d in rewritten.assignment.decisions.values()):
+            self._note_all_fp32(rewritten)
         return self._bind(captured, run, slots)
 
     def _runner(
@@ -140,7 +157,8 @@ class Engine:
                 return run(*args)
 
             return call
-        fresh = WeightCopies(self.low).fresh
+        captured.copies = WeightCopies(self.low)
+        fresh = captured.copies.fresh
 
         def call_with_copies(*args: Any) -> Any:
             local.runs += 1
@@ -158,7 +176,21 @@ class Engine:
         )
         self.graphs.append(CapturedGraph(None, gm, problem))
         self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", problem))
-        return gm.forward
+        local = self.local
+
+        def call(*args: Any) -> Any:
+            local.runs += 1
+            return gm.forward(*args)
+
+        return call
+
+    def _note_all_fp32(self, rewritten: Rewritten) -> None:
+        """Says in the report that a graph was captured and nothing in it is low."""
+        count = len(rewritten.assignment.decisions)
+        why = (
+            f"all of its {count} float ops stay fp32" if count else "it has no float op"
+        )
+        self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", why))
 
     def _log(self, captured: CapturedGraph) -> None:
         assert captured.rewritten is not None

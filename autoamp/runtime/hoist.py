@@ -90,7 +90,7 @@ class _Hoist:
         """Casts a tensor constant of a captured graph once, now.
 
         Dynamo passes everything a model owns as an input; what is an attribute of its
-        graph is a literal of the program, which nothing can write unless the graph does.
+        graph is a literal of the program: only the graph itself could write it.
         """
         if self.whole.facts.nodes[source.name].storage in self.whole.facts.mutated:
             return

@@ -7,91 +7,16 @@ model share graphs, not weights.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoamp import compat
-from autoamp.graph_functions import low_weight
-from autoamp.pipeline import Rewritten
-from autoamp.rewrite.casts import CAST_KIND
-
-
-def hoist_weight_casts(rewritten: Rewritten) -> tuple[fx.GraphModule, list[int]]:
-    """The graph with its weight casts turned into extra inputs.
-
-    Returns a new module and, for each extra input in order, the position of the input
-    that is its fp32 weight.  Uses through which a gradient flows become `low_weight`
-    nodes, one per use, so that weight gradients are summed in fp32.
-    """
-    graph = fx.Graph()
-    output = graph.graph_copy(rewritten.gm.graph, {})
-    if output is not None:
-        graph.output(output)
-    gm = fx.GraphModule(rewritten.gm, graph)
-    for old, new in zip(rewritten.gm.graph.nodes, graph.nodes, strict=True):
-        new.meta = dict(old.meta)
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    position = {n.name: i for i, n in enumerate(placeholders)}
-    slots: dict[str, fx.Node] = {}
-    last = placeholders[-1] if placeholders else None
-    for cast in [n for n in graph.nodes if n.meta.get(CAST_KIND) == "weight"]:
-        weight = cast.all_input_nodes[0]
-        if weight.op == "get_attr":
-            _fold_constant(gm, graph, cast, weight, rewritten)
-        if weight.op != "placeholder" or last is None:
-            continue
-        if weight.name not in slots:
-            with graph.inserting_after(last):
-                last = slots[weight.name] = graph.placeholder(f"{weight.name}_copy")
-            last.meta = dict(cast.meta)
-        _replace_cast(graph, cast, weight, slots[weight.name], rewritten)
-    gm.recompile()
-    return gm, [position[name] for name in slots]
-
-
-def _fold_constant(
-    gm: fx.GraphModule,
-    graph: fx.Graph,
-    cast: fx.Node,
-    source: fx.Node,
-    whole: Rewritten,
-) -> None:
-    """Casts a tensor constant of a captured graph once, now.
-
-    Dynamo passes everything a model owns as an input; what is an attribute of its graph
-    is a literal of the program, which nothing can write unless the graph does.
-    """
-    if whole.facts.nodes[source.name].storage in whole.facts.mutated:
-        return
-    value = operator.attrgetter(str(source.target))(gm)
-    gm.register_buffer(cast.name, value.detach().to(whole.low))
-    with graph.inserting_before(cast):
-        folded = graph.get_attr(cast.name)
-    folded.meta = dict(cast.meta)
-    cast.replace_all_uses_with(folded)
-    graph.erase_node(cast)
-
-
-def _replace_cast(
-    graph: fx.Graph, cast: fx.Node, weight: fx.Node, copy: fx.Node, whole: Rewritten
-) -> None:
-    trained = whole.facts.nodes[weight.name].requires_grad
-    for user in list(cast.users):
-        reader = whole.facts.nodes.get(user.name)
-        flows = trained and (reader is None or reader.requires_grad)
-        if user.target is low_weight or not flows:
-            user.replace_input_with(cast, copy)
-            continue
-        with graph.inserting_before(user):
-            use = graph.call_function(low_weight, (weight, copy))
-        use.meta = {k: v for k, v in cast.meta.items() if k != CAST_KIND}
-        user.replace_input_with(cast, use)
-    graph.erase_node(cast)
 
 
 @dataclass
@@ -110,15 +35,26 @@ _COPIES: dict[torch.dtype, WeakTensorKeyDictionary] = {
 }
 """All copies of the process: a weight shared by two models or graphs has one."""
 
+# One at a time: two threads that preserve the version counter of one copy would each
+# put back the number the other was in the middle of changing.
+_lock = threading.Lock()
+
 
 class WeightCopies:
-    """The copies one graph needs, fresh at every call."""
+    """The copies one graph needs, fresh at every call.
+
+    Attributes:
+        refreshed: how many copies were made equal to their weight again so far.
+    """
 
     def __init__(self, low: torch.dtype) -> None:
-        self.store = _COPIES[low]
         self.low = low
+        self.refreshed = 0
+        self._store = _COPIES[low]
+        # By id, checked by the weak reference: many times faster than the store.
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], _Copy]] = {}
 
-    def fresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def fresh(self, weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of `weights` (fp32, any shapes) in the low dtype, equal to them now.
 
         A weight being trained is copied anew at every call, all of them by one
@@ -127,38 +63,55 @@ class WeightCopies:
         the copy is kept until then.
         """
         recording = torch.is_grad_enabled()
-        copies: list[_Copy] = []
+        lows: list[torch.Tensor] = []
         stale: list[tuple[_Copy, torch.Tensor]] = []
         for weight in weights:
-            copy = self.store.get(weight)
-            if copy is None:
-                copy = self._new(weight)
-            copies.append(copy)
-            if recording and weight.requires_grad:
-                copy.sentinel = None
-                stale.append((copy, weight))
-            elif copy.sentinel is None or _moved(copy, weight):
+            known = self._known.get(id(weight))
+            copy = known[1] if known and known[0]() is weight else self._find(weight)
+            lows.append(copy.low)
+            if (recording and weight.requires_grad) or _moved(copy, weight):
                 stale.append((copy, weight))
         if stale:
-            _refresh(stale, recording)
-        return [copy.low for copy in copies]
+            self.refreshed += len(stale)
+            with _lock:
+                _refresh(stale, recording)
+        return lows
 
-    def _new(self, weight: torch.Tensor) -> _Copy:
-        # A copy made under inference_mode could not be saved for a later backward.
-        with torch.inference_mode(False), torch.no_grad():
-            low = torch.empty_like(weight.detach(), dtype=self.low)
-        copy = self.store[weight] = _Copy(low)
+    def _find(self, weight: torch.Tensor) -> _Copy:
+        """The copy of a weight this graph has not met yet."""
+        copy: _Copy | None = self._store.get(weight)
+        if copy is None or not _same_layout(copy.low, weight):
+            # `p.data = other` may change shape, strides or device of the same object.
+            # (And made under inference_mode it could not be saved for a backward.)
+            with torch.no_grad(), _no_inference_mode():
+                low = torch.empty_like(weight.detach(), dtype=self.low)
+            copy = self._store[weight] = _Copy(low)
+        known, key = self._known, id(weight)
+        known[key] = (weakref.ref(weight, lambda _: known.pop(key, None)), copy)
         return copy
+
+
+def _same_layout(low: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        low.shape == weight.shape
+        and low.stride() == torch.empty_like(weight, device="meta").stride()
+        and low.device == weight.device
+    )
 
 
 def _moved(copy: _Copy, weight: torch.Tensor) -> bool:
     return (
-        copy.version != _version(weight) or compat.data_address(weight) != copy.address
+        copy.sentinel is None
+        or copy.version != _version(weight)
+        or compat.data_address(weight) != copy.address
     )
 
 
 def _version(weight: torch.Tensor) -> int:
-    return -1 if weight.is_inference() else weight._version
+    try:
+        return weight._version
+    except RuntimeError:  # made under inference_mode: it has none
+        return -1
 
 
 def _refresh(stale: Sequence[tuple[_Copy, torch.Tensor]], recording: bool) -> None:
@@ -167,19 +120,29 @@ def _refresh(stale: Sequence[tuple[_Copy, torch.Tensor]], recording: bool) -> No
     A copy may be saved by a graph that has yet to run backward.  Its version counter
     moves only if the weight's own did: exactly when eager autograd would complain.
     """
-    kept = [(c, w) for c, w in stale if c.version == _version(w)]
-    moved = [(c, w) for c, w in stale if c.version != _version(w)]
-    with torch.inference_mode(False), torch.no_grad():
+    kept: list[tuple[_Copy, torch.Tensor]] = []
+    moved: list[tuple[_Copy, torch.Tensor]] = []
+    for copy, weight in stale:
+        version = _version(weight)
+        (kept if version == copy.version else moved).append((copy, weight))
+        copy.version = version
+    with torch.no_grad(), _no_inference_mode():
         if kept:
             lows = [c.low for c, _ in kept]
             with compat.preserving_versions(lows):
-                torch._foreach_copy_(lows, [w.detach() for _, w in kept])
+                torch._foreach_copy_(lows, [w for _, w in kept])
         if moved:
-            torch._foreach_copy_(
-                [c.low for c, _ in moved], [w.detach() for _, w in moved]
-            )
+            torch._foreach_copy_([c.low for c, _ in moved], [w for _, w in moved])
         for copy, weight in stale:
-            watch = not (recording and weight.requires_grad)
-            copy.sentinel = compat.lazy_clone(weight.detach()) if watch else None
-            copy.version = _version(weight)
-            copy.address = compat.data_address(weight)
+            if recording and weight.requires_grad:
+                copy.sentinel = None  # it would cost a copy of the weight per step
+            else:
+                copy.sentinel = compat.lazy_clone(weight.detach())
+                copy.address = compat.data_address(weight)
+
+
+def _no_inference_mode() -> AbstractContextManager[object]:
+    """What is made or written inside can be saved for a backward later."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return nullcontext()

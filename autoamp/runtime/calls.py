@@ -1,0 +1,154 @@
+"""A call of a converted model: through its graphs, and never past them silently."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoamp import compat
+from autoamp.dtypes import LOW_DTYPES
+from autoamp.errors import CaptureError
+from autoamp.runtime.engine import Engine, Skipped
+from autoamp.runtime.fallback import under_autocast
+
+logger = logging.getLogger(__name__)
+
+under_compilation = torch.compiler.is_dynamo_compiling
+
+_RAN_NOTHING = (
+    "a call ran no rewritten graph, so it was fp32: Dynamo stepped aside (vmap, "
+    "torch.func, torch.jit or torch.export tracing, an active TorchDispatchMode, the "
+    "recompile limit, a hook or code it cannot trace) or the model computes nothing; "
+    "TORCH_LOGS=graph_breaks,recompiles tells which"
+)
+
+
+class _ThisThread(threading.local):
+    """`off`: depth of `disabled()` regions; `inside`: of converted calls."""
+
+    off = 0
+    inside = 0
+
+
+_thread = _ThisThread()
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Inside, converted models called from this thread run in fp32."""
+    _thread.off += 1
+    try:
+        yield
+    finally:
+        _thread.off -= 1
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traced_for_us() -> bool:
+    """Asked while Dynamo traces: is it for a converted model, or for the user?
+
+    The answer is a constant of the code compiled: what we compile is called by us only.
+    """
+    return _thread.inside > 0 or _thread.off > 0
+
+
+class CompiledCall:
+    """The compiled entry of one conversion, shared by its deep copies."""
+
+    def __init__(self, entry: Callable[..., Any], engine: Engine) -> None:
+        assert isinstance(entry, types.FunctionType)
+        self.engine = engine
+        self.low = engine.low
+        self._entry = entry
+        self._compiled = compat.compile_entry(entry, engine)
+        self._seen: set[tuple[bool, bool, bool]] = set()
+        self._lock = threading.RLock()
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
+        if _thread.off:
+            return self._entry(model, *args, **kwargs)
+        if compat.any_autocast():
+            args, kwargs = pytree.tree_map(_widened, (args, kwargs))
+            with compat.autocast_off():
+                return self._in_turn(model, args, kwargs)
+        return self._in_turn(model, args, kwargs)
+
+    def _in_turn(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs; the first call of each kind alone, or each thread would capture."""
+        mode = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            model.training,
+        )
+        if mode in self._seen:
+            return self._run(model, args, kwargs)
+        with self._lock:
+            result = self._run(model, args, kwargs)
+        self._seen.add(mode)
+        return result
+
+    def _run(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        local = self.engine.local
+        before = local.runs
+        _thread.inside += 1
+        try:
+            result = self._compiled(model, *args, **kwargs)
+        except Exception:
+            if local.error is not None:  # ours, wrapped by Dynamo
+                error, local.error = local.error, None
+                raise error from error.__cause__
+            if not torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+                raise
+            result = self._entry(model, *args, **kwargs)
+        finally:
+            _thread.inside -= 1
+        if local.runs == before:
+            self._ran_nothing()
+        return result
+
+    def _ran_nothing(self) -> None:
+        """A converted call went past every rewritten graph: never silently."""
+        engine = self.engine
+        if engine.options.strict:
+            raise CaptureError(f"{engine.label}: {_RAN_NOTHING}")
+        if not any(s.why == _RAN_NOTHING for s in engine.skipped):
+            engine.skipped.append(Skipped(engine.label, _RAN_NOTHING))
+            logger.warning("autoamp: %s: %s", engine.label, _RAN_NOTHING)
+
+    def inlined(
+        self,
+        entry: Callable[..., Any],
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What Dynamo traces where the call is part of a larger graph.
+
+        In a converted parent's graph the parent decides; in a graph of the user's own
+        `torch.compile` our pass never runs, and autocast stands in for it.
+        """
+        if _traced_for_us():
+            return entry(model, *args, **kwargs)
+        return under_autocast(model, entry, self.low, args, kwargs)
+
+
+def _widened(value: Any) -> Any:
+    """Half tensors as fp32: an ambient autocast made them, and its region ends here."""
+    if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES.values():
+        return value.to(torch.float32)
+    return value
