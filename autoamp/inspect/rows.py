@@ -199,7 +199,11 @@ def _with_bodies(section: Section) -> Iterator[Section]:
         named = (name for name, child in children.items() if child is body.gm)
         name = next(named, f"body_{number}")
         path = f"{section.body}/{name}" if section.body else name
-        yield from _with_bodies(Section(section.graph, path, body, body.gm))
+        # The running graph may hold another version, which is handed weight copies.
+        gm = getattr(section.gm, name, None)
+        if not isinstance(gm, fx.GraphModule):
+            gm = body.gm
+        yield from _with_bodies(Section(section.graph, path, body, gm))
 
 
 def _bytes_moved(rewritten: Rewritten, fact: NodeFacts) -> int:
