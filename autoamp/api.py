@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
 from autoamp.options import Options
 from autoamp.pipeline import rewrite_graph
+from autoamp.rules import Rules
 from autoamp.runtime.convert import (
     conversion_of,
     convert_model,
@@ -24,21 +25,43 @@ def convert(
     model: nn.Module,
     optimizer: Any = None,
     *,
+    precision: str | torch.dtype = "auto",
+    rules: Rules | str | None = None,
+    allow: Sequence[str] = (),
+    deny: Sequence[str] = (),
+    infer: Sequence[str] = (),
+    clear: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    loss_scale: Any = "auto",
+    backend: str | Callable[..., Any] = "eager",
+    placement: str = "optimal",
+    objective: str = "time",
+    do_no_harm: bool = True,
+    strict: bool = False,
     example_inputs: tuple[Any, ...] | None = None,
-    **options: Any,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
 
-    The model stays the same object with the same class, parameters (fp32), buffers,
-    hooks and `state_dict` keys.  It is captured at its first call.
+    The model stays the same object with the same class, fp32 parameters, buffers, hooks
+    and `state_dict` keys.  It is captured at its first call.
 
     Args:
         model: any `torch.nn.Module`.
         optimizer: an optimizer or a list of them, given back beside the model.
-        example_inputs: arguments to capture with at once instead of at the first call.
-        **options: `precision`, `rules`, `allow`, `deny`, `infer`, `clear`, `keep`,
-            `loss_scale`, `backend`, `placement`, `objective`, `do_no_harm`, `strict`;
-            see `autoamp.options.Options`.
+        precision: "auto", "fp16", "bf16" or the torch dtype.  "auto" is fp16 on a GPU,
+            bf16 on a CPU that has units for it, and else no conversion, said out loud.
+        rules: a rules file laid over the built-in one, a `Rules`, or one of the
+            complete sets "torch-cuda", "torch-cpu", "tensorflow".
+        allow, deny, infer, clear: op names moved to that list ("linear", "aten::exp").
+        keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*").
+        loss_scale: only "auto" in this version, which scales nothing.
+        backend: "eager" runs the rewritten graph as it is; "inductor" compiles it; or
+            any Dynamo backend.
+        placement: "optimal" (least cost), "tensorflow", "promote" or "forced".
+        objective: "time" or "memory".
+        do_no_harm: leave in fp32 what is predicted to gain nothing.
+        strict: raise where it would otherwise fall back to fp32.
+        example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
         `model`, or `(model, optimizer)` when an optimizer is given.
@@ -46,8 +69,23 @@ def convert(
     Raises:
         AutoampError: the model or an option cannot be used; nothing was changed.
     """
+    options = Options(
+        precision=precision,
+        rules=rules,
+        allow=allow,
+        deny=deny,
+        infer=infer,
+        clear=clear,
+        keep=keep,
+        loss_scale=loss_scale,
+        backend=backend,
+        placement=placement,
+        objective=objective,
+        do_no_harm=do_no_harm,
+        strict=strict,
+    )
     _check_optimizers(optimizer)
-    convert_model(model, Options().replace(**options), example_inputs)
+    convert_model(model, options, example_inputs)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -71,7 +109,7 @@ def report(model: nn.Module) -> Report:
     state = conversion_of(model)
     if state is None:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not converted; call autoamp.convert(model) first"
+            f"{type(model).__name__} is not converted; call autoamp.convert first"
         )
     captured = state.engine.graphs if state.engine is not None else []
     return Report(

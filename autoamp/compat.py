@@ -12,16 +12,14 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode
-from torch._ops import HigherOrderOperator as HigherOrderOperator
-from torch._ops import OpOverload as OpOverload
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     make_fx,
@@ -29,6 +27,9 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+
+# Names other modules take from here: torch has no public spelling for them.
+__all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload"]
 
 # Nodes that change the mode of what follows them in a graph.
 SET_GRAD = torch._C._set_grad_enabled
@@ -86,7 +87,7 @@ def compile_entry(
     optional: dict[str, Any] = {}
     if "isolate_recompiles" in inspect.signature(torch._dynamo.optimize).parameters:
         optional["isolate_recompiles"] = True
-    context = torch._dynamo.optimize(backend=backend, **optional)
+    context: Any = torch._dynamo.optimize(backend=backend, **optional)
     _configure_while_compiling(context.callback)
     compiled: Callable[..., Any] = context(fresh)
     return compiled
@@ -103,7 +104,7 @@ def inductor_compile(
     """`gm` compiled by inductor, as `torch.compile` would from inside a backend."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs))
+    compiled: Callable[..., Any] = cast(Any, compile_fx(gm, list(example_inputs)))
     return compiled
 
 
@@ -196,7 +197,7 @@ def record_call(
     mode = get_proxy_mode()
     if mode is None:
         return result
-    tracer = mode.tracer
+    tracer: Any = mode.tracer
     proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
     proxy = tracer.create_proxy(
         "call_function", target, proxy_args, proxy_kwargs, name=name
@@ -205,12 +206,13 @@ def record_call(
 
 
 def module_proxy(name: str, module: fx.GraphModule) -> Any:
-    """A `get_attr` of sub-graph `module`, registered as `name`, in the running trace."""
+    """A `get_attr` of sub-graph `module`, registered as `name` in the trace."""
     mode = get_proxy_mode()
     if mode is None:
         return module
-    mode.tracer.root.register_module(name, module)
-    return mode.tracer.create_proxy("get_attr", name, (), {})
+    tracer: Any = mode.tracer
+    tracer.root.register_module(name, module)
+    return tracer.create_proxy("get_attr", name, (), {})
 
 
 def recorded_proxy(tensor: torch.Tensor) -> Any:
@@ -252,7 +254,7 @@ def hint(value: Any) -> int:
     """
     if isinstance(value, int):
         return value
-    node = getattr(value, "node", None)
+    node: Any = getattr(value, "node", None)
     for name in ("optimization_hint", "size_hint"):
         ask = getattr(getattr(node, "shape_env", None), name, None)
         if ask is not None:
@@ -276,12 +278,24 @@ def placeholder_sources(gm: fx.GraphModule) -> list[str]:
     return [name() if callable(name) else str(name) for name in sources]
 
 
+def with_parameters(
+    module: torch.nn.Module, values: dict[str, torch.Tensor]
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which `module` has `values` for its parameters and buffers."""
+    return torch.nn.utils.stateless._reparametrize_module(module, values)
+
+
 # -- weights -----------------------------------------------------------------------
 
 
 def preserving_versions(tensors: Sequence[torch.Tensor]) -> Any:
     """A context in which writing to `tensors` does not move their version counters."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies every source into its target, converting dtypes, in one multi-tensor op."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -373,7 +387,8 @@ def for_compilers(gm: fx.GraphModule) -> fx.GraphModule:
     if not regions:
         return gm
     graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, values := {}))
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, values))
     copy = fx.GraphModule(gm, graph)
     for old, new in values.items():
         new.meta = dict(old.meta)

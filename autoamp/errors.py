@@ -32,4 +32,4 @@ class PlacementError(AutoampError, RuntimeError):
 
 
 class VerificationError(AutoampError, RuntimeError):
-    """A rewritten graph is not legal, or its cost is not what the placement promised."""
+    """A rewritten graph is not legal, or does not cost what was promised."""

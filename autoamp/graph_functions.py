@@ -22,16 +22,12 @@ class _LowWeight(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, weight: torch.Tensor, copy: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         ctx.dtype = weight.dtype
         return copy.detach()
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad.to(ctx.dtype), None
 
 
@@ -41,7 +37,7 @@ def low_weight(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     The result has the shape and dtype of `copy`; its gradient flows to `weight` in
     fp32, and none flows to `copy`.
     """
-    result: torch.Tensor = _LowWeight.apply(weight, copy)
+    result: torch.Tensor = _LowWeight.apply(weight, copy)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,11 @@ class Options:
 
     precision: str | torch.dtype = "auto"
     rules: Rules | str | None = None
-    allow: tuple[str, ...] = ()
-    deny: tuple[str, ...] = ()
-    infer: tuple[str, ...] = ()
-    clear: tuple[str, ...] = ()
-    keep: tuple[str, ...] = ()
+    allow: Sequence[str] = ()
+    deny: Sequence[str] = ()
+    infer: Sequence[str] = ()
+    clear: Sequence[str] = ()
+    keep: Sequence[str] = ()
     loss_scale: Any = "auto"
     backend: str | Callable[..., Any] = "eager"
     placement: str = "optimal"
@@ -68,13 +68,13 @@ class Options:
         """A copy with some options changed, checked like a new one.
 
         Raises:
-            OptionError: an option of that name does not exist, or its value is unusable.
+            OptionError: there is no option of that name, or its value is unusable.
         """
         known = {field.name for field in dataclasses.fields(self)}
         for name in changes:
             if name not in known:
                 raise OptionError(
-                    f"unknown option {name!r}; the options are {', '.join(sorted(known))}"
+                    f"unknown option {name!r}; there are {', '.join(sorted(known))}"
                 )
         return dataclasses.replace(self, **changes)
 

@@ -107,7 +107,7 @@ def _rewrite(
     after, casts = timed(
         "rewrite",
         lambda: insert_casts(
-            before, facts, classified, assignment, low, normalised.fake_mode
+            before, assignment, classified.extreme, low, normalised.fake_mode
         ),
     )
     verifier = timed("stand in", lambda: Verifier(before))
@@ -121,8 +121,7 @@ def _rewrite(
             f"{assignment.cost} (units of 0.1 ns); this is a bug in autoamp"
         )
     timed("clean up", lambda: clean_up(after))
-    pinned = [n for n, v in classified.verdicts.items() if v.pinned]
-    timed("verify", lambda: verifier.verify(after, pinned))
+    timed("verify", lambda: verifier.verify(after, classified.pinned))
     return Rewritten(
         gm=after,
         before=before,

@@ -17,7 +17,6 @@ from . import report
 from .capability import capability
 from .metrics import Comparison, Figures, compare_with_autocast
 
-
 KNOWN: dict[tuple[str, str], str] = {
     ("straight_through", "casts"): (
         "a custom autograd.Function gets the dtypes it was captured with, so the low "

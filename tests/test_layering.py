@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"rewrite"}),
     frozenset({"pipeline"}),
     frozenset({"inspect", "runtime"}),
+    frozenset({"api"}),
     frozenset({"__init__", "cli", "autoload"}),
     frozenset({"__main__"}),
 )

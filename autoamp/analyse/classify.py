@@ -6,8 +6,6 @@ fp32.  Everything not pinned is free, and `place` chooses.
 
 from __future__ import annotations
 
-import fnmatch
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,44 +22,24 @@ from autoamp.analyse.facts import (
     argument,
     tensors_of,
 )
+from autoamp.analyse.pins import LAYER_NORMS, pin_reason
 from autoamp.analyse.streams import precious
 from autoamp.analyse.taint import POSITION, RANGE, Taints, spread_taints
 from autoamp.analyse.verdict import Mode, Verdict
 from autoamp.dtypes import HIGH_DTYPE, short_name
-from autoamp.ops import base_name, is_pointwise, is_random, is_view
+from autoamp.ops import base_name, is_pointwise, is_view
 from autoamp.rules import Category, Rule, Rules
 
 CASTS = frozenset({"aten::to", "aten::_to_copy"})
-GATHERS = frozenset(
-    {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
-)
 _MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
-_LAYER_NORMS = frozenset({"aten::layer_norm", "aten::native_layer_norm"})
-_CPU_MIXED = _LAYER_NORMS | {"aten::group_norm", "aten::native_group_norm"}
+_CPU_MIXED = LAYER_NORMS | {"aten::group_norm", "aten::native_group_norm"}
 """Norms whose CPU kernels take fp32 parameters beside low data; CUDA's do not."""
-LAYER_NORM_ROWS = 256
-"""Rows beyond which a sum of ones is no longer exact in bf16 (8 bits).
-
-On torch 2.13's CPU a bf16 layer norm gave 512 as the weight gradient over 16000 rows of
-ones, an fp16 one 4096."""
+_FILLED = ("zeros", "ones", "full", "empty")
 FACTORIES = frozenset(
-    f"aten::{name}"
-    for name in [
-        "zeros",
-        "ones",
-        "full",
-        "empty",
-        "eye",
-        "scalar_tensor",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "empty_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "new_empty",
-    ]
+    ["aten::eye", "aten::scalar_tensor"]
+    + [f"aten::{name}" for name in _FILLED]
+    + [f"aten::{name}_like" for name in _FILLED]
+    + [f"aten::new_{name}" for name in _FILLED]
 )
 """Ops that make a tensor from no data; their dtype is an argument."""
 
@@ -73,6 +51,11 @@ class Classified:
     verdicts: Mapping[str, Verdict]
     extreme: frozenset[str]
 
+    @property
+    def pinned(self) -> frozenset[str]:
+        """The nodes that must stay fp32."""
+        return frozenset(n for n, v in self.verdicts.items() if v.pinned)
+
 
 def classify(
     gm: fx.GraphModule,
@@ -83,13 +66,14 @@ def classify(
 ) -> Classified:
     """A verdict for every node that reads or makes fp32 tensors."""
     nodes = {n.name: n for n in gm.graph.nodes}
+    under = _Context(facts, rules, low, keep)
     verdicts: dict[str, Verdict] = {}
     for name, fact in facts.nodes.items():
         if name in facts.constants or not fact.involves_floats:
             continue
         if nodes[name].target is operator.getitem and name in facts.element_of:
             continue
-        verdicts[name] = _verdict(nodes[name], fact, facts, rules, low, keep)
+        verdicts[name] = _verdict(nodes[name], fact, under)
     taints = spread_taints(gm, facts, verdicts, _rules_by_node(gm, rules), low)
     verdicts = {n: _with_taint(v, facts.nodes[n], taints) for n, v in verdicts.items()}
     for name, reason in precious(facts, verdicts).items():
@@ -119,31 +103,38 @@ def _rule_of(node: fx.Node, rules: Rules) -> Rule | None:
     return rules.lookup(target)
 
 
-def _verdict(
-    node: fx.Node,
-    fact: NodeFacts,
-    graph: Facts,
-    rules: Rules,
-    low: torch.dtype,
-    keep: Sequence[str],
-) -> Verdict:
+@dataclass(frozen=True)
+class _Context:
+    """What every verdict of one graph is given under."""
+
+    facts: Facts
+    rules: Rules
+    low: torch.dtype
+    keep: Sequence[str]
+
+
+def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
     if not isinstance(node.target, compat.OpOverload):
         return _opaque(node, fact)
     base = base_name(node.target)
     if base in CASTS:
         return _user_cast(node, fact)
-    pin = _pin(node, fact, graph, keep)
-    rule = _rule_of(node, rules)
-    verdict = (
-        _by_schema(node.target, fact)
-        if rule is None
-        else _by_rule(rule, node, fact, graph, low)
-    )
+    rule = _rule_of(node, under.rules)
+    if rule is None:
+        verdict = _by_schema(node.target, fact)
+    else:
+        verdict = _by_rule(rule, node, fact, under.low)
     if base in FACTORIES:
-        verdict = replace(verdict, modes=("any",) * len(fact.operands))
-    if pin:
+        verdict = replace(verdict, modes=_all("any", fact))
+    pin = pin_reason(node, fact, under.facts, under.keep)
+    if pin is not None:
         return replace(verdict, pinned=True, reason=pin, origin="autoamp")
     return verdict
+
+
+def _all(mode: Mode, fact: NodeFacts) -> tuple[Mode, ...]:
+    """The same mode for every operand."""
+    return (mode,) * len(fact.operands)
 
 
 def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
@@ -153,7 +144,7 @@ def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
         f"{name} is not traced into: it gets the dtypes it was captured with",
         "autoamp",
         True,
-        ("same",) * len(fact.operands),
+        _all("same", fact),
     )
 
 
@@ -177,53 +168,13 @@ def _user_cast(node: fx.Node, fact: NodeFacts) -> Verdict:
         reason = "moves data without changing it"
         return Verdict(Category.CLEAR, reason, "autoamp", False, ("same",))
     reason = "the model casts to fp32 here: a boundary the user drew"
-    return Verdict(
-        Category.DENY, reason, "autoamp", True, ("same",) * len(fact.operands)
-    )
+    return Verdict(Category.DENY, reason, "autoamp", True, _all("same", fact))
 
 
-def _pin(
-    node: fx.Node, fact: NodeFacts, graph: Facts, keep: Sequence[str]
-) -> str | None:
-    """Why the node must stay fp32 whatever its op's category, or None."""
-    for pattern in keep:
-        if any(fnmatch.fnmatchcase(module, pattern) for module in fact.modules):
-            return f"kept in fp32 by keep={pattern!r}"
-    if fact.autocast is not None:
-        state = "on" if fact.autocast else "off"
-        return f"inside the model's own torch.autocast region, switched {state}"
-    if fact.mixes_floats:
-        return "has operands of another float dtype: left as the user wrote it"
-    assert isinstance(node.target, compat.OpOverload)
-    base = base_name(node.target)
-    draws = torch.Tag.nondeterministic_seeded in node.target.tags
-    if draws and is_random(node.target) and not fact.operands:
-        return "draws random numbers: another dtype would draw others"
-    if base in GATHERS and fact.operands:
-        table = fact.operands[0].value
-        if table in graph.weights and graph.nodes[table].requires_grad:
-            return (
-                "its backward sums the gradients of rows used many times in the "
-                "dtype of the table"
-            )
-    if base in _LAYER_NORMS and fact.device == "cpu" and fact.requires_grad:
-        size = math.prod(compat.hint(s) for s in argument(node, "normalized_shape"))
-        if fact.numel >= LAYER_NORM_ROWS * size and len(fact.operands) > 1:
-            return (
-                "torch's CPU kernel sums its weight gradient over the rows in the low "
-                "dtype"
-            )
-    if fact.storage in graph.mutated and fact.storage in graph.outside:
-        return "writes to, or views, a tensor that exists outside the graph"
-    return None
-
-
-def _by_rule(
-    rule: Rule, node: fx.Node, fact: NodeFacts, graph: Facts, low: torch.dtype
-) -> Verdict:
+def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, low: torch.dtype) -> Verdict:
     category, reason = rule.category, rule.reason
     for condition in rule.when:
-        if condition_holds(condition, node, fact, graph):
+        if condition_holds(condition, node, fact):
             category, reason = condition.category, condition.reason
             break
     if fact.device in rule.no_kernel and category is not Category.DENY:
@@ -234,9 +185,7 @@ def _by_rule(
     asks_fp32 = argument(node, "dtype") == HIGH_DTYPE and bool(fact.operands)
     if asks_fp32 and category is not Category.DENY:
         reason = "the model asks for an fp32 result (dtype=torch.float32)"
-        return Verdict(
-            Category.DENY, reason, "autoamp", True, ("any",) * len(fact.operands)
-        )
+        return Verdict(Category.DENY, reason, "autoamp", True, _all("any", fact))
     return Verdict(category, reason, rule.origin, category is Category.DENY, modes)
 
 

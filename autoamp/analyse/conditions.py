@@ -1,66 +1,69 @@
 """The tests a conditional rule may name, each a predicate over one node.
 
-The names are those `autoamp.rules` accepts in `when = [{test = ..., value = ...}]`.
+The names are those `autoamp.rules` accepts in `when = [{test = ..., value = ...}]`,
+which has checked the type of each test's value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from autoamp.analyse.facts import Facts, NodeFacts, argument
+from autoamp import compat
+from autoamp.analyse.facts import NodeFacts, argument
 from autoamp.rules import Condition
 
 
-def condition_holds(
-    condition: Condition, node: fx.Node, facts: NodeFacts, graph: Facts
-) -> bool:
+@dataclass(frozen=True)
+class _Site:
+    """What a test is asked about: a node, its facts and the value to compare with."""
+
+    node: fx.Node
+    facts: NodeFacts
+    argument: str
+    value: Any
+
+
+def condition_holds(condition: Condition, node: fx.Node, facts: NodeFacts) -> bool:
     """Whether `condition` is true of `node`."""
-    return _TESTS[condition.test](condition, node, facts, graph)
+    site = _Site(node, facts, condition.argument, condition.value)
+    return _TESTS[condition.test](site)
 
 
-def _reduces_at_least(
-    condition: Condition, node: fx.Node, facts: NodeFacts, graph: Facts
-) -> bool:
+def _reduces_at_least(site: _Site) -> bool:
     """Elements read per element written; a scan (cumsum) writes all it reads."""
-    shape_in = _shape(node)
-    dim = argument(node, "dim")
+    facts = site.facts
+    dim = argument(site.node, "dim")
     if facts.numel and facts.numel == facts.read_numel and isinstance(dim, int):
-        return bool(shape_in) and shape_in[dim] >= condition.value
-    return facts.read_numel >= condition.value * max(facts.numel, 1)
+        shape = _shape_read(site.node)
+        return bool(shape) and bool(shape[dim] >= site.value)
+    return bool(facts.read_numel >= site.value * max(facts.numel, 1))
 
 
-def _exponent_outside(
-    condition: Condition, node: fx.Node, facts: NodeFacts, graph: Facts
-) -> bool:
-    low, high = condition.value
-    exponent = argument(node, "exponent")
+def _exponent_outside(site: _Site) -> bool:
+    low, high = site.value
+    exponent = argument(site.node, "exponent")
     return not isinstance(exponent, (int, float)) or not low <= exponent <= high
 
 
-def _argument_is(
-    condition: Condition, node: fx.Node, facts: NodeFacts, graph: Facts
-) -> bool:
-    return bool(argument(node, condition.argument) == condition.value)
+def _argument_is(site: _Site) -> bool:
+    return bool(argument(site.node, site.argument) == site.value)
 
 
-def _device_is(
-    condition: Condition, node: fx.Node, facts: NodeFacts, graph: Facts
-) -> bool:
-    return facts.device == condition.value
+def _device_is(site: _Site) -> bool:
+    return bool(site.facts.device == site.value)
 
 
-def _shape(node: fx.Node) -> list[int]:
-    from autoamp import compat
-
+def _shape_read(node: fx.Node) -> list[int]:
     first = next((n for n in node.all_input_nodes if "val" in n.meta), None)
-    value: Any = first.meta["val"] if first is not None else None
+    value = first.meta["val"] if first is not None else None
     return [compat.hint(s) for s in getattr(value, "shape", ())]
 
 
-_TESTS: dict[str, Callable[[Condition, fx.Node, NodeFacts, Facts], bool]] = {
+_TESTS: dict[str, Callable[[_Site], bool]] = {
     "reduces_at_least": _reduces_at_least,
     "exponent_outside": _exponent_outside,
     "argument_is": _argument_is,

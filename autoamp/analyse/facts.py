@@ -157,6 +157,10 @@ def module_paths(node: fx.Node) -> tuple[str, ...]:
     return tuple(path for path in paths if path)
 
 
+def _op_name(target: object) -> str:
+    return op_name(target) if isinstance(target, compat.OpOverload) else ""
+
+
 def _numel(tensors: list[torch.Tensor]) -> int:
     return sum(math.prod(compat.hint(s) for s in t.shape) for t in tensors)
 
@@ -238,10 +242,9 @@ class _Collector:
             n.name in self.grad_needed for n in node.all_input_nodes
         ):
             self.grad_needed.add(node.name)
-        is_op = isinstance(node.target, compat.OpOverload)
         self.nodes[node.name] = NodeFacts(
             name=node.name,
-            op=op_name(node.target) if is_op else "",
+            op=_op_name(node.target),
             is_value=single and bool(floats),
             makes_floats=bool(floats),
             operands=operands,

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
@@ -67,7 +66,7 @@ def _trace(
 
     def run(*values: Any) -> Any:
         attributes = dict(zip(named, values, strict=False))
-        with stateless._reparametrize_module(gm, attributes):
+        with compat.with_parameters(gm, attributes):
             return lowering.run(*values[len(named) :])
 
     try:
@@ -148,7 +147,7 @@ class _Lowering(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _checkpoint(self, args: Any, kwargs: Any) -> Any:
-        """A checkpointed region: its body becomes an ATen graph to rewrite by itself."""
+        """A checkpointed region: its body becomes an ATen graph of its own."""
         body, *operands = args
         with compat.outside_trace():
             result = body(*operands)
@@ -157,10 +156,9 @@ class _Lowering(fx.Interpreter):
         lowered.meta[LOWERED_BODY] = True
         proxy_body = self._register(lowered)
         options = {k: v for k, v in kwargs.items() if k == "preserve_rng_state"}
-        out = compat.record_call(
+        return compat.record_call(
             checkpointed, (proxy_body, *operands), options, result, "checkpointed"
         )
-        return out
 
     def _opaque(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One untraced node: custom autograd Functions, control flow, our own calls.

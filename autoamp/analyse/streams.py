@@ -5,8 +5,8 @@ Chiefly residual streams: running sums.
 A branch that was computed low and is added back to the full-precision value it forked
 from is one small update of a long sum.  Rounded to eight bits at every layer the sum
 loses the small updates; its error then grows with depth, where torch.autocast's, whose
-type promotion keeps such sums in fp32, does not.  So they stay fp32 here as well; norms,
-activations and projections beside the stream remain free.
+type promotion keeps such sums in fp32, does not.  So they stay fp32 here as well; what
+is beside the stream (norms, activations, projections) remains free.
 
 Seen on the two-layer GPT-2 of the tests in bf16: with a low stream the outputs were off
 by 1.35 times what torch.autocast's are.
@@ -140,7 +140,7 @@ _PROMOTING = frozenset(
 
 
 def promotes_to_low(facts: Facts, verdicts: Mapping[str, Verdict]) -> set[str]:
-    """Nodes that type promotion alone (allow ops low) would leave low: autocast's rule."""
+    """Nodes that type promotion, allow ops being low, would leave low."""
     low: set[str] = set()
     for name, verdict in verdicts.items():
         fact = facts.nodes[name]

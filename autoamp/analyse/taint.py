@@ -13,6 +13,7 @@ TensorFlow's pass walks lists, so any op it does not know launders the danger of
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ RANGE = "range"
 POSITION = "position"
 
 _MASKING_FACTOR = 1e4
-"""A factor this large makes an additive mask: 0/1 become 0/-huge, positions are gone."""
+"""A factor this large makes a mask: 0/1 become 0/-huge, positions are gone."""
 
 _NARROW_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8})
 """Integer dtypes whose values every low dtype holds exactly (to 255)."""
@@ -176,7 +177,7 @@ def _largest_scalar(node: fx.Node) -> float:
     finite = [
         abs(value)
         for _, value in named_arguments(node)
-        if isinstance(value, float) and value == value and abs(value) != float("inf")
+        if isinstance(value, float) and math.isfinite(value)
     ]
     return max(finite, default=0.0)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
@@ -263,10 +264,7 @@ def _contradiction(problem: Problem) -> str:
                 chain = nx.shortest_path(forced, start, end)
             else:
                 continue
-            steps = [
-                f"{b} as well ({forced[a][b]['why']})"
-                for a, b in zip(chain, chain[1:], strict=False)
-            ]
+            steps = [f"{b} as well ({forced[a][b]['why']})" for a, b in pairwise(chain)]
             middle = "; then " + "; then ".join(steps) if steps else ""
             return (
                 f"contradictory constraints: {start} must be low ({because}){middle}; "

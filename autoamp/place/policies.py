@@ -16,7 +16,7 @@ from autoamp.place.mincut import Problem
 from autoamp.rules import Category
 
 
-def forced(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+def forced(_: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
     """Allow ops low, everything else fp32."""
     return frozenset(
         n for n, v in verdicts.items() if v.category is Category.ALLOW and not v.pinned
@@ -24,7 +24,7 @@ def forced(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
 
 
 def promote(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
-    """Autocast's rule: allow low, deny fp32, the rest as wide as their widest operand."""
+    """Autocast's rule: allow low, deny fp32, the rest as wide as what they read."""
     return frozenset(promotes_to_low(facts, verdicts))
 
 
@@ -47,8 +47,8 @@ def tensorflow(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
     open_nodes = {n for n in open_nodes if kind[n] is not Category.DENY}
     downstream = _reach(allow, after, open_nodes)
     low = allow | _reach(allow, before, downstream)
-    for name in kind:
-        if kind[name] is Category.INFER and name not in denied:
+    for name, category in kind.items():
+        if category is Category.INFER and name not in denied:
             makers = before[name]
             if any(m in low for m in makers) and not any(m in denied for m in makers):
                 low.add(name)

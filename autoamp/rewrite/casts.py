@@ -26,8 +26,8 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.classify import FACTORIES, Classified
-from autoamp.analyse.facts import Facts, NodeFacts
+from autoamp.analyse.classify import FACTORIES
+from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.verdict import Mode
 from autoamp.dtypes import HIGH_DTYPE, largest, short_name
 from autoamp.graph_functions import low_weight, saturating_cast
@@ -41,8 +41,8 @@ MANY_USES = 8
 """Uses of one cast beyond which its gradients are summed in fp32, use by use.
 
 Summing n terms in bf16 (8 bits) may lose n/2 units of the last place of the largest;
-up to 8 terms that stays within what one more rounding of the result costs, and autocast,
-which casts per use, sums in fp32 always."""
+up to 8 terms that stays within what one more rounding of the result costs.  (Autocast,
+which casts per use, always sums in fp32.)"""
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -68,17 +68,17 @@ class Cast:
 
 def insert_casts(
     gm: fx.GraphModule,
-    facts: Facts,
-    classified: Classified,
     assignment: Assignment,
+    extreme: frozenset[str],
     low: torch.dtype,
     fake_mode: compat.FakeTensorMode,
 ) -> tuple[fx.GraphModule, list[Cast]]:
     """A new module with `assignment` applied, and the casts it holds, in graph order.
 
-    `gm` is not changed; parameters and sub-modules are shared with it.
+    `gm` is not changed; parameters and sub-modules are shared with it.  Casts of the
+    values in `extreme` saturate.
     """
-    emitter = _Emitter(gm, facts, classified, assignment, low, fake_mode)
+    emitter = _Emitter(gm, assignment, extreme, low, fake_mode)
     for node in gm.graph.nodes:
         emitter.emit(node)
     rewritten = fx.GraphModule(gm, emitter.graph)
@@ -90,15 +90,14 @@ class _Emitter:
     def __init__(
         self,
         gm: fx.GraphModule,
-        facts: Facts,
-        classified: Classified,
         assignment: Assignment,
+        extreme: frozenset[str],
         low: torch.dtype,
         fake_mode: compat.FakeTensorMode,
     ) -> None:
-        self.facts = facts
-        self.verdicts = classified.verdicts
-        self.extreme = classified.extreme
+        self.facts = facts = assignment.facts
+        self.verdicts = assignment.verdicts
+        self.extreme = extreme
         self.assignment = assignment
         self.low = low
         self.fake_mode = fake_mode
@@ -208,7 +207,8 @@ class _Emitter:
 
     def _retype_element(self, new: fx.Node) -> None:
         source, index = new.args
-        assert isinstance(source, fx.Node) and isinstance(index, int)
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
         new.meta["val"] = source.meta["val"][index]
 
     # -- operands ------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Shares no code with what it checks: dtypes are not read from the metadata the rewrite
 wrote but found by running the graph on stand-in tensors, and what an op accepts is
-stated here again.  FX's own lint has no dtype check, and fake tensors let a bf16 `linear`
-with an fp32 weight pass, so neither would notice.
+stated here again.  FX's own lint has no dtype check, and fake tensors let a bf16
+`linear` with an fp32 weight pass, so neither would notice.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FP32_PARAMETERS = {
 
 
 class Verifier:
-    """Checks rewritten graphs against `original`, the ATen graph they were made from."""
+    """Checks rewritten graphs against the ATen graph `original` they were made from."""
 
     def __init__(self, original: fx.GraphModule) -> None:
         self.original = original
@@ -129,11 +129,10 @@ class _Run:
             return None
         if isinstance(node.target, compat.HigherOrderOperator):
             return _stand_in(node.meta.get("val"))
-        args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda n: self.values[n.name]
-        )
+        args: Any = fx.map_arg(node.args, lambda n: self.values[n.name])
+        kwargs: Any = fx.map_arg(node.kwargs, lambda n: self.values[n.name])
         if node.target is checkpointed:
-            return args[0](*args[1:])
+            return self.values[str(node.args[0])](*args[1:])
         try:
             return self._call(node.target, args, kwargs)
         except Exception as error:
@@ -255,7 +254,7 @@ def _same_program(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
 
 
 def _is_view(target: Any) -> bool:
-    """Whether the result of `target` is its operand under other sizes: no data moves."""
+    """Whether the result of `target` is its operand under other sizes."""
     return isinstance(target, compat.OpOverload) and any(
         r.alias_info is not None and not r.alias_info.is_write
         for r in target._schema.returns
@@ -313,10 +312,10 @@ def _operand_dtypes(
         fx.map_arg(value, leaves.append)
         for i, leaf in enumerate(leaves):
             tensor = run.values[leaf.name]
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                if name not in exempt:
-                    found[f"{name}[{i}]" if i else name] = tensor.dtype
-                    dims[f"{name}[{i}]" if i else name] = tensor.dim()
+            floats = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+            if floats and name not in exempt:
+                found[f"{name}[{i}]" if i else name] = tensor.dtype
+                dims[f"{name}[{i}]" if i else name] = tensor.dim()
     if pointwise and any(dims.values()):
         # 0-dim tensors are not promoted to, and promote nothing of their own kind.
         found = {k: v for k, v in found.items() if dims[k]}
@@ -340,7 +339,7 @@ def _denied_nodes_are_fp32(
 def _no_stale_casts(
     original: fx.GraphModule, rewritten: fx.GraphModule, after: _Run
 ) -> None:
-    """No cast is read after a write to what it copied, in another region, or written."""
+    """No cast is written to, or read in another region or after a write below it."""
     known = {n.name for n in original.graph.nodes}
     returned = {n.name for n in rewritten.graph.output_node().all_input_nodes}
     version: dict[int, int] = defaultdict(int)
@@ -358,11 +357,7 @@ def _no_stale_casts(
                     f"{_where(node)} reads {source.name}, a cast of a tensor that was "
                     "written to since"
                 )
-            if (
-                region != where
-                and node.op != "output"
-                and source.name not in returned
-            ):
+            if region != where and node.op != "output" and source.name not in returned:
                 raise VerificationError(
                     f"{_where(node)} reads {source.name}, a cast made in another "
                     "grad-mode or autocast region"
@@ -370,7 +365,7 @@ def _no_stale_casts(
         for written in _written(node):
             if written.name in made:
                 raise VerificationError(
-                    f"{_where(node)} writes to {written.name}, a cast: the write is lost"
+                    f"{_where(node)} writes to {written.name}, a cast: it is lost"
                 )
             tensor = after.values[written.name]
             if isinstance(tensor, torch.Tensor):

@@ -71,7 +71,9 @@ class _Hoist:
                 user.replace_input_with(cast, copy)
                 continue
             with self.graph.inserting_before(user):
-                use = self.graph.call_function(low_weight, (weight, copy))
+                use = self.graph.create_node(
+                    "call_function", low_weight, (weight, copy), {}, f"{copy.name}_use"
+                )
             use.meta = {k: v for k, v in cast.meta.items() if k != CAST_KIND}
             user.replace_input_with(cast, use)
         self.graph.erase_node(cast)

@@ -21,9 +21,17 @@ from autoamp import compat
 
 @dataclass
 class _Copy:
-    """One copy, and what its weight looked like when it was last refreshed."""
+    """One copy, and what its weight looked like when it was last refreshed.
+
+    Attributes:
+        low: the copy, whose version counter autograd watches.
+        writable: the same memory with another counter.
+        version, address: of the weight.
+        sentinel: a copy-on-write clone of the weight, which tells any write to it.
+    """
 
     low: torch.Tensor
+    writable: torch.Tensor
     version: int = -1
     address: int = -1
     sentinel: torch.Tensor | None = None
@@ -35,8 +43,7 @@ _COPIES: dict[torch.dtype, WeakTensorKeyDictionary] = {
 }
 """All copies of the process: a weight shared by two models or graphs has one."""
 
-# One at a time: two threads that preserve the version counter of one copy would each
-# put back the number the other was in the middle of changing.
+# One thread at a time: a second one must see that the first has moved the version.
 _lock = threading.Lock()
 
 
@@ -83,9 +90,9 @@ class WeightCopies:
         if copy is None or not _same_layout(copy.low, weight):
             # `p.data = other` may change shape, strides or device of the same object.
             # (And made under inference_mode it could not be saved for a backward.)
-            with torch.no_grad(), _no_inference_mode():
+            with _no_inference_mode(), torch.no_grad():
                 low = torch.empty_like(weight.detach(), dtype=self.low)
-            copy = self._store[weight] = _Copy(low)
+            copy = self._store[weight] = _Copy(low, low.data)
         known, key = self._known, id(weight)
         known[key] = (weakref.ref(weight, lambda _: known.pop(key, None)), copy)
         return copy
@@ -120,20 +127,13 @@ def _refresh(stale: Sequence[tuple[_Copy, torch.Tensor]], recording: bool) -> No
     A copy may be saved by a graph that has yet to run backward.  Its version counter
     moves only if the weight's own did: exactly when eager autograd would complain.
     """
-    kept: list[tuple[_Copy, torch.Tensor]] = []
-    moved: list[tuple[_Copy, torch.Tensor]] = []
-    for copy, weight in stale:
-        version = _version(weight)
-        (kept if version == copy.version else moved).append((copy, weight))
-        copy.version = version
-    with torch.no_grad(), _no_inference_mode():
-        if kept:
-            lows = [c.low for c, _ in kept]
-            with compat.preserving_versions(lows):
-                torch._foreach_copy_(lows, [w for _, w in kept])
-        if moved:
-            torch._foreach_copy_([c.low for c, _ in moved], [w for _, w in moved])
+    with _no_inference_mode(), torch.no_grad():
+        compat.copy_all([c.writable for c, _ in stale], [w for _, w in stale])
         for copy, weight in stale:
+            version = _version(weight)
+            if version != copy.version:
+                copy.version = version
+                torch.autograd.graph.increment_version(copy.low)
             if recording and weight.requires_grad:
                 copy.sentinel = None  # it would cost a copy of the weight per step
             else:
