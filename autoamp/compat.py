@@ -35,6 +35,7 @@ __all__ = ["FakeTensor", "FakeTensorMode", "HigherOrderOperator", "OpOverload"]
 SET_GRAD = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 MODE_CHANGES = frozenset({SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST})
 
 
@@ -294,7 +295,7 @@ def preserving_versions(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies every source into its target, converting dtypes, in one multi-tensor op."""
+    """Copies every source into its target, converting dtypes, in one op."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
@@ -370,30 +371,3 @@ def autocast_off() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
-
-
-# -- compilers -----------------------------------------------------------------------
-
-
-def for_compilers(gm: fx.GraphModule) -> fx.GraphModule:
-    """`gm` with checkpointed regions as torch's own op, which AOT partitions.
-
-    Run as it is our graph calls `torch.utils.checkpoint`; AOT autograd would trace into
-    that and keep every activation.
-    """
-    from autoamp.graph_functions import checkpointed
-
-    regions = [n for n in gm.graph.nodes if n.target is checkpointed]
-    if not regions:
-        return gm
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(gm.graph, values))
-    copy = fx.GraphModule(gm, graph)
-    for old, new in values.items():
-        new.meta = dict(old.meta)
-        if old.target is checkpointed:
-            new.target = torch.ops.higher_order.tag_activation_checkpoint
-            new.kwargs = {"use_reentrant": False, **new.kwargs}
-    copy.recompile()
-    return copy

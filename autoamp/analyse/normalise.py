@@ -24,8 +24,6 @@ from autoamp.ops import is_random, mutates
 LOWERED_BODY = "autoamp_lowered_body"
 """Set in the `meta` of a sub-graph that is an ATen graph, to be rewritten as well."""
 
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
-
 
 @dataclass(frozen=True)
 class Normalised:
@@ -138,7 +136,7 @@ class _Lowering(fx.Interpreter):
             return _keep_identities_apart(result, before)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is CHECKPOINT:
+        if target is compat.CHECKPOINT:
             return self._checkpoint(args, kwargs)
         if isinstance(target, compat.HigherOrderOperator):
             return self._opaque(target, args, kwargs)

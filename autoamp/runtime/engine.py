@@ -19,6 +19,7 @@ from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.runtime.compilers import for_compilers
 from autoamp.runtime.hoist import hoist_weight_casts
 from autoamp.runtime.weights import WeightCopies
 
@@ -137,7 +138,7 @@ class Engine:
         copies = [
             torch.empty_like(example_inputs[i].detach(), dtype=self.low) for i in slots
         ]
-        graph = compat.for_compilers(captured.gm)
+        graph = for_compilers(captured.gm)
         if backend == "inductor":
             return compat.inductor_compile(graph, [*example_inputs, *copies])
         assert callable(backend)
