@@ -1,0 +1,330 @@
+"""Copies of weights are never stale, never doubled, and go when their model goes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import autoamp
+from autoamp.runtime import weights as copies_module
+from autoamp.runtime.convert import conversion_of
+from autoamp.runtime.engine import CapturedGraph
+from tests.metrics import relative_error
+
+WIDTH = 8
+CLOSE = 0.02  # bf16 rounding of two layers; a stale copy is off by 1 and more
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def convert(model: nn.Module) -> nn.Module:
+    converted: nn.Module = autoamp.convert(
+        model, precision="bf16", do_no_harm=False, strict=True
+    )
+    return converted
+
+
+def graphs(model: nn.Module) -> list[CapturedGraph]:
+    state = conversion_of(model)
+    assert state is not None
+    assert state.engine is not None
+    return state.engine.graphs
+
+
+def refreshed(model: nn.Module) -> int:
+    """Copies made equal to their weight again, over all graphs of the model."""
+    return sum(g.copies.refreshed for g in graphs(model) if g.copies is not None)
+
+
+def error_now(model: nn.Module, x: Tensor) -> float:
+    """How far the converted model is from its own fp32 weights."""
+    y = model(x)
+    with autoamp.disabled():
+        return relative_error([y], [model(x)])
+
+
+def optimizer_step(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    torch.optim.SGD(model.parameters(), 1.0).step()
+
+
+def data_copy(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.copy_(torch.randn_like(p))
+
+
+def data_new(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = torch.randn_like(p)
+
+
+def load_state_dict(model: nn.Module) -> None:
+    state = {k: torch.randn_like(v) for k, v in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+
+
+def from_vector(model: nn.Module) -> None:
+    vector = torch.randn_like(parameters_to_vector(model.parameters()))
+    vector_to_parameters(vector, model.parameters())
+
+
+def in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p))
+
+
+def through_an_old_alias(model: nn.Module) -> None:
+    for alias in model._aliases:  # type: ignore[union-attr]
+        alias.normal_()
+
+
+WRITES = [
+    optimizer_step,
+    data_copy,
+    data_new,
+    load_state_dict,
+    in_place,
+    from_vector,
+    in_inference_mode,
+    through_an_old_alias,
+]
+MODES: dict[str, Callable[[], Any]] = {
+    "training": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
+def test_no_write_goes_unnoticed(write: Callable[[nn.Module], None], mode: str) -> None:
+    model, x = mlp(), torch.randn(3, WIDTH)
+    model._aliases = [p.data for p in model.parameters()]  # type: ignore[assignment]
+    convert(model)
+    with MODES[mode]():
+        for _ in range(3):
+            assert error_now(model, x) < CLOSE
+    before = model(x).detach().clone()
+    for _ in range(2):
+        write(model)
+        with MODES[mode]():
+            assert error_now(model, x) < CLOSE
+    assert relative_error([model(x)], [before]) > 0.1, "the write changed nothing"
+
+
+def test_average_swapped_in_and_back_by_data() -> None:
+    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model(x).sum().backward()
+    optimizer_step(model)
+    model(x)
+    kept = [p.data.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data.copy_(torch.randn_like(p))
+    with torch.no_grad():
+        model.eval()
+        assert error_now(model, x) < CLOSE
+    for p, old in zip(model.parameters(), kept, strict=True):
+        p.data.copy_(old)
+    model.train()
+    assert error_now(model, x) < CLOSE
+    with torch.no_grad():
+        assert error_now(model.eval(), x) < CLOSE
+
+
+def test_weight_that_changes_shape_strides_or_place() -> None:
+    model, x = convert(nn.Sequential(nn.Linear(4, 4, bias=False))), torch.randn(2, 4)
+    with torch.no_grad():
+        assert error_now(model, x) < CLOSE
+        model[0].weight.data = model[0].weight.data.t()  # type: ignore[index]
+        assert error_now(model, x) < CLOSE
+        model[0].weight.data = torch.randn(6, 4)  # type: ignore[index]
+        assert model(x).shape == (2, 6)
+        assert error_now(model, x) < CLOSE
+
+
+def test_forward_forward_backward_forward_backward() -> None:
+    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    first, second = model(x).sum(), model(x).sum()
+    first.backward()
+    third = model(x).sum()
+    second.backward()
+    third.backward()
+    gradients = [p.grad for p in model.parameters()]
+    plain = autoamp.revert(model)
+    plain.zero_grad()
+    (3 * plain(x).sum()).backward()
+    assert relative_error(gradients, [p.grad for p in plain.parameters()]) < CLOSE
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "through_data", "raises"),
+    [(0, False, False), (0, True, False), (2, False, True), (2, True, False)],
+)
+def test_backward_of_an_old_graph_raises_where_eager_does(
+    layer: int, through_data: bool, raises: bool, converted: bool
+) -> None:
+    # Layer 0 has no gradient to its input, so nothing needs its weight in backward.
+    model, x = mlp(), torch.randn(3, WIDTH)
+    if converted:
+        convert(model)
+    loss = model(x).sum()
+    weight = model[layer].weight
+    with torch.no_grad():
+        (weight.data if through_data else weight).add_(1)
+    model(x)
+    if raises:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    else:
+        loss.backward()
+
+
+def test_old_graph_keeps_its_own_weights_until_the_next_forward() -> None:
+    # Eager raises here; ours still holds what the forward used, so it need not.
+    model, x = convert(mlp()), torch.randn(3, WIDTH, requires_grad=True)
+    loss = model(x).sum()
+    expected = torch.autograd.grad(loss, x, retain_graph=True)
+    with torch.no_grad():
+        model[2].weight.add_(1)  # type: ignore[index, operator, union-attr]
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected[0])
+
+
+def test_inference_makes_each_copy_once() -> None:
+    model, x = convert(mlp()).eval(), torch.randn(3, WIDTH)
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+    with torch.inference_mode():
+        for _ in range(4):
+            model(x)
+    assert refreshed(model) == len(list(model.parameters()))
+
+
+def test_frozen_weights_are_copied_once_in_training() -> None:
+    model, x = mlp(), torch.randn(3, WIDTH)
+    model[0].requires_grad_(False)
+    convert(model)
+    for _ in range(5):
+        model(x).sum().backward()
+    frozen, trained = 2, 2
+    assert refreshed(model) == frozen + 5 * trained
+
+
+def test_a_change_is_copied_once() -> None:
+    model, x = convert(mlp()).eval(), torch.randn(3, WIDTH)
+    with torch.no_grad():
+        model(x)
+        before = refreshed(model)
+        model[0].weight.mul_(2)  # type: ignore[index, operator, union-attr]
+        model(x)
+        model(x)
+    assert refreshed(model) == before + 1
+
+
+def low_copy(weight: Tensor) -> Tensor | None:
+    entry = copies_module._COPIES[torch.bfloat16].get(weight)
+    return None if entry is None else entry.low
+
+
+def test_copies_go_with_the_model() -> None:
+    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model(x).sum().backward()
+    with torch.no_grad():
+        model.eval()(x)
+    copy = low_copy(model[0].weight)  # type: ignore[index, arg-type]
+    assert copy is not None
+    gone = [weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(copy)]  # type: ignore[index]
+    del model, copy
+    gc.collect()
+    assert [g() for g in gone] == [None] * 3
+
+
+class TwoHeads(nn.Module):
+    """Two linear layers over one Parameter."""
+
+    def __init__(self, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.two = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.one.weight = self.two.weight = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).relu())
+
+
+def test_tied_weights_have_one_copy() -> None:
+    model = convert(TwoHeads(nn.Parameter(torch.randn(WIDTH, WIDTH))))
+    x = torch.randn(3, WIDTH)
+    assert error_now(model, x) < CLOSE
+    assert refreshed(model) == 1
+
+
+def test_two_models_that_share_a_parameter_share_its_copy() -> None:
+    shared, x = nn.Parameter(torch.randn(WIDTH, WIDTH)), torch.randn(3, WIDTH)
+    one, two = convert(TwoHeads(shared)), convert(TwoHeads(shared))
+    with torch.no_grad():
+        one(x)
+        two(x)
+        assert refreshed(one) + refreshed(two) == 1
+        shared.mul_(-2)
+        assert error_now(one, x) < CLOSE
+        assert error_now(two, x) < CLOSE
+    assert refreshed(one) + refreshed(two) == 2
+
+
+def test_model_made_and_run_under_inference_mode_can_be_converted() -> None:
+    with torch.inference_mode():
+        model, x = convert(mlp().eval()), torch.randn(3, WIDTH)
+        assert error_now(model, x) < CLOSE
+        for p in model.parameters():
+            p.normal_()
+        assert error_now(model, x) < CLOSE
+
+
+def test_first_used_in_inference_then_trained() -> None:
+    model, x = convert(mlp()), torch.randn(3, WIDTH, requires_grad=True)
+    with torch.inference_mode():
+        model(x.detach())
+    model(x).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_threads_train_on_shared_weights() -> None:
+    model, x = convert(mlp()), torch.randn(3, WIDTH, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+                for got, want in zip(found, expected, strict=True):
+                    torch.testing.assert_close(got, want)
+        except Exception as error:  # noqa: BLE001 - handed to the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
