@@ -159,6 +159,10 @@ def trace_pre_dispatch(
     Composite ops (`linear`, `layer_norm`, `dropout`, attention) stay whole, the origin
     (module path, source line) of each node is kept where the caller sets it.
     """
+    optional: dict[str, Any] = {}
+    if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters:
+        # Nothing here reads what that mode records, and it doubles the tracing time.
+        optional["_disable_torch_fn_metadata_mode"] = True
     with fx.traceback.preserve_node_meta(), mode:
         return make_fx(
             run,
@@ -166,6 +170,7 @@ def trace_pre_dispatch(
             pre_dispatch=True,
             _allow_non_fake_inputs=True,
             _error_on_data_dependent_ops=False,
+            **optional,
         )(*inputs)
 
 
