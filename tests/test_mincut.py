@@ -1,0 +1,319 @@
+"""The min-cut is exact: cost, labels, tie-breaking and the chain of a contradiction."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import networkx as nx
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from autoamp.errors import PlacementError
+from autoamp.place import mincut
+from autoamp.place.mincut import CastGroup, Problem, Solution, energy, solve
+from tests.strategies import problems
+
+
+def brute_force(problem: Problem) -> tuple[int, frozenset[str]] | None:
+    """The least cost, and the variables low in every labelling that has it.
+
+    Labellings of least cost are closed under intersection (the energy is submodular),
+    so the second is itself one of them, and the one with the fewest low variables.
+    """
+    best: list[frozenset[str]] = []
+    least: int | None = None
+    names = sorted(problem.unary)
+    for size in range(len(names) + 1):
+        for labels in itertools.combinations(names, size):
+            cost = _count(problem, set(labels))
+            if cost is None or (least is not None and cost > least):
+                continue
+            if cost != least:
+                best.clear()
+            least = cost
+            best.append(frozenset(labels))
+    if least is None:
+        return None
+    return least, frozenset.intersection(*best)
+
+
+def _count(problem: Problem, low: set[str]) -> int | None:
+    """The energy in the words of the design, written again for this test."""
+    wrong = (
+        low & problem.pinned_high.keys()
+        or problem.pinned_low.keys() - low
+        or any(len({a, b} & low) == 1 and a != b for a, b, _ in problem.ties)
+        or any(a in low and b not in low for a, b, _ in problem.follows)
+    )
+    if wrong:
+        return None
+    total = sum(c[1] if v in low else c[0] for v, c in problem.unary.items())
+    for group in problem.groups:
+        lows = low & set(group.readers)
+        if group.value in low and lows != set(group.readers):
+            price = group.up
+        elif group.value not in low and lows:
+            price = group.down
+        else:
+            continue
+        if price is None:
+            return None
+        total += price
+    return total
+
+
+def solved(problem: Problem) -> Solution | None:
+    try:
+        return solve(problem)
+    except PlacementError:
+        return None
+
+
+def check_optimum(problem: Problem) -> None:
+    expected, found = brute_force(problem), solved(problem)
+    assert (None if found is None else (found.cost, found.low)) == expected
+    if found is not None:
+        assert energy(problem, found.low) == found.cost
+
+
+@settings(max_examples=200)
+@given(problems())
+def test_solve_finds_the_optimum_with_the_fewest_low(problem: Problem) -> None:
+    check_optimum(problem)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000)
+@given(problems(10))
+def test_solve_finds_the_optimum_deep(problem: Problem) -> None:
+    check_optimum(problem)
+
+
+@settings(max_examples=100)
+@given(problems(), st.sets(st.integers(0, 8)))
+def test_energy_is_the_design_s_formula(problem: Problem, labels: set[int]) -> None:
+    low = frozenset(f"v{i}" for i in labels) & problem.unary.keys()
+    assert energy(problem, low) == _count(problem, set(low))
+
+
+def plain_cut(problem: Problem) -> int | None:
+    """The least cost by networkx's own minimum cut on the textbook network.
+
+    Every gadget in full: no collapsed groups, nothing settled beforehand.
+    """
+    never = 1000
+    graph = nx.DiGraph()
+    graph.add_nodes_from(["s", "t"])
+
+    def add(a: str, b: str, capacity: int | None) -> None:
+        capacity = never if capacity is None else capacity
+        had = graph.edges.get((a, b), {"capacity": 0})["capacity"]
+        graph.add_edge(a, b, capacity=had + capacity)
+
+    for variable, (high, low) in problem.unary.items():
+        add("s", variable, high)
+        add(variable, "t", low)
+    for variable in problem.pinned_high:
+        add(variable, "t", None)
+    for variable in problem.pinned_low:
+        add("s", variable, None)
+    for a, b, _ in problem.ties:
+        add(a, b, None)
+        add(b, a, None)
+    for a, b, _ in problem.follows:
+        add(a, b, None)
+    for group in problem.groups:
+        for reader in group.readers:
+            add(reader, f"low {group.name}", None)
+            add(f"high {group.name}", reader, None)
+        add(f"low {group.name}", group.value, group.down)
+        add(group.value, f"high {group.name}", group.up)
+    cost, _ = nx.minimum_cut(graph, "s", "t")
+    return None if cost >= never else int(cost)
+
+
+@settings(max_examples=100)
+@given(problems(14))
+def test_cost_is_that_of_the_textbook_network(problem: Problem) -> None:
+    found = solved(problem)
+    assert (found.cost if found else None) == plain_cut(problem)
+
+
+@settings(max_examples=100)
+@given(problems(14))
+def test_settling_changes_nothing(problem: Problem) -> None:
+    settled, unsettled = mincut._Network(problem), mincut._Network(problem)
+    settled.settle()
+    low_a, flow_a = settled.cut()
+    low_b, flow_b = unsettled.cut()
+    # A contradiction may be settled into more than `never`; it stays a contradiction.
+    cost_a, cost_b = settled.constant + flow_a, unsettled.constant + flow_b
+    assert (cost_a >= settled.never) == (cost_b >= unsettled.never)
+    if cost_b < unsettled.never:
+        assert cost_a == cost_b
+        assert low_a & problem.unary.keys() == low_b & problem.unary.keys()
+
+
+def casts_down(problem: Problem, low: frozenset[str], index: int) -> bool:
+    group = problem.groups[index]
+    return group.value not in low and bool(low & set(group.readers))
+
+
+@settings(max_examples=100)
+@given(problems(), st.data())
+def test_dearer_down_casts_are_never_made_more_often(
+    problem: Problem, data: st.DataObject
+) -> None:
+    before = solved(problem)
+    assume(before is not None and problem.groups)
+    index = data.draw(st.integers(0, len(problem.groups) - 1))
+    group = problem.groups[index]
+    assume(group.down is not None)
+    groups = list(problem.groups)
+    groups[index] = replace(group, down=group.down + data.draw(st.integers(1, 9)))
+    after = solved(replace(problem, groups=groups))
+    assert after is not None
+    assert after.cost >= before.cost
+    assert casts_down(problem, after.low, index) <= casts_down(
+        problem, before.low, index
+    )
+
+
+@settings(max_examples=100)
+@given(problems(), st.data())
+def test_another_deny_never_lowers_the_cost(
+    problem: Problem, data: st.DataObject
+) -> None:
+    before = solved(problem)
+    name = data.draw(st.sampled_from(sorted(problem.unary)))
+    after = solved(
+        replace(problem, pinned_high={**problem.pinned_high, name: "denied"})
+    )
+    if before is None:
+        assert after is None
+    elif after is not None:
+        assert after.cost >= before.cost
+        assert after.cost > before.cost or name not in before.low
+
+
+# -- contradictions --------------------------------------------------------------------
+
+
+def test_a_contradiction_is_told_as_the_chain() -> None:
+    problem = Problem(
+        unary=dict.fromkeys(["conv", "relu_", "view", "argmax", "exp"], (1, 1)),
+        pinned_low={"conv": "the user allows conv2d"},
+        pinned_high={"exp": "the user denies exp"},
+        ties=[("relu_", "conv", "is written in place")],
+        groups=[CastGroup("view's", "exp", ("view", "argmax"), None, 3)],
+        follows=[("relu_", "view", "reads it as it is")],
+    )
+    with pytest.raises(PlacementError) as caught:
+        solve(problem)
+    assert str(caught.value) == (
+        "contradictory constraints: conv must be low (the user allows conv2d); "
+        "then relu_ as well (is written in place); "
+        "then view as well (reads it as it is); "
+        "then exp as well (exp must not be cast down); "
+        "but exp must stay fp32 (the user denies exp). Drop one of the two."
+    )
+
+
+def test_a_variable_pinned_both_ways_is_its_own_chain() -> None:
+    problem = Problem({"a": (1, 1)}, {"a": "denied"}, {"a": "allowed"})
+    with pytest.raises(PlacementError, match=r"a must be low \(allowed\); but a must"):
+        solve(problem)
+
+
+@settings(max_examples=100)
+@given(problems())
+def test_every_contradiction_has_a_chain(problem: Problem) -> None:
+    if brute_force(problem) is None:
+        with pytest.raises(PlacementError, match="Drop one of the two"):
+            solve(problem)
+
+
+# -- size ------------------------------------------------------------------------------
+
+
+def stack(layers: int) -> Problem:
+    """Placement of a stack of transformer layers: 46 ops each, residuals, weights."""
+    unary: dict[str, tuple[int, int]] = {"x": (0, 0)}
+    pinned = {"x": "an input"}
+    readers: dict[str, list[str]] = {}
+    stream = "x"
+    for layer in range(layers):
+        chain = stream
+        for i in range(46):
+            name = f"op{layer}.{i}"
+            heavy = i % 8 == 2
+            unary[name] = (900, 200) if heavy else (30 + i % 7, 20 + i % 11)
+            readers.setdefault(chain, []).append(name)
+            if heavy:
+                unary[f"w{name}"] = (0, 0)
+                pinned[f"w{name}"] = "a weight"
+                readers.setdefault(f"w{name}", []).append(name)
+            if i % 15 == 7:
+                pinned[name] = "a softmax"
+            if i % 23 == 22:
+                readers.setdefault(stream, []).append(name)
+                stream = name
+            chain = name
+    groups = [
+        CastGroup(value, value, tuple(r), 17 + len(value), 19 + len(value))
+        for value, r in readers.items()
+    ]
+    return Problem(unary, pinned, groups=groups)
+
+
+def test_eight_thousand_ops_are_placed_in_a_second() -> None:
+    problem = stack(175)
+    assert sum(not name.startswith("w") for name in problem.unary) > 8000
+    start = time.perf_counter()
+    found = solve(problem)
+    seconds = time.perf_counter() - start
+    print(f"{len(problem.unary)} variables placed in {seconds:.3f} s")
+    assert energy(problem, found.low) == found.cost
+    assert found.low
+    assert seconds < 5  # 1 s is the aim; the rest is for a machine shared with others
+
+
+# -- these tests can fail --------------------------------------------------------------
+
+
+def test_a_forgotten_gadget_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without up-casts in the network the promised cost is too low."""
+    problem = Problem(
+        {"a": (9, 0), "b": (0, 0)},
+        {"b": "denied"},
+        groups=[CastGroup("a's", "a", ("b",), 1, 4)],
+    )
+    check_optimum(problem)
+    real = mincut._Network._cast
+
+    def half(self: mincut._Network, group: CastGroup, to: str, cost: int) -> None:
+        if to == "low":
+            real(self, group, to, cost)
+
+    monkeypatch.setattr(mincut._Network, "_cast", half)
+    with pytest.raises(AssertionError):
+        check_optimum(problem)
+
+
+def test_settling_too_eagerly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With >= for > on the low side a tie goes low, not to the fewest low variables."""
+    problem = Problem({"a": (3, 3), "b": (4, 2)})
+    check_optimum(problem)
+
+    def eager(self: mincut._Network) -> None:
+        for v in list(self.out):
+            if self.source[v] >= self.sink[v] + sum(self.out[v].values()):
+                self._contract(v, low=True)
+
+    monkeypatch.setattr(mincut._Network, "settle", eager)
+    assert solve(problem).cost == 5
+    with pytest.raises(AssertionError):
+        check_optimum(problem)
