@@ -27,6 +27,7 @@ from autoamp.analyse.streams import precious
 from autoamp.analyse.taint import POSITION, RANGE, Taints, spread_taints
 from autoamp.analyse.verdict import Mode, Verdict
 from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.graph_functions import checkpointed
 from autoamp.ops import base_name, is_pointwise, is_view
 from autoamp.rules import Category, Rule, Rules
 
@@ -139,9 +140,12 @@ def _all(mode: Mode, fact: NodeFacts) -> tuple[Mode, ...]:
 
 def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
     name = getattr(node.target, "__name__", str(node.target))
+    reason = f"{name} is not traced into: it gets the dtypes it was captured with"
+    if node.target is checkpointed:
+        reason = "a checkpointed region: rewritten inside, fp32 at its edges"
     return Verdict(
         Category.DENY,
-        f"{name} is not traced into: it gets the dtypes it was captured with",
+        reason,
         "autoamp",
         True,
         _all("same", fact),

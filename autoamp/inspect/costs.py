@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoamp.pipeline import Rewritten
-from autoamp.place.cost import UNIT_NS, Prices, price_graph
+from autoamp.place.cost import UNIT_NS
 from autoamp.place.policies import POLICIES, project
 from autoamp.rules import Category
 
@@ -70,11 +70,11 @@ class Costs:
 def costs_of(rewritten: Rewritten) -> Costs:
     """The costs of one graph under the prices it was placed by."""
     assignment = rewritten.assignment
-    reward, in_bytes = reward_of(rewritten)
+    prices = assignment.prices
 
     def placement(cost: int, low: frozenset[str]) -> Placement:
         left = allow_in_fp32(rewritten, low)
-        return Placement(cost, cost - reward * left, left)
+        return Placement(cost, cost - prices.reward * left, left)
 
     placements = {
         OURS: placement(assignment.cost, assignment.low),
@@ -88,9 +88,9 @@ def costs_of(rewritten: Rewritten) -> Costs:
         placements=placements,
         optimal_cost=assignment.optimal_cost,
         recounted=rewritten.recounted,
-        reward=reward,
-        in_bytes=in_bytes,
-        device=assignment.prices.device.name,
+        reward=prices.reward,
+        in_bytes=prices.in_bytes,
+        device=prices.device.name,
     )
 
 
@@ -99,33 +99,6 @@ def allow_in_fp32(rewritten: Rewritten, low: frozenset[str]) -> int:
     return sum(
         v.category is Category.ALLOW and name not in low
         for name, v in rewritten.classified.verdicts.items()
-    )
-
-
-def reward_of(rewritten: Rewritten) -> tuple[int, bool]:
-    """The reward in the prices, and whether they count bytes rather than time.
-
-    `Prices` keeps neither, so the graph is priced again without rewards, under each
-    objective, and compared.
-    """
-    prices = rewritten.assignment.prices
-    for objective in ("time", "memory"):
-        plain = _plain_prices(rewritten, objective)
-        if plain.up == prices.up:
-            differences = (prices.ops[n][0] - plain.ops[n][0] for n in prices.ops)
-            return max(differences, default=0), objective == "memory"
-    return 0, False
-
-
-def _plain_prices(rewritten: Rewritten, objective: str) -> Prices:
-    return price_graph(
-        rewritten.before,
-        rewritten.facts,
-        rewritten.classified.verdicts,
-        rewritten.assignment.prices.device,
-        objective=objective,
-        do_no_harm=True,
-        free_weights=True,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autoamp.inspect.costs import allow_in_fp32, reward_of
+from autoamp.inspect.costs import allow_in_fp32
 from autoamp.pipeline import Rewritten
 from autoamp.place.mincut import Problem, solve
 
@@ -48,7 +48,7 @@ def flip(rewritten: Rewritten, name: str) -> Flip:
     else:
         pins = {**problem.pinned_low, name: why}
         solution = solve(replace(problem, pinned_low=pins))
-    reward, in_bytes = reward_of(rewritten)
+    prices = assignment.prices
     extra = solution.cost - assignment.cost
     left = allow_in_fp32(rewritten, solution.low)
     more_left = left - allow_in_fp32(rewritten, assignment.low)
@@ -58,9 +58,9 @@ def flip(rewritten: Rewritten, name: str) -> Flip:
     return Flip(
         low=solution.low,
         extra_cost=extra,
-        extra_estimate=extra - reward * more_left,
+        extra_estimate=extra - prices.reward * more_left,
         extra_allow_in_fp32=more_left,
-        in_bytes=in_bytes,
+        in_bytes=prices.in_bytes,
         appear=tuple(c for c in after if c not in before),
         vanish=tuple(c for c in before if c not in after),
         along=tuple(n for n in assignment.decisions if n in changed and n != name),

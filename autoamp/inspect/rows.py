@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import fx
 
 from autoamp.analyse.facts import NodeFacts
 from autoamp.dtypes import HIGH_DTYPE, short_name
-from autoamp.inspect.costs import reward_of
 from autoamp.pipeline import Rewritten
 from autoamp.place.assign import Decision
 from autoamp.rewrite.casts import CAST_KIND
-from autoamp.rules import Category
 
 
 @dataclass(frozen=True)
@@ -45,11 +42,6 @@ class Section:
     @property
     def low(self) -> str:
         return short_name(self.rewritten.low)
-
-    @cached_property
-    def is_rewarded(self) -> bool:
-        """Whether allow ops were converted for a reward (`do_no_harm=False`)."""
-        return reward_of(self.rewritten)[0] > 0
 
 
 @dataclass(frozen=True)
@@ -128,10 +120,9 @@ def op_rows(section: Section) -> list[OpRow]:
     """One row per decision, in graph order."""
     rewritten = section.rewritten
     targets = {n.name: n.target for n in rewritten.before.graph.nodes}
-    pinned = rewritten.assignment.problem.pinned_high
     rows = []
     for name, decision in rewritten.assignment.decisions.items():
-        reason, heading = _reason(section, decision, pinned.get(name, ""))
+        reason, heading = _reason(section, decision)
         target = targets[name]
         rows.append(
             OpRow(
@@ -177,19 +168,12 @@ def cast_rows(section: Section) -> list[CastRow]:
     ]
 
 
-def _reason(section: Section, decision: Decision, pin: str) -> tuple[str, str]:
+def _reason(section: Section, decision: Decision) -> tuple[str, str]:
     """The reason of a decision, and the heading to group it under."""
-    verdict = section.rewritten.classified.verdicts[decision.name]
-    if verdict.pinned:
+    if not decision.choice:
         return decision.reason, decision.reason
-    if pin:
-        return f"{pin}: must stay fp32", f"{pin}: must stay fp32"
-    if decision.low and verdict.category is Category.ALLOW and section.is_rewarded:
-        # Not for its predicted gain: there may be none.
-        why = "do_no_harm=False converts it wherever it may be"
-        return f"{verdict.reason}; {why}", why
-    why = decision.reason.removeprefix(f"{verdict.reason}; ")
-    return decision.reason, f"free to be {section.low}, but {why}"
+    heading = f"free to be {section.low}, but {decision.choice}"
+    return f"{decision.reason}; {decision.choice}", heading
 
 
 def _with_bodies(section: Section) -> Iterator[Section]:

@@ -27,7 +27,8 @@ class Decision:
         name, op: the node and its op ("aten::linear.default").
         category: allow, deny, infer or clear.
         low: whether it computes in the low dtype.
-        reason: a sentence for a person.
+        reason: why its op is in that category, or must stay fp32: a sentence.
+        choice: why a node that was free went this way; "" for one that was not.
         origin: the rules file, user list or part of the pass behind the reason.
         module, source: where the user wrote it.
         listed: whether any rule knows the op.
@@ -38,6 +39,7 @@ class Decision:
     category: Category
     low: bool
     reason: str
+    choice: str
     origin: str
     module: str
     source: str
@@ -100,7 +102,7 @@ def assign(
     if placement != "optimal":
         low = project(problem, POLICIES[placement](facts, verdicts))
     return Assignment(
-        decisions=_decisions(facts, verdicts, low),
+        decisions=_decisions(facts, verdicts, low, problem, prices.reward > 0),
         low=low,
         cost=_legal_energy(problem, low),
         optimal_cost=best.cost,
@@ -234,7 +236,11 @@ def _legal_energy(problem: Problem, low: frozenset[str]) -> int:
 
 
 def _decisions(
-    facts: Facts, verdicts: Mapping[str, Verdict], low: frozenset[str]
+    facts: Facts,
+    verdicts: Mapping[str, Verdict],
+    low: frozenset[str],
+    problem: Problem,
+    rewarded: bool,
 ) -> dict[str, Decision]:
     decisions = {}
     for name, verdict in verdicts.items():
@@ -244,7 +250,8 @@ def _decisions(
             op=fact.op,
             category=verdict.category,
             low=name in low,
-            reason=_reason(verdict, name in low),
+            reason=_reason(verdict, problem.pinned_high.get(name)),
+            choice=_choice(verdict, name in low, name in problem.pinned_high, rewarded),
             origin=verdict.origin,
             module=fact.module,
             source=fact.source,
@@ -253,18 +260,22 @@ def _decisions(
     return decisions
 
 
-def _reason(verdict: Verdict, low: bool) -> str:
-    if verdict.pinned:
-        return verdict.reason
-    free = verdict.category is not Category.ALLOW
+def _reason(verdict: Verdict, pin: str | None) -> str:
+    if pin is not None and not verdict.pinned:
+        return pin
+    return verdict.reason
+
+
+def _choice(verdict: Verdict, low: bool, pinned: bool, rewarded: bool) -> str:
+    """What decided a free node."""
+    if pinned:
+        return ""
+    if verdict.category is not Category.ALLOW:
+        if low:
+            return "its neighbours are low"
+        return "going low would cost more casts than it saves"
     if low:
-        why = (
-            "its neighbours are low" if free else "predicted to gain more than it casts"
-        )
-    else:
-        why = (
-            "going low would cost more casts than it saves"
-            if free
-            else "predicted to gain nothing here"
-        )
-    return f"{verdict.reason}; {why}"
+        if rewarded:
+            return "do_no_harm=False converts it wherever it may be"
+        return "predicted to gain more than it casts"
+    return "predicted to gain nothing here"

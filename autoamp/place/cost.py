@@ -91,12 +91,16 @@ class Prices:
     Attributes:
         ops: node to (cost in fp32, cost in the low dtype).
         down, up: value to the cost of one cast of it.
+        reward: what is added to the fp32 cost of every allow op, 0 under do-no-harm.
+        in_bytes: whether they count bytes kept for the backward instead of time.
         device: the roofline they come from.
     """
 
     ops: Mapping[str, tuple[int, int]]
     down: Mapping[str, int]
     up: Mapping[str, int]
+    reward: int
+    in_bytes: bool
     device: Device
 
 
@@ -132,13 +136,14 @@ def price_graph(
     down = dict(casts)
     if free_weights:
         down.update(dict.fromkeys(facts.weights & casts.keys(), 0))
+    reward = 0
     if not do_no_harm:
         reward = 1 + sum(a + b for a, b in ops.values()) + 2 * sum(casts.values())
         for name, verdict in verdicts.items():
             if verdict.category is Category.ALLOW:
                 high, low = ops[name]
                 ops[name] = (high + reward, low)
-    return Prices(ops, down, casts, device)
+    return Prices(ops, down, casts, reward, objective == "memory", device)
 
 
 class _Model:

@@ -31,6 +31,13 @@ _RAN_NOTHING = (
 )
 
 
+_RECOMPILE_LIMIT = 8
+"""Dynamo's own, per code object: more graphs than this in a row may mean it was hit."""
+
+_MOST_COMPILATIONS = 8
+"""How often a conversion starts afresh after Dynamo stepped aside."""
+
+
 class _ThisThread(threading.local):
     """`off`: depth of `disabled()` regions; `inside`: of converted calls."""
 
@@ -63,14 +70,24 @@ def _traced_for_us() -> bool:
 class CompiledCall:
     """The compiled entry of one conversion, shared by its deep copies."""
 
-    def __init__(self, entry: Callable[..., Any], engine: Engine) -> None:
-        assert isinstance(entry, types.FunctionType)
+    def __init__(
+        self, make_entry: Callable[[], Callable[..., Any]], engine: Engine
+    ) -> None:
+        """Args: `make_entry` gives what to compile, with code objects of its own."""
         self.engine = engine
         self.low = engine.low
-        self._entry = entry
-        self._compiled = compat.compile_entry(entry, engine)
+        self._make_entry = make_entry
         self._seen: set[tuple[bool, bool, bool]] = set()
         self._lock = threading.RLock()
+        self._compilations = 0
+        self._compile()
+
+    def _compile(self) -> None:
+        self._entry = self._make_entry()
+        assert isinstance(self._entry, types.FunctionType)
+        self._compiled = compat.compile_entry(self._entry, self.engine)
+        self._compilations += 1
+        self._graphs_before = len(self.engine.graphs)
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -124,6 +141,13 @@ class CompiledCall:
     def _ran_nothing(self) -> None:
         """A converted call went past every rewritten graph: never silently."""
         engine = self.engine
+        # Dynamo never looks again at code it once stepped aside from: one call under a
+        # FlopCounterMode would turn the model off for good.  Not so at the recompile
+        # limit, where new code would only start the same over.
+        many = len(engine.graphs) - self._graphs_before >= _RECOMPILE_LIMIT
+        if self._compilations < _MOST_COMPILATIONS and not many:
+            self._compile()
+            self._seen.clear()
         if engine.options.strict:
             raise CaptureError(f"{engine.label}: {_RAN_NOTHING}")
         if not any(s.why == _RAN_NOTHING for s in engine.skipped):

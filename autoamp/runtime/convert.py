@@ -141,9 +141,8 @@ def convert_model(
     if not isinstance(state, Conversion):
         state = _install(model)
     before = state.call
-    state.call = CompiledCall(
-        _plain_entry(type(model), state.previous), Engine(options, low, label)
-    )
+    make_entry = functools.partial(_plain_entry, type(model), state.previous is None)
+    state.call = CompiledCall(make_entry, Engine(options, low, label))
     if example_inputs is not None:
         try:
             capture_now(model, example_inputs)
@@ -205,7 +204,7 @@ def _make_forward(
     owner: type[nn.Module], existing: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """The instance's new `forward`; a plain function that takes the instance."""
-    entry = _plain_entry(owner, existing)
+    entry = _plain_entry(owner, existing is None)
 
     # `wraps` keeps the signature (Trainer and generate read it) and the name "forward",
     # by which bound methods are copied and pickled.
@@ -238,11 +237,9 @@ def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
     )
 
 
-def _plain_entry(
-    owner: type[nn.Module], existing: Callable[..., Any] | None
-) -> Callable[..., Any]:
+def _plain_entry(owner: type[nn.Module], of_class: bool) -> Callable[..., Any]:
     """What the model ran before, as a function of the instance: what is compiled."""
-    if existing is None:
+    if of_class:
         inner = _with_own_code(owner.forward)
 
         def entry(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
