@@ -1,0 +1,348 @@
+"""What cannot be converted is said clearly, and the model stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.runtime import engine
+
+WIDTH = 8
+BF16 = {"precision": "bf16", "do_no_harm": False}
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What autoamp warned of."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("autoamp") and record.levelno >= logging.WARNING
+    ]
+
+
+# -- not a model -------------------------------------------------------------------
+
+THINGS: dict[str, Any] = {
+    "resnet50": "str",
+    "function": torch.relu,
+    "dict": {"graph": None},
+    "class": nn.Linear,
+    "tensor": torch.zeros(2),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("name", THINGS)
+def test_not_a_module(name: str) -> None:
+    with pytest.raises(
+        autoamp.UnsupportedModelError, match=r"takes a torch\.nn\.Module, not"
+    ):
+        autoamp.convert(THINGS[name], **BF16)
+    assert not autoamp.is_converted(THINGS[name])
+    with pytest.raises(autoamp.UnsupportedModelError, match="not converted"):
+        autoamp.report(THINGS[name])
+    with pytest.raises(autoamp.UnsupportedModelError, match=r"revert\(\) takes"):
+        autoamp.revert(THINGS[name])
+
+
+def on_meta() -> nn.Module:
+    return nn.Linear(2, 2, device="meta")
+
+
+def partly_on_meta() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+
+
+def scripted() -> nn.Module:
+    module: nn.Module = torch.jit.script(nn.Linear(2, 2))
+    return module
+
+
+def compiled() -> nn.Module:
+    module: nn.Module = torch.compile(nn.Linear(2, 2), backend="eager")
+    return module
+
+
+def container() -> nn.Module:
+    return nn.ModuleList([nn.Linear(2, 2)])
+
+
+UNSUPPORTED: dict[Callable[[], nn.Module], str] = {
+    on_meta: r"weight of Linear is on the meta device.*load the weights first",
+    partly_on_meta: r"1\.weight of Sequential is on the meta device",
+    scripted: r"TorchScript module; convert the model it was made from",
+    compiled: r"already compiled; convert the model inside it",
+    container: r"ModuleList has no forward; convert the module that calls",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("make", UNSUPPORTED, ids=lambda m: m.__name__)
+def test_modules_that_cannot_be_captured(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    contents = dict(model.__dict__)
+    with pytest.raises(autoamp.UnsupportedModelError, match=UNSUPPORTED[make]):
+        autoamp.convert(model, **BF16)
+    assert model.__dict__ == contents
+    assert not autoamp.is_converted(model)
+
+
+# -- models left as they are -------------------------------------------------------
+
+
+class Quantised(nn.Linear):
+    """Stands for the modules of `torch.ao.nn.quantized`, which need an engine."""
+
+
+Quantised.__module__ = "torch.ao.nn.quantized.modules.linear"
+
+
+class Complex(nn.Module):
+    """Complex parameters only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).abs()
+
+
+LEFT_ALONE: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "bf16": (lambda: mlp().bfloat16(), BF16, "its parameters are bf16 already"),
+    "fp16": (lambda: mlp().half(), BF16, "its parameters are fp16 already"),
+    "float64": (lambda: mlp().double(), BF16, "float64; only fp32 is ever lowered"),
+    "complex": (Complex, BF16, "its parameters are complex; only fp32"),
+    "quantised": (
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Quantised(WIDTH, 4)),
+        BF16,
+        r"1 is quantised \(Quantised\)",
+    ),
+}
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    dtype = next(model.parameters()).dtype
+    return torch.float32 if dtype.is_complex else dtype
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_left_as_it_is_with_the_reason_in_the_report(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, options, reason = LEFT_ALONE[name]
+    model = make()
+    x = torch.randn(3, WIDTH, dtype=dtype_of(model))
+    contents, exact = dict(model.__dict__), model(x)
+    assert autoamp.convert(model, **options) is model
+    assert model.__dict__ == contents
+    assert torch.equal(model(x), exact)
+    assert not autoamp.is_converted(model)
+    report = autoamp.report(model)
+    ((what, why),) = [(s[0], s[1]) for s in report.skipped]
+    assert what == type(model).__name__
+    assert re.search(reason, why)
+    assert report.runs == 0
+    (warning,) = told(caplog)
+    assert why in warning
+    copy.deepcopy(model)
+    autoamp.revert(model)
+    with pytest.raises(autoamp.UnsupportedModelError):
+        autoamp.report(model)
+
+
+def test_precision_that_cannot_pay_here_is_declined(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
+    model, x = mlp(), torch.randn(3, WIDTH)
+    contents, exact = dict(model.__dict__), model(x)
+    autoamp.convert(model, precision="fp16")
+    assert model.__dict__ == contents
+    assert torch.equal(model(x), exact)
+    ((_, why),) = [(s[0], s[1]) for s in autoamp.report(model).skipped]
+    assert "fp16 cannot pay here" in why
+    assert "do_no_harm=False" in why
+    assert why in told(caplog)[0]
+
+
+def test_declined_reconversion_leaves_an_fp32_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
+    model = mlp()
+    contents = dict(model.__dict__)
+    autoamp.convert(model, **BF16)
+    autoamp.convert(model, precision="fp16")
+    assert model.__dict__ == contents
+    assert not autoamp.is_converted(model)
+    autoamp.convert(model, **BF16)
+    assert autoamp.report(model).skipped == []
+
+
+class Integers(nn.Module):
+    """Arithmetic, none of it floating-point."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 + 1
+
+
+def test_module_without_float_ops() -> None:
+    model = autoamp.convert(Integers(), strict=True, **BF16)
+    x = torch.arange(4)
+    assert torch.equal(model(x), x * 2 + 1)
+    ((what, why),) = [(s[0], s[1]) for s in autoamp.report(model).skipped]
+    assert (what, why) == ("graph 0", "it has no float op")
+
+
+def test_module_that_computes_nothing() -> None:
+    model = autoamp.convert(nn.Identity(), **BF16)
+    x = torch.randn(3)
+    assert torch.equal(model(x), x)
+    assert "the model computes nothing" in str(autoamp.report(model).skipped)
+
+
+# -- options -----------------------------------------------------------------------
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "precision": ({"precision": "fp8"}, "precision='fp8' is not.*'fp16', 'bf16'"),
+    "precision dtype": ({"precision": torch.float64}, "precision=torch.float64"),
+    "placement": ({"placement": "best"}, "placement='best' is unknown.*'optimal'"),
+    "objective": ({"objective": "speed"}, "objective='speed' is unknown.*'memory'"),
+    "backend": ({"backend": "tvm"}, "backend='tvm' is unknown.*'inductor'"),
+    "loss scale": ({"loss_scale": 1024.0}, "loss_scale=1024.0: loss scaling is not"),
+    "do no harm": ({"do_no_harm": "no"}, "do_no_harm='no' is not True or False"),
+    "strict": ({"strict": 1}, "strict=1 is not True or False"),
+    "lists": ({"allow": 3}, "allow=3 is not a list of names"),
+    "list of": ({"keep": [nn.Linear]}, "keep holds .* not a name"),
+    "op": (
+        {"deny": ["matmull"]},
+        "deny=matmull: torch has no op.*did you mean.*matmul",
+    ),
+    "two lists": (
+        {"allow": ["exp"], "deny": ["exp"]},
+        "exp is in two lists, allow= and deny=; take it out of one",
+    ),
+    "missing": ({"rules": "/nowhere/my.toml"}, "/nowhere/my.toml: cannot be read"),
+    "no such set": ({"rules": "fp61"}, "fp61: neither a file nor a built-in set"),
+    "optimizer": ({"optimizer": "adam"}, "optimizer=str is not a torch.optim"),
+    "optimizers": ({"optimizer": [1]}, "optimizer=int is not a torch.optim"),
+    "examples": ({"example_inputs": torch.ones(2)}, "example_inputs must be a tuple"),
+}
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_bad_options(name: str, converted: bool) -> None:
+    options, message = OPTIONS[name]
+    model, x = mlp(), torch.randn(3, WIDTH)
+    if converted:
+        autoamp.convert(model, **BF16)
+    contents, before = dict(model.__dict__), model(x)
+    with pytest.raises(autoamp.AutoampError, match=message):
+        autoamp.convert(model, **{**BF16, **options})
+    assert model.__dict__ == contents
+    assert torch.equal(model(x), before)
+    assert autoamp.is_converted(model) is converted
+
+
+def test_option_that_does_not_exist() -> None:
+    model = mlp()
+    contents = dict(model.__dict__)
+    with pytest.raises(TypeError, match="precison"):
+        autoamp.convert(model, precison="bf16")
+    assert model.__dict__ == contents
+
+
+FILES = {
+    "corrupt": ("[allow\n", "not a TOML file"),
+    "binary": ("\x00\x01", "not a TOML file"),
+    "table": ("[permit]\nexp = 'x'\n", "permit: no such table; use .*allow"),
+    "key": ("[deny]\nexp = {reason = 'x', becuase = 'y'}\n", "becuase: unknown; use"),
+    "op": ("[deny]\nexpp = 'x'\n", "torch has no op .*expp; did you mean"),
+    "twice": ("[allow]\nexp = 'x'\n[deny]\nexp = 'y'\n", "exp: named twice"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bad_rules_files(name: str, tmp_path: Path) -> None:
+    text, message = FILES[name]
+    path = tmp_path / "my.toml"
+    path.write_text(text)
+    model = mlp()
+    contents = dict(model.__dict__)
+    with pytest.raises(autoamp.RulesError, match=rf"my\.toml.*{message}"):
+        autoamp.convert(model, rules=str(path), **BF16)
+    assert model.__dict__ == contents
+
+
+# -- the pass itself fails ---------------------------------------------------------
+
+
+@pytest.fixture
+def failing_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ArithmeticError("the bridge is out")
+
+    monkeypatch.setattr(engine, "rewrite_graph", fail)
+
+
+@pytest.mark.usefixtures("failing_pass")
+def test_model_runs_on_in_fp32_where_the_pass_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, x = mlp(), torch.randn(3, WIDTH)
+    exact = model(x)
+    autoamp.convert(model, **BF16)
+    for _ in range(3):
+        assert torch.equal(model(x), exact)
+    (warning,) = told(caplog)
+    assert "runs in fp32" in warning
+    report = autoamp.report(model)
+    ((what, why),) = [(s[0], s[1]) for s in report.skipped]
+    assert (what, why) == ("graph 0", "ArithmeticError: the bridge is out")
+    assert report.runs == 0
+
+
+@pytest.mark.usefixtures("failing_pass")
+def test_strict_raises_where_the_pass_fails() -> None:
+    model, x = mlp(), torch.randn(3, WIDTH)
+    autoamp.convert(model, strict=True, **BF16)
+    for _ in range(2):
+        with pytest.raises(autoamp.AutoampError, match="the bridge is out") as caught:
+            model(x)
+        assert isinstance(caught.value.__cause__, ArithmeticError)
+    assert "Sequential" in str(caught.value)
+    autoamp.revert(model)
+    model(x)
+
+
+@pytest.mark.usefixtures("failing_pass")
+def test_strict_example_inputs_leave_the_model_as_it_was() -> None:
+    model, x = mlp(), torch.randn(3, WIDTH)
+    contents = dict(model.__dict__)
+    with pytest.raises(autoamp.AutoampError, match="the bridge is out"):
+        autoamp.convert(model, strict=True, example_inputs=(x,), **BF16)
+    assert model.__dict__ == contents
+
+
+def test_errors_of_the_model_are_its_own() -> None:
+    model = autoamp.convert(mlp(), **BF16)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(3, WIDTH + 1))
+    assert not isinstance(caught.value, autoamp.AutoampError)
+    model(torch.randn(3, WIDTH))
+    assert autoamp.report(model).runs == 1

@@ -1,0 +1,731 @@
+"""`convert` changes the call path of a model, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import logging
+import pickle
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoamp
+from tests.metrics import relative_error
+
+# What Dynamo itself warns of where a value crosses a graph break.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)
+
+WIDTH = 8
+CLOSE = 0.02  # bf16 rounding of a few layers
+BF16 = {"precision": "bf16", "do_no_harm": False}
+
+
+def convert(model: nn.Module, **options: Any) -> Any:
+    return autoamp.convert(model, **{**BF16, "strict": True, **options})
+
+
+def runs(model: nn.Module) -> int:
+    return int(autoamp.report(model).runs)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+class Block(nn.Module):
+    """Two layers, batch norm and dropout, with a signature worth keeping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.second(torch.relu(self.norm(self.first(x)))) * scale
+
+
+class Broken(nn.Module):
+    """A graph break between its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 16)
+        self.second = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x).relu()
+
+
+class Outer(nn.Module):
+    """A module whose sub-module may be converted."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(5, WIDTH)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What autoamp warned of; at debug level torch logs too."""
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("autoamp") and record.levelno >= logging.WARNING
+    ]
+
+
+def is_rounded(y: Tensor, exact: Tensor) -> bool:
+    """Close to the fp32 result and not equal to it: it went through bf16."""
+    assert y.dtype is exact.dtype
+    return 0 < relative_error([y], [exact]) < CLOSE
+
+
+# -- nothing but the call path changes ---------------------------------------------
+
+
+def test_same_object_class_parameters_and_state(x: Tensor) -> None:
+    model = Block()
+    before = dict(model.named_parameters())
+    keys = list(model.state_dict())
+    children = list(model.named_modules())
+    exact = copy.deepcopy(model)(x)
+    assert convert(model) is model
+    assert is_rounded(model(x), exact)
+    assert type(model) is Block
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[k] is before[k] for k in after)
+    assert all(p.dtype is torch.float32 for p in after.values())
+    assert list(model.state_dict()) == keys
+    assert list(model.named_modules()) == children
+    assert autoamp.is_converted(model)
+
+
+def test_signature_is_kept() -> None:
+    model = Block()
+    before = inspect.signature(model.forward)
+    convert(model)
+    assert inspect.signature(model.forward) == before
+    assert model.forward.__name__ == "forward"
+
+
+def test_revert_restores_bit_for_bit(x: Tensor) -> None:
+    model = Block().eval()
+    contents, exact = dict(model.__dict__), model(x)
+    convert(model)
+    assert not torch.equal(model(x), exact)
+    assert autoamp.revert(model) is model
+    assert model.__dict__ == contents
+    assert torch.equal(model(x), exact)
+    assert not autoamp.is_converted(model)
+
+
+def test_revert_of_a_plain_model_does_nothing() -> None:
+    model = mlp()
+    contents = dict(model.__dict__)
+    assert autoamp.revert(model) is model
+    assert model.__dict__ == contents
+
+
+def test_report_of_an_unconverted_model_raises() -> None:
+    with pytest.raises(autoamp.UnsupportedModelError, match="Sequential is not conv"):
+        autoamp.report(mlp())
+    model = convert(mlp())
+    autoamp.report(model)
+    autoamp.revert(model)
+    with pytest.raises(autoamp.UnsupportedModelError, match=r"autoamp\.convert"):
+        autoamp.report(model)
+
+
+def test_forward_hooks_fire_once_per_call(x: Tensor) -> None:
+    model, fired = Block(), []
+    for name, module in (("root", model), ("layer", model.first)):
+        module.register_forward_pre_hook(lambda m, a, n=name: fired.append(f"{n} pre"))
+        module.register_forward_hook(lambda m, a, r, n=name: fired.append(f"{n} post"))
+    model(x)
+    expected = list(fired)
+    convert(model)
+    for _ in range(2):
+        fired.clear()
+        model(x)
+        assert fired == expected
+    assert runs(model) >= 2
+
+
+def test_backward_hooks_fire_with_fp32_gradients(x: Tensor) -> None:
+    model, seen = Block(), []
+
+    def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def record(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            seen.append((name, *(g.dtype for g in outputs)))
+
+        return record
+
+    model.register_full_backward_hook(hook("root"))
+    model.second.register_full_backward_hook(hook("layer"))
+    model.first.weight.register_hook(lambda g: seen.append(("weight", g.dtype)))
+    model(x.requires_grad_()).sum().backward()
+    expected = list(seen)
+    convert(model)
+    for _ in range(2):
+        seen.clear()
+        model(x).sum().backward()
+        assert seen == expected
+    assert {entry[1] for entry in seen} == {torch.float32}
+    assert len(seen) == 3
+
+
+def test_train_and_eval(x: Tensor) -> None:
+    model = convert(Block())
+    model(x)
+    mean = model.norm.running_mean.clone()
+    assert not torch.equal(mean, torch.zeros_like(mean))
+    model.eval()
+    with torch.no_grad():
+        y = model(x)
+    assert torch.equal(model.norm.running_mean, mean)
+    with autoamp.disabled():
+        assert is_rounded(y, model(x))
+
+
+def test_double_after_convert_is_exact(x: Tensor) -> None:
+    model = convert(mlp())
+    model(x)
+    model.double()
+    exact = copy.deepcopy(model)
+    autoamp.revert(exact)
+    assert torch.equal(model(x.double()), exact(x.double()))
+    assert runs(model) == 2
+
+
+# -- copies and pickles ------------------------------------------------------------
+
+
+def scaled(model: nn.Module, x: Tensor) -> Tensor:
+    """A `forward` of somebody else's, ten times the model's own."""
+    return 10 * type(model).forward(model, x)
+
+
+def with_partial(model: nn.Module) -> None:
+    model.forward = functools.partial(scaled, model)
+
+
+def with_method(model: nn.Module) -> None:
+    model.forward = types.MethodType(scaled, model)
+
+
+def with_closure(model: nn.Module) -> None:
+    old = model.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return 10 * old(x)
+
+    model.forward = forward
+
+
+FORWARDS = [with_partial, with_method, with_closure]
+
+
+@pytest.mark.parametrize("put", FORWARDS, ids=lambda f: f.__name__)
+def test_a_forward_of_the_instance_is_called_and_put_back(
+    put: Callable[[nn.Module], None], x: Tensor
+) -> None:
+    model = mlp()
+    plain = model(x)
+    put(model)
+    contents, signature = dict(model.__dict__), inspect.signature(model.forward)
+    convert(model)
+    assert inspect.signature(model.forward) == signature
+    assert is_rounded(model(x), 10 * plain)
+    assert runs(model) == 1
+    autoamp.revert(model)
+    assert model.__dict__ == contents
+    assert torch.equal(model(x), 10 * plain)
+
+
+def zero(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+
+
+@pytest.mark.parametrize("put", [None, with_partial, with_method])
+def test_deep_copies_run_their_own_weights(
+    put: Callable[[nn.Module], None] | None, x: Tensor
+) -> None:
+    model = mlp()
+    if put:
+        put(model)
+    convert(model)
+    y = model(x)
+    twin = copy.deepcopy(model)
+    assert autoamp.is_converted(twin)
+    assert torch.equal(twin(x), y)
+    zero(twin)
+    assert torch.count_nonzero(twin(x)) == 0
+    assert torch.equal(model(x), y)
+    assert len(autoamp.report(model).graphs) == 1, "the copy runs the same graph"
+    autoamp.revert(twin)
+    assert autoamp.is_converted(model)
+    assert torch.equal(model(x), y)
+
+
+def through_pickle(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("through", [through_pickle, through_torch_save])
+@pytest.mark.parametrize("put", [None, with_partial])
+def test_pickles_load_unconverted_and_say_so(
+    put: Callable[[nn.Module], None] | None,
+    through: Callable[[nn.Module], Any],
+    x: Tensor,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Block().eval()
+    if put:
+        put(model)
+    exact, names = model(x), set(model.__dict__)
+    convert(model)
+    model(x)
+    loaded = through(model)
+    (warning,) = told(caplog)
+    assert "autoamp.convert(model) again" in warning
+    assert not autoamp.is_converted(loaded)
+    assert set(loaded.__dict__) == names
+    assert torch.equal(loaded(x), exact)
+    assert autoamp.is_converted(model)
+    assert is_rounded(convert(loaded)(x), exact)
+
+
+def test_data_parallel_replicas_run_their_own_weights(x: Tensor) -> None:
+    model = convert(Block().eval())
+    y = model(x)
+    replica = model._replicate_for_data_parallel()
+    for name, child in model.named_children():
+        twin = replica._modules[name] = child._replicate_for_data_parallel()
+        for key, p in child._parameters.items():
+            setattr(twin, key, torch.zeros_like(p))
+    assert torch.count_nonzero(replica(x)) == 0
+    assert runs(model) == 2
+    assert torch.equal(model(x), y)
+
+
+def test_functional_call_uses_the_given_weights(x: Tensor) -> None:
+    model = convert(mlp())
+    y = model(x)
+    given = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
+    assert torch.count_nonzero(torch.func.functional_call(model, given, (x,))) == 0
+    assert runs(model) == 2
+    assert torch.equal(model(x), y)
+
+
+# -- converting again, and parts of a model ----------------------------------------
+
+
+def test_second_convert_changes_options_without_wrapping_twice(x: Tensor) -> None:
+    model = mlp()
+    contents, exact = dict(model.__dict__), model(x)
+    convert(model)
+    assert is_rounded(model(x), exact)
+    convert(model, deny=["linear", "gelu"])
+    assert torch.equal(model(x), exact)
+    convert(model, precision="fp16")
+    assert is_rounded(model(x), exact)
+    assert runs(model) == 1
+    autoamp.revert(model)
+    assert model.__dict__ == contents
+
+
+def test_wrapper_put_over_a_converted_model_survives(x: Tensor) -> None:
+    # As accelerate does where it prepares a model that is converted already.
+    model = mlp()
+    exact = model(x)
+    convert(model)
+    with_closure(model)
+    wrapper = model.__dict__["forward"]
+    assert is_rounded(model(x), 10 * exact)
+    convert(model, deny=["linear", "gelu"])
+    assert torch.equal(model(x), 10 * exact)
+    convert(model)
+    assert is_rounded(model(x), 10 * exact)
+    autoamp.revert(model)
+    assert not autoamp.is_converted(model)
+    assert model.__dict__["forward"] is wrapper
+    assert torch.equal(model(x), 10 * exact)
+    assert is_rounded(convert(model)(x), 10 * exact)
+
+
+def test_submodule_then_its_parent(x: Tensor) -> None:
+    model = Outer(mlp())
+    exact = model(x)
+    convert(model.inner)
+    assert is_rounded(model(x), exact)
+    assert runs(model.inner) == 1
+    convert(model)
+    assert is_rounded(model(x), exact)
+    assert runs(model) == 1
+    assert runs(model.inner) == 1, "the parent's graph holds everything"
+    code = autoamp.report(model).graphs[0].code
+    assert "autocast" not in code
+    autoamp.revert(model)
+    assert is_rounded(model(x), exact)
+    assert runs(model.inner) == 2
+
+
+def test_twenty_models_of_one_class() -> None:
+    for cls in (Block, Broken):
+        x = torch.randn(5, WIDTH)
+        models = [convert(cls()) for _ in range(20)]
+        for model in models:
+            y = model(x)
+            assert runs(model) == len(autoamp.report(model).graphs) > 0
+            with autoamp.disabled():
+                assert is_rounded(y, model(x))
+            assert autoamp.report(model).skipped == []
+        torch._dynamo.reset()
+
+
+@pytest.mark.xfail(
+    reason="compat.compile_entry does not see that torch takes isolate_recompiles"
+)
+def test_twenty_models_of_a_class_whose_submodule_breaks(x: Tensor) -> None:
+    models = [convert(Outer(Broken()), strict=False) for _ in range(20)]
+    for model in models:
+        model(x)
+    assert {runs(model) for model in models} == {3}
+
+
+# -- threads -----------------------------------------------------------------------
+
+
+def test_eight_threads_at_the_first_call_make_one_capture(x: Tensor) -> None:
+    model = convert(mlp())
+    start, results = threading.Barrier(8), []
+
+    def work() -> None:
+        start.wait()
+        results.extend(model(x) for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 40
+    assert len(autoamp.report(model).graphs) == 1
+    with autoamp.disabled():
+        exact = model(x)
+    assert all(is_rounded(y, exact) for y in results)
+
+
+def test_disabled_is_nested_and_of_this_thread(x: Tensor) -> None:
+    model, elsewhere = convert(mlp()), []
+    low = model(x)
+    with autoamp.disabled():
+        exact = model(x)
+        with autoamp.disabled():
+            assert torch.equal(model(x), exact)
+        assert torch.equal(model(x), exact)
+        thread = threading.Thread(target=lambda: elsewhere.append(model(x)))
+        thread.start()
+        thread.join()
+    assert torch.equal(elsewhere[0], low)
+    assert torch.equal(model(x), low)
+    assert is_rounded(low, exact)
+    assert autoamp.is_converted(model)
+
+
+# -- a call that ran no rewritten graph (law 11) -----------------------------------
+
+
+class Quiet(TorchDispatchMode):
+    """Changes nothing; its presence makes Dynamo step aside."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def under_vmap(model: nn.Module, x: Tensor) -> Any:
+    return torch.vmap(model)(x)
+
+
+def under_func_grad(model: nn.Module, x: Tensor) -> Any:
+    return torch.func.grad(lambda v: model(v).sum())(x)
+
+
+def under_a_dispatch_mode(model: nn.Module, x: Tensor) -> Any:
+    with Quiet():
+        return model(x)
+
+
+def under_jit_trace(model: nn.Module, x: Tensor) -> Any:
+    return torch.jit.trace(model, (x,), check_trace=False)(x)
+
+
+STEPPED_ASIDE = [under_vmap, under_func_grad, under_a_dispatch_mode, under_jit_trace]
+jit_is_old = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+@jit_is_old
+@pytest.mark.parametrize("call", STEPPED_ASIDE, ids=lambda c: c.__name__)
+def test_a_call_past_the_graphs_is_told_once(
+    call: Callable[[nn.Module, Tensor], Any],
+    x: Tensor,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = mlp()
+    exact = call(model, x)
+    convert(model, strict=False)
+    model(x)
+    assert told(caplog) == []
+    assert torch.equal(call(model, x), exact)
+    call(model, x)
+    (warning,) = told(caplog)
+    assert "ran no rewritten graph" in warning
+    ((what, why),) = [(s[0], s[1]) for s in autoamp.report(model).skipped]
+    assert what == "Sequential"
+    assert "Dynamo stepped aside" in why
+    assert runs(model) == 1
+
+
+@jit_is_old
+@pytest.mark.parametrize("call", STEPPED_ASIDE, ids=lambda c: c.__name__)
+def test_a_call_past_the_graphs_raises_under_strict(
+    call: Callable[[nn.Module, Tensor], Any], x: Tensor
+) -> None:
+    model = convert(mlp())
+    with pytest.raises(autoamp.CaptureError, match="ran no rewritten graph"):
+        call(model, x)
+    model(x)
+
+
+def many_shapes(model: nn.Module) -> None:
+    with torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False, assume_static_by_default=True
+    ):
+        for rows in range(2, 2 + torch._dynamo.config.recompile_limit + 2):
+            model(torch.randn(rows, WIDTH))
+
+
+def test_the_recompile_limit_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = convert(mlp(), strict=False)
+    many_shapes(model)
+    limit = torch._dynamo.config.recompile_limit
+    assert runs(model) == limit
+    assert len(told(caplog)) == 1
+    assert "the recompile limit" in str(autoamp.report(model).skipped)
+
+
+def test_the_recompile_limit_raises_under_strict() -> None:
+    with pytest.raises(autoamp.CaptureError, match="the recompile limit"):
+        many_shapes(convert(mlp()))
+
+
+def test_many_shapes_with_dynamic_shapes_do_not_reach_the_limit() -> None:
+    model = convert(mlp())
+    for rows in range(2, 20):
+        model(torch.randn(rows, WIDTH))
+    assert runs(model) == 18
+    assert len(autoamp.report(model).graphs) == 2
+
+
+# -- inside and around other people's regions --------------------------------------
+
+
+def test_torch_compile_of_a_converted_model(x: Tensor) -> None:
+    model = mlp()
+    exact = model(x)
+    convert(model)
+    assert is_rounded(torch.compile(model, backend="aot_eager")(x), exact)
+    assert is_rounded(model(x), exact)
+    assert runs(model) == 1
+
+
+def test_converted_module_inside_a_module_the_user_compiles(x: Tensor) -> None:
+    model = Outer(mlp())
+    exact = model(x)
+    exact.sum().backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    convert(model.inner)
+    y = torch.compile(model, backend="aot_eager")(x)
+    assert is_rounded(y, exact)
+    y.sum().backward()
+    assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+    assert relative_error([p.grad for p in model.parameters()], wanted) < CLOSE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ambient_autocast(dtype: torch.dtype, x: Tensor) -> None:
+    model, layer = mlp(), nn.Linear(WIDTH, WIDTH)
+    exact, after = model(x), model(layer(x))
+    convert(model)
+    alone = model(x)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(model(x), alone)
+        h = layer(x)
+        assert h.dtype is dtype
+        y = model(h)
+        assert is_rounded(y, after)
+        assert torch.is_autocast_enabled("cpu")
+    y.sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype is torch.float32
+    assert is_rounded(alone, exact)
+    assert runs(model) == 3
+
+
+# -- capture at once ---------------------------------------------------------------
+
+
+def test_example_inputs_capture_at_once_and_leave_no_trace(x: Tensor) -> None:
+    model = Block()
+    model.dropout = nn.Dropout(0.5)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    buffers = dict(model.named_buffers())
+    random = torch.get_rng_state()
+    convert(model, example_inputs=(x,))
+    assert len(autoamp.report(model).graphs) == 1
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(b is buffers[n] for n, b in model.named_buffers())
+    assert all(p.grad is None for p in model.parameters())
+    model(x)
+    assert len(autoamp.report(model).graphs) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_example_inputs_for_serving(
+    mode: Callable[[], AbstractContextManager[Any]], x: Tensor
+) -> None:
+    with mode():
+        model = convert(Block().eval(), example_inputs=(x,))
+        model(x)
+    assert len(autoamp.report(model).graphs) == 1
+
+
+class Fails(nn.Module):
+    """Writes its buffer, then raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.layer(x)
+        if x.shape[0] == 5:
+            raise KeyError("no five rows")
+        return y
+
+
+def test_failing_example_inputs_leave_the_model_as_it_was(x: Tensor) -> None:
+    model = Fails()
+    contents = dict(model.__dict__)
+    with pytest.raises(KeyError, match="no five rows"):
+        convert(model, example_inputs=(x,))
+    assert model.__dict__ == contents
+    assert model.calls == 0
+    convert(model, strict=False)
+    model(x[:2])
+    with pytest.raises(KeyError, match="no five rows"):
+        convert(model, strict=False, deny=["linear"], example_inputs=(x,))
+    assert autoamp.is_converted(model), "as it was: converted, with the old options"
+    assert runs(model) == 1
+
+
+# -- back ends ---------------------------------------------------------------------
+
+
+def test_callable_backend_gets_the_rewritten_graph(x: Tensor) -> None:
+    given = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        given.append((gm, [i.dtype for i in inputs]))
+        return gm.forward
+
+    model = mlp()
+    exact = model(x)
+    convert(model, backend=backend)
+    assert is_rounded(model(x), exact)
+    ((gm, dtypes),) = given
+    assert torch.bfloat16 in dtypes
+    assert "_to_copy" in gm.code
+
+
+class Checkpointed(nn.Module):
+    """Convolution and batch norm, then a checkpointed MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.mlp = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.conv(x))).flatten(2)
+        y: Tensor = torch.utils.checkpoint.checkpoint(self.mlp, x, use_reentrant=False)
+        return y
+
+
+@pytest.fixture
+def quiet_inductor() -> Iterator[None]:
+    with torch._inductor.config.patch(fallback_random=True):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet_inductor")
+def test_inductor_trains_like_eager() -> None:
+    x = torch.randn(2, 3, 4, 4)
+    model = Checkpointed()
+    exact = copy.deepcopy(model)
+    convert(model, backend="inductor")
+    y, want = model(x), exact(x)
+    assert is_rounded(y, want)
+    y.square().sum().backward()
+    want.square().sum().backward()
+    found = [p.grad for p in model.parameters()]
+    assert all(g.dtype is torch.float32 for g in found)
+    # Batch norm cancels the gradient of the convolution's bias.
+    names = [n for n, _ in model.named_parameters()]
+    keep = [i for i, n in enumerate(names) if n != "conv.bias"]
+    expected = [p.grad for p in exact.parameters()]
+    assert relative_error([found[i] for i in keep], [expected[i] for i in keep]) < 0.05
+    mean = model.norm.running_mean
+    torch.testing.assert_close(mean, exact.norm.running_mean, atol=1e-2, rtol=1e-2)
+    assert runs(model) == 1
