@@ -17,6 +17,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -133,9 +134,10 @@ class _Spread:
     def _ends_danger(self, node: fx.Node, rule: Rule | None) -> bool:
         if rule is None:
             return False
-        if rule.restores and all(
-            argument(node, name) is not None for name in rule.restores_given
-        ):
+        given = [argument(node, n, _default(node, n)) for n in rule.restores_given]
+        if given and all(isinstance(n, int | float) for n in given):
+            return max(map(abs, given)) <= self.limit
+        if rule.restores and not given:
             return True
         return self._category(node) is Category.ALLOW
 
@@ -146,6 +148,13 @@ class _Spread:
         if _largest_scalar(node) > self.limit * 0.99:
             return True
         return any(name in self.extreme for name in inputs)
+
+
+def _default(node: fx.Node, name: str) -> Any:
+    """What the schema of a torch op gives argument `name` where a call does not."""
+    assert isinstance(node.target, compat.OpOverload)
+    defaults = {a.name: a.default_value for a in node.target._schema.arguments}
+    return defaults.get(name)
 
 
 def _casts_integers(node: fx.Node) -> bool:
