@@ -1,0 +1,248 @@
+"""Where casts go: one per value and region; weights, streams, returned values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from autoamp.dtypes import parse_low_dtype
+from autoamp.graph_functions import low_weight
+from autoamp.options import Options
+from autoamp.pipeline import Rewritten, rewrite_graph
+from tests.strategies import Program, capture, choices, inputs, programs
+
+WIDTH = 8
+
+
+class Of(nn.Module):
+    """A model of one function, a linear layer, a norm and an embedding table."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.table = nn.Embedding(10, WIDTH)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def rewritten(
+    function: Callable[..., Any],
+    *given: Any,
+    model: nn.Module | None = None,
+    free_weights: bool = False,
+    **o: Any,
+) -> Rewritten:
+    given = given or (torch.randn(4, WIDTH, requires_grad=True),)
+    gm = capture(model or Of(function), len(given))
+    options = Options(**{"precision": "bf16", "do_no_harm": False, **o})
+    low = parse_low_dtype(options.precision)
+    return rewrite_graph(gm, given, options, low, free_weights=free_weights)
+
+
+def node(found: Rewritten, name: str) -> fx.Node:
+    return next(n for n in found.gm.graph.nodes if n.name == name)
+
+
+def dtype(found: Rewritten, name: str) -> torch.dtype:
+    return node(found, name).meta["val"].dtype
+
+
+def kinds(found: Rewritten) -> Counter[str]:
+    return Counter(c.kind for c in found.casts)
+
+
+def test_one_cast_serves_every_reader() -> None:
+    found = rewritten(lambda m, x: (m.fc(x), m.other(x), x @ x.t(), x.exp()))
+    downs = [c for c in found.casts if c.kind == "down"]
+    assert [(c.name, c.value) for c in downs] == [("x0_bf16", "x0")]
+    assert len(node(found, "x0_bf16").users) >= 3
+
+
+def test_casts_are_named_after_what_they_cast() -> None:
+    found = rewritten(lambda m, x: m.fc(x).exp())
+    assert [c.name for c in found.casts][:3] == [
+        "x0_bf16",
+        "model_fc_weight_bf16",
+        "model_fc_bias_bf16",
+    ]
+    ups = [c for c in found.casts if c.kind == "up"]
+    assert [c.name for c in ups] in (["linear_fp32"], ["exp_fp32"])
+    assert all(c.dtype is torch.float32 for c in ups)
+    assert all(c.bytes == 4 * 4 * WIDTH for c in ups)
+
+
+@settings(max_examples=40)
+@given(programs(), choices())
+def test_no_value_is_cast_twice_in_one_place(
+    program: Program, options: dict[str, Any]
+) -> None:
+    low = torch.float16 if options["precision"] == "fp16" else torch.bfloat16
+    found = rewrite_graph(capture(program), inputs(), Options(**options), low)
+    assert found.recounted == found.assignment.cost
+    epochs: dict[str, set[tuple[int, int]]] = {}
+    for fact in found.facts.nodes.values():
+        for operand in fact.operands:
+            where = epochs.setdefault(operand.value, set())
+            where.add((fact.region, operand.epoch))
+    made = Counter((c.value, c.dtype) for c in found.casts)
+    for (value, _), count in made.items():
+        returned = value in found.facts.returned
+        assert count <= len(epochs.get(value, ())) + returned
+
+
+def test_a_cast_is_not_shared_across_a_grad_mode_boundary() -> None:
+    def function(m: Of, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first = m.fc(x)
+        with torch.no_grad():
+            second = m.fc(x)
+        return first, second, m.other(x)
+
+    made = Counter(c.value for c in rewritten(function).casts)
+    assert made["x0"] >= 2
+    assert made["model_fc_weight"] == 2
+
+
+def test_a_cast_is_made_anew_after_a_write() -> None:
+    def function(m: Of, x: Tensor) -> Tensor:
+        h = x.exp()
+        first = m.other(h)
+        h.view(-1)[0:3].zero_()
+        return first + m.other(h)
+
+    found = rewritten(function, deny=("exp",))
+    assert Counter(c.value for c in found.casts)["exp"] in (0, 2)
+    assert dtype(found, "exp") is torch.float32
+    assert Counter(c.value for c in found.casts)["exp"] == 2
+
+
+# -- weights ---------------------------------------------------------------------------
+
+
+def uses_of_weights(found: Rewritten) -> int:
+    return sum(n.target is low_weight for n in found.gm.graph.nodes)
+
+
+def test_a_weight_used_often_has_a_node_per_use() -> None:
+    found = rewritten(lambda m, x: m.other(m.other(m.other(x))))
+    assert kinds(found)["weight"] == 1
+    assert uses_of_weights(found) == 3
+    assert uses_of_weights(rewritten(lambda m, x: m.other(x))) == 0
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_a_view_of_a_weight_is_repeated_per_use(free: bool) -> None:
+    """Whether the weight is cast (its cast is free) or its view, uses stay apart."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        transposed = m.other.weight.t()
+        return sum(x @ transposed for _ in range(12))
+
+    found = rewritten(function, torch.ones(1, WIDTH), free_weights=free)
+    views = [n for n in found.gm.graph.nodes if n.target is torch.ops.aten.t.default]
+    assert {n.meta["val"].dtype for n in views} == {
+        torch.bfloat16 if free else torch.float32
+    }
+    assert len(views) == (12 if free else 1)
+    assert uses_of_weights(found) == 12
+    assert kinds(found)["weight" if free else "down"] == (1 if free else 2)
+
+
+@pytest.mark.parametrize("free", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_gradient_of_a_weight_used_often_is_exact(
+    free: bool, transposed: bool
+) -> None:
+    """300 uses of gradient 1; one shared bf16 cast would stop at 256."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        if transposed:
+            view = m.other.weight.t()
+            return sum(x @ view for _ in range(300))
+        return sum(functional.linear(x, m.other.weight) for _ in range(300))
+
+    model, x = Of(function), torch.ones(1, WIDTH)
+    found = rewritten(function, x, model=model, free_weights=free)
+    assert uses_of_weights(found) == 300
+    found.gm(x).sum().backward()
+    assert model.other.weight.grad.unique().tolist() == [300.0]
+
+
+def test_a_trained_table_stays_fp32_and_a_frozen_one_need_not() -> None:
+    ids = torch.arange(6)
+    found = rewritten(lambda m, i: m.fc(m.table(i)), ids)
+    assert dtype(found, "embedding") is torch.float32
+    assert "rows used many times" in found.assignment.decisions["embedding"].reason
+    model = Of(lambda m, i: m.fc(m.table(i)))
+    model.requires_grad_(False)
+    frozen = rewritten(model.function, ids, model=model)
+    assert not frozen.classified.verdicts["embedding"].pinned
+
+
+# -- streams and returned values -------------------------------------------------------
+
+
+def test_residual_sums_stay_fp32() -> None:
+    def function(m: Of, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + m.fc(m.norm(x)).relu()
+        return m.other(x)
+
+    found = rewritten(function)
+    sums = [n for n in found.assignment.decisions if n.startswith("add")]
+    assert len(sums) == 3
+    for name in sums:
+        assert dtype(found, name) is torch.float32
+        assert "residual stream" in found.assignment.decisions[name].reason
+    assert all(
+        dtype(found, n) is torch.bfloat16
+        for n in found.assignment.decisions
+        if n.startswith("linear")
+    )
+
+
+def test_a_sum_of_two_branches_is_no_stream() -> None:
+    found = rewritten(lambda m, x: m.other(m.fc(x) + m.other(x)))
+    assert not found.classified.verdicts["add"].pinned
+
+
+def test_a_value_returned_and_used_has_a_gradient() -> None:
+    """Grad-CAM: the gradient of the loss with respect to an inner activation."""
+
+    def function(m: Of, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = m.fc(x)
+        return m.other(features.relu()).sum(), features
+
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    model = Of(function)
+    found = rewritten(function, x, model=model)
+    assert "linear" in found.assignment.low
+    loss, features = found.gm(x)
+    assert features.dtype is torch.float32
+    (gradient,) = torch.autograd.grad(loss, features)
+    reference_loss, reference = function(model, x)
+    (expected,) = torch.autograd.grad(reference_loss, reference)
+    assert gradient.dtype is torch.float32
+    assert torch.allclose(gradient, expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_user_casts_are_boundaries(low: str) -> None:
+    found = rewritten(lambda m, x: m.fc(x).float().add(1), precision=low)
+    assert found.gm(torch.randn(4, WIDTH)).dtype is torch.float32
+    boundary = rewritten(lambda m, x: m.fc(x.to(torch.bfloat16).float()))
+    fixed = [
+        d for d in boundary.assignment.decisions.values() if "boundary" in d.reason
+    ]
+    assert len(fixed) == 1
+    assert not fixed[0].low

@@ -1,0 +1,195 @@
+"""Law 5 and what an assignment promises: costs, pins, reasons, do-no-harm."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+
+from autoamp.options import Options
+from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.place import assign as assign_module
+from autoamp.place.assign import OUTSIDE, Assignment
+from autoamp.place.mincut import Problem, Solution, energy
+from autoamp.place.policies import POLICIES, project
+from tests.strategies import Program, capture, choices, inputs, problems, programs
+
+
+def rewritten(program: nn.Module, **options: Any) -> Rewritten:
+    chosen = Options(**options)
+    low = torch.float16 if chosen.precision == "fp16" else torch.bfloat16
+    return rewrite_graph(capture(program), inputs(), chosen, low)
+
+
+def check_law_5(assignment: Assignment) -> None:
+    assert assignment.cost == assignment.optimal_cost
+    assert assignment.cost == energy(assignment.problem, assignment.low)
+    assert assignment.cost <= assignment.all_high_cost
+    assert assignment.policy_costs.keys() == POLICIES.keys()
+    for policy, cost in assignment.policy_costs.items():
+        assert assignment.cost <= cost, policy
+
+
+@settings(max_examples=40)
+@given(
+    programs(),
+    choices(),
+    st.booleans(),
+    st.sampled_from(["time", "memory"]),
+)
+def test_no_legal_placement_is_cheaper(
+    program: Program, options: dict[str, Any], do_no_harm: bool, objective: str
+) -> None:
+    options = {**options, "do_no_harm": do_no_harm, "objective": objective}
+    check_law_5(rewritten(program, **options).assignment)
+
+
+def test_law_5_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program([("linear", 0, 0), ("other", 2, 2)], [3])
+
+    def lazy(problem: Problem) -> Solution:
+        cost = energy(problem, frozenset())
+        assert cost is not None
+        return Solution(frozenset(), cost)
+
+    monkeypatch.setattr(assign_module, "solve", lazy)
+    assignment = rewritten(program, do_no_harm=False, precision="bf16").assignment
+    with pytest.raises(AssertionError):
+        check_law_5(assignment)
+
+
+@settings(max_examples=100)
+@given(problems(), st.sets(st.integers(0, 8)))
+def test_a_projected_policy_is_legal_and_only_ever_raised(
+    problem: Problem, labels: set[int]
+) -> None:
+    problem = dataclasses.replace(problem, pinned_low={})
+    low = {f"v{i}" for i in labels}
+    legal = project(problem, low)
+    assert legal <= low
+    assert energy(problem, legal) is not None
+    assert project(problem, legal) == legal
+
+
+@pytest.mark.parametrize("placement", ["tensorflow", "promote", "forced"])
+def test_another_placement_is_applied_at_its_own_cost(placement: str) -> None:
+    steps = [("linear", 0, 0), ("relu", 2, 0), ("norm", 3, 0), ("exp", 4, 0)]
+    program = Program([*steps, ("linear", 5, 0)], [6])
+    found = rewritten(
+        program, precision="bf16", placement=placement, do_no_harm=False
+    ).assignment
+    assert found.cost == found.policy_costs[placement] >= found.optimal_cost
+    low = {found.decisions[name].op for name in found.low}
+    assert "aten::linear.default" in low
+    assert "aten::linear.default" not in {
+        d.op for d in found.decisions.values() if not d.low
+    }
+
+
+# -- do no harm ------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.fc(x).relu())
+
+
+def wide(width: int, **options: Any) -> Rewritten:
+    gm = capture(Wide(width), 1)
+    x = torch.randn(width, width)
+    return rewrite_graph(gm, (x,), Options(precision="bf16", **options), torch.bfloat16)
+
+
+def test_a_small_model_is_left_alone_unless_told_otherwise() -> None:
+    careful = wide(4)
+    assert careful.casts == ()
+    assert careful.assignment.low == frozenset()
+    assert careful.assignment.cost == careful.assignment.all_high_cost
+    assert "gain nothing" in careful.assignment.decisions["linear"].choice
+    told = wide(4, do_no_harm=False).assignment
+    assert {"linear", "relu", "linear_1"} <= told.low
+
+
+def test_free_weights_never_cost_more() -> None:
+    gm, x = capture(Wide(64), 1), torch.randn(64, 64)
+    options = Options(precision="bf16", do_no_harm=False)
+    paid, free = (
+        rewrite_graph(gm, (x,), options, torch.bfloat16, free_weights=f).assignment
+        for f in (False, True)
+    )
+    assert free.cost < paid.cost
+    assert free.prices.down["model_fc_weight"] == 0 < free.prices.up["model_fc_weight"]
+
+
+# -- pins and reasons ------------------------------------------------------------------
+
+
+@settings(max_examples=25)
+@given(programs(), choices())
+def test_every_decision_is_told_and_every_pin_kept(
+    program: Program, options: dict[str, Any]
+) -> None:
+    found = rewritten(program, **options)
+    assignment = found.assignment
+    assert assignment.low <= assignment.decisions.keys()
+    assert OUTSIDE not in assignment.low
+    for name, decision in assignment.decisions.items():
+        assert decision.reason
+        assert decision.origin
+        assert decision.low == (name in assignment.low)
+        if found.classified.verdicts[name].pinned:
+            assert not decision.low
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        assignment.cost = 0
+
+
+def test_keep_is_by_module_path() -> None:
+    exported = torch.export.export(Wide(8), (torch.randn(8, 8),)).module()
+    assert isinstance(exported, fx.GraphModule)
+    found = rewrite_graph(
+        exported,
+        (torch.randn(8, 8),),
+        Options(precision="bf16", do_no_harm=False, keep=("fc",)),
+        torch.bfloat16,
+    ).assignment
+    linear = found.decisions["linear"]
+    assert (linear.low, linear.reason) == (False, "kept in fp32 by keep='fc'")
+
+
+@pytest.mark.parametrize(
+    ("lists", "low"),
+    [
+        ({"deny": ["linear"]}, set()),
+        ({"deny": ["relu"]}, {"linear", "linear_1"}),
+        ({"deny": ["relu"], "clear": ["linear"]}, set()),
+        ({"deny": ["linear"], "allow": ["relu"]}, {"relu"}),
+    ],
+)
+def test_user_lists_move_ops(lists: dict[str, list[str]], low: set[str]) -> None:
+    found = wide(8, do_no_harm=False, **lists).assignment
+    assert found.low == low
+    for name in ("linear", "relu"):
+        op = found.decisions[name]
+        if any(name in ops for ops in lists.values()):
+            assert "listed by the user" in op.reason
+
+
+def test_storage_that_is_written_has_one_precision() -> None:
+    steps = [("linear", 0, 0), ("write_view", 2, 1), ("exp", 2, 1)]
+    found = rewritten(Program(steps, [3, 4]), precision="fp16", do_no_harm=False)
+    written = [
+        n
+        for n, f in found.facts.nodes.items()
+        if f.storage in found.facts.mutated and n in found.assignment.decisions
+    ]
+    assert len(written) >= 3
+    assert len({n in found.assignment.low for n in written}) == 1
