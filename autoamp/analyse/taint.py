@@ -136,7 +136,7 @@ class _Spread:
             return False
         given = [argument(node, n, _default(node, n)) for n in rule.restores_given]
         if given and all(isinstance(n, int | float) for n in given):
-            return max(map(abs, given)) <= self.limit
+            return bool(max(map(abs, given)) <= self.limit)
         if rule.restores and not given:
             return True
         return self._category(node) is Category.ALLOW

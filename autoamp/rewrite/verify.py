@@ -8,7 +8,6 @@ stated here again.  FX's own lint has no dtype check, and fake tensors let a bf1
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -18,7 +17,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import checkpointed, saturating_cast
+from autoamp.graph_functions import saturating_cast
+from autoamp.rewrite.standin import Memo, StandIns, dtypes_of, where
 
 _CONVERTS = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
 """Ops whose job is to take one dtype and give another."""
@@ -52,8 +52,8 @@ class Verifier:
 
     def __init__(self, original: fx.GraphModule) -> None:
         self.original = original
-        self._memo: _Memo = {}
-        self._before = _Run(original, self._memo)
+        self._memo: Memo = {}
+        self._before = StandIns(original, self._memo)
 
     def verify(
         self, rewritten: fx.GraphModule, must_stay_high: Collection[str] = ()
@@ -67,7 +67,7 @@ class Verifier:
         Raises:
             VerificationError: what is wrong: node, op, dtypes, source line.
         """
-        before, after = self._before, _Run(rewritten, self._memo)
+        before, after = self._before, StandIns(rewritten, self._memo)
         _same_interface(self.original, rewritten, before, after)
         _same_program(self.original, rewritten)
         for node in rewritten.graph.nodes:
@@ -87,126 +87,23 @@ class Verifier:
 
         Called before clean-up, it must equal what the placement promised.
         """
-        before, after = self._before, _Run(rewritten, self._memo)
+        before, after = self._before, StandIns(rewritten, self._memo)
         total = 0
         for node in rewritten.graph.nodes:
             if node.name in op_prices:
                 total += op_prices[node.name][_runs_low(node, before, after)]
             elif _is_inserted_cast(node, before):
                 source = _cast_source(node)
-                up = _dtypes(after.values[node.name])[0] == torch.float32
+                up = dtypes_of(after.values[node.name])[0] == torch.float32
                 total += (up_prices if up else down_prices)[source]
         return total
 
 
-_Memo = dict[Any, Any]
-"""What ops give for operands of given dtypes and sizes; models repeat their layers."""
-
-
-class _Run:
-    """The graph run on stand-in tensors: static shapes, no data, true dtypes."""
-
-    def __init__(self, gm: fx.GraphModule, memo: _Memo) -> None:
-        self.gm = gm
-        self.memo = memo
-        self.values: dict[str, Any] = {}
-        self.nodes = {n.name: n for n in gm.graph.nodes}
-        with torch.no_grad():
-            for node in gm.graph.nodes:
-                self.values[node.name] = self._value(node)
-
-    def _value(self, node: fx.Node) -> Any:
-        if node.op == "output":
-            return fx.map_arg(node.args[0], lambda n: self.values[n.name])
-        if node.op == "placeholder":
-            return _stand_in(node.meta.get("val"))
-        if node.op == "get_attr":
-            found = operator.attrgetter(str(node.target))(self.gm)
-            if isinstance(found, torch.Tensor):
-                return _stand_in(node.meta.get("val", found))
-            return found
-        if node.target in compat.MODE_CHANGES:
-            return None
-        if isinstance(node.target, compat.HigherOrderOperator):
-            return _stand_in(node.meta.get("val"))
-        args: Any = fx.map_arg(node.args, lambda n: self.values[n.name])
-        kwargs: Any = fx.map_arg(node.kwargs, lambda n: self.values[n.name])
-        if node.target is checkpointed:
-            return self.values[str(node.args[0])](*args[1:])
-        try:
-            return self._call(node.target, args, kwargs)
-        except Exception as error:
-            if _depends_on_data(error):
-                return _stand_in(node.meta.get("val"))
-            raise VerificationError(
-                f"{_where(node)} fails on its operands: {type(error).__name__}: {error}"
-            ) from error
-
-    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if not isinstance(target, compat.OpOverload):
-            return target(*args, **kwargs)
-        args = tuple(_META if isinstance(a, torch.device) else a for a in args)
-        if any(a.name == "device" and a.kwarg_only for a in target._schema.arguments):
-            kwargs = {**kwargs, "device": _META}
-        if any(a.alias_info is not None for a in target._schema.arguments):
-            return target(*args, **kwargs)  # what shares storage must go on to share it
-        key = (target, _signature(args), _signature(kwargs))
-        if key not in self.memo:
-            self.memo[key] = target(*args, **kwargs)
-        return _stand_in(self.memo[key])
-
-
-def _signature(value: Any) -> Any:
-    """Everything about an operand that decides what an op gives for it."""
-    if isinstance(value, torch.Tensor):
-        return (value.dtype, value.shape, value.stride())
-    if isinstance(value, (list, tuple)):
-        return tuple(_signature(v) for v in value)
-    if isinstance(value, dict):
-        return tuple((k, _signature(v)) for k, v in value.items())
-    return (type(value), value)
-
-
-_META = torch.device("meta")
-
-
-def _depends_on_data(error: Exception) -> bool:
-    """Whether a stand-in cannot answer because the result depends on values."""
-    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
-
-
-def _stand_in(value: Any) -> Any:
-    """A tensor (or number, or nest of them) like `value` with hints for its sizes."""
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            return torch.empty(
-                [compat.hint(s) for s in value.shape],
-                dtype=value.dtype,
-                device=_META,
-            )
-        return torch.empty_strided(
-            [compat.hint(s) for s in value.shape],
-            [compat.hint(s) for s in value.stride()],
-            dtype=value.dtype,
-            device=_META,
-        )
-    if isinstance(value, (list, tuple)):
-        return type(value)(_stand_in(v) for v in value)
-    if isinstance(value, torch.SymInt):
-        return compat.hint(value)
-    return value
-
-
-def _dtypes(value: Any) -> list[torch.dtype]:
-    if isinstance(value, torch.Tensor):
-        return [value.dtype]
-    if isinstance(value, (list, tuple)):
-        return [d for v in value for d in _dtypes(v)]
-    return []
-
-
 def _same_interface(
-    original: fx.GraphModule, rewritten: fx.GraphModule, before: _Run, after: _Run
+    original: fx.GraphModule,
+    rewritten: fx.GraphModule,
+    before: StandIns,
+    after: StandIns,
 ) -> None:
     def inputs(gm: fx.GraphModule) -> list[str]:
         return [n.name for n in gm.graph.nodes if n.op == "placeholder"]
@@ -219,9 +116,9 @@ def _same_interface(
     old_spec = torch.utils._pytree.tree_structure(old)
     if old_spec != torch.utils._pytree.tree_structure(new):
         raise VerificationError("the structure of the outputs changed")
-    if _dtypes(old) != _dtypes(new):
+    if dtypes_of(old) != dtypes_of(new):
         raise VerificationError(
-            f"the dtypes of the outputs changed from {_dtypes(old)} to {_dtypes(new)}"
+            f"the output dtypes changed from {dtypes_of(old)} to {dtypes_of(new)}"
         )
 
 
@@ -261,16 +158,16 @@ def _is_view(target: Any) -> bool:
     )
 
 
-def _metadata_is_true(node: fx.Node, after: _Run) -> None:
-    said = _dtypes(node.meta.get("val"))
-    true = _dtypes(after.values[node.name])
+def _metadata_is_true(node: fx.Node, after: StandIns) -> None:
+    said = dtypes_of(node.meta.get("val"))
+    true = dtypes_of(after.values[node.name])
     if node.op != "output" and said != true:
         raise VerificationError(
-            f"{_where(node)} is recorded as {said} but computes {true}"
+            f"{where(node)} is recorded as {said} but computes {true}"
         )
 
 
-def _operands_agree(node: fx.Node, after: _Run, before: _Run) -> None:
+def _operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
     """No op meets float dtypes that eager would reject or silently promote."""
     if not isinstance(node.target, compat.OpOverload):
         return
@@ -287,7 +184,7 @@ def _operands_agree(node: fx.Node, after: _Run, before: _Run) -> None:
     if twin is not None and _operand_dtypes(twin, before, exempt) == found:
         return  # the user mixed them, and they are as the user left them
     raise VerificationError(
-        f"{_where(node)} has operands of different dtypes: "
+        f"{where(node)} has operands of different dtypes: "
         + ", ".join(f"{k}: {v}" for k, v in found.items())
     )
 
@@ -298,7 +195,7 @@ def _on_cpu(node: fx.Node) -> bool:
 
 
 def _operand_dtypes(
-    node: fx.Node, run: _Run, exempt: Collection[str]
+    node: fx.Node, run: StandIns, exempt: Collection[str]
 ) -> dict[str, torch.dtype]:
     """Float operands that take part in type promotion, by argument name."""
     assert isinstance(node.target, compat.OpOverload)
@@ -323,21 +220,21 @@ def _operand_dtypes(
 
 
 def _denied_nodes_are_fp32(
-    rewritten: fx.GraphModule, names: set[str], before: _Run, after: _Run
+    rewritten: fx.GraphModule, names: set[str], before: StandIns, after: StandIns
 ) -> None:
     for node in rewritten.graph.nodes:
         if node.name not in names:
             continue
-        old = _dtypes(before.values[node.name])
-        new = _dtypes(after.values[node.name])
+        old = dtypes_of(before.values[node.name])
+        new = dtypes_of(after.values[node.name])
         if old != new:
             raise VerificationError(
-                f"{_where(node)} must stay fp32 but its result became {new}"
+                f"{where(node)} must stay fp32 but its result became {new}"
             )
 
 
 def _no_stale_casts(
-    original: fx.GraphModule, rewritten: fx.GraphModule, after: _Run
+    original: fx.GraphModule, rewritten: fx.GraphModule, after: StandIns
 ) -> None:
     """No cast is written to, or read in another region or after a write below it."""
     known = {n.name for n in original.graph.nodes}
@@ -351,21 +248,21 @@ def _no_stale_casts(
         for source in node.all_input_nodes:
             if source.name not in made:
                 continue
-            storage, at, where = made[source.name]
+            storage, at, home = made[source.name]
             if version[storage] != at and node.op != "output":
                 raise VerificationError(
-                    f"{_where(node)} reads {source.name}, a cast of a tensor that was "
+                    f"{where(node)} reads {source.name}, a cast of a tensor that was "
                     "written to since"
                 )
-            if region != where and node.op != "output" and source.name not in returned:
+            if region != home and node.op != "output" and source.name not in returned:
                 raise VerificationError(
-                    f"{_where(node)} reads {source.name}, a cast made in another "
+                    f"{where(node)} reads {source.name}, a cast made in another "
                     "grad-mode or autocast region"
                 )
         for written in _written(node):
             if written.name in made:
                 raise VerificationError(
-                    f"{_where(node)} writes to {written.name}, a cast: it is lost"
+                    f"{where(node)} writes to {written.name}, a cast: it is lost"
                 )
             tensor = after.values[written.name]
             if isinstance(tensor, torch.Tensor):
@@ -403,7 +300,7 @@ def _is_cast(node: fx.Node) -> bool:
     )
 
 
-def _is_inserted_cast(node: fx.Node, before: _Run) -> bool:
+def _is_inserted_cast(node: fx.Node, before: StandIns) -> bool:
     return node.name not in before.nodes and _is_cast(node)
 
 
@@ -415,24 +312,18 @@ def _cast_source(node: fx.Node) -> str:
     return source.name
 
 
-def _runs_low(node: fx.Node, before: _Run, after: _Run) -> bool:
+def _runs_low(node: fx.Node, before: StandIns, after: StandIns) -> bool:
     """Whether an op computes low now where it computed in fp32."""
-    old = _dtypes(before.values[node.name])
-    new = _dtypes(after.values[node.name])
+    old = dtypes_of(before.values[node.name])
+    new = dtypes_of(after.values[node.name])
     if torch.float32 in old:
         return old != new
     return any(
-        torch.float32 in _dtypes(before.values.get(b.name))
-        and torch.float32 not in _dtypes(after.values[a.name])
+        torch.float32 in dtypes_of(before.values.get(b.name))
+        and torch.float32 not in dtypes_of(after.values[a.name])
         for a, b in zip(
             node.all_input_nodes,
             before.nodes[node.name].all_input_nodes,
             strict=False,
         )
     )
-
-
-def _where(node: fx.Node) -> str:
-    trace = (node.stack_trace or "").strip().splitlines()
-    line = f", at {trace[-1].strip()}" if trace else ""
-    return f"{node.name} ({node.target}{line})"
