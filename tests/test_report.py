@@ -142,10 +142,10 @@ def test_casts_have_the_bytes_of_their_shapes() -> None:
     casts = {(c.kind, c.value): c for c in net_report().casts}
     assert casts["weight", "fc1_weight"].bytes == 16 * 8 * 2
     assert casts["weight", "fc2_bias"].bytes == 4 * 2
-    assert casts["down", "args_0"].bytes == 4 * 8 * 2
+    assert casts["down", "input_0"].bytes == 4 * 8 * 2
     assert casts["up", "relu"].bytes == 4 * 16 * 4
     assert not casts["weight", "fc1_weight"].every_call
-    assert casts["down", "args_0"].every_call
+    assert casts["down", "input_0"].every_call
 
 
 def test_casts_are_those_the_placement_needs() -> None:
@@ -240,12 +240,12 @@ def test_why_of_an_allow_op() -> None:
     assert "allow: safe and worth it" in shown
     assert "rules/bf16.toml" in shown
     assert "fc1_weight (weight, bf16 copy)" in shown
-    assert "args_0 (fp32, cast to bf16)" in shown
+    assert "input_0 (fp32, cast to bf16)" in shown
     assert "do_no_harm=False converts it wherever it may be" in shown
     assert f"{price} predicted time, and 1 more allow op in fp32" in shown
     # With the first product in fp32 nothing before `exp` is low any more.
     vanishing = shown.partition("would vanish: ")[2].splitlines()[0]
-    assert "args_0 to bf16" in vanishing
+    assert "input_0 to bf16" in vanishing
     assert "relu to fp32" in vanishing
     assert "fc1_weight to bf16 (weight)" in vanishing
     assert "would change with it: relu" in shown

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
 from autoamp.ops import is_random, mutates
+
+_PACKAGE = str(Path(__file__).parent.parent)
 
 LOWERED_BODY = "autoamp_lowered_body"
 """Set in the `meta` of a sub-graph that is an ATen graph, to be rewritten as well."""
@@ -78,9 +81,19 @@ def _trace(
         )
         raise CaptureError(message) from error
     _placeholders_to_attributes(traced, named)
+    for node in traced.graph.nodes:
+        node.stack_trace = _users_frames(node.stack_trace)
     traced.graph.eliminate_dead_code(is_impure_node=_must_stay)
     traced.recompile()
     return traced
+
+
+def _users_frames(trace: str | None) -> str | None:
+    """A stack trace without the frames of this package."""
+    if trace is None or _PACKAGE not in trace:
+        return trace
+    frames = re.split(r"(?m)^(?=  File )", trace)
+    return "".join(f for f in frames if f'File "{_PACKAGE}' not in f) or None
 
 
 def _must_stay(node: fx.Node) -> bool:
@@ -236,8 +249,10 @@ def _restore_placeholders(
 def module_path(source: str) -> str:
     """A Dynamo source as a user would write it: `L['mod'].fc.weight` is `fc.weight`.
 
-    `_modules['0']`, `_parameters['w']`, `[0]` and `['a']` all become dotted names.
+    `_modules['0']`, `_parameters['w']`, `[0]` and `['a']` all become dotted names;
+    arguments the entry takes as `*args` and `**kwargs` lose that.
     """
     path = re.sub(r"\._(modules|parameters|buffers)\b", "", source)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    return re.sub(r"^L?\.?(mod|self)\b\.?", "", path.removeprefix("L.")).strip(".")
+    path = re.sub(r"^L?\.?(mod|self)\b\.?", "", path.removeprefix("L.")).strip(".")
+    return re.sub(r"^args\.(?=\d)", "input.", path.removeprefix("kwargs."))
