@@ -519,6 +519,10 @@ def test_a_call_past_the_graphs_is_told_once(
     assert what == "Sequential"
     assert "Dynamo stepped aside" in why
     assert runs(model) == 1
+    low = model(x)
+    assert runs(model) == 2, "and the model is not off for good"
+    with autoamp.disabled():
+        assert is_rounded(low, model(x))
 
 
 @jit_is_old
@@ -530,6 +534,20 @@ def test_a_call_past_the_graphs_raises_under_strict(
     with pytest.raises(autoamp.CaptureError, match="ran no rewritten graph"):
         call(model, x)
     model(x)
+
+
+def test_backward_hook_inside_a_torch_container_is_told(
+    x: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Dynamo breaks at the hook, inside a loop of torch's own code: no graph is left.
+    model = mlp()
+    model[0].register_full_backward_hook(lambda *_: None)
+    exact = model(x.requires_grad_())
+    convert(model, strict=False)
+    for _ in range(12):
+        assert torch.equal(model(x), exact)
+    assert len(told(caplog)) == 1
+    assert runs(model) == 0
 
 
 def many_shapes(model: nn.Module) -> None:
