@@ -148,7 +148,7 @@ def rewrite(
             f"{type(gm).__name__}; for a model use autoamp.convert()"
         )
     low = choose_graph_precision(gm, example_inputs, chosen)
-    return rewrite_graph(gm, tuple(example_inputs), chosen, low).gm
+    return rewrite_graph(gm, example_inputs, chosen, low).gm
 
 
 def _check_optimizers(optimizer: Any) -> None:

@@ -86,10 +86,12 @@ def compile_entry(
         entry.__closure__,
     )
     optional: dict[str, Any] = {}
-    if "isolate_recompiles" in inspect.signature(torch._dynamo.optimize).parameters:
+    # `torch._dynamo.optimize` takes whatever `torch.compile` does, unnamed.
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         optional["isolate_recompiles"] = True
     context: Any = torch._dynamo.optimize(backend=backend, **optional)
-    _configure_while_compiling(context.callback)
+    if hasattr(context, "callback"):  # absent where TORCHDYNAMO_DISABLE is set
+        _configure_while_compiling(context.callback)
     compiled: Callable[..., Any] = context(fresh)
     return compiled
 
@@ -149,6 +151,20 @@ def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
         )
 
     return [fake(value) for value in inputs]
+
+
+def told_apart(fakes: Sequence[Any]) -> list[Any]:
+    """`fakes` with a tensor that stands for two inputs replaced by an alias of itself.
+
+    A trace knows tensors by identity and would read one input as the other.
+    """
+    seen: set[int] = set()
+    result = []
+    for fake in fakes:
+        again = isinstance(fake, torch.Tensor) and id(fake) in seen
+        result.append(fake.view_as(fake) if again else fake)
+        seen.add(id(fake))
+    return result
 
 
 def trace_pre_dispatch(

@@ -203,7 +203,6 @@ class Difference(nn.Module):
         return self.layer(a) - 2 * self.layer(b)
 
 
-@pytest.mark.xfail(reason="normalise takes one tensor given twice for one input")
 def test_one_tensor_as_two_example_inputs(x: Tensor) -> None:
     model = Difference()
     low = autoamp.rewrite(fx.symbolic_trace(model), (x, x), **OPTIONS)
@@ -211,7 +210,6 @@ def test_one_tensor_as_two_example_inputs(x: Tensor) -> None:
     assert relative_error([low(x, y)], [model(x, y)]) < CLOSE
 
 
-@pytest.mark.xfail(reason="rewrite() does not count its inputs")
 @pytest.mark.parametrize("inputs", [(1, 2), "tensor"])
 def test_too_many_inputs(inputs: Any) -> None:
     given = torch.zeros(3) if inputs == "tensor" else (torch.zeros(3),) * 2

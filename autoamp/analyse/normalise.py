@@ -48,6 +48,14 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
     Raises:
         CaptureError: an op could not be traced; the message names it.
     """
+    wanted = sum(n.op == "placeholder" for n in gm.graph.nodes)
+    if isinstance(example_inputs, torch.Tensor) or len(example_inputs) != wanted:
+        given = "one tensor" if torch.is_tensor(example_inputs) else len(example_inputs)
+        message = (
+            f"the graph has {wanted} inputs, but {given} given as example inputs; give "
+            "a sequence of one value per input"
+        )
+        raise CaptureError(message)
     mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
     fakes = tuple(compat.fake_inputs(example_inputs, mode))
     lowered = _trace(gm, fakes, mode)
@@ -71,7 +79,8 @@ def _trace(
             return lowering.run(*values[len(named) :])
 
     try:
-        traced = compat.trace_pre_dispatch(run, (*fake_named.values(), *fakes), mode)
+        inputs = compat.told_apart([*fake_named.values(), *fakes])
+        traced = compat.trace_pre_dispatch(run, inputs, mode)
     except Exception as error:
         where = lowering.current_node
         at = f" at {where.format_node()}" if where is not None else ""
@@ -82,18 +91,22 @@ def _trace(
         raise CaptureError(message) from error
     _placeholders_to_attributes(traced, named)
     for node in traced.graph.nodes:
-        node.stack_trace = _users_frames(node.stack_trace)
+        _drop_our_frames(node)
     traced.graph.eliminate_dead_code(is_impure_node=_must_stay)
     traced.recompile()
     return traced
 
 
-def _users_frames(trace: str | None) -> str | None:
-    """A stack trace without the frames of this package."""
-    if trace is None or _PACKAGE not in trace:
-        return trace
-    frames = re.split(r"(?m)^(?=  File )", trace)
-    return "".join(f for f in frames if f'File "{_PACKAGE}' not in f) or None
+def _drop_our_frames(node: fx.Node) -> None:
+    """Takes the frames of this package out of a node's stack trace."""
+    trace = node.meta.get("stack_trace") or ""
+    if _PACKAGE in trace:
+        frames = re.split(r"(?m)^(?=  File )", trace)
+        trace = "".join(f for f in frames if f'File "{_PACKAGE}' not in f)
+    if trace:
+        node.meta["stack_trace"] = trace
+    else:
+        node.meta.pop("stack_trace", None)
 
 
 def _must_stay(node: fx.Node) -> bool:
