@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from autoamp import compat
+
 
 class _LowWeight(torch.autograd.Function):
     """Forward: the low-precision copy.  Backward: the gradient, in the weight's dtype.
@@ -31,13 +33,16 @@ class _LowWeight(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
+_apply_low_weight = compat.direct_apply(_LowWeight)
+
+
 def low_weight(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     """One use of `weight` (fp32, any shape) through `copy`, its low-precision copy.
 
     The result has the shape and dtype of `copy`; its gradient flows to `weight` in
     fp32, and none flows to `copy`.
     """
-    result: torch.Tensor = _LowWeight.apply(weight, copy)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _apply_low_weight(weight, copy)
     return result
 
 
