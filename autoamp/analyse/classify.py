@@ -119,7 +119,7 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
         return _opaque(node, fact)
     base = base_name(node.target)
     if base in CASTS:
-        return _user_cast(node, fact)
+        return _user_cast(node, fact, under.facts)
     rule = _rule_of(node, under.rules)
     if rule is None:
         verdict = _by_schema(node.target, fact)
@@ -152,7 +152,7 @@ def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
     )
 
 
-def _user_cast(node: fx.Node, fact: NodeFacts) -> Verdict:
+def _user_cast(node: fx.Node, fact: NodeFacts, graph: Facts) -> Verdict:
     """`.float()`, `.to(...)`, `.type(...)` as the user wrote them."""
     outputs = tensors_of(node.meta.get("val"))
     inputs = [t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))]
@@ -160,7 +160,9 @@ def _user_cast(node: fx.Node, fact: NodeFacts) -> Verdict:
     if made != HIGH_DTYPE:
         if made.is_floating_point or made.is_complex:
             reason = f"the model's own cast to {short_name(made)} takes what comes"
-            return Verdict(Category.CLEAR, reason, "autoamp", False, ("any",))
+            # Of what is low already it would be no copy, to be written to.
+            mode: Mode = "high" if fact.storage in graph.mutated else "any"
+            return Verdict(Category.CLEAR, reason, "autoamp", False, (mode,))
         reason = "turns floats to integers: reads the value its producer made"
         return Verdict(Category.CLEAR, reason, "autoamp", False, ("follow",))
     if read == torch.bool:

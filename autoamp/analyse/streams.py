@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoamp.analyse.facts import Facts
+from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.verdict import Verdict
 from autoamp.rules import Category
 
@@ -160,12 +160,20 @@ def _computed_by_allow_ops(facts: Facts, verdicts: Mapping[str, Verdict]) -> set
     """Allow ops, and what is made from them by infer and clear ops alone."""
     found: set[str] = set()
     for name, verdict in verdicts.items():
+        if _widens(facts.nodes[name]):
+            found.add(name)
         if verdict.pinned:
             continue
         makers = (facts.producer(o.value) for o in facts.nodes[name].operands)
         if verdict.category is Category.ALLOW or any(m in found for m in makers):
             found.add(name)
     return found
+
+
+def _widens(fact: NodeFacts) -> bool:
+    """Whether it is a cast of a low value to fp32, the model's or an earlier pass's."""
+    is_cast = fact.op.partition(".")[0] in ("aten::to", "aten::_to_copy")
+    return is_cast and fact.mixes_floats and fact.makes_floats
 
 
 def _reader_counts(facts: Facts, verdicts: Mapping[str, Verdict]) -> dict[str, int]:

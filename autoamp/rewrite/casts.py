@@ -31,7 +31,7 @@ from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.verdict import Mode
 from autoamp.dtypes import HIGH_DTYPE, largest, short_name
 from autoamp.graph_functions import low_weight, saturating_cast
-from autoamp.ops import base_name
+from autoamp.ops import base_name, is_view
 from autoamp.place.assign import Assignment
 
 CAST_KIND = "autoamp_cast"
@@ -149,11 +149,39 @@ class _Emitter:
 
         args = tuple(fx.map_arg(a, operand) for a in node.args)
         kwargs = {k: fx.map_arg(v, operand) for k, v in node.kwargs.items()}
+        if self.casts and self._is_copy_by_layout(node, fact):
+            assert isinstance(args[0], fx.Node)
+            args = (self._clone(args[0]), *args[1:])
         args, kwargs = self._adapt_literals(node, args, kwargs, is_low)
         new = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         new.meta = dict(node.meta)
         if is_low and fact.makes_floats:
             new.meta["val"] = self._low_result(new)
+        return new
+
+    def _is_copy_by_layout(self, node: fx.Node, fact: NodeFacts) -> bool:
+        """Whether an op like `reshape` copies here and the copy is written or returned.
+
+        A cast lays a tensor out anew, without gaps: of that it could be a view, and the
+        write would reach every reader of the cast.
+        """
+        apart = self.facts.mutated | {
+            self.facts.nodes[v].storage for v in self.facts.returned
+        }
+        return (
+            fact.storage in apart
+            and len(fact.operands) == 1
+            and isinstance(node.args[0], fx.Node)
+            and self.facts.nodes[fact.operands[0].value].storage != fact.storage
+            and isinstance(node.target, compat.OpOverload)
+            and is_view(node.target)
+        )
+
+    def _clone(self, value: fx.Node) -> fx.Node:
+        new = self.graph.call_function(torch.ops.aten.clone.default, (value,))
+        new.meta = {k: v for k, v in value.meta.items() if k != CAST_KIND}
+        with self.fake_mode:
+            new.meta["val"] = value.meta["val"].clone()
         return new
 
     def _wanted(self, mode: Mode, is_low: bool) -> torch.dtype | None:

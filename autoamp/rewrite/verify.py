@@ -141,13 +141,21 @@ def _same_program(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
     kept = [call for call in after if call[0] in names]
     present = set(kept)
     for name, target in before:
-        if (name, target) in present or not original_nodes[name].users:
+        idle = not original_nodes[name].users and not _has_effect(target)
+        if (name, target) in present or idle:
             continue
         repeated = any(t is target for n, t in after if n not in names)
         if not (repeated and _is_view(target)):
             raise VerificationError(f"{name} ({target}) got lost in the rewrite")
     if [call for call in before if call in present] != kept:
         raise VerificationError("the rewrite changed the order of the program")
+
+
+def _has_effect(target: Any) -> bool:
+    """Whether a call matters that nobody reads: it writes, or draws random numbers."""
+    return isinstance(target, compat.OpOverload) and (
+        target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+    )
 
 
 def _is_view(target: Any) -> bool:
@@ -242,6 +250,7 @@ def _no_stale_casts(
     version: dict[int, int] = defaultdict(int)
     region = 0
     made: dict[str, tuple[int, int, int]] = {}
+    copies: dict[int, str] = {}
     for node in rewritten.graph.nodes:
         if node.target in compat.MODE_CHANGES:
             region += 1
@@ -260,19 +269,22 @@ def _no_stale_casts(
                     "grad-mode or autocast region"
                 )
         for written in _written(node):
-            if written.name in made:
-                raise VerificationError(
-                    f"{where(node)} writes to {written.name}, a cast: it is lost"
-                )
             tensor = after.values[written.name]
             if isinstance(tensor, torch.Tensor):
-                version[compat.storage_id(tensor)] += 1
+                storage = compat.storage_id(tensor)
+                if storage in copies:
+                    raise VerificationError(
+                        f"{where(node)} writes to {written.name}, which is or views "
+                        f"{copies[storage]}, a cast: the write is lost"
+                    )
+                version[storage] += 1
         if node.name not in known and node.op == "call_function":
             source = node.all_input_nodes[0]
             tensor = after.values[source.name]
             if isinstance(tensor, torch.Tensor) and _is_cast(node):
                 storage = compat.storage_id(tensor)
                 made[node.name] = (storage, version[storage], region)
+                copies[compat.storage_id(after.values[node.name])] = node.name
 
 
 def _written(node: fx.Node) -> list[fx.Node]:

@@ -1,0 +1,341 @@
+"""Laws 4 and 8: the recount is the certificate, and planted faults are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, fx, nn
+
+from autoamp import pipeline
+from autoamp.errors import VerificationError
+from autoamp.options import Options
+from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.rewrite.cleanup import clean_up
+from autoamp.rewrite.verify import Verifier
+from tests.strategies import Program, capture, choices, inputs, programs
+
+ROWS, WIDTH = 4, 8
+ATEN = torch.ops.aten
+LOW = torch.bfloat16
+
+
+class Model(nn.Module):
+    """One of everything that the faults below need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        first = self.fc(x)  # linear
+        sums = first + self.other(x)  # linear_1, add
+        denied = first.exp()  # exp
+        scores = sums @ first.t()  # t, matmul
+        flat = y.view(-1)
+        before = self.other(y)  # linear_2
+        flat[0:3].zero_()
+        after = self.other(y)  # linear_3
+        with torch.no_grad():
+            quiet = self.fc(x)  # linear_4
+        return denied, scores.relu(), before * 2, after, quiet
+
+
+def rewritten() -> Rewritten:
+    options = Options(precision="bf16", do_no_harm=False, deny=("exp",))
+    return rewrite_graph(capture(Model()), inputs(grad=False), options, LOW)
+
+
+def verify(found: Rewritten) -> None:
+    found.gm.graph.lint()
+    pinned = [n for n, v in found.classified.verdicts.items() if v.pinned]
+    Verifier(found.before).verify(found.gm, pinned)
+
+
+def recount(found: Rewritten, gm: fx.GraphModule) -> int:
+    prices = found.assignment.prices
+    return Verifier(found.before).recount(gm, prices.ops, prices.down, prices.up)
+
+
+def node(found: Rewritten, name: str) -> fx.Node:
+    return next(n for n in found.gm.graph.nodes if n.name == name)
+
+
+def cast_before(at: fx.Node, value: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
+    """A correct cast of `value`, inserted before `at`."""
+    with at.graph.inserting_before(at):
+        new = at.graph.create_node(
+            "call_function", ATEN._to_copy.default, (value,), {"dtype": dtype}, name
+        )
+    new.meta = {"val": value.meta["val"].to(dtype), "autoamp_cast": "down"}
+    return new
+
+
+# -- law 8: every planted fault is found -----------------------------------------------
+
+
+def wide_operand_of_linear(found: Rewritten) -> None:
+    at = node(found, "linear")
+    at.update_arg(0, at.args[0].args[0])
+
+
+def wide_operand_of_matmul(found: Rewritten) -> None:
+    at = node(found, "matmul")
+    at.update_arg(1, cast_before(at, at.args[1], torch.float32, "planted"))
+
+
+def wide_operand_of_add(found: Rewritten) -> None:
+    """Eager would promote silently, and everything after it would be fp32."""
+    at = node(found, "add")
+    at.update_arg(1, cast_before(at, at.args[1], torch.float32, "planted"))
+    for reader in (at, *at.users):
+        reader.meta["val"] = reader.meta["val"].float()
+
+
+def stale_metadata(found: Rewritten) -> None:
+    at = node(found, "matmul")
+    at.meta["val"] = at.meta["val"].float()
+
+
+def stale_cast(found: Rewritten) -> None:
+    node(found, "linear_3").update_arg(0, node(found, "linear_2").args[0])
+
+
+def cast_from_another_region(found: Rewritten) -> None:
+    at = node(found, "linear_4")
+    assert at.args[0] is not node(found, "linear").args[0]
+    at.update_arg(0, node(found, "linear").args[0])
+
+
+def lost_node(found: Rewritten) -> None:
+    at = node(found, "relu")
+    at.replace_all_uses_with(at.args[0])
+    found.gm.graph.erase_node(at)
+
+
+def lost_write(found: Rewritten) -> None:
+    found.gm.graph.erase_node(node(found, "zero_"))
+
+
+def other_op(found: Rewritten) -> None:
+    node(found, "relu").target = ATEN.neg.default
+
+
+def reordered(found: Rewritten) -> None:
+    after, write = node(found, "linear_3"), node(found, "zero_")
+    after.append(write)
+
+
+def other_output_dtype(found: Rewritten) -> None:
+    output = found.gm.graph.output_node()
+    first = node(found, "relu")
+    values = list(output.args[0])
+    values[1] = first
+    output.args = (tuple(values),)
+
+
+def other_output_structure(found: Rewritten) -> None:
+    output = found.gm.graph.output_node()
+    output.args = (list(output.args[0]),)
+
+
+def swapped_inputs(found: Rewritten) -> None:
+    first, second = (n for n in found.gm.graph.nodes if n.op == "placeholder")
+    second.append(first)
+
+
+def denied_op_made_low(found: Rewritten) -> None:
+    at = node(found, "exp")
+    low = cast_before(at, at.args[0], LOW, "planted")
+    at.update_arg(0, low)
+    at.meta["val"] = at.meta["val"].to(LOW)
+    up = cast_before(at.next, at, torch.float32, "planted_up")
+    at.replace_all_uses_with(up, lambda user: user is not up)
+
+
+def write_to_a_cast(found: Rewritten) -> None:
+    """The write goes to the copy, the original is not written."""
+    cast, at = node(found, "linear_2").args[0], node(found, "zero_")
+    with found.gm.graph.inserting_before(at):
+        flat = found.gm.graph.call_function(ATEN.neg_.default, (cast,))
+    flat.meta = dict(cast.meta)
+
+
+def write_through_a_view_of_a_cast(found: Rewritten) -> None:
+    cast, at = node(found, "linear_2").args[0], node(found, "zero_")
+    with found.gm.graph.inserting_before(at):
+        view = found.gm.graph.call_function(ATEN.alias.default, (cast,))
+        write = found.gm.graph.call_function(ATEN.neg_.default, (view,))
+    view.meta, write.meta = dict(cast.meta), dict(cast.meta)
+
+
+FAULTS: dict[Callable[[Rewritten], None], str] = {
+    wide_operand_of_linear: r"linear \(aten.linear.default.*",
+    wide_operand_of_matmul: r"matmul \(aten.matmul.default.*",
+    wide_operand_of_add: r"add \(aten.add.Tensor.*different dtypes",
+    stale_metadata: r"matmul .*recorded as \[torch.float32\] but computes",
+    stale_cast: r"linear_3 .*was written to since",
+    cast_from_another_region: r"linear_4 .*cast made in another grad-mode",
+    lost_node: r"relu .*got lost in the rewrite",
+    lost_write: r"zero_ .*got lost in the rewrite",
+    other_op: r"relu .*got lost in the rewrite",
+    reordered: r"changed the order",
+    other_output_dtype: r"output dtypes changed",
+    other_output_structure: r"structure of the outputs changed",
+    swapped_inputs: r"inputs changed from \['x0', 'x1'\] to \['x1', 'x0'\]",
+    denied_op_made_low: r"exp .*must stay fp32 but its result became",
+    write_to_a_cast: r"neg_.*writes to x1_bf16, .*a cast",
+    write_through_a_view_of_a_cast: r"neg_.*writes to .*views x1_bf16.*, a cast",
+}
+
+
+def test_the_untampered_graph_passes() -> None:
+    found = rewritten()
+    verify(found)
+    assert {"linear", "matmul", "add", "linear_3"} <= found.assignment.low
+    assert "exp" not in found.assignment.low
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_a_planted_fault_is_found(fault: Callable[[Rewritten], None]) -> None:
+    found = rewritten()
+    fault(found)
+    with pytest.raises(VerificationError, match=FAULTS[fault]):
+        verify(found)
+
+
+def test_fx_lint_and_fake_tensors_see_none_of_it() -> None:
+    """Why there is a verifier: a bf16 `linear` with an fp32 operand passes them."""
+    found = rewritten()
+    wide_operand_of_linear(found)
+    found.gm.graph.lint()
+    found.gm.recompile()
+    with pytest.raises(RuntimeError, match="dtype"):
+        found.gm(*inputs(grad=False))
+
+
+# -- law 4: the recount ----------------------------------------------------------------
+
+
+def check_law_4(program: nn.Module, options: dict[str, Any]) -> None:
+    low = torch.float16 if options["precision"] == "fp16" else LOW
+    seen: list[tuple[int, int]] = []
+
+    def counted(gm: fx.GraphModule) -> int:
+        prices, verifier = spied["prices"], spied["verifier"]
+        before = verifier.recount(gm, prices.ops, prices.down, prices.up)
+        removed = clean_up(gm)
+        seen.append((before, verifier.recount(gm, prices.ops, prices.down, prices.up)))
+        return removed
+
+    spied: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        real_price, real_verifier = pipeline.price_graph, pipeline.Verifier
+
+        def price(*args: Any, **kwargs: Any) -> Any:
+            spied["prices"] = real_price(*args, **kwargs)
+            return spied["prices"]
+
+        def verifier(original: fx.GraphModule) -> Verifier:
+            spied["verifier"] = real_verifier(original)
+            return spied["verifier"]
+
+        patch.setattr(pipeline, "price_graph", price)
+        patch.setattr(pipeline, "Verifier", verifier)
+        patch.setattr(pipeline, "clean_up", counted)
+        found = rewrite_graph(capture(program), inputs(), Options(**options), low)
+    ((before, after),) = seen
+    assert before == found.assignment.cost == found.recounted
+    assert after <= before
+
+
+@settings(max_examples=40)
+@given(programs(), choices())
+def test_the_emitted_graph_costs_what_was_promised(
+    program: Program, options: dict[str, Any]
+) -> None:
+    check_law_4(program, options)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=500)
+@given(programs(most=14), choices())
+def test_the_emitted_graph_costs_what_was_promised_deep(
+    program: Program, options: dict[str, Any]
+) -> None:
+    check_law_4(program, options)
+
+
+def test_one_cast_more_or_less_is_counted() -> None:
+    found = rewritten()
+    promised = recount(found, found.gm)
+    at = node(found, "linear")
+    x = at.args[0].args[0]
+    extra = cast_before(at, x, LOW, "planted")
+    at.update_arg(0, extra)
+    assert recount(found, found.gm) == promised + found.assignment.prices.down["x0"]
+    fewer = rewritten()
+    at = node(fewer, "linear_3")
+    at.update_arg(0, node(fewer, "linear_2").args[0])
+    clean_up(fewer.gm)
+    assert recount(fewer, fewer.gm) == promised - found.assignment.prices.down["x1"]
+
+
+def test_an_op_in_another_precision_is_counted() -> None:
+    found = rewritten()
+    promised = recount(found, found.gm)
+    denied_op_made_low(found)
+    assert recount(found, found.gm) != promised
+
+
+def test_a_wrong_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pipeline.assign
+
+    def boast(*args: Any) -> Any:
+        assignment = real(*args)
+        return dataclasses.replace(assignment, cost=assignment.cost - 1)
+
+    monkeypatch.setattr(pipeline, "assign", boast)
+    with pytest.raises(VerificationError, match="the placement promised"):
+        rewritten()
+
+
+def test_a_dropped_cast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = pipeline.insert_casts
+
+    def careless(*args: Any) -> Any:
+        gm, casts = real(*args)
+        cast = next(n for n in gm.graph.nodes if n.name == casts[0].name)
+        cast.replace_all_uses_with(cast.args[0])
+        gm.graph.erase_node(cast)
+        return gm, casts
+
+    monkeypatch.setattr(pipeline, "insert_casts", careless)
+    with pytest.raises(VerificationError):
+        rewritten()
+
+
+# -- clean-up --------------------------------------------------------------------------
+
+
+def test_clean_up_keeps_writes_and_random_draws() -> None:
+    def function(x: Tensor) -> Tensor:
+        x.neg_()
+        torch.rand_like(x)
+        (x + 1).relu()
+        return x
+
+    gm = torch.fx.experimental.proxy_tensor.make_fx(function)(torch.randn(2))
+    clean_up(gm)
+    left = [n.target for n in gm.graph.nodes if n.op == "call_function"]
+    assert ATEN.neg_.default in left
+    assert ATEN.rand_like.default in left
+    assert ATEN.relu.default not in left
+    assert operator.add not in left
