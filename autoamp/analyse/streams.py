@@ -88,7 +88,8 @@ def residual_sums(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[st
     promoted = promotes_to_low(facts, verdicts)
     computed = _computed_by_allow_ops(facts, verdicts)
     readers = _reader_counts(facts, verdicts)
-    found = set()
+    found: set[str] = set()
+    streams: list[str] = []
     for name, verdict in verdicts.items():
         if verdict.pinned or not _is_addition(facts.nodes[name].op):
             continue
@@ -103,27 +104,31 @@ def residual_sums(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[st
                 and _forks(stream, facts, verdicts, readers)
             ):
                 found.add(name)
-                found.update(_beginning(stream, facts, verdicts, promoted))
-    return frozenset(found)
+                streams.append(stream)
+    return frozenset(found | _beginnings(streams, facts, verdicts, promoted))
 
 
-def _beginning(
-    stream: str, facts: Facts, verdicts: Mapping[str, Verdict], promoted: set[str]
+def _beginnings(
+    streams: list[str],
+    facts: Facts,
+    verdicts: Mapping[str, Verdict],
+    promoted: set[str],
 ) -> set[str]:
-    """Additions above a stream that make its first value (positions to embeddings)."""
+    """Additions above streams that make their first value (positions to embeddings)."""
     found: set[str] = set()
-    frontier = [stream]
+    seen: set[str] = set()
+    frontier = list(streams)
     while frontier:
         maker = facts.producer(frontier.pop())
         verdict = verdicts.get(maker)
-        if verdict is None or verdict.pinned or maker in promoted or maker in found:
+        if verdict is None or verdict.pinned or maker in promoted or maker in seen:
             continue
+        seen.add(maker)
         op = facts.nodes[maker].op
-        adds = _is_addition(op)
-        if not (adds or verdict.category is Category.CLEAR or "dropout" in op):
-            continue
-        if adds:
+        if _is_addition(op):
             found.add(maker)
+        elif verdict.category is not Category.CLEAR and "dropout" not in op:
+            continue
         frontier.extend(o.value for o in facts.nodes[maker].operands)
     return found
 
