@@ -67,7 +67,9 @@ def _repeated_norms(facts: Facts, verdicts: Mapping[str, Verdict]) -> set[str]:
     """
     found: set[str] = set()
     for name, verdict in verdicts.items():
-        if verdict.pinned or facts.nodes[name].op.partition(".")[0] not in _NORMS:
+        asked = verdict.category is Category.ALLOW  # the user moved it there
+        is_norm = facts.nodes[name].op.partition(".")[0] in _NORMS
+        if verdict.pinned or asked or not is_norm:
             continue
         maker = facts.producer(facts.nodes[name].operands[0].value)
         while maker in verdicts and _only_moves(facts.nodes[maker].op, verdicts[maker]):
@@ -91,7 +93,8 @@ def residual_sums(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[st
     found: set[str] = set()
     streams: list[str] = []
     for name, verdict in verdicts.items():
-        if verdict.pinned or not _is_addition(facts.nodes[name].op):
+        asked = verdict.category is Category.ALLOW  # the user moved it there
+        if verdict.pinned or asked or not _is_addition(facts.nodes[name].op):
             continue
         operands = [o.value for o in facts.nodes[name].operands]
         if len(operands) != 2:

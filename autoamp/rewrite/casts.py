@@ -263,7 +263,8 @@ class _Emitter:
         if not (self.facts.nodes[value].requires_grad and reader.requires_grad):
             return False
         uses = self.low_reads[value, reader.region, epoch]
-        return uses > (1 if value in self.facts.weights else MANY_USES)
+        of_weight = self.facts.nodes[value].storage in self.weight_storage
+        return uses > (1 if of_weight else MANY_USES)
 
     def _use_of(self, value: str, copy: fx.Node) -> fx.Node:
         new = self.graph.create_node(

@@ -249,42 +249,44 @@ def _no_stale_casts(
     returned = {n.name for n in rewritten.graph.output_node().all_input_nodes}
     version: dict[int, int] = defaultdict(int)
     region = 0
-    made: dict[str, tuple[int, int, int]] = {}
-    copies: dict[int, str] = {}
+    regions: dict[str, int] = {}
+    copies: dict[int, tuple[str, int, int]] = {}
     for node in rewritten.graph.nodes:
         if node.target in compat.MODE_CHANGES:
             region += 1
         for source in node.all_input_nodes:
-            if source.name not in made:
+            if node.op == "output":
                 continue
-            storage, at, home = made[source.name]
-            if version[storage] != at and node.op != "output":
+            cast, storage, at = copies.get(_storage(after, source), ("", -1, 0))
+            if cast and version[storage] != at:
                 raise VerificationError(
-                    f"{where(node)} reads {source.name}, a cast of a tensor that was "
-                    "written to since"
+                    f"{where(node)} reads {source.name}, which is or views {cast}, a "
+                    "cast of a tensor that was written to since"
                 )
-            if region != home and node.op != "output" and source.name not in returned:
+            crosses = regions.get(source.name, region) != region
+            if crosses and source.name not in returned:
                 raise VerificationError(
                     f"{where(node)} reads {source.name}, a cast made in another "
                     "grad-mode or autocast region"
                 )
         for written in _written(node):
-            tensor = after.values[written.name]
-            if isinstance(tensor, torch.Tensor):
-                storage = compat.storage_id(tensor)
-                if storage in copies:
-                    raise VerificationError(
-                        f"{where(node)} writes to {written.name}, which is or views "
-                        f"{copies[storage]}, a cast: the write is lost"
-                    )
-                version[storage] += 1
-        if node.name not in known and node.op == "call_function":
-            source = node.all_input_nodes[0]
-            tensor = after.values[source.name]
-            if isinstance(tensor, torch.Tensor) and _is_cast(node):
-                storage = compat.storage_id(tensor)
-                made[node.name] = (storage, version[storage], region)
-                copies[compat.storage_id(after.values[node.name])] = node.name
+            storage = _storage(after, written)
+            if storage in copies:
+                raise VerificationError(
+                    f"{where(node)} writes to {written.name}, which is or views "
+                    f"{copies[storage][0]}, a cast: the write is lost"
+                )
+            version[storage] += 1
+        if node.name not in known and _is_cast(node):
+            storage = _storage(after, node.all_input_nodes[0])
+            regions[node.name] = region
+            copies[_storage(after, node)] = (node.name, storage, version[storage])
+
+
+def _storage(run: StandIns, node: fx.Node) -> int:
+    """The storage of a tensor's stand-in; -1 for what is not a tensor."""
+    value = run.values[node.name]
+    return compat.storage_id(value) if isinstance(value, torch.Tensor) else -1
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
