@@ -211,6 +211,15 @@ def test_residual_sums_stay_fp32() -> None:
     )
 
 
+def test_a_users_allow_outranks_the_residual_stream() -> None:
+    def function(m: Of, x: Tensor) -> Tensor:
+        return m.other(x + m.fc(m.norm(x)))
+
+    assert rewritten(function).classified.verdicts["add"].pinned
+    found = rewritten(function, allow=("add",))
+    assert dtype(found, "add") is torch.bfloat16
+
+
 def test_a_sum_of_two_branches_is_no_stream() -> None:
     found = rewritten(lambda m, x: m.other(m.fc(x) + m.other(x)))
     assert not found.classified.verdicts["add"].pinned

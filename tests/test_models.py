@@ -109,6 +109,8 @@ def test_trains_and_is_no_worse_than_autocast(case: Case) -> None:
     record = compare_with_autocast(case, convert_and_keep, runs=runs)
     print(table([record]))
     assert not unknown_shortfalls(record), "\n".join(unknown_shortfalls(record))
+    unlisted = {op.op for op in autoamp.report(made[0]).ops if not op.listed}
+    assert not unlisted, f"no rule lists {sorted(unlisted)}"
     check_training(case, made[0], record)
 
 

@@ -107,6 +107,14 @@ def stale_cast(found: Rewritten) -> None:
     node(found, "linear_3").update_arg(0, node(found, "linear_2").args[0])
 
 
+def stale_view_of_a_cast(found: Rewritten) -> None:
+    cast, at = node(found, "linear_2").args[0], node(found, "zero_")
+    with found.gm.graph.inserting_before(at):
+        view = found.gm.graph.call_function(ATEN.alias.default, (cast,))
+    view.meta = dict(cast.meta)
+    node(found, "linear_3").update_arg(0, view)
+
+
 def cast_from_another_region(found: Rewritten) -> None:
     at = node(found, "linear_4")
     assert at.args[0] is not node(found, "linear").args[0]
@@ -181,6 +189,7 @@ FAULTS: dict[Callable[[Rewritten], None], str] = {
     wide_operand_of_add: r"add \(aten.add.Tensor.*different dtypes",
     stale_metadata: r"matmul .*recorded as \[torch.float32\] but computes",
     stale_cast: r"linear_3 .*was written to since",
+    stale_view_of_a_cast: r"linear_3 .*views x1_bf16.*was written to since",
     cast_from_another_region: r"linear_4 .*cast made in another grad-mode",
     lost_node: r"relu .*got lost in the rewrite",
     lost_write: r"zero_ .*got lost in the rewrite",
