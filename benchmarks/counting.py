@@ -170,8 +170,11 @@ def count_ops(fn: Callable[[], Any], parameters: Iterable[Tensor] = ()) -> Count
 
 
 def storage_key(tensor: Tensor) -> tuple[str, int]:
-    """What tells the storage of a living tensor from every other; views share it."""
-    return str(tensor.device), tensor.untyped_storage().data_ptr()
+    """What tells the storage of a living tensor from every other; views share it.
+
+    Not its address: asking for that makes a copy-on-write storage real.
+    """
+    return str(tensor.device), tensor.untyped_storage()._cdata
 
 
 def _changes_float_dtype(source: Tensor, target: Tensor) -> bool:
