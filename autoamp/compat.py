@@ -36,6 +36,8 @@ SET_GRAD = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+# What `x.data` is in Dynamo's graphs; the stubs do not know it.
+GET_DATA: Any = getattr(torch._C._autograd, "_get_data_attr")  # noqa: B009
 MODE_CHANGES = frozenset({SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST})
 
 
@@ -47,6 +49,8 @@ _COMPILE_TIME_CONFIG = {
     # DDPOptimizer would call the backend once per bucket with fake tensors; the eager
     # back end has per-op autograd, so DDP overlaps without any splitting.
     "optimize_ddp": False,
+    # By default a hook registered after the capture is never called.
+    "skip_nnmodule_hook_guards": False,
 }
 
 

@@ -22,7 +22,7 @@ from autoamp.analyse.facts import (
     argument,
     tensors_of,
 )
-from autoamp.analyse.pins import LAYER_NORMS, pin_reason
+from autoamp.analyse.pins import LAYER_NORMS, literal_reason, pin_reason
 from autoamp.analyse.streams import precious
 from autoamp.analyse.taint import POSITION, RANGE, Taints, spread_taints
 from autoamp.analyse.verdict import Mode, Verdict
@@ -33,6 +33,7 @@ from autoamp.rules import Category, Rule, Rules
 
 CASTS = frozenset({"aten::to", "aten::_to_copy"})
 _MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
+_BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
 _CPU_MIXED = LAYER_NORMS | {"aten::group_norm", "aten::native_group_norm"}
 """Norms whose CPU kernels take fp32 parameters beside low data; CUDA's do not."""
 _FILLED = ("zeros", "ones", "full", "empty")
@@ -120,6 +121,9 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
     base = base_name(node.target)
     if base in CASTS:
         return _user_cast(node, fact, under.facts)
+    if node.target in _BITS:
+        reason = "reads the bits of its operand: another dtype has others"
+        return Verdict(Category.DENY, reason, "autoamp", True, _all("same", fact))
     rule = _rule_of(node, under.rules)
     if rule is None:
         verdict = _by_schema(node.target, fact)
@@ -128,6 +132,8 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
     if base in FACTORIES:
         verdict = replace(verdict, modes=_all("any", fact))
     pin = pin_reason(node, fact, under.facts, under.keep)
+    if pin is None and verdict.category is not Category.CLEAR:
+        pin = literal_reason(node, under.low)
     if pin is not None:
         return replace(verdict, pinned=True, reason=pin, origin="autoamp")
     return verdict

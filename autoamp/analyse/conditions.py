@@ -6,6 +6,7 @@ which has checked the type of each test's value.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import NodeFacts, argument
+from autoamp.analyse.facts import NodeFacts, argument, tensors_of
 from autoamp.rules import Condition
 
 
@@ -37,10 +38,22 @@ def _reduces_at_least(site: _Site) -> bool:
     """Elements read per element written; a scan (cumsum) writes all it reads."""
     facts = site.facts
     dim = argument(site.node, "dim")
+    if _reduces_unknown(site.node, dim):
+        return True
     if facts.numel and facts.numel == facts.read_numel and isinstance(dim, int):
         shape = _shape_read(site.node)
         return bool(shape) and bool(shape[dim] >= site.value)
     return bool(facts.read_numel >= site.value * max(facts.numel, 1))
+
+
+def _reduces_unknown(node: fx.Node, dim: object) -> bool:
+    """Whether a reduced axis is symbolic: calls to come may be any number longer."""
+    read, made = _sizes_read(node), tensors_of(node.meta.get("val"))
+    kept = made[0].shape if made else ()
+    if read == list(kept) and isinstance(dim, int) and read:
+        return not isinstance(read[dim], int)
+    unknown = Counter(str(s) for s in read if not isinstance(s, int))
+    return bool(unknown - Counter(str(s) for s in kept if not isinstance(s, int)))
 
 
 def _exponent_outside(site: _Site) -> bool:
@@ -58,9 +71,13 @@ def _device_is(site: _Site) -> bool:
 
 
 def _shape_read(node: fx.Node) -> list[int]:
+    return [compat.hint(s) for s in _sizes_read(node)]
+
+
+def _sizes_read(node: fx.Node) -> list[Any]:
     first = next((n for n in node.all_input_nodes if "val" in n.meta), None)
     value = first.meta["val"] if first is not None else None
-    return [compat.hint(s) for s in getattr(value, "shape", ())]
+    return list(getattr(value, "shape", ()))
 
 
 _TESTS: dict[str, Callable[[_Site], bool]] = {

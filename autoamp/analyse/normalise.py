@@ -166,7 +166,11 @@ class _Lowering(fx.Interpreter):
             return self._checkpoint(args, kwargs)
         if isinstance(target, compat.HigherOrderOperator):
             return self._opaque(target, args, kwargs)
-        if target in LEAF_FUNCTIONS:
+        if target is getattr and args[1] == "data" and torch.is_tensor(args[0]):
+            target, args = compat.GET_DATA, args[:1]
+        # The tracer does not see `.data`: it would become a constant of the graph, and
+        # what is written to it would be lost.
+        if target in LEAF_FUNCTIONS or target is compat.GET_DATA:
             return self._opaque(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import Facts, NodeFacts, argument
-from autoamp.ops import base_name
+from autoamp.analyse.facts import Facts, NodeFacts, argument, tensors_of
+from autoamp.dtypes import largest, short_name
+from autoamp.ops import base_name, is_pointwise
 
 LAYER_NORMS = frozenset({"aten::layer_norm", "aten::native_layer_norm"})
 
@@ -24,6 +25,12 @@ ones, an fp16 one 4096."""
 _GATHERS = frozenset(
     {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
 )
+
+
+_LIMITED = frozenset(
+    {"aten::clamp", "aten::clip", "aten::hardtanh", "aten::nan_to_num"}
+)
+"""Ops that are not `clear` and take limits or fillings as numbers."""
 
 
 def pin_reason(
@@ -50,6 +57,23 @@ def pin_reason(
     return _sums_gradients_low(node, fact, graph)
 
 
+def literal_reason(node: fx.Node, low: torch.dtype) -> str | None:
+    """Why arithmetic with a number beyond the range of `low` must stay fp32, or None.
+
+    A limit or a filling may be cut off at the range; a factor or a divisor may not.
+    """
+    target = node.target
+    assert isinstance(target, compat.OpOverload)
+    if not is_pointwise(target) or base_name(target).rstrip("_") in _LIMITED:
+        return None
+    for value in (*node.args, *node.kwargs.values()):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        if abs(value) > largest(low):
+            return f"computes with {value:g}, which is beyond {short_name(low)}'s range"
+    return None
+
+
 def _sums_gradients_low(node: fx.Node, fact: NodeFacts, graph: Facts) -> str | None:
     """Ops whose backward kernels would sum many gradients in the low dtype."""
     assert isinstance(node.target, compat.OpOverload)
@@ -65,9 +89,15 @@ def _sums_gradients_low(node: fx.Node, fact: NodeFacts, graph: Facts) -> str | N
             )
     if base in LAYER_NORMS and fact.device == "cpu" and len(fact.operands) > 1:
         size = math.prod(compat.hint(s) for s in argument(node, "normalized_shape"))
-        if fact.numel >= LAYER_NORM_ROWS * size:
+        unknown = any(not isinstance(s, int) for s in _output_shape(node))
+        if unknown or fact.numel >= LAYER_NORM_ROWS * size:
             return (
                 "torch's CPU kernel sums its weight gradient over the rows in the low "
                 "dtype"
             )
     return None
+
+
+def _output_shape(node: fx.Node) -> Sequence[object]:
+    """The sizes of the first output; symbolic ones stand for any number."""
+    return tuple(tensors_of(node.meta["val"])[0].shape)

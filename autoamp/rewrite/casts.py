@@ -17,6 +17,7 @@ after:
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -292,19 +293,36 @@ class _Emitter:
         ):
             return None
         maker = self.new[value]
-        operands = self.facts.nodes[value].operands
+        if value in self.facts.element_of:
+            return self._piece_per_use(value, reader)
+        operands = fact.operands
         if len(operands) != 1 or maker.op != "call_function":
             return None
-        below = operands[0].value
+        return self._repeated(value, operands[0].value, reader)
+
+    def _piece_per_use(self, value: str, reader: NodeFacts) -> fx.Node | None:
+        """The same for one of the pieces `chunk` or `split` cut a weight into."""
+        whole = self.facts.element_of[value]
+        operands = self.facts.nodes[whole].operands
+        if len(operands) != 1 or whole not in self.verdicts:
+            return None
+        cut = self._repeated(whole, operands[0].value, reader)
+        args = (cut, *self.old[value].args[1:])
+        new = self.graph.create_node("call_function", operator.getitem, args, {}, value)
+        new.meta = dict(self.new[value].meta)
+        return new
+
+    def _repeated(self, view: str, below: str, reader: NodeFacts) -> fx.Node:
+        """View op `view` of `below` again, down to a use of the weight of its own."""
         if below in self.facts.constants:
             source = self._use_of(below, self._low_copy(below, reader))
         else:
             source = self._view_per_use(below, reader) or self.new[below]
-        old = self.old[value]
+        old = self.old[view]
         args = fx.map_arg(old.args, lambda n: self._swap(n, below, source))
         new = self.graph.create_node("call_function", old.target, args, {}, old.name)
         new.kwargs = fx.map_arg(old.kwargs, lambda n: self._swap(n, below, source))
-        new.meta = dict(maker.meta)
+        new.meta = dict(self.new[view].meta)
         return new
 
     def _swap(self, node: fx.Node, below: str, source: fx.Node) -> fx.Node:
@@ -332,8 +350,9 @@ class _Emitter:
     def _cast(self, value: str, dtype: torch.dtype) -> fx.Node:
         at = self.new[value]
         kind = "up" if dtype == HIGH_DTYPE else "down"
-        if kind == "down" and value in self.facts.weights:
-            kind = "weight"
+        written = self.facts.nodes[value].storage in self.facts.mutated
+        if kind == "down" and value in self.facts.weights and not written:
+            kind = "weight"  # one copy, made before the graph runs, serves every use
         name = f"{value}_{short_name(dtype)}"
         if kind == "down" and value in self.extreme:
             new = self.graph.create_node(

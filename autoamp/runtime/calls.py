@@ -96,7 +96,7 @@ class CompiledCall:
         if _thread.off:
             return self._entry(model, *args, **kwargs)
         if compat.any_autocast():
-            args, kwargs = pytree.tree_map(_widened, (args, kwargs))
+            args, kwargs = _all_widened(args, kwargs)
             with compat.autocast_off():
                 return self._in_turn(model, args, kwargs)
         return self._in_turn(model, args, kwargs)
@@ -169,6 +169,23 @@ class CompiledCall:
         if _traced_for_us():
             return entry(model, *args, **kwargs)
         return under_autocast(model, entry, self.low, args, kwargs)
+
+
+def _all_widened(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, widened; a list or dict stays the caller's own object.
+
+    Unless it holds half tensors: a model may append to a list it is given.
+    """
+
+    def widen(argument: Any) -> Any:
+        leaves = pytree.tree_leaves(argument)
+        if all(_widened(leaf) is leaf for leaf in leaves):
+            return argument
+        return pytree.tree_map(_widened, argument)
+
+    return tuple(map(widen, args)), {k: widen(v) for k, v in kwargs.items()}
 
 
 def _widened(value: Any) -> Any:

@@ -1,0 +1,153 @@
+"""Programs whose meaning is easily lost: writes past the tracer, bits, long sums."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from tests.metrics import relative_error
+
+WIDTH = 8
+CLOSE = 0.02  # rounding of two layers; what is tested here is off by 0.3 and more
+
+
+class Of(nn.Module):
+    """A model of one function, two linear layers and a batch norm."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self, *args)
+
+
+def pair(function: Callable[..., Any], precision: str = "bf16") -> tuple[Of, Of]:
+    """The model in fp32, and a converted copy."""
+    torch.manual_seed(0)
+    plain = Of(function)
+    converted = autoamp.convert(
+        copy.deepcopy(plain), precision=precision, do_no_harm=False, strict=True
+    )
+    return plain, converted
+
+
+def written_by_detach(mod: Of, x: Tensor) -> Tensor:
+    before = functional.linear(x, mod.fc.weight.detach().clone())
+    mod.fc.weight.detach().mul_(3.0)
+    return mod.fc(x) - before
+
+
+def written_by_data(mod: Of, x: Tensor) -> Tensor:
+    mod.fc.weight.data.mul_(3.0)
+    return mod.fc(x)
+
+
+def activation_written_by_data(mod: Of, x: Tensor) -> Tensor:
+    hidden = mod.fc(x)
+    hidden.data.mul_(3.0)
+    return mod.other(hidden)
+
+
+def bits_of_an_activation(mod: Of, x: Tensor) -> Tensor:
+    return mod.other((mod.fc(x).view(torch.int32) & -65536).view(torch.float32))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        written_by_detach,
+        written_by_data,
+        activation_written_by_data,
+        bits_of_an_activation,
+    ],
+)
+def test_writes_and_bits_mean_what_they_meant(function: Callable[..., Any]) -> None:
+    plain, converted = pair(function)
+    x = torch.randn(4, WIDTH)
+    assert relative_error(converted(x), plain(x)) < CLOSE
+    assert torch.equal(converted.fc.weight, plain.fc.weight)
+
+
+@pytest.mark.parametrize("factor", [1e6, 1000000])
+def test_factors_beyond_the_range_are_not_cut_off(factor: float) -> None:
+    plain, converted = pair(lambda m, x: m.other(m.fc(x) / factor * factor), "fp16")
+    x = torch.randn(4, WIDTH)
+    assert relative_error(converted(x), plain(x)) < CLOSE
+
+
+def test_the_gradient_of_a_piece_of_a_weight_used_often_is_exact() -> None:
+    def often(mod: Of, x: Tensor) -> Tensor:
+        piece, _ = mod.fc.weight.chunk(2)
+        return torch.stack([functional.linear(x, piece) for _ in range(600)]).sum()
+
+    _, converted = pair(often)
+    converted(torch.ones(1, WIDTH)).backward()
+    assert converted.fc.weight.grad is not None
+    assert converted.fc.weight.grad[0].tolist() == [600.0] * WIDTH
+
+
+def test_batch_norm_in_a_checkpoint_trains() -> None:
+    def region(mod: Of, x: Tensor) -> Tensor:
+        hidden = checkpoint(
+            lambda a: torch.relu(mod.norm(mod.fc(a))), x, use_reentrant=False
+        )
+        return mod.other(hidden)
+
+    models = pair(region)
+    x = torch.randn(16, WIDTH)
+    for model in models:
+        model(x).sum().backward()
+    plain, converted = models
+    for name in ("other", "norm", "fc"):
+        ours, true = (getattr(m, name).weight.grad for m in (converted, plain))
+        assert relative_error(ours, true) < 2 * CLOSE, name
+    assert converted.norm.num_batches_tracked == plain.norm.num_batches_tracked
+
+
+def test_rows_and_sums_may_grow_after_the_capture() -> None:
+    norm = nn.LayerNorm(WIDTH)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm)
+    autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+    for rows in (4, 6, 16000):
+        norm.zero_grad()
+        model(torch.randn(rows, WIDTH)).sum().backward()
+    assert norm.bias.grad is not None
+    assert norm.bias.grad.tolist() == [16000.0] * WIDTH
+
+    plain, converted = pair(lambda m, x: m.fc(x).abs().sum(0) * 1e-3, "fp16")
+    for rows in (4, 6, 3000):
+        x = torch.full((rows, WIDTH), 30.0)
+        assert relative_error(converted(x), plain(x)) < CLOSE
+
+
+def test_a_hook_registered_after_the_capture_is_called() -> None:
+    plain, converted = pair(lambda m, x: m.other(m.fc(x)))
+    x = torch.randn(4, WIDTH)
+    converted(x)
+    for model in (plain, converted):
+        model.fc.register_forward_hook(lambda _, __, out: out * 2)
+    assert relative_error(converted(x), plain(x)) < CLOSE
+
+
+def test_a_list_given_under_autocast_stays_the_callers() -> None:
+    def noting(mod: Of, x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(mod.fc(x))
+        return mod.other(x)
+
+    _, converted = pair(noting)
+    seen: list[Tensor] = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        converted(torch.randn(4, WIDTH), seen)
+    assert len(seen) == 1
