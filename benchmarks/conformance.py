@@ -25,10 +25,6 @@ KNOWN: dict[tuple[str, str], str] = {
     ("straight_through", "saved bytes"): (
         "what that Function and its neighbours save is fp32 for the same reason"
     ),
-    ("checkpoint", "saved bytes"): (
-        "the low weight copies, which live on anyway, are handed to the region instead "
-        "of being cast again in it and in its recomputation"
-    ),
 }
 """Shortfalls we know of and keep, with the reason: (case, what)."""
 
