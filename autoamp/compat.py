@@ -100,11 +100,6 @@ def compile_entry(
     return compiled
 
 
-def is_traced_by_dynamo() -> bool:
-    """Whether the caller is being traced by somebody's `torch.compile`."""
-    return torch.compiler.is_dynamo_compiling()
-
-
 def inductor_compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
@@ -329,11 +324,6 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         return apply(*args) if checks() else base(*args)
 
     return direct
-
-
-def preserving_versions(tensors: Sequence[torch.Tensor]) -> Any:
-    """A context in which writing to `tensors` does not move their version counters."""
-    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

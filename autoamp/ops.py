@@ -6,7 +6,10 @@ import difflib
 from typing import Any
 
 import torch
+from torch import fx
 from torch._ops import OpOverload
+
+from autoamp import compat
 
 HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     "aten::_batch_norm_impl_index": ("running_mean", "running_var"),
@@ -199,3 +202,37 @@ def is_random(target: OpOverload) -> bool:
 def is_pointwise(target: OpOverload) -> bool:
     """Whether torch tags `target` as computing each output element by itself."""
     return torch.Tag.pointwise in target.tags
+
+
+_WRITING_OPERATORS = frozenset(
+    {"setitem", *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "pow"))}
+)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a call writes in place or draws random numbers, used or not.
+
+    Knows ATen ops by their schema, and the methods, functions and operators of a graph
+    as Dynamo wrote it by their names.
+    """
+    if isinstance(node.target, OpOverload):
+        return mutates(node.target) or is_random(node.target)
+    if not node.op.startswith("call"):
+        return False
+    name = getattr(node.target, "__name__", str(node.target))
+    in_place = name.endswith("_") and not name.startswith("_")
+    return in_place or name in _WRITING_OPERATORS or "dropout" in name
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Erases nodes nobody reads that have no effect.
+
+    Not FX's own elimination: it goes on into sub-graphs with rules that take a method
+    like `x.mul_(2)` for dead.
+    """
+    for node in reversed(graph.nodes):
+        if node.op in ("placeholder", "output") or node.users:
+            continue
+        changes_mode = node.target in compat.MODE_CHANGES
+        if not (changes_mode or node.is_impure() or has_effect(node)):
+            graph.erase_node(node)

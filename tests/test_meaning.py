@@ -19,6 +19,20 @@ WIDTH = 8
 CLOSE = 0.02  # rounding of two layers; what is tested here is off by 0.3 and more
 
 
+class Doubled(torch.autograd.Function):
+    """Doubles its operand in place."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        a.mul_(2)
+        ctx.mark_dirty(a)
+        return a
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 class Of(nn.Module):
     """A model of one function, two linear layers and a batch norm."""
 
@@ -60,10 +74,23 @@ def activation_written_by_data(mod: Of, x: Tensor) -> Tensor:
     return mod.other(hidden)
 
 
+def written_by_a_function(mod: Of, x: Tensor) -> Tensor:
+    """A sub-graph that is not traced into writes to what it is handed."""
+    hidden = mod.fc(x)
+    before = mod.other(hidden)
+    hidden = hidden.clone()
+    doubled = Doubled.apply(hidden)
+    return mod.other(doubled) + before + hidden
+
+
 def bits_of_an_activation(mod: Of, x: Tensor) -> Tensor:
     return mod.other((mod.fc(x).view(torch.int32) & -65536).view(torch.float32))
 
 
+@pytest.mark.filterwarnings(
+    # Dynamo's own, when it captures a custom Function.
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)
 @pytest.mark.parametrize(
     "function",
     [
@@ -71,6 +98,7 @@ def bits_of_an_activation(mod: Of, x: Tensor) -> Tensor:
         written_by_data,
         activation_written_by_data,
         bits_of_an_activation,
+        written_by_a_function,
     ],
 )
 def test_writes_and_bits_mean_what_they_meant(function: Callable[..., Any]) -> None:

@@ -19,7 +19,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.normalise import module_path
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.ops import mutated_arguments, op_name
+from autoamp.ops import has_effect, mutated_arguments, op_name
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,8 @@ class Facts:
     """Those of `constants` that are parameters (or attributes) of the model."""
     mutated: frozenset[int]
     """Storages written to inside the graph."""
+    written_opaquely: frozenset[int]
+    """Those of `mutated` that a sub-graph nobody looks into may write."""
     outside: frozenset[int]
     """Storages that also exist outside the graph: of inputs and of attributes."""
     element_of: Mapping[str, str] = field(default_factory=dict)
@@ -110,7 +112,7 @@ def collect_facts(gm: fx.GraphModule) -> Facts:
 
     The graph is taken to start in the caller's grad mode.
     """
-    collector = _Collector(torch.is_grad_enabled())
+    collector = _Collector(gm, torch.is_grad_enabled())
     for node in gm.graph.nodes:
         collector.visit(node)
     return collector.finish()
@@ -172,7 +174,9 @@ def _storage(tensor: torch.Tensor) -> int:
 class _Collector:
     """Walks the graph once, in order."""
 
-    def __init__(self, grad_mode: bool) -> None:
+    def __init__(self, gm: fx.GraphModule, grad_mode: bool) -> None:
+        self.gm = gm
+        self.opaque_writes: set[int] = set()
         self.nodes: dict[str, NodeFacts] = {}
         self.returned: set[str] = set()
         self.constants: set[str] = set()
@@ -205,6 +209,7 @@ class _Collector:
             constants=frozenset(self.constants),
             weights=frozenset(self.weights),
             mutated=frozenset(self.writes),
+            written_opaquely=frozenset(self.opaque_writes),
             outside=frozenset(self.outside),
             element_of=self.element_of,
         )
@@ -284,8 +289,26 @@ class _Collector:
                     operands.append(Operand(leaf.name, name, tensor.dim() == 0, epoch))
         return tuple(operands), inputs
 
+    def _note_opaque_writes(self, node: fx.Node) -> None:
+        """A custom Function (`mark_dirty`) or a branch may write what it is handed."""
+        bodies = [
+            getattr(self.gm, str(n.target), None)
+            for n in node.all_input_nodes
+            if n.op == "get_attr"
+        ]
+        if any(
+            isinstance(b, fx.GraphModule) and any(map(has_effect, b.graph.nodes))
+            for b in bodies
+        ):
+            for source in node.all_input_nodes:
+                for tensor in tensors_of(source.meta.get("val")):
+                    self.writes[_storage(tensor)] += 1
+                    self.opaque_writes.add(_storage(tensor))
+
     def _note_writes(self, node: fx.Node) -> None:
         if not isinstance(node.target, compat.OpOverload):
+            if isinstance(node.target, compat.HigherOrderOperator):
+                self._note_opaque_writes(node)
             return
         written = mutated_arguments(node.target)
         for name, value in named_arguments(node):

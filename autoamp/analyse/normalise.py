@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
-from autoamp.ops import is_random, mutates
+from autoamp.ops import drop_dead
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
@@ -89,10 +89,12 @@ def _trace(
             "The model runs unconverted; report this with the op named above."
         )
         raise CaptureError(message) from error
+    for name, body in lowering.bodies.items():
+        setattr(traced, name, body)
     _placeholders_to_attributes(traced, named)
     for node in traced.graph.nodes:
         _drop_our_frames(node)
-    traced.graph.eliminate_dead_code(is_impure_node=_must_stay)
+    drop_dead(traced.graph)
     traced.recompile()
     return traced
 
@@ -107,14 +109,6 @@ def _drop_our_frames(node: fx.Node) -> None:
         node.meta["stack_trace"] = trace
     else:
         node.meta.pop("stack_trace", None)
-
-
-def _must_stay(node: fx.Node) -> bool:
-    """Whether an unused node still does something: writes, draws, changes a mode."""
-    target = node.target
-    return node.is_impure() or (
-        isinstance(target, compat.OpOverload) and (mutates(target) or is_random(target))
-    )
 
 
 def _placeholders_to_attributes(
@@ -150,7 +144,7 @@ class _Lowering(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, mode: compat.FakeTensorMode) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.mode = mode
-        self.bodies = 0
+        self.bodies: dict[str, fx.GraphModule] = {}
         self.current_node: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -215,8 +209,13 @@ class _Lowering(fx.Interpreter):
             raise
 
     def _register(self, body: fx.GraphModule) -> Any:
-        self.bodies += 1
-        return compat.module_proxy(f"body_{self.bodies - 1}", body)
+        name = f"body_{len(self.bodies)}"
+        self.bodies[name] = body
+        # The tracer drops what looks dead in sub-graphs too, and takes `x.mul_(2)` for
+        # dead: it gets another copy to do that to.
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(body.graph, {}))
+        return compat.module_proxy(name, fx.GraphModule(body, graph))
 
 
 def _proxies(values: Any) -> list[tuple[torch.Tensor, Any]]:

@@ -52,6 +52,8 @@ def pin_reason(
     assert isinstance(node.target, compat.OpOverload)
     if torch.Tag.nondeterministic_seeded in node.target.tags and not fact.operands:
         return "draws random numbers: another dtype would draw others"
+    if fact.storage in graph.written_opaquely:
+        return "a function that is not traced into may write to it"
     if fact.storage in graph.mutated and fact.storage in graph.outside:
         return "writes to, or views, a tensor that exists outside the graph"
     return _sums_gradients_low(node, fact, graph)

@@ -22,7 +22,6 @@ class Verdict:
         origin: which rules file, user list or part of the pass says so.
         pinned: whether the node must stay fp32.
         modes: what each operand of its facts needs, in the same order.
-        output_high: its output is fp32 even when it reads low operands.
         tainted: its value must not be rounded and then widened again.
         listed: whether any rule knows the op.
     """
@@ -32,6 +31,5 @@ class Verdict:
     origin: str
     pinned: bool
     modes: tuple[Mode, ...]
-    output_high: bool = False
     tainted: bool = False
     listed: bool = True

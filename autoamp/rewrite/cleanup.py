@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.ops import is_random, mutates
+from autoamp.ops import drop_dead
 
 
 def clean_up(gm: fx.GraphModule) -> int:
@@ -17,21 +17,10 @@ def clean_up(gm: fx.GraphModule) -> int:
     """
     before = len(gm.graph.nodes)
     _drop_idle_grad_switches(gm.graph)
-    gm.graph.eliminate_dead_code(is_impure_node=_does_something)
+    drop_dead(gm.graph)
     gm.graph.lint()
     gm.recompile()
     return before - len(gm.graph.nodes)
-
-
-def _does_something(node: fx.Node) -> bool:
-    if node.op in ("placeholder", "output"):
-        return True
-    target = node.target
-    if target in compat.MODE_CHANGES:
-        return True
-    if isinstance(target, compat.OpOverload):
-        return mutates(target) or is_random(target) or node.is_impure()
-    return bool(node.is_impure())
 
 
 def _drop_idle_grad_switches(graph: fx.Graph) -> None:

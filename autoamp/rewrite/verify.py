@@ -270,7 +270,7 @@ def _no_stale_casts(
                     f"{where(node)} reads {source.name}, a cast made in another "
                     "grad-mode or autocast region"
                 )
-        for written in _written(node):
+        for written in _written(node, rewritten):
             storage = _storage(after, written)
             if storage in copies:
                 raise VerificationError(
@@ -290,7 +290,12 @@ def _storage(run: StandIns, node: fx.Node) -> int:
     return compat.storage_id(value) if isinstance(value, torch.Tensor) else -1
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
+    if isinstance(node.target, compat.HigherOrderOperator):
+        bodies = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        if any("_(" in getattr(gm, str(b.target)).code for b in bodies):
+            # It may write: hand it no copy.
+            return [n for n in node.all_input_nodes if n.op != "get_attr"]
     if not isinstance(node.target, compat.OpOverload):
         return []
     names = {
