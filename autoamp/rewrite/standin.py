@@ -88,7 +88,10 @@ _META = torch.device("meta")
 
 
 def _depends_on_data(error: Exception) -> bool:
-    """Whether a stand-in cannot answer because the result depends on values."""
+    """Whether a stand-in cannot answer: the result depends on values, or no kernel.
+
+    The recorded result then stands in.  That operands agree is checked apart from this.
+    """
     return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
 
 
