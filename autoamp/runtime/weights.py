@@ -3,45 +3,83 @@
 The user's fp32 parameter stays the master.  A rewritten graph gets the copy as an extra
 argument, looked up at run time by the parameter it is called with: deep copies of a
 model share graphs, not weights.
+
+Beside each copy lives a *sentinel*, a copy-on-write clone of the weight.  While it
+lives, any write to the weight, by whatever name, moves the weight's data to a new
+address: so the copy is kept exactly until then, in training over all micro-batches of a
+step.  The move costs a copy of the weight; `before_write` spares it where the write is
+announced.  Weights whose memory somebody else may hold a pointer to have no sentinel.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoamp import compat
 
+_CHANCES = 2
+"""Unannounced writes in training after which a weight's copy loses its sentinel."""
 
-@dataclass
+
+@dataclass(eq=False)
 class _Copy:
     """One copy, and what its weight looked like when it was last refreshed.
 
     Attributes:
+        of: the weight.
         low: the copy, whose version counter autograd watches.
         writable: the same memory with another counter.
         version, address: of the weight.
-        sentinel: a copy-on-write clone of the weight, which tells any write to it.
+        sentinel: a copy-on-write clone of the weight, which tells any write to it;
+            None: the copy is stale.
+        from_training: whether the sentinel was made where a gradient was recorded.
+        chances: unannounced writes left until there is no sentinel in training.
+        trainer: the thread that trains the weight; None where none did so far.
+        captured: whether a CUDA graph holds the weight's address.
     """
 
+    of: weakref.ref[torch.Tensor]
     low: torch.Tensor
     writable: torch.Tensor
     version: int = -1
     address: int = -1
     sentinel: torch.Tensor | None = None
+    from_training: bool = False
+    chances: int = _CHANCES
+    trainer: int | None = None
+    captured: bool = False
 
 
-_COPIES: dict[torch.dtype, WeakTensorKeyDictionary] = {
-    torch.float16: WeakTensorKeyDictionary(),
-    torch.bfloat16: WeakTensorKeyDictionary(),
-}
-"""All copies of the process: a weight shared by two models or graphs has one."""
+@dataclass(eq=False, frozen=True)
+class _Steady:
+    """What one graph was given last, while the sentinels of all of it live.
+
+    An equal address is the same unwritten memory then, whichever tensor shows it.
+    """
+
+    addresses: list[int]
+    lows: list[torch.Tensor]
+    trainer: int | None
+    devices: set[torch.device]
+
+
+_COPIES: dict[torch.dtype, dict[int, _Copy]] = {torch.float16: {}, torch.bfloat16: {}}
+"""All copies of the process by the id of their weight, shared by models and graphs."""
+
+_steady: weakref.WeakKeyDictionary[WeightCopies, _Steady] = weakref.WeakKeyDictionary()
+"""Emptied whenever a sentinel goes."""
+
+_SEVERAL = -1
+"""In place of a thread: more than one."""
 
 # One thread at a time: a second one must see that the first has moved the version.
 _lock = threading.Lock()
@@ -57,61 +95,160 @@ class WeightCopies:
     def __init__(self, low: torch.dtype) -> None:
         self.low = low
         self.refreshed = 0
-        self._store = _COPIES[low]
-        # By id, checked by the weak reference: many times faster than the store.
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], _Copy]] = {}
 
-    def fresh(self, weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def fresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of `weights` (fp32, any shapes) in the low dtype, equal to them now.
 
-        A weight being trained is copied anew at every call, all of them by one
-        multi-tensor copy: `.data` writes leave no trace that could be trusted.  Where
-        no gradient is recorded a copy-on-write clone of the weight tells any write, so
-        the copy is kept until then.
+        Those that are not are refreshed by one multi-tensor copy.
         """
+        steady = _steady.get(self)
+        if (
+            steady is not None
+            and compat.data_addresses(weights) == steady.addresses
+            and (steady.trainer == threading.get_ident() or not torch.is_grad_enabled())
+            and not any(map(_on_side_stream, steady.devices))
+        ):
+            return steady.lows
+        return self._checked(weights)
+
+    def _checked(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As `fresh`, each weight looked at by itself."""
         recording = torch.is_grad_enabled()
-        lows: list[torch.Tensor] = []
-        stale: list[tuple[_Copy, torch.Tensor]] = []
-        for weight in weights:
-            known = self._known.get(id(weight))
-            copy = known[1] if known and known[0]() is weight else self._find(weight)
-            lows.append(copy.low)
-            if (recording and weight.requires_grad) or _moved(copy, weight):
-                stale.append((copy, weight))
-        if stale:
-            self.refreshed += len(stale)
-            with _lock:
-                _refresh(stale, recording)
+        devices = {weight.device for weight in weights}
+        aside = any(map(_on_side_stream, devices))
+        copies = [self._find(weight) for weight in weights]
+        stale: list[_Stale] = []
+        with _lock:
+            for copy, weight in zip(copies, weights, strict=True):
+                training = recording and weight.requires_grad
+                _note_a_write(copy, weight)
+                watch = not aside and _may_watch(copy, training)
+                if not watch:
+                    _drop(weight)
+                if copy.sentinel is None:
+                    stale.append(_Stale(copy, weight, watch, training))
+            if stale:
+                self.refreshed += len(stale)
+                _refresh(stale)
+            lows = [copy.low for copy in copies]
+            if all(copy.sentinel is not None for copy in copies):
+                trainer = threading.get_ident() if recording else None
+                addresses = [copy.address for copy in copies]
+                _steady[self] = _Steady(addresses, lows, trainer, devices)
         return lows
 
     def _find(self, weight: torch.Tensor) -> _Copy:
-        """The copy of a weight this graph has not met yet."""
-        copy: _Copy | None = self._store.get(weight)
-        if copy is None or not _same_layout(copy.low, weight):
-            # `p.data = other` may change shape, strides or device of the same object.
-            # (And made under inference_mode it could not be saved for a backward.)
-            with _no_inference_mode(), torch.no_grad():
-                low = torch.empty_like(weight.detach(), dtype=self.low)
-            copy = self._store[weight] = _Copy(low, low.data)
-        known, key = self._known, id(weight)
-        known[key] = (weakref.ref(weight, lambda _: known.pop(key, None)), copy)
+        """The copy of a weight; a new one where it has none of its layout."""
+        store, key = _COPIES[self.low], id(weight)
+        copy = store.get(key)
+        if copy is not None and copy.of() is weight and _same_layout(copy.low, weight):
+            return copy
+        # `p.data = other` may change shape, strides or device of the same object.
+        # (And made under inference_mode it could not be saved for a backward.)
+        with _no_inference_mode(), torch.no_grad():
+            low = torch.empty_like(weight.detach(), dtype=self.low)
+
+        def forget(of: weakref.ref[torch.Tensor]) -> None:
+            _steady.clear()
+            if key in store and store[key].of is of:
+                del store[key]
+
+        copy = store[key] = _Copy(weakref.ref(weight, forget), low, low.data)
         return copy
+
+
+def before_write(parameters: Iterable[torch.Tensor]) -> None:
+    """Announces that a step is about to write to `parameters`, which spares a copy.
+
+    The sentinels of those that are trained go, and with them what a write would cost;
+    their copies are refreshed by the next call that needs them.  Frozen ones keep
+    theirs: a step leaves them alone, and a write is seen all the same.
+    """
+    if not any(_COPIES.values()):
+        return
+    with _lock:
+        for weight in parameters:
+            for copy in _copies_of(weight):
+                _note_a_write(copy, weight)
+                if copy.sentinel is None:
+                    copy.chances = copy.chances or 1
+                elif weight.requires_grad:
+                    copy.chances = _CHANCES
+                    _drop(weight)
+
+
+@functools.cache
+def _hear_optimizers() -> None:
+    """From now on every step of a `torch.optim` optimizer announces itself."""
+
+    def hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():  # a compiled step says nothing
+            for group in optimizer.param_groups:
+                before_write(group["params"])
+
+    register_optimizer_step_pre_hook(hear)
+
+
+class _Stale(NamedTuple):
+    """A copy to refresh, its weight, and whether it may have a sentinel then."""
+
+    copy: _Copy
+    weight: torch.Tensor
+    watch: bool
+    training: bool
+
+
+def _copies_of(weight: torch.Tensor) -> list[_Copy]:
+    """The copies of a weight, in every low dtype."""
+    found = [store.get(id(weight)) for store in _COPIES.values()]
+    return [copy for copy in found if copy is not None and copy.of() is weight]
 
 
 def _same_layout(low: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         low.shape == weight.shape
-        and low.stride() == torch.empty_like(weight, device="meta").stride()
         and low.device == weight.device
+        and (
+            low.stride() == weight.stride()
+            or low.stride() == torch.empty_like(weight, device="meta").stride()
+        )
     )
 
 
-def _moved(copy: _Copy, weight: torch.Tensor) -> bool:
-    return (
-        copy.sentinel is None
-        or copy.version != _version(weight)
-        or compat.data_address(weight) != copy.address
-    )
+def _may_watch(copy: _Copy, training: bool) -> bool:
+    """Whether a copy may have a sentinel, and may keep the one it has.
+
+    Not where the weight is trained and its writes come unannounced: each would cost a
+    copy of the weight.  Nor where several threads train it: two that write at once
+    would both make the clone real.
+    """
+    if training:
+        thread = threading.get_ident()
+        if copy.trainer is None:
+            copy.trainer = thread
+        elif copy.trainer != thread and not compat.inside_backward():
+            copy.trainer = _SEVERAL
+        if copy.trainer == _SEVERAL or not copy.chances:
+            return False
+    return not copy.captured
+
+
+def _note_a_write(copy: _Copy, weight: torch.Tensor) -> None:
+    """Takes the sentinel of a copy whose weight was written away, and one chance."""
+    if copy.sentinel is not None and compat.data_address(weight) != copy.address:
+        _steady.clear()
+        copy.sentinel = None
+        copy.chances -= copy.from_training
+
+
+def _drop(weight: torch.Tensor) -> None:
+    """Takes the sentinels of a weight away: its copies are stale, its memory plain."""
+    copies = [c for c in _copies_of(weight) if c.sentinel is not None]
+    if copies:
+        _steady.clear()
+        for copy in copies:
+            copy.sentinel = None
+        compat.end_lazy_clone(weight)
 
 
 def _version(weight: torch.Tensor) -> int:
@@ -121,24 +258,39 @@ def _version(weight: torch.Tensor) -> int:
         return -1
 
 
-def _refresh(stale: Sequence[tuple[_Copy, torch.Tensor]], recording: bool) -> None:
+def _refresh(stale: Sequence[_Stale]) -> None:
     """Copies weights into their copies, in place, and notes what they look like.
 
     A copy may be saved by a graph that has yet to run backward.  Its version counter
     moves only if the weight's own did: exactly when eager autograd would complain.
     """
     with _no_inference_mode(), torch.no_grad():
-        compat.copy_all([c.writable for c, _ in stale], [w for _, w in stale])
-        for copy, weight in stale:
+        compat.copy_all([s.copy.writable for s in stale], [s.weight for s in stale])
+        for copy, weight, watch, training in stale:
             version = _version(weight)
             if version != copy.version:
                 copy.version = version
                 torch.autograd.graph.increment_version(copy.low)
-            if recording and weight.requires_grad:
-                copy.sentinel = None  # it would cost a copy of the weight per step
-            else:
+            if watch and compat.held_alone(weight):
                 copy.sentinel = compat.lazy_clone(weight.detach())
                 copy.address = compat.data_address(weight)
+                copy.from_training = training
+                if training:
+                    _hear_optimizers()
+            elif weight.is_cuda and torch.cuda.is_current_stream_capturing():
+                copy.captured = True
+
+
+def _on_side_stream(device: torch.device) -> bool:
+    """Whether `device` is a GPU and the current stream is not its default one.
+
+    A lazy clone is made real on the default stream, whatever the current one is; and
+    what CUDA graphs capture, always on another, holds addresses.
+    """
+    if device.type != "cuda":
+        return False
+    current = torch.cuda.current_stream(device)
+    return bool(current != torch.cuda.default_stream(device))
 
 
 def _no_inference_mode() -> AbstractContextManager[object]:
