@@ -1,0 +1,250 @@
+"""`python -m benchmarks.curves`: training in fp32, under autocast and converted.
+
+Within a seed every mode starts from the same weights and sees the same batches and the
+same dropout masks; differences to fp32 are of the same seed.  How much of them is
+chance, the mode "fp32 nudged" says: fp32 from weights moved by 1e-6 of themselves.
+Each run is on one thread of its own process: figures do not depend on the core count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import multiprocessing
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+
+import autoamp
+
+from . import report
+from .capability import capability
+from .curve_tasks import Chars, Digits, Task, mean_loss
+
+BASELINE = "fp32"
+CHECKPOINTS = (0.1, 0.25, 0.5, 1.0)  # of a run, where the table shows the loss
+BLOCK = 10  # steps, whose mean training loss is one point of a curve
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to train: fp32 as it is, under autocast, or converted."""
+
+    name: str
+    autocast: torch.dtype | None = None
+    convert: str | None = None
+    nudge: float = 0.0
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What the documented recipe runs the forward and the loss in."""
+        low = self.autocast
+        return nullcontext() if low is None else torch.autocast("cpu", low)
+
+
+MODES = (
+    Mode(BASELINE),
+    Mode("fp32 nudged", nudge=1e-6),
+    Mode("autocast fp16", autocast=torch.float16),
+    Mode("autocast bf16", autocast=torch.bfloat16),
+    Mode("autoamp fp16", convert="fp16"),
+    Mode("autoamp bf16", convert="bf16"),
+)
+
+HEADER = ("task", "mode", "final", "same weights in fp32", "difference to fp32")
+HEADER += ("skipped steps", *(f"loss at {part:.0%}" for part in CHECKPOINTS))
+
+
+class Stepper:
+    """Backward, clipping and step, the way the mode's users write it."""
+
+    def __init__(self, task: Task, mode: Mode, model: nn.Module) -> None:
+        self.clip, self.model = task.clip, model
+        self.optimizer = task.optimizer(model.parameters())
+        if mode.convert is not None:
+            options = {"precision": mode.convert, "do_no_harm": False, "strict": True}
+            self.model, self.optimizer = autoamp.convert(
+                model, self.optimizer, **options
+            )
+        fp16 = mode.autocast == torch.float16
+        self.scaler = torch.amp.GradScaler("cpu") if fp16 else None
+
+    def step(self, loss: Tensor) -> bool:
+        """Makes one step; whether the optimizer's was skipped."""
+        self.optimizer.zero_grad()
+        if self.scaler is None:
+            loss.backward()
+            self._clip()
+            self.optimizer.step()
+            return bool(getattr(self.optimizer, "step_was_skipped", False))
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        self._clip()
+        self.scaler.step(self.optimizer)
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        return self.scaler.get_scale() < before
+
+    def _clip(self) -> None:
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+
+    def loss_scale(self) -> float | None:
+        """The scale now; None where there is none."""
+        if not autoamp.is_converted(self.model):
+            return self.scaler and self.scaler.get_scale()
+        kept = getattr(autoamp.report(self.model), "loss_scale", None)
+        return getattr(kept, "scale", None)
+
+
+def train(task: Task, mode: Mode, seed: int) -> dict[str, Any]:
+    """One run: its curve, its skipped steps, its metric in its mode and in fp32."""
+    model = task.start(seed, mode.nudge)
+    stepper = Stepper(task, mode, model)
+    rate = torch.optim.lr_scheduler.LambdaLR(stepper.optimizer, task.rate)
+    batches = task.batches(torch.Generator().manual_seed(seed))
+    torch.manual_seed(seed)  # dropout's; the conversion may have drawn
+    losses, skipped = list[float](), list[int]()
+    for step, (inputs, targets) in zip(range(task.steps), batches, strict=False):
+        with mode.context():
+            loss = mean_loss(stepper.model(inputs), targets)
+        if stepper.step(loss):
+            skipped.append(step)
+        rate.step()
+        losses.append(loss.item())
+    plain = task.build()
+    plain.load_state_dict(model.state_dict())
+    points = torch.tensor(losses).view(-1, BLOCK).mean(1).tolist()
+    return {
+        "seed": seed,
+        "metric": task.evaluate(stepper.model, mode.context),
+        "metric_in_fp32": task.evaluate(plain, nullcontext),
+        "skipped_steps": skipped,
+        "loss_scale": stepper.loss_scale(),
+        "curve": [round(point, 4) for point in points],
+    }
+
+
+def run(job: tuple[Task, Mode, int]) -> dict[str, Any]:
+    """What `train` returns, on one thread; of a failing run only "failed"."""
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    try:
+        return train(*job)
+    except Exception as error:  # noqa: BLE001 - told in the table, beside the others
+        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def summary(task: Task, runs: list[Any], baseline: list[Any]) -> dict[str, Any]:
+    """Means and spreads over seeds; only "failed" if a run that it needs failed."""
+    if failed := [r for r in [*runs, *baseline] if "failed" in r]:
+        return dict(failed[0])
+    metrics = [r["metric"] for r in runs]
+    apart = task.differences(metrics, [r["metric"] for r in baseline])
+    ends = [max(1, round(part * len(runs[0]["curve"]))) for part in CHECKPOINTS]
+    return {
+        "metric_mean": statistics.mean(metrics),
+        "metric_spread": _spread(metrics),
+        "metric_in_fp32_mean": statistics.mean(r["metric_in_fp32"] for r in runs),
+        "difference_mean": statistics.mean(apart),
+        "difference_standard_error": _spread(apart) / math.sqrt(len(apart)),
+        "losses": [statistics.mean(r["curve"][end - 1] for r in runs) for end in ends],
+        "runs": runs,
+    }
+
+
+def _spread(values: list[float]) -> float:
+    return torch.tensor(values).double().std().item() if len(values) > 1 else math.nan
+
+
+def measure(
+    tasks: Sequence[Task], modes: Sequence[Mode], seeds: int, processes: int | None
+) -> list[tuple[Task, Mode, dict[str, Any]]]:
+    """The summary of each task and mode, of which the first is the baseline."""
+    jobs = list(itertools.product(tasks, modes, range(seeds)))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+        runs = list(track(pool.map(run, jobs), "training", total=len(jobs)))
+    found = []
+    for task in tasks:
+        baseline = runs[:seeds]
+        for mode in modes:
+            mine, runs = runs[:seeds], runs[seeds:]
+            found.append((task, mode, summary(task, mine, baseline)))
+    return found
+
+
+def row(task: Task, mode: Mode, found: dict[str, Any]) -> list[str]:
+    """One line of the table."""
+    start = [f"{task.name}: {task.metric}", mode.name]
+    if "failed" in found:
+        return [*start, "failed", *[""] * (len(HEADER) - 3)]
+    return [
+        *start,
+        f"{found['metric_mean']:.3f} ± {found['metric_spread']:.3f}",
+        f"{found['metric_in_fp32_mean']:.3f}",
+        task.tell(found),
+        " ".join(str(len(r["skipped_steps"])) for r in found["runs"]),
+        *(f"{loss:.4f}" for loss in found["losses"]),
+    ]
+
+
+def verdict(task: Task, mode: Mode, found: dict[str, Any]) -> tuple[bool, str]:
+    """Whether the mean is within the task's limit, and whether that is sure."""
+    start = f"{task.name}, {mode.name}: "
+    if "failed" in found:
+        return False, f"{start}failed, {found['failed']}"
+    room = task.limit - abs(found["difference_mean"])
+    close = abs(room) <= 2 * found["difference_standard_error"]
+    end = f"{task.limit}{', by less than two standard errors' if close else ''}"
+    within = "within" if room >= 0 else "NOT within"
+    return room >= 0, f"{start}{task.tell(found)}, {within} {end}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table and writes it beside its JSON; 1 if a converted mode missed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--only", choices=("digits", "chars"), help="one task (both)")
+    parser.add_argument("--modes", default="", help="comma-separated (all)")
+    parser.add_argument("--quick", action="store_true", help="few steps, no verdict")
+    parser.add_argument("--processes", type=int, help="at a time (one a core)")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser.parse_args(given)
+    names = [n.strip() for n in options.modes.split(",") if n.strip()]
+    if unknown := set(names) - {mode.name for mode in MODES}:
+        parser.error(f"unknown modes {unknown}; there are {[m.name for m in MODES]}")
+    modes = [m for m in MODES if not names or m.name in (BASELINE, *names)]
+    tasks = [Digits(60), Chars(40)] if options.quick else [Digits(700), Chars(2000)]
+    tasks = [t for t in tasks if options.only in (None, t.name)]
+    found = measure(tasks, modes, options.seeds, options.processes)
+    command = shlex.join(["python", "-m", "benchmarks.curves", *given])
+    notes = [
+        f"{capability('cpu')}; each run on one thread of its own; `{command}`",
+        *(f"{t.name}: {t.steps} steps of batch {t.batch}; {t.data()}" for t in tasks),
+        f"{options.seeds} seeds: mean ± spread; difference's mean ± standard error",
+    ]
+    table = report.markdown(HEADER, [row(*each) for each in found])
+    ready = [] if options.quick else [f for f in found if f[1].name != BASELINE]
+    judged = [(each[1], *verdict(*each)) for each in ready]
+    text = "\n\n".join([*notes, table, *(line for _, _, line in judged)]) + "\n"
+    data = [{"task": t.name, "mode": m.name, **f} for t, m, f in found]
+    stem = options.out / ("curves-quick" if options.quick else "curves")
+    report.write(stem, text, {"notes": notes, "results": data})
+    print(text)
+    return int(any(mode.convert and not within for mode, within, _ in judged))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
