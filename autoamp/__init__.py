@@ -7,13 +7,21 @@ from autoamp.api import convert, is_converted, report, revert, rewrite
 from autoamp.errors import (
     AutoampError,
     CaptureError,
+    CheckpointError,
+    LossScaleError,
     OptionError,
     PlacementError,
     RulesError,
     UnsupportedModelError,
     VerificationError,
 )
-from autoamp.inspect.report import Report
+from autoamp.inspect.report import LossScaleReport, Report
+from autoamp.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
 from autoamp.rules import Rules
 from autoamp.runtime.convert import disabled
 
@@ -22,11 +30,18 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoampError",
     "CaptureError",
+    "CheckpointError",
+    "DynamicLossScale",
+    "LossScale",
+    "LossScaleError",
+    "LossScaleReport",
+    "NoLossScale",
     "OptionError",
     "PlacementError",
     "Report",
     "Rules",
     "RulesError",
+    "StaticLossScale",
     "UnsupportedModelError",
     "VerificationError",
     "convert",

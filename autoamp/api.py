@@ -9,16 +9,18 @@ import torch
 from torch import fx, nn
 
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.inspect.report import Report
+from autoamp.inspect.report import LossScaleReport, Report
 from autoamp.options import Options
 from autoamp.pipeline import rewrite_graph
 from autoamp.rules import Rules
+from autoamp.runtime.attach import attach
 from autoamp.runtime.convert import (
     conversion_of,
     convert_model,
     revert_model,
 )
 from autoamp.runtime.eligible import choose_graph_precision
+from autoamp.runtime.scaling import ModelScaling
 
 
 def convert(
@@ -54,7 +56,8 @@ def convert(
             complete sets "torch-cuda", "torch-cpu", "tensorflow".
         allow, deny, infer, clear: op names moved to that list ("linear", "aten::exp").
         keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*").
-        loss_scale: only "auto" in this version, which scales nothing.
+        loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", "off", a
+            number, or a `LossScale`, which may be shared by several models.
         backend: "eager" runs the rewritten graph as it is; "inductor" compiles it; or
             any Dynamo backend.
         placement: "optimal" (least cost), "tensorflow", "promote" or "forced".
@@ -84,8 +87,13 @@ def convert(
         do_no_harm=do_no_harm,
         strict=strict,
     )
-    _check_optimizers(optimizer)
+    optimizers = _checked_optimizers(optimizer, model)
     convert_model(model, options, example_inputs)
+    state = conversion_of(model)
+    for each in optimizers:
+        boundary = attach(each)
+        if state is not None and state.engine is not None:
+            boundary.link(state.engine.scaling)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -118,6 +126,7 @@ def report(model: nn.Module) -> Report:
         graphs=[g.gm for g in captured if g.rewritten is not None],
         skipped=[(s.what, s.why) for s in state.skipped],
         runs=state.engine.runs if state.engine is not None else 0,
+        loss_scale=_loss_scale(state.engine.scaling) if state.engine else None,
     )
 
 
@@ -151,12 +160,38 @@ def rewrite(
     return rewrite_graph(gm, example_inputs, chosen, low).gm
 
 
-def _check_optimizers(optimizer: Any) -> None:
+def _loss_scale(scaling: ModelScaling) -> LossScaleReport | None:
+    if not scaling.enabled:
+        return None
+    scale = scaling.domain.loss_scale
+    return LossScaleReport(
+        kind=type(scale).__name__,
+        scale=scale.scale,
+        growth_tracker=scale.growth_tracker,
+        skipped_steps=scale.skipped_steps,
+        skips=tuple(scaling.skips),
+        foreign=bool(scaling.foreign),
+    )
+
+
+def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers given, each of which holds some weight of `model`."""
     if optimizer is None:
-        return
-    given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        return []
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in given:
+        name = type(each).__name__
         if not isinstance(each, torch.optim.Optimizer):
+            raise OptionError(f"optimizer={name} is not a torch.optim.Optimizer")
+        if not isinstance(model, nn.Module):
+            continue  # told with the model's own error
+        ids = {id(p) for p in model.parameters()}
+        if not any(
+            id(p) in ids for group in each.param_groups for p in group["params"]
+        ):
             raise OptionError(
-                f"optimizer={type(each).__name__} is not a torch.optim.Optimizer"
+                f"the {name} holds none of the parameters of {type(model).__name__}; "
+                f"make it from this model, {name}(model.parameters(), ...), or leave "
+                "it out: an optimizer is met by itself at its first step"
             )
+    return given

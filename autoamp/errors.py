@@ -33,3 +33,11 @@ class PlacementError(AutoampError, RuntimeError):
 
 class VerificationError(AutoampError, RuntimeError):
     """A rewritten graph is not legal, or does not cost what was promised."""
+
+
+class LossScaleError(AutoampError, ValueError):
+    """A loss scale is unusable, its state does not fit, or it reached its floor."""
+
+
+class CheckpointError(AutoampError, ValueError):
+    """The saved state of an optimizer does not fit the one it is loaded into."""

@@ -11,6 +11,7 @@ import torch
 
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError
+from autoamp.loss_scale import resolve_loss_scale
 from autoamp.rules import Rules
 
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
@@ -24,6 +25,7 @@ class Options:
 
     Raises:
         OptionError: a value is unusable; the message lists the valid ones.
+        LossScaleError: `loss_scale` is unusable.
         RulesError: `rules` or an op name is unusable.
     """
 
@@ -57,11 +59,7 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)
-        if self.loss_scale != "auto":
-            raise OptionError(
-                f"loss_scale={self.loss_scale!r}: loss scaling is not part of this "
-                "version; leave it at 'auto' and scale the loss yourself in fp16"
-            )
+        resolve_loss_scale(self.loss_scale, torch.float16)
         self.resolve_rules(torch.bfloat16)  # a wrong rule is an error here, not later
 
     def replace(self, **changes: Any) -> Options:

@@ -16,7 +16,7 @@ PACKAGE = REPO / "autoamp"
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),
-    frozenset({"graph_functions", "ops"}),
+    frozenset({"graph_functions", "loss_scale", "ops"}),
     frozenset({"rules"}),
     frozenset({"options"}),
     frozenset({"analyse"}),

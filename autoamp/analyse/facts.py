@@ -159,6 +159,23 @@ def module_paths(node: fx.Node) -> tuple[str, ...]:
     return tuple(path for path in paths if path)
 
 
+def written_values(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call may write to.
+
+    A custom Function (`mark_dirty`) or a branch may write whatever it is handed.
+    """
+    if isinstance(node.target, compat.HigherOrderOperator):
+        return list(node.all_input_nodes)
+    if not isinstance(node.target, compat.OpOverload):
+        return []
+    written = mutated_arguments(node.target)
+    found: list[fx.Node] = []
+    for name, value in named_arguments(node):
+        if name in written:
+            fx.node.map_arg(value, found.append)
+    return found
+
+
 def _op_name(target: object) -> str:
     return op_name(target) if isinstance(target, compat.OpOverload) else ""
 
@@ -289,32 +306,23 @@ class _Collector:
                     operands.append(Operand(leaf.name, name, tensor.dim() == 0, epoch))
         return tuple(operands), inputs
 
-    def _note_opaque_writes(self, node: fx.Node) -> None:
-        """A custom Function (`mark_dirty`) or a branch may write what it is handed."""
+    def _note_writes(self, node: fx.Node) -> None:
+        opaque = isinstance(node.target, compat.HigherOrderOperator)
+        if opaque and not self._body_has_effect(node):
+            return
+        for value in written_values(node):
+            for tensor in tensors_of(value.meta.get("val")):
+                self.writes[_storage(tensor)] += 1
+                if opaque:
+                    self.opaque_writes.add(_storage(tensor))
+
+    def _body_has_effect(self, node: fx.Node) -> bool:
         bodies = [
             getattr(self.gm, str(n.target), None)
             for n in node.all_input_nodes
             if n.op == "get_attr"
         ]
-        if any(
+        return any(
             isinstance(b, fx.GraphModule) and any(map(has_effect, b.graph.nodes))
             for b in bodies
-        ):
-            for source in node.all_input_nodes:
-                for tensor in tensors_of(source.meta.get("val")):
-                    self.writes[_storage(tensor)] += 1
-                    self.opaque_writes.add(_storage(tensor))
-
-    def _note_writes(self, node: fx.Node) -> None:
-        if not isinstance(node.target, compat.OpOverload):
-            if isinstance(node.target, compat.HigherOrderOperator):
-                self._note_opaque_writes(node)
-            return
-        written = mutated_arguments(node.target)
-        for name, value in named_arguments(node):
-            if name in written:
-                leaves: list[fx.Node] = []
-                fx.node.map_arg(value, leaves.append)
-                for leaf in leaves:
-                    for tensor in tensors_of(leaf.meta.get("val")):
-                        self.writes[_storage(tensor)] += 1
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,29 @@ WIDTH = 100
 """Columns of `str(report)`, which knows no terminal."""
 
 
+@dataclass(frozen=True)
+class LossScaleReport:
+    """The loss scaling of a model, at the moment it was asked for.
+
+    Attributes:
+        kind: "DynamicLossScale" or "StaticLossScale".
+        scale: what gradients are multiplied by inside the graphs.
+        growth_tracker: steps without an overflow since the scale last moved.
+        skipped_steps: steps skipped for an overflow so far.
+        skips: for each of them, as far as it is known, which step it was and the op
+            whose gradient overflowed.
+        foreign: an enabled GradScaler steps the model's optimizer, so that no scale of
+            ours is in force.
+    """
+
+    kind: str
+    scale: float
+    growth_tracker: int
+    skipped_steps: int
+    skips: tuple[str, ...] = ()
+    foreign: bool = False
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Report:
     """What was done to a model, graph by graph, with the reasons.
@@ -43,7 +66,7 @@ class Report:
         graphs: the graphs that run, as `GraphModule`s, in order of capture.
         skipped: what was not converted, as (what, why).
         runs: executions of rewritten graphs so far.
-        loss_scale: the loss scale in force; None where there is none, as for bf16.
+        loss_scale: the loss scaling; None where there is none, as for bf16.
     """
 
     label: str
@@ -51,7 +74,7 @@ class Report:
     graphs: Sequence[fx.GraphModule]
     skipped: Sequence[tuple[str, str]] = ()
     runs: int = 0
-    loss_scale: float | None = field(default=None)
+    loss_scale: LossScaleReport | None = None
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
@@ -118,7 +141,7 @@ class Report:
             "model": self.label,
             "compute_dtype": self.compute_dtype,
             "runs": self.runs,
-            "loss_scale": self.loss_scale,
+            "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
             "cost": self.cost,
             "optimal_cost": self.optimal_cost,
             "regret": self.regret,
@@ -163,3 +186,5 @@ class Report:
         yield from table.render(
             self.label, self.sections, self.costs, self.skipped, self.runs
         )
+        if self.loss_scale is not None:
+            yield table.loss_scaling(asdict(self.loss_scale))

@@ -6,7 +6,8 @@ Nothing here prints.  Text of users (source lines, names) never passes as markup
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -56,6 +57,19 @@ def render(
     yield from _skipped(skipped)
     if any(cost.reward for cost in costs):
         yield Text(_REWARD_NOTE)
+
+
+def loss_scaling(state: Mapping[str, Any]) -> Text:
+    """What loss scaling did, for people who wonder why steps were skipped."""
+    if state["foreign"]:
+        return Text(
+            "\nLoss scaling: left to the GradScaler that steps the model's optimizer."
+        )
+    scale = f"\nLoss scale {state['scale']:,g} ({state['kind']})"
+    steps = f"{counted(state['growth_tracker'], 'step')} since it last moved"
+    lines = [f"{scale}, {steps}; {counted(state['skipped_steps'], 'step')} skipped."]
+    lines += [f"  {why}" for why in state["skips"][-_LISTED:]]
+    return Text("\n".join(lines))
 
 
 def _head(

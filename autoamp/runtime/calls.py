@@ -87,6 +87,7 @@ class CompiledCall:
         assert isinstance(self._entry, types.FunctionType)
         self._compiled = compat.compile_entry(self._entry, self.engine)
         self._compilations += 1
+        self._as_is = self.engine.runs_as_is
         self._graphs_before = len(self.engine.graphs)
 
     def __call__(
@@ -120,6 +121,8 @@ class CompiledCall:
     def _run(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self.engine.differentiated_twice and not self._as_is:
+            self._compile()
         local = self.engine.local
         before = local.runs
         _thread.inside += 1

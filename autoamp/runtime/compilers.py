@@ -5,23 +5,28 @@ from __future__ import annotations
 from torch import fx
 
 from autoamp import compat
-from autoamp.graph_functions import checkpointed
+from autoamp.graph_functions import FOR_COMPILERS, checkpointed
+
+_CHANGED = frozenset({checkpointed, *FOR_COMPILERS})
 
 
 def for_compilers(gm: fx.GraphModule) -> fx.GraphModule:
-    """`gm` with checkpointed regions as torch's own op, which AOT autograd partitions.
+    """`gm` in the form AOT autograd takes; itself where nothing needs changing.
 
-    Run as it is, a rewritten graph calls `torch.utils.checkpoint`; AOT autograd would
-    trace into that and keep every activation.
+    Checkpointed regions become torch's own op, which AOT autograd partitions: run as it
+    is, a rewritten graph calls `torch.utils.checkpoint`, and AOT autograd would trace
+    into that and keep every activation.  The boundary becomes plain ops.
     """
-    if not any(n.target is checkpointed for n in gm.graph.nodes):
+    if not any(n.target in _CHANGED for n in gm.graph.nodes):
         return gm
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, values))
     for old, new in values.items():
         new.meta = dict(old.meta)
-        if old.target is checkpointed:
+        if old.target in FOR_COMPILERS:
+            new.target = FOR_COMPILERS[old.target]
+        elif old.target is checkpointed:
             new.target = compat.CHECKPOINT
             new.kwargs = {"use_reentrant": False, **new.kwargs}
     return fx.GraphModule(gm, graph)

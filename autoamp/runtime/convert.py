@@ -15,15 +15,19 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.loss_scale import resolve_loss_scale
 from autoamp.options import Options
+from autoamp.runtime.attach import detach_from, listen, meet, stop_listening
 from autoamp.runtime.calls import CompiledCall, disabled, under_compilation
 from autoamp.runtime.eligible import choose_precision, unsupported
 from autoamp.runtime.engine import Engine, Skipped
+from autoamp.runtime.scaling import ModelScaling
 from autoamp.runtime.warmup import capture_now
 
 __all__ = ["Conversion", "conversion_of", "convert_model", "disabled", "revert_model"]
@@ -142,7 +146,7 @@ def convert_model(
         state = _install(model)
     before = state.call
     make_entry = functools.partial(_plain_entry, type(model), state.previous is None)
-    state.call = CompiledCall(make_entry, Engine(options, low, label))
+    state.call = CompiledCall(make_entry, _engine(options, low, label))
     if example_inputs is not None:
         try:
             capture_now(model, example_inputs)
@@ -154,6 +158,13 @@ def convert_model(
     _DECLINED.pop(model, None)
     logger.info("autoamp: %s is converted to %s", label, short_name(low))
     return model
+
+
+def _engine(options: Options, low: torch.dtype, label: str) -> Engine:
+    loss_scale = resolve_loss_scale(options.loss_scale, low)
+    engine = Engine(options, low, label, ModelScaling(loss_scale, label, meet))
+    listen(engine)
+    return engine
 
 
 def revert_model(model: nn.Module) -> nn.Module:
@@ -170,6 +181,9 @@ def revert_model(model: nn.Module) -> nn.Module:
     state = model.__dict__.get(_STATE)
     if not isinstance(state, Conversion):
         return model
+    if state.call is not None:
+        stop_listening(state.call.engine)
+        detach_from(model)
     state.call = None
     if model.__dict__.get("forward") == state.bound:
         for name in (_STATE, _REPLICATE, "forward"):

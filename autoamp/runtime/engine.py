@@ -19,8 +19,10 @@ from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.runtime.boundary import Boundary, add_boundary
 from autoamp.runtime.compilers import for_compilers
 from autoamp.runtime.hoist import hoist_weight_casts
+from autoamp.runtime.scaling import GraphRun, ModelScaling
 from autoamp.runtime.weights import WeightCopies
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ class CapturedGraph:
         problem: why the graph runs unconverted; "" where it does not.
         runs: how often it ran.
         copies: the weight copies it is given, or None where it needs none.
+        leaves: positions of its inputs that are leaves of autograd's graph.
+        boundary: what loss scaling adds to its inputs.
     """
 
     rewritten: Rewritten | None
@@ -43,6 +47,8 @@ class CapturedGraph:
     problem: str = ""
     runs: int = 0
     copies: WeightCopies | None = None
+    leaves: tuple[int, ...] = ()
+    boundary: Boundary = field(default_factory=Boundary)
 
 
 @dataclass
@@ -66,7 +72,7 @@ class _Local(threading.local):
     error: AutoampError | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Engine:
     """Compiles captured graphs for one conversion and keeps the record of them.
 
@@ -74,15 +80,20 @@ class Engine:
         options: what the user asked for.
         low: the compute dtype.
         label: the model's class name, for messages.
+        scaling: its loss scaling.
         graphs: every captured graph, in order of capture.
         skipped: what was not converted.
+        differentiated_twice: somebody asked for that of a compiled graph, so the model
+            is to be captured again and run as it is.
     """
 
     options: Options
     low: torch.dtype
     label: str
+    scaling: ModelScaling
     graphs: list[CapturedGraph] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    differentiated_twice: bool = False
     local: _Local = field(default_factory=_Local)
 
     @property
@@ -121,7 +132,10 @@ class Engine:
         bound.meta["autoamp_before"] = rewritten.before.print_readable(
             print_output=False
         )
-        captured = CapturedGraph(rewritten, bound)
+        leaves = _leaves(example_inputs)
+        captured = CapturedGraph(rewritten, bound, leaves=leaves)
+        if self.scaling.enabled:
+            captured.boundary = add_boundary(bound, rewritten, leaves)
         run = self._runner(captured, example_inputs, slots)
         self.graphs.append(captured)
         self._log(captured)
@@ -133,40 +147,83 @@ class Engine:
         self, captured: CapturedGraph, example_inputs: Sequence[Any], slots: list[int]
     ) -> Callable[..., Any]:
         backend = self.options.backend
-        if backend == "eager":
+        if self.runs_as_is:
             return captured.gm.forward
         copies = [
             torch.empty_like(example_inputs[i].detach(), dtype=self.low) for i in slots
         ]
+        edge = self.scaling.inputs(captured.boundary.devices, ())
         graph = for_compilers(captured.gm)
+        given = [*example_inputs, *copies, *edge]
         if backend == "inductor":
-            return compat.inductor_compile(graph, [*example_inputs, *copies])
+            return compat.inductor_compile(graph, given)
         assert callable(backend)
-        run: Callable[..., Any] = backend(graph, [*example_inputs, *copies])
+        run: Callable[..., Any] = backend(graph, given)
         return run
 
     def _bind(
         self, captured: CapturedGraph, run: Callable[..., Any], slots: list[int]
     ) -> Callable[..., Any]:
         """The callable Dynamo calls: counts, brings weight copies, runs."""
-        local = self.local
-        if not slots:
+        local, scaling = self.local, self.scaling
+        devices, leaves = captured.boundary.devices, captured.leaves
+        gm = captured.gm
+        captured.copies = WeightCopies(self.low) if slots else None
+        fresh = captured.copies.fresh if captured.copies is not None else None
 
-            def call(*args: Any) -> Any:
-                local.runs += 1
-                captured.runs += 1
-                return run(*args)
-
-            return call
-        captured.copies = WeightCopies(self.low)
-        fresh = captured.copies.fresh
-
-        def call_with_copies(*args: Any) -> Any:
+        def call(*args: Any) -> Any:
             local.runs += 1
             captured.runs += 1
+            if fresh is None:
+                return run(*args)
             return run(*args, *fresh([args[i] for i in slots]))
 
-        return call_with_copies
+        def call_scaled(*args: Any) -> Any:
+            local.runs += 1
+            captured.runs += 1
+            weights = [args[i] for i in leaves]
+            edge = scaling.inputs(devices, weights)
+            graph_run = GraphRun(scaling, gm, leaves, weights, edge)
+            copies = () if fresh is None else fresh([args[i] for i in slots])
+            results = run(*args, *copies, *edge)
+            graph_run.watch(results)
+            return results
+
+        chosen = call_scaled if devices else call
+        return chosen if self.runs_as_is else self._watched(chosen)
+
+    @property
+    def runs_as_is(self) -> bool:
+        """Whether eager autograd differentiates the graphs, any number of times."""
+        return self.options.backend == "eager" or self.differentiated_twice
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, with an eye on backwards that record a graph of their own.
+
+        What AOT autograd compiles can be differentiated once only.
+        """
+
+        def look(_: torch.Tensor) -> None:
+            if torch.is_grad_enabled() and not self.differentiated_twice:
+                self.differentiated_twice = True
+                logger.warning(
+                    "autoamp: a backward of %s has create_graph=True. What %s compiles "
+                    "cannot be differentiated twice: if this loss is, torch will say "
+                    "so now. From the next call on the model runs with "
+                    "backend='eager', which can",
+                    self.label,
+                    self.options.backend,
+                )
+
+        def call_watched(*args: Any) -> Any:
+            results = call(*args)
+            if not self.differentiated_twice:
+                for value in results:
+                    if isinstance(value, torch.Tensor) and value.requires_grad:
+                        value.register_hook(look)
+            return results
+
+        return call_watched
 
     def _unconverted(self, gm: fx.GraphModule, error: Exception) -> Callable[..., Any]:
         problem = f"{type(error).__name__}: {error}"
@@ -209,3 +266,12 @@ class Engine:
             kinds.count("up"),
             kinds.count("weight"),
         )
+
+
+def _leaves(inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of the inputs whose `.grad` a backward fills."""
+    return tuple(
+        i
+        for i, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
+    )

@@ -1,18 +1,13 @@
-"""The functions a rewritten graph calls that are not ATen ops.
-
-They stand for one node each: tracing never looks inside them, so a graph that holds
-them can be rewritten again, printed and executed from its printed code.
-"""
+"""Casts that a rewritten graph makes by more than an ATen op."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from autoamp import compat
+from autoamp.graph_functions.boundary import unscale_inside_grad
 
 
 class _LowWeight(torch.autograd.Function):
@@ -33,6 +28,31 @@ class _LowWeight(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
+class _LowWeightUnscaled(torch.autograd.Function):
+    """The same, and the gradient leaves the graph here: see `boundary`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        copy: torch.Tensor,
+        inv: torch.Tensor,
+        found_inf: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.dtype, ctx.inv, ctx.found_inf = weight.dtype, inv, found_inf
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        wide = grad.to(ctx.dtype)
+        if torch.is_grad_enabled():  # create_graph=True
+            wide = unscale_inside_grad(wide, ctx.inv, ctx.found_inf)
+        else:
+            # In place: the conversion has just made a new tensor.
+            compat.unscale_and_check(wide, ctx.inv, ctx.found_inf)
+        return wide, None, None, None
+
+
 _apply_low_weight = compat.direct_apply(_LowWeight)
 
 
@@ -46,6 +66,28 @@ def low_weight(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     return result
 
 
+_apply_low_weight_unscaled = compat.direct_apply(_LowWeightUnscaled)
+
+
+def low_weight_unscaled(
+    weight: torch.Tensor,
+    copy: torch.Tensor,
+    inv_loss_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+) -> torch.Tensor:
+    """`low_weight` whose gradient is also unscaled and checked, in fp32, in one kernel.
+
+    Args:
+        weight, copy: as for `low_weight`; `copy` is in another dtype than `weight`.
+        inv_loss_scale: 1/S, 0-dim fp32.
+        found_inf: one fp32 element, set to 1 where the gradient is not finite.
+    """
+    result: torch.Tensor = _apply_low_weight_unscaled(
+        weight, copy, inv_loss_scale, found_inf
+    )
+    return result
+
+
 def saturating_cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`value` in `dtype`, clamped to its finite range: never infinite where it was not.
 
@@ -56,34 +98,3 @@ def saturating_cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     limit = torch.finfo(dtype).max
     clamped = value.clamp(-limit, limit)
     return torch.where(value.isinf(), value, clamped).to(dtype)
-
-
-def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """`body(*args)` under activation checkpointing, for graphs run as they are.
-
-    Run by itself outside AOT, torch's `tag_activation_checkpoint` op does not restore
-    the random state, so dropout draws another mask in the recomputation and gradients
-    are wrong by a third.
-
-    What it is given `checkpoint` keeps for the backward, and then no one may write to
-    it.  What the user's region closed over (batch-norm statistics, which it writes) is
-    an operand here, so only what needs a gradient is given.
-    """
-    given = [torch.is_tensor(a) and a.requires_grad for a in args]
-
-    def region(*needing: Any) -> Any:
-        rest = iter(needing)
-        return body(*(next(rest) if g else a for a, g in zip(args, given, strict=True)))
-
-    return checkpoint(
-        region,
-        *(a for a, g in zip(args, given, strict=True) if g),
-        use_reentrant=False,
-        preserve_rng_state=options.get("preserve_rng_state", True),
-        determinism_check=options.get("determinism_check", "default"),
-    )
-
-
-LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
-    {low_weight, saturating_cast, checkpointed}
-)

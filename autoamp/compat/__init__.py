@@ -1,0 +1,111 @@
+"""Every private or recent torch API this package uses, each with its fallback.
+
+torch 2.13 is what the project is tested on; 2.11 must work.  Nothing outside this
+sub-package reaches into `torch._*` (a test enforces it), so that a new torch breaks one
+place.  Nothing here changes global state outside the call that asks for it.
+"""
+
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autoamp.compat.capture import (
+    compile_entry,
+    inductor_compile,
+)
+from autoamp.compat.device import (
+    any_autocast,
+    autocast_off,
+    cpu_low_precision_units,
+)
+from autoamp.compat.gradients import (
+    active_ddp_group,
+    backward_id,
+    check_finite,
+    direct_apply,
+    inside_backward,
+    optimizers_and_scalers,
+    stepped_by_grad_scaler,
+    unscale_and_check,
+    update_scale,
+)
+from autoamp.compat.names import (
+    CHECKPOINT,
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    GET_DATA,
+    MODE_CHANGES,
+    SET_GRAD,
+)
+from autoamp.compat.tensors import (
+    copy_all,
+    data_address,
+    data_addresses,
+    end_lazy_clone,
+    held_alone,
+    lazy_clone,
+    storage_id,
+)
+from autoamp.compat.tracing import (
+    current_fake_mode,
+    fake_inputs,
+    hint,
+    module_proxy,
+    new_fake_mode,
+    outside_trace,
+    placeholder_sources,
+    proxy_node,
+    record_call,
+    recorded_proxy,
+    split_identity,
+    told_apart,
+    trace_pre_dispatch,
+    with_parameters,
+)
+
+__all__ = [
+    "CHECKPOINT",
+    "ENTER_AUTOCAST",
+    "EXIT_AUTOCAST",
+    "GET_DATA",
+    "MODE_CHANGES",
+    "SET_GRAD",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "active_ddp_group",
+    "any_autocast",
+    "autocast_off",
+    "backward_id",
+    "check_finite",
+    "compile_entry",
+    "copy_all",
+    "cpu_low_precision_units",
+    "current_fake_mode",
+    "data_address",
+    "data_addresses",
+    "direct_apply",
+    "end_lazy_clone",
+    "fake_inputs",
+    "held_alone",
+    "hint",
+    "inductor_compile",
+    "inside_backward",
+    "lazy_clone",
+    "module_proxy",
+    "new_fake_mode",
+    "optimizers_and_scalers",
+    "outside_trace",
+    "placeholder_sources",
+    "proxy_node",
+    "record_call",
+    "recorded_proxy",
+    "split_identity",
+    "stepped_by_grad_scaler",
+    "storage_id",
+    "told_apart",
+    "trace_pre_dispatch",
+    "unscale_and_check",
+    "update_scale",
+    "with_parameters",
+]

@@ -1,0 +1,48 @@
+"""The device, and the autocast regions it may be in."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+
+
+@functools.cache
+def cpu_low_precision_units() -> dict[torch.dtype, str]:
+    """Low dtypes this CPU multiplies in hardware, with the name of the unit."""
+    units: dict[torch.dtype, str] = {}
+
+    def has(name: str) -> bool:
+        ask = getattr(torch.cpu, name, None)
+        return bool(ask()) if ask is not None else False
+
+    if has("_is_amx_tile_supported"):
+        units[torch.bfloat16] = "amx_bf16"
+    elif has("_is_avx512_bf16_supported"):
+        units[torch.bfloat16] = "avx512_bf16"
+    if has("_is_amx_fp16_supported"):
+        units[torch.float16] = "amx_fp16"
+    return units
+
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def any_autocast() -> bool:
+    """Whether the caller is inside a `torch.autocast` region."""
+    return torch._C._is_any_autocast_enabled()
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """A region in which no ambient `torch.autocast` is on."""
+    if not any_autocast():
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for device in _AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

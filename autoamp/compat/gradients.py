@@ -1,0 +1,134 @@
+"""Scaling, checking and differentiating gradients."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` less the argument checks that only functorch transforms need.
+
+    A third of the call's time; `apply` itself is used while such a transform is active.
+    """
+    apply: Callable[..., Any] = function.apply
+    checks = getattr(torch._C, "_are_functorch_transforms_active", None)
+    base = getattr(super(torch.autograd.Function, function), "apply", None)
+    if checks is None or base is None:
+        return apply
+
+    def direct(*args: Any) -> Any:
+        return apply(*args) if checks() else base(*args)
+
+    return direct
+
+
+def unscale_and_check(
+    grad: torch.Tensor, inv_scale: torch.Tensor, found_inf: torch.Tensor
+) -> None:
+    """Multiplies fp32 `grad` by 0-dim `inv_scale` in place, in one kernel with a check.
+
+    `found_inf` (one fp32 element) becomes 1 where `grad` is not finite.  The kernel is
+    the one `torch.amp.GradScaler` uses.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, inv_scale)
+
+
+def check_finite(grad: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Sets `found_inf` (one fp32 element) to 1 where `grad` is not finite.
+
+    Any dtype, and sparse: duplicates are summed first, as an optimizer will, which may
+    overflow too.
+    """
+    if grad.layout == torch.sparse_coo:
+        grad = grad.coalesce().values()
+    elif grad.layout != torch.strided:
+        grad = grad.values()
+    found_inf.masked_fill_(~torch.isfinite(grad).all(), 1.0)
+
+
+def update_scale(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    *,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """One move of a dynamic loss scale, in place, on the device; GradScaler's kernel.
+
+    All tensors are 0-dim: fp32, int32, fp32.  The scale never grows to infinity.
+    """
+    torch._amp_update_scale_(
+        scale,
+        growth_tracker,
+        found_inf,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+    )
+
+
+def backward_id() -> int:
+    """A number that tells the backward pass that is running from all others."""
+    return int(torch._C._current_graph_task_id())
+
+
+def active_ddp_group() -> Any:
+    """The process group of the DistributedDataParallel whose forward is running."""
+    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", None)
+    active = getattr(ddp, "_active_ddp_module", None)
+    return None if active is None else active.process_group
+
+
+def optimizers_and_scalers() -> tuple[
+    list[torch.optim.Optimizer], list[torch.amp.GradScaler]
+]:
+    """Every optimizer there is, and every GradScaler that is switched on.
+
+    Looks at all objects of the process, which takes tens of milliseconds.  (By their
+    type: asked with `isinstance`, a dead weak proxy raises.)
+    """
+    optimizers, scalers = [], []
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.optim.Optimizer):
+            optimizers.append(each)
+        elif issubclass(type(each), torch.amp.GradScaler) and each.is_enabled():
+            scalers.append(each)
+    return optimizers, scalers
+
+
+_SCALER_STEPS = frozenset(
+    f.__code__
+    for f in (torch.amp.GradScaler.step, torch.amp.GradScaler._maybe_opt_step)
+)
+
+
+def stepped_by_grad_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an enabled GradScaler is calling `optimizer.step` right now.
+
+    A fused optimizer is handed `found_inf`; any other shows in the caller's frames, of
+    which a scheduler's and a profiler's wrapper and our own come first.
+    """
+    if getattr(optimizer, "found_inf", None) is not None:
+        return True
+    frame = sys._getframe(1)
+    for _ in range(10):
+        if frame.f_code in _SCALER_STEPS:
+            scaler = frame.f_locals.get("self")
+            return scaler is None or bool(scaler.is_enabled())
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def inside_backward() -> bool:
+    """Whether this thread runs a backward pass (a region is being recomputed)."""
+    ask = getattr(torch._C, "_current_graph_task_id", None)
+    return ask is not None and ask() != -1

@@ -1,0 +1,16 @@
+"""Names that have no public spelling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Nodes that change the mode of what follows them in a graph.
+SET_GRAD = torch._C._set_grad_enabled
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+# What `x.data` is in Dynamo's graphs; the stubs do not know it.
+GET_DATA: Any = getattr(torch._C._autograd, "_get_data_attr")  # noqa: B009
+MODE_CHANGES = frozenset({SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST})

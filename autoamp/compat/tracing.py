@@ -1,0 +1,213 @@
+"""Fake tensors and tracing."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A fake mode for graphs that did not come from Dynamo; static shapes."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def current_fake_mode(inputs: Sequence[Any] = ()) -> FakeTensorMode | None:
+    """Dynamo's fake mode inside a backend, else the mode of `inputs`, else None."""
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    mode = detect_fake_mode(list(inputs))
+    return mode if isinstance(mode, FakeTensorMode) else None
+
+
+def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+    """`inputs` as fake tensors of `mode`, with the symbolic sizes Dynamo gave them.
+
+    A fresh fake mode would lose the symbolic shapes, and faking without the recorded
+    symbolic context would specialise them (one graph per shape).
+    """
+    context = TracingContext.try_get()
+    recorded = context.tensor_to_context if context is not None else {}
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        symbolic = recorded.get(value) if context is not None else None
+        if symbolic is None:
+            return mode.from_tensor(value, static_shapes=True)
+        return mode.from_tensor(
+            value,
+            static_shapes=False,
+            symbolic_context=symbolic,
+            source=getattr(symbolic, "tensor_source", None),
+        )
+
+    return [fake(value) for value in inputs]
+
+
+def told_apart(fakes: Sequence[Any]) -> list[Any]:
+    """`fakes` with a tensor that stands for two inputs replaced by an alias of itself.
+
+    A trace knows tensors by identity and would read one input as the other.
+    """
+    seen: set[int] = set()
+    result = []
+    for fake in fakes:
+        again = isinstance(fake, torch.Tensor) and id(fake) in seen
+        result.append(fake.view_as(fake) if again else fake)
+        seen.add(id(fake))
+    return result
+
+
+def trace_pre_dispatch(
+    run: Callable[..., Any], inputs: Sequence[Any], mode: FakeTensorMode
+) -> fx.GraphModule:
+    """The ATen graph of `run(*inputs)`, above autograd and autocast.
+
+    Composite ops (`linear`, `layer_norm`, `dropout`, attention) stay whole, the origin
+    (module path, source line) of each node is kept where the caller sets it.
+    """
+    optional: dict[str, Any] = {}
+    if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters:
+        # Nothing here reads what that mode records, and it doubles the tracing time.
+        optional["_disable_torch_fn_metadata_mode"] = True
+    with fx.traceback.preserve_node_meta(), mode:
+        return make_fx(
+            run,
+            tracing_mode="real",
+            pre_dispatch=True,
+            _allow_non_fake_inputs=True,
+            _error_on_data_dependent_ops=False,
+            **optional,
+        )(*inputs)
+
+
+@contextlib.contextmanager
+def outside_trace() -> Iterator[None]:
+    """A region of a `trace_pre_dispatch` run that records nothing."""
+    from torch._ops import _set_mode_pre_dispatch, unset_mode_pre_dispatch
+
+    key = torch._C._TorchDispatchModeKey.PROXY
+    mode = unset_mode_pre_dispatch(key)
+    try:
+        with torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing():
+            yield
+    finally:
+        if mode is not None:
+            _set_mode_pre_dispatch(mode)
+
+
+def record_call(
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    name: str,
+) -> Any:
+    """Records one `call_function` node in the trace that is running; gives `result`.
+
+    `result` (fake tensors, any nesting) becomes the value of the new node.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return result
+    tracer: Any = mode.tracer
+    proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
+    proxy = tracer.create_proxy(
+        "call_function", target, proxy_args, proxy_kwargs, name=name
+    )
+    return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+
+
+def module_proxy(name: str, module: fx.GraphModule) -> Any:
+    """A `get_attr` of sub-graph `module`, registered as `name` in the trace."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return module
+    tracer: Any = mode.tracer
+    tracer.root.register_module(name, module)
+    return tracer.create_proxy("get_attr", name, (), {})
+
+
+def recorded_proxy(tensor: torch.Tensor) -> Any:
+    """The trace's record of what `tensor` is, or None outside a trace."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.tensor_tracker.get(tensor)
+
+
+def split_identity(tensor: torch.Tensor, before: Any) -> torch.Tensor:
+    """An alias of `tensor` that stands for the op just traced; `tensor` for before it.
+
+    An op that returns its own argument (`x.float()` of an fp32 tensor) makes the trace
+    read every later use of `x` as a use of that op.  Uses of `x` stay uses of `x` when
+    the op's result is another tensor object.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return tensor
+    tracker = mode.tracer.tensor_tracker
+    now = tracker[tensor]
+    with outside_trace():
+        alias = tensor.view_as(tensor)
+    tracker[alias] = now
+    tracker[tensor] = before
+    return alias
+
+
+def proxy_node(proxy: Any) -> fx.Node:
+    """The graph node behind what `recorded_proxy` gave."""
+    node = proxy.proxy.node
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def hint(value: Any) -> int:
+    """An int for a possibly symbolic size, without specialising the graph on it.
+
+    `int(size)` would add a guard and make one graph per shape.
+    """
+    if isinstance(value, int):
+        return value
+    node: Any = getattr(value, "node", None)
+    for name in ("optimization_hint", "size_hint"):
+        ask = getattr(getattr(node, "shape_env", None), name, None)
+        if ask is not None:
+            with contextlib.suppress(Exception):
+                return int(ask(node.expr))
+    known = getattr(node, "hint", None)
+    return int(known) if known is not None else 1
+
+
+def placeholder_sources(gm: fx.GraphModule) -> list[str]:
+    """For each placeholder of a Dynamo graph, where its value comes from ("" unknown).
+
+    For instance `L['mod'].fc.weight`.
+    """
+    sources: list[str] = []
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            source = getattr(node, "_dynamo_source", None)
+            sources.append(source.name if source is not None else "")
+    # `Source.name` is a method in older versions, a property in newer ones.
+    return [name() if callable(name) else str(name) for name in sources]
+
+
+def with_parameters(
+    module: torch.nn.Module, values: dict[str, torch.Tensor]
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which `module` has `values` for its parameters and buffers."""
+    return torch.nn.utils.stateless._reparametrize_module(module, values)

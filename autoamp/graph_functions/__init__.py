@@ -1,0 +1,44 @@
+"""The functions a rewritten graph calls that are not ATen ops.
+
+They stand for one node each: tracing never looks inside them, so a graph that holds
+them can be rewritten again, printed and executed from its printed code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autoamp.graph_functions.boundary import scale_grad, unscale_grad, unscale_grad_
+from autoamp.graph_functions.casts import (
+    low_weight,
+    low_weight_unscaled,
+    saturating_cast,
+)
+from autoamp.graph_functions.regions import checkpointed
+from autoamp.graph_functions.traceable import FOR_COMPILERS
+
+__all__ = [
+    "FOR_COMPILERS",
+    "LEAF_FUNCTIONS",
+    "checkpointed",
+    "low_weight",
+    "low_weight_unscaled",
+    "saturating_cast",
+    "scale_grad",
+    "unscale_grad",
+    "unscale_grad_",
+]
+
+LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        checkpointed,
+        low_weight,
+        low_weight_unscaled,
+        saturating_cast,
+        scale_grad,
+        unscale_grad,
+        unscale_grad_,
+        *FOR_COMPILERS.values(),
+    }
+)

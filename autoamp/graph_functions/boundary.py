@@ -1,0 +1,183 @@
+"""The edge of a captured graph: gradients are scaled coming in, unscaled going out.
+
+A gradient is multiplied by the loss scale S where it enters the graph (at the outputs)
+and divided by S, in fp32, where it leaves (at the inputs and parameters).  In between
+everything is S times its true value, so that small gradients do not underflow in fp16;
+outside nobody sees S.
+
+That stays exact however often one differentiates, because the backward of each of the
+four operations is another of them:
+
+    enter   x      backward: unscale      exit    y      backward: scale
+    unscale g / S  backward: enter        scale   g * S  backward: exit
+
+(A gradient of a gradient enters with factor 1: the value it belongs to, inside, is S
+times its true value already.)
+
+Run as they are, graphs use tensor hooks on ordinary views: what a custom Function
+returns could not be written to in place by whoever gets it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from autoamp import compat
+
+
+def scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+    """`value` itself; its gradient enters the graph times `loss_scale`.
+
+    Args:
+        value: a float output of the graph, any shape.
+        loss_scale: S, 0-dim fp32; never written to, so that a backward that comes
+            later finds what its forward was given.
+    """
+    if value.requires_grad:
+        value.register_hook(functools.partial(_scale, loss_scale))
+    return value
+
+
+def unscale_grad(
+    value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
+) -> torch.Tensor:
+    """An alias of `value`; its gradient leaves the graph times `inv_loss_scale`.
+
+    Args:
+        value: a float input of the graph, any shape.
+        inv_loss_scale: 1/S, 0-dim fp32.
+        found_inf: one fp32 element, set to 1 where the gradient is not finite.
+    """
+    alias = value.view_as(value)
+    if alias.requires_grad:
+        alias.register_hook(functools.partial(_unscale, inv_loss_scale, found_inf))
+    return alias
+
+
+def unscale_grad_(
+    value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
+) -> torch.Tensor:
+    """`unscale_grad` in place: the history of `value` itself goes on from here.
+
+    For an input that the graph writes to: what is written would bypass an alias.
+    """
+    result: torch.Tensor = _apply_unscale_in_place(value, inv_loss_scale, found_inf)
+    return result
+
+
+def unscaled(
+    grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
+) -> torch.Tensor:
+    """`grad` times `inv_loss_scale`, checked, as a new tensor of the same dtype."""
+    if grad.dtype != torch.float32 or grad.layout != torch.strided:
+        result = grad * inv_loss_scale
+        compat.check_finite(result, found_inf)
+        return result
+    result = grad.clone()
+    compat.unscale_and_check(result, inv_loss_scale, found_inf)
+    return result
+
+
+def unscale_inside_grad(
+    grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
+) -> torch.Tensor:
+    """`unscaled`, differentiable again: for a backward with `create_graph=True`."""
+    result: torch.Tensor = _apply_unscale(grad, inv_loss_scale, found_inf)
+    return result
+
+
+def _unscale(
+    inv_loss_scale: torch.Tensor, found_inf: torch.Tensor, grad: torch.Tensor
+) -> torch.Tensor:
+    if torch.is_grad_enabled():  # create_graph=True
+        return unscale_inside_grad(grad, inv_loss_scale, found_inf)
+    return unscaled(grad, inv_loss_scale, found_inf)
+
+
+def _scale(loss_scale: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled():
+        result: torch.Tensor = _apply_scale(grad, loss_scale)
+        return result
+    return grad * loss_scale
+
+
+class _Unscale(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, grad: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.inv, ctx.found_inf = inv, found_inf
+        return unscaled(grad, inv, found_inf)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _apply_enter(grad, ctx.inv, ctx.found_inf), None, None
+
+
+class _UnscaleInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.inv, ctx.found_inf = inv, found_inf
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _unscale(ctx.inv, ctx.found_inf, grad), None, None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.inv, ctx.found_inf = inv, found_inf
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _unscale(ctx.inv, ctx.found_inf, grad), None, None
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+        ctx.loss_scale = loss_scale
+        return grad * loss_scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _apply_exit(grad, ctx.loss_scale), None
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, loss_scale: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.loss_scale = loss_scale
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _scale(ctx.loss_scale, grad), None
+
+
+_apply_unscale_in_place = compat.direct_apply(_UnscaleInPlace)
+
+
+_apply_unscale = compat.direct_apply(_Unscale)
+
+
+_apply_exit = compat.direct_apply(_Exit)
+
+
+_apply_enter = compat.direct_apply(_Enter)
+
+
+_apply_scale = compat.direct_apply(_Scale)

@@ -1,0 +1,110 @@
+"""The boundary for compilers, which trace through the backward as well.
+
+The same arithmetic as plain ops that a compiler fuses into its neighbours; AOT autograd
+knows no tensor hooks inside a graph, and needs none: its outputs are new tensors.  It
+cannot differentiate twice, so neither can these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoamp import compat
+from autoamp.graph_functions.boundary import scale_grad, unscale_grad
+from autoamp.graph_functions.casts import low_weight_unscaled
+
+
+class _TracedScale(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, loss_scale: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.loss_scale = loss_scale
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad * ctx.loss_scale, None
+
+
+class _TracedUnscale(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.inv, ctx.found_inf = inv, found_inf
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _unscaled(ctx, grad), None, None
+
+
+class _TracedLowWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        copy: torch.Tensor,
+        inv: torch.Tensor,
+        found_inf: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.inv, ctx.found_inf, ctx.dtype = inv, found_inf, weight.dtype
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _unscaled(ctx, grad.to(ctx.dtype)), None, None, None
+
+
+_apply_traced_scale = compat.direct_apply(_TracedScale)
+
+
+_apply_traced_low_weight = compat.direct_apply(_TracedLowWeight)
+
+
+_apply_traced_unscale = compat.direct_apply(_TracedUnscale)
+
+
+def _unscaled(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = grad * ctx.inv
+    compat.check_finite(result, ctx.found_inf)
+    return result
+
+
+def traced_scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+    """As `scale_grad`, in a form AOT autograd traces."""
+    result: torch.Tensor = _apply_traced_scale(value, loss_scale)
+    return result
+
+
+def traced_unscale_grad(
+    value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
+) -> torch.Tensor:
+    """As `unscale_grad`, in a form AOT autograd traces."""
+    result: torch.Tensor = _apply_traced_unscale(value, inv_loss_scale, found_inf)
+    return result
+
+
+def traced_low_weight_unscaled(
+    weight: torch.Tensor,
+    copy: torch.Tensor,
+    inv_loss_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+) -> torch.Tensor:
+    """As `low_weight_unscaled`, in a form AOT autograd traces."""
+    result: torch.Tensor = _apply_traced_low_weight(
+        weight, copy, inv_loss_scale, found_inf
+    )
+    return result
+
+
+FOR_COMPILERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    scale_grad: traced_scale_grad,
+    unscale_grad: traced_unscale_grad,
+    low_weight_unscaled: traced_low_weight_unscaled,
+}
+"""What a compiler is given in place of each function."""

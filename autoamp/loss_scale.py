@@ -1,0 +1,335 @@
+"""Loss scales: what gradients are multiplied by inside a graph, and how that moves.
+
+Names and defaults are those of `torch.amp.GradScaler`, apart from `init_scale`, and two
+things it has not: a floor (`min_scale`) and `hysteresis`.
+
+The state is kept in 0-dim tensors and moved by tensor arithmetic, so that a step that
+learns of an overflow on the GPU need not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autoamp import compat
+from autoamp.errors import LossScaleError
+
+INIT_SCALE = 2.0**15
+"""Half of GradScaler's 2**16, the largest power of two below fp16's largest number: the
+gradient a loss has to itself, 1, does not overflow on the first step."""
+
+MIN_SCALE = 2.0**-14
+"""The smallest normal number of fp16.  A gradient that overflows even at this scale is
+larger than 10**9, and the loss, or something before it, is at fault.  (Not 1, as in
+DeepSpeed: where a script scales its loss by hand, ours goes below.)"""
+
+
+class LossScale:
+    """Base of the loss scales; what `convert(loss_scale=...)` takes.
+
+    A scale belongs to one run of training: its state moves.  Given to several models it
+    is shared by them.
+    """
+
+    _config: tuple[str, ...] = ()
+
+    def __init__(self, scale: float) -> None:
+        self._scale = _scalar(scale)
+        self._skipped = _scalar(0, torch.int64)
+        self._given: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    # -- what a graph and an optimizer step need -----------------------------------
+
+    def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale and its inverse, 0-dim fp32 tensors on `device`.
+
+        They are never written to: a backward that comes later finds what its forward
+        was given.
+        """
+        if device not in self._given:
+            scale = self._scale.to(device, non_blocking=True)
+            # The reciprocal as GradScaler takes it: in fp64, then rounded.
+            self._given[device] = scale, scale.double().reciprocal().float()
+        return self._given[device]
+
+    def update(self, found_inf: torch.Tensor) -> None:
+        """Moves the scale after a step.
+
+        Args:
+            found_inf: one fp32 element, 0 or 1, on any device; nothing waits for it.
+        """
+
+    def count_skipped(self, found_inf: torch.Tensor) -> None:
+        """Counts a step as skipped where `found_inf` (one element) is not 0."""
+        found = (found_inf.reshape(()) != 0).long()
+        self._skipped = self._skipped.to(found.device) + found
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the scale cannot go lower although it would move."""
+        return False
+
+    # -- what a person reads -------------------------------------------------------
+
+    @property
+    def scale(self) -> float:
+        """The scale in force; waits for the device."""
+        return float(self._scale)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped for an overflow so far; waits for the device."""
+        return int(self._skipped)
+
+    @property
+    def growth_tracker(self) -> int:
+        """Steps without overflow since the scale last moved; waits for the device."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every field, as plain Python numbers."""
+        state: dict[str, Any] = {"kind": type(self).__name__, "scale": self.scale}
+        state |= {name: getattr(self, name) for name in self._config}
+        return state | {"skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over every field of what `state_dict` gave.
+
+        Raises:
+            LossScaleError: a field is missing, unknown or unusable; nothing is changed.
+        """
+        self.check(state)
+        self._scale = _scalar(state["scale"])
+        self._skipped = _scalar(state["skipped_steps"], torch.int64)
+        self._given.clear()
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{n}={getattr(self, n)!r}" for n in self._config)
+        return f"{type(self).__name__}({fields})"
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises LossScaleError where `load_state_dict(state)` would."""
+        if not isinstance(state, Mapping):
+            raise LossScaleError(
+                f"the state of a loss scale is a dictionary, not {type(state).__name__}"
+            )
+        kind = type(self).__name__
+        if "kind" in state and state["kind"] != kind:
+            raise LossScaleError(
+                f"the state was saved by {state['kind']!r}, and this run uses {kind}; "
+                "convert with the same loss_scale, or drop the field from the state"
+            )
+        wanted, got = set(self.state_dict()), set(state)
+        problems = (
+            [f"missing {', '.join(sorted(wanted - got))}"] if wanted - got else []
+        )
+        problems += [
+            f"unknown {', '.join(map(repr, sorted(got - wanted, key=str)))}"
+        ] * (not got <= wanted)
+        if problems:
+            raise LossScaleError(
+                f"the saved state of {kind} does not fit: {'; '.join(problems)}"
+            )
+        _positive("scale", state["scale"])
+        _count("skipped_steps", state["skipped_steps"])
+
+
+class DynamicLossScale(LossScale):
+    """A scale that grows while nothing overflows and backs off when something does.
+
+    As `torch.amp.GradScaler`: times `growth_factor` after `growth_interval` steps in a
+    row without an overflow (never to infinity), times `backoff_factor` at an overflow.
+
+    Args:
+        init_scale: the scale to begin with.
+        growth_factor, backoff_factor, growth_interval: as above.
+        min_scale: the floor.  An overflow at the floor is an error, not a skipped step.
+        hysteresis: overflows it takes, between two moves, to back off once (DeepSpeed's
+            `hysteresis`); every one of those steps is skipped.
+
+    Raises:
+        LossScaleError: a value is unusable.
+    """
+
+    _config = (
+        "init_scale",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "min_scale",
+        "hysteresis",
+    )
+
+    def __init__(  # noqa: PLR0917 (GradScaler's signature)
+        self,
+        init_scale: float = INIT_SCALE,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = MIN_SCALE,
+        hysteresis: int = 1,
+    ) -> None:
+        self._configure(
+            {
+                "init_scale": init_scale,
+                "growth_factor": growth_factor,
+                "backoff_factor": backoff_factor,
+                "growth_interval": growth_interval,
+                "min_scale": min_scale,
+                "hysteresis": hysteresis,
+            }
+        )
+        super().__init__(init_scale)
+        self._tracker = _scalar(0, torch.int32)
+        self._patience = _scalar(hysteresis, torch.int32)
+
+    def _configure(self, values: Mapping[str, Any]) -> None:
+        for name in ("init_scale", "min_scale", "growth_factor", "backoff_factor"):
+            _positive(name, values[name])
+        for name in ("growth_interval", "hysteresis"):
+            _count(name, values[name], least=1)
+        if not values["growth_factor"] > 1:
+            raise LossScaleError(
+                f"growth_factor={values['growth_factor']!r} must be above 1"
+            )
+        if not values["backoff_factor"] < 1:
+            raise LossScaleError(
+                f"backoff_factor={values['backoff_factor']!r} must be below 1"
+            )
+        if values["min_scale"] > values["init_scale"]:
+            raise LossScaleError(
+                f"min_scale={values['min_scale']!r} is above "
+                f"init_scale={values['init_scale']!r}"
+            )
+        self.init_scale = float(values["init_scale"])
+        self.growth_factor = float(values["growth_factor"])
+        self.backoff_factor = float(values["backoff_factor"])
+        self.growth_interval = int(values["growth_interval"])
+        self.min_scale = float(values["min_scale"])
+        self.hysteresis = int(values["hysteresis"])
+
+    def update(self, found_inf: torch.Tensor) -> None:
+        """Moves the scale after a step; see the base class."""
+        device = found_inf.device
+        found = found_inf.reshape(())
+        # New tensors, never in place: graphs that have yet to run backward hold these.
+        scale = self._scale.to(device).clone()
+        tracker = self._tracker.to(device).clone()
+        backs_off = found
+        if self.hysteresis > 1:
+            patience = self._patience.to(device) - found.int()
+            backs_off = found * (patience <= 0)
+        before = tracker
+        compat.update_scale(
+            scale,
+            tracker,
+            backs_off,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+        )
+        scale.clamp_(min=self.min_scale)
+        if self.hysteresis > 1:
+            # An overflow that was borne still starts the count anew.
+            tracker = tracker * (found == 0)
+            moved = (backs_off > 0) | ((before > 0) & (tracker == 0) & (found == 0))
+            self._patience = torch.where(moved, self.hysteresis, patience)
+        self._scale, self._tracker = scale, tracker
+        self._given.clear()
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the scale is at `min_scale`; waits for the device."""
+        return self.scale <= self.min_scale
+
+    @property
+    def growth_tracker(self) -> int:
+        """Steps without overflow since the scale last moved; waits for the device."""
+        return int(self._tracker)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every field, as plain Python numbers."""
+        return super().state_dict() | {
+            "growth_tracker": self.growth_tracker,
+            "hysteresis_left": int(self._patience),
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises LossScaleError where `load_state_dict(state)` would."""
+        super().check(state)
+        _count("growth_tracker", state["growth_tracker"])
+        _count("hysteresis_left", state["hysteresis_left"])
+        DynamicLossScale(**{name: state[name] for name in self._config})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over every field, those of the constructor too; see the base class."""
+        super().load_state_dict(state)
+        self._configure(state)
+        self._tracker = _scalar(state["growth_tracker"], torch.int32)
+        self._patience = _scalar(state["hysteresis_left"], torch.int32)
+
+
+class StaticLossScale(LossScale):
+    """A scale that never moves; steps with an overflow are skipped.
+
+    Raises:
+        LossScaleError: `scale` is not a positive finite number.
+    """
+
+    def __init__(self, scale: float) -> None:
+        _positive("loss_scale", scale)
+        super().__init__(scale)
+
+    def __repr__(self) -> str:
+        return f"StaticLossScale({self.scale!r})"
+
+
+class NoLossScale(LossScale):
+    """No scaling, no check, and no skipped step: what bf16 needs."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+
+
+def resolve_loss_scale(given: Any, low: torch.dtype) -> LossScale:
+    """The loss scale `convert(loss_scale=given)` means for compute dtype `low`.
+
+    "auto" is dynamic for fp16 and none for bf16, whose range is fp32's.
+
+    Raises:
+        LossScaleError: `given` is none of "auto", "dynamic", "off", a positive number
+            and a `LossScale`.
+    """
+    if isinstance(given, LossScale):
+        return given
+    if given == "auto":
+        given = "dynamic" if low == torch.float16 else "off"
+    if given == "dynamic":
+        return DynamicLossScale()
+    if given == "off":
+        return NoLossScale()
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        return StaticLossScale(given)
+    raise LossScaleError(
+        f"loss_scale={given!r} is unknown; give 'auto', 'dynamic', 'off', a positive "
+        "number, or a DynamicLossScale, StaticLossScale or NoLossScale"
+    )
+
+
+def _scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _positive(name: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and value > 0):
+        raise LossScaleError(f"{name}={value!r} is not a positive finite number")
+
+
+def _count(name: str, value: Any, least: int = 0) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise LossScaleError(f"{name}={value!r} is not an integer of at least {least}")

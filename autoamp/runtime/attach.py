@@ -1,0 +1,179 @@
+"""Puts a boundary on an optimizer: a `step` of its own, on the instance.
+
+An optimizer named to `convert` is given one at once.  Any other is met at its first
+step, through torch's own hook, which is registered while models are converted.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from autoamp import compat
+from autoamp.runtime import checkpoint, lbfgs
+from autoamp.runtime.engine import Engine
+from autoamp.runtime.overflow import gather
+from autoamp.runtime.scaling import ModelScaling
+from autoamp.runtime.step import BOUNDARIES, OptimizerBoundary, evaluated
+from autoamp.runtime.weights import before_write
+
+_STATE = "_autoamp"
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_hook: list[RemovableHandle] = []
+
+
+def boundary_of(optimizer: Optimizer) -> OptimizerBoundary | None:
+    """The boundary `optimizer` carries, or None."""
+    found = optimizer.__dict__.get(_STATE)
+    return found if isinstance(found, OptimizerBoundary) else None
+
+
+def attach(optimizer: Optimizer) -> OptimizerBoundary:
+    """Gives `optimizer` a boundary; the one it has where there is one."""
+    known = boundary_of(optimizer)
+    if known is not None:
+        return known
+    boundary = OptimizerBoundary(optimizer)
+    inner: Any = optimizer.step
+
+    # A `MethodType`, because schedulers ask for `__func__`; `wraps` keeps the signature
+    # and the mark of a scheduler that was here before.
+    @functools.wraps(getattr(inner, "__func__", inner))
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, torch.optim.LBFGS):
+            return lbfgs.step(boundary, inner, args, kwargs)
+        return boundary.step(inner, args, kwargs)
+
+    boundary.bound = types.MethodType(step, optimizer)
+    optimizer.__dict__["step"] = boundary.bound
+    optimizer.__dict__["step_was_skipped"] = False
+    optimizer.__dict__[_STATE] = boundary
+    checkpoint.carry(boundary)
+    BOUNDARIES.add(boundary)
+    return boundary
+
+
+def detach(boundary: OptimizerBoundary) -> None:
+    """Takes a boundary away; `step` is what it was, unless somebody wrapped ours."""
+    optimizer = boundary.optimizer
+    BOUNDARIES.discard(boundary)
+    for hook in boundary.hooks:
+        hook.remove()
+    if optimizer.__dict__.get("step") != boundary.bound:
+        boundary.off = True
+        return
+    for name in ("step", "step_was_skipped", _STATE):
+        optimizer.__dict__.pop(name, None)
+    if boundary.previous is not None:
+        optimizer.__dict__["step"] = boundary.previous
+
+
+def detach_from(model: torch.nn.Module) -> None:
+    """Takes away the boundary of every optimizer that holds weights of `model`.
+
+    One that holds another converted model's as well is met again at its next step.
+    """
+    ids = {id(p) for p in model.parameters()}
+    for boundary in list(BOUNDARIES):
+        if any(id(p) in ids for p in boundary.params):
+            detach(boundary)
+
+
+def meet(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> None:
+    """Looks for whoever is going to step `weights`, before the first run with them.
+
+    Whoever made a GradScaler is about to use it, so there is no scaling of ours until
+    a first step without it; twice scaled, the first gradients would overflow.
+    """
+    optimizers, scalers = compat.optimizers_and_scalers()
+    scaling.foreign = bool(scalers)
+    ids = {id(weight) for weight in weights}
+    for optimizer in optimizers:
+        groups = getattr(optimizer, "param_groups", ())
+        if any(id(p) in ids for group in groups for p in group["params"]):
+            attach(optimizer).link(scaling)
+
+
+# -- optimizers nobody named -----------------------------------------------------------
+
+
+def listen(engine: Engine) -> None:
+    """From now on optimizers are met at their first step, while `engine` lives."""
+    _engines.add(engine)
+    if not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def stop_listening(engine: Engine) -> None:
+    """Takes the hook away with the last engine."""
+    _engines.discard(engine)
+    if not _engines and _hook:
+        _hook.pop().remove()
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Called inside every step, with the optimizer itself as `args[0]`."""
+    if torch.compiler.is_dynamo_compiling():  # a step the user compiles
+        return None
+    changed = None
+    if boundary_of(optimizer) is None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if gather(params, -1).runs:
+            changed = _first_step(attach(optimizer), args, kwargs)
+    if changed is None or changed[0][0] is optimizer:
+        for group in optimizer.param_groups:
+            before_write(group["params"])
+    return changed
+
+
+def _first_step(
+    boundary: OptimizerBoundary, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The step of an optimizer that had no boundary when it began.
+
+    It cannot be stopped any more, but its arguments can be changed, the optimizer among
+    them: to skip, it is made to step one that holds no weights.
+    """
+    optimizer, *rest = args
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return lbfgs.first_step(boundary, args, kwargs)
+    if boundary.leaves_to_scaler():
+        return None
+    _, given, kwargs = evaluated(tuple(rest), kwargs)
+    skip = bool(boundary.judge())
+    boundary.mark(skip)
+    if not skip:
+        return (optimizer, *given), kwargs
+    _hold_hooks_once(optimizer)
+    return (_without_weights(optimizer), *given), kwargs
+
+
+def _without_weights(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class and settings that has nothing to step."""
+    empty: Any = object.__new__(type(optimizer))
+    empty.__dict__.update(optimizer.__dict__)
+    empty.param_groups = [{**g, "params": []} for g in optimizer.param_groups]
+    return empty  # type: ignore[no-any-return]
+
+
+def _hold_hooks_once(optimizer: Any) -> None:
+    """Keeps the hooks that follow a step from following this one, which is skipped."""
+    hooks = optimizer._optimizer_step_post_hooks
+
+    def restore(*_: Any) -> None:
+        optimizer._optimizer_step_post_hooks = hooks
+
+    held: OrderedDict[int, Callable[..., None]] = OrderedDict({0: restore})
+    optimizer._optimizer_step_post_hooks = held

@@ -1,0 +1,69 @@
+"""What an optimizer's saved state holds of ours: the loss scale.
+
+It travels as one more entry of the first parameter group, because that is what survives
+in an optimizer that does not know us yet: one whose state is loaded before its first
+step, and a plain one, in a run without autoamp, which carries it along unread.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch.optim import Optimizer
+
+from autoamp.errors import CheckpointError
+from autoamp.runtime.step import OptimizerBoundary
+
+logger = logging.getLogger(__name__)
+
+KEY = "autoamp"
+_FIELDS = {"loss_scales"}
+
+
+def carry(boundary: OptimizerBoundary) -> None:
+    """Makes the optimizer's `state_dict` and `load_state_dict` carry the loss scale."""
+    optimizer = boundary.optimizer
+    loaded: list[list[Any]] = []
+
+    def save(_: Optimizer, state: dict[str, Any]) -> None:
+        scales = [s.state_dict() for s in boundary.loss_scales] or boundary.pending
+        if scales and state["param_groups"]:
+            state["param_groups"][0][KEY] = {"loss_scales": scales}
+
+    def before_load(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        loaded.clear()
+        groups = [dict(group) for group in state["param_groups"]]
+        if groups and KEY in groups[0]:
+            scales = _checked(groups[0].pop(KEY))
+            for scale, saved in zip(boundary.loss_scales, scales, strict=False):
+                scale.check(saved)
+            loaded.append(scales)
+        return {**state, "param_groups": groups}
+
+    def after_load(_: Optimizer) -> None:
+        for scales in loaded:
+            boundary.take_over(scales)
+        loaded.clear()
+
+    boundary.hooks = [
+        optimizer.register_state_dict_post_hook(save),
+        optimizer.register_load_state_dict_pre_hook(before_load),
+        optimizer.register_load_state_dict_post_hook(after_load),
+    ]
+    # Loaded before the optimizer was met.
+    for group in optimizer.param_groups[:1]:
+        if KEY in group:
+            boundary.take_over(_checked(group.pop(KEY)))
+
+
+def _checked(saved: Any) -> list[Any]:
+    fields = set(saved) if isinstance(saved, dict) else set()
+    if fields != _FIELDS or not isinstance(saved["loss_scales"], list):
+        raise CheckpointError(
+            f"the {KEY!r} entry of the saved optimizer state holds "
+            f"{sorted(map(str, fields)) or type(saved).__name__}, not a list "
+            "'loss_scales'; it was made by another version, or damaged. Remove "
+            f"state['param_groups'][0][{KEY!r}] to begin with a new loss scale"
+        )
+    return list(saved["loss_scales"])

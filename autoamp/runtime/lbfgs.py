@@ -1,0 +1,115 @@
+"""LBFGS, which evaluates the loss many times inside one step.
+
+Its line search moves the weights before it knows where to, so an overflow is met there
+and then: the loss is evaluated again at a lower scale, with the same result as a clean
+run's.  Where no lower scale helps, weights and state are put back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoamp.errors import LossScaleError
+from autoamp.loss_scale import DynamicLossScale
+from autoamp.runtime.step import OptimizerBoundary, Step
+
+
+class _Hopeless(Exception):  # noqa: N818 (never leaves this module)
+    """An overflow that no lower scale takes away; carries the loss."""
+
+
+def step(
+    boundary: OptimizerBoundary,
+    inner: Step,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """One step, or nothing: see `OptimizerBoundary.step`."""
+    closure = args[0] if args else kwargs.get("closure")
+    if closure is None or boundary.leaves_to_scaler():
+        return inner(*args, **kwargs)
+    before = _Snapshot(boundary.optimizer)
+    try:
+        result = inner(_guarded(boundary, closure))
+    except _Hopeless as overflow:
+        before.restore()
+        boundary.finish(skipped=True)
+        return overflow.args[0]
+    except LossScaleError:
+        before.restore()
+        raise
+    boundary.finish()
+    return result
+
+
+def first_step(
+    boundary: OptimizerBoundary, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments for a step that has begun already; it cannot be undone any more.
+
+    An overflow that no lower scale takes away is an error there.
+    """
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None or boundary.leaves_to_scaler():
+        return None
+    before = _Snapshot(boundary.optimizer)
+    guarded = _guarded(boundary, closure)
+
+    def closure_or_error() -> Any:
+        try:
+            return guarded()
+        except _Hopeless:
+            before.restore()
+            raise LossScaleError(
+                "gradients overflow at every loss scale in the first step of an LBFGS; "
+                "nothing was written. Name the optimizer, autoamp.convert(model, "
+                "optimizer), to have such a step skipped"
+            ) from None
+        except LossScaleError:
+            before.restore()
+            raise
+
+    return (args[0], closure_or_error), {}
+
+
+def _guarded(
+    boundary: OptimizerBoundary, closure: Callable[[], Any]
+) -> Callable[[], Any]:
+    """`closure`, evaluated until its gradients are finite."""
+
+    def evaluate() -> Any:
+        while True:
+            with torch.enable_grad():
+                loss = closure()
+            if not bool(boundary.judge(retries=True)):
+                return loss
+            scales = boundary.loss_scales
+            if not all(isinstance(s, DynamicLossScale) for s in scales) or not scales:
+                raise _Hopeless(loss)
+
+    return evaluate
+
+
+class _Snapshot:
+    """Weights and state of an optimizer, to go back to."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.params = [p for g in optimizer.param_groups for p in g["params"]]
+        self.values = [p.detach().clone() for p in self.params]
+        self.state = self._copied(optimizer.state)
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for param, value in zip(self.params, self.values, strict=True):
+                param.copy_(value)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self.state)
+
+    def _copied(self, state: Any) -> Any:
+        # The keys are the weights themselves.
+        return copy.deepcopy(dict(state), {id(p): p for p in self.params})

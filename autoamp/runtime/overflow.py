@@ -1,0 +1,94 @@
+"""Whether a step is to be skipped: what the backwards since the last one have found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autoamp import compat
+from autoamp.runtime.scaling import BACKWARDS, GraphRun, ModelScaling
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What concerns one optimizer since its last step.
+
+    Attributes:
+        live: runs whose gradients are in what the optimizer is about to read.
+        doubtful: runs that found something that may since have been thrown away.
+        last: the number to look after next time.
+    """
+
+    live: Sequence[GraphRun]
+    doubtful: Sequence[GraphRun]
+    last: int
+
+    @property
+    def scalings(self) -> list[ModelScaling]:
+        """The models concerned, each once."""
+        return list({id(r.scaling): r.scaling for r in self.runs}.values())
+
+    @property
+    def runs(self) -> list[GraphRun]:
+        return [*self.live, *self.doubtful]
+
+
+def gather(params: Iterable[torch.Tensor], since: int) -> Evidence:
+    """The runs after number `since` whose backward filled gradients of `params`.
+
+    A run in the same backward that fills no gradients itself, of a piece of a model
+    between two graph breaks, counts with the others.
+    """
+    ids = {id(p) for p in params}
+    runs = BACKWARDS.since(since)
+    mine = [r for r in runs if r.touches(ids)]
+    tasks = {r.task for r in mine}
+    mine += [r for r in runs if not r.leaves and r.task in tasks]
+    return Evidence(
+        [r for r in mine if not r.voided],
+        [r for r in mine if r.voided],
+        runs[-1].number if runs else since,
+    )
+
+
+def found_inf(
+    evidence: Evidence, params: Sequence[torch.Tensor], doubt: bool
+) -> torch.Tensor:
+    """One fp32 element, 1 where the gradients of `params` hold an overflow.
+
+    The flags of the live runs tell, whatever has been done to the gradients since:
+    clipping by value turns infinities into ones.  The gradients themselves are only
+    looked at where they may hold those of a run in `doubt`, or one that is voided.
+    """
+    flags = [flag for run in evidence.live for flag in run.found_inf]
+    past = [flag for run in evidence.doubtful for flag in run.found_inf]
+    on_host = all(flag.device.type == "cpu" for flag in past)
+    if doubt or (any(bool(f) for f in past) if on_host else past):
+        flags.append(not_finite(p.grad for p in params if p.grad is not None))
+    groups = {id(r.group): r.group for r in evidence.live if r.group is not None}
+    result = _any(flags)
+    for group in groups.values():
+        # Ranks step together or not at all: a rank's own part of the gradients may be
+        # finite where another's was not, and clipped before anyone could see it.
+        torch.distributed.all_reduce(result, torch.distributed.ReduceOp.MAX, group)
+    return result
+
+
+def not_finite(grads: Iterable[torch.Tensor]) -> torch.Tensor:
+    """One fp32 element, 1 where any of `grads` holds an infinity or NaN."""
+    flags: dict[torch.device, torch.Tensor] = {}
+    for grad in grads:
+        flag = flags.setdefault(grad.device, torch.zeros(1, device=grad.device))
+        compat.check_finite(grad, flag)
+    return _any(list(flags.values()))
+
+
+def _any(flags: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not flags:
+        return torch.zeros(1)
+    if len(flags) == 1:
+        return flags[0].clone()
+    device = flags[0].device
+    return torch.stack([f.to(device) for f in flags]).amax(0)

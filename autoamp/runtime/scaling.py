@@ -1,0 +1,253 @@
+"""Which loss scale a graph's run uses, and what its backward found.
+
+Every run of a graph with a boundary is a `GraphRun`.  Once a backward reaches it, it is
+noted here until the optimizer steps that concern it have read its flag.  Models joined
+by one backward (a GAN's generator and critic) share one scale domain from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.loss_scale import LossScale, NoLossScale
+
+KEPT = 64
+"""Runs kept after every known optimizer has read them: one we meet later, at its first
+step, may hold weights that the same backward reached."""
+
+MOST = 1024
+"""Runs kept for an optimizer that does not step; older ones are merged."""
+
+
+class ScaleDomain:
+    """The scale shared by the models that backward passes have joined."""
+
+    def __init__(self, loss_scale: LossScale) -> None:
+        self._loss_scale = loss_scale
+        self._joined: ScaleDomain | None = None
+
+    @property
+    def root(self) -> ScaleDomain:
+        """The domain this one has become part of, or itself."""
+        domain = self
+        while domain._joined is not None:
+            domain = domain._joined
+        return domain
+
+    @property
+    def loss_scale(self) -> LossScale:
+        return self.root._loss_scale
+
+    def join(self, other: ScaleDomain) -> None:
+        """Makes one domain of two; the lower scale is known to be safe for both."""
+        mine, theirs = self.root, other.root
+        if mine is theirs:
+            return
+        if theirs._loss_scale.scale < mine._loss_scale.scale:
+            mine, theirs = theirs, mine
+        theirs._joined = mine
+
+
+class ModelScaling:
+    """The loss scaling of one conversion.
+
+    Attributes:
+        own: the scale it was converted with.
+        label: the model's class name, for messages.
+        foreign: an enabled GradScaler steps this model's optimizer: it scales, we do
+            not.  None before the first run.
+        skips: why each skipped step was skipped.
+    """
+
+    def __init__(
+        self,
+        loss_scale: LossScale,
+        label: str,
+        meet: Callable[[ModelScaling, Sequence[torch.Tensor]], None],
+    ) -> None:
+        """Args: `meet(self, weights)` is called before the first run."""
+        self._meet = meet
+        self.domain = ScaleDomain(loss_scale)
+        self.own = loss_scale
+        self.label = label
+        self.foreign: bool | None = None
+        self.skips: list[str] = []
+
+    @property
+    def enabled(self) -> bool:
+        """Whether graphs get a boundary at all."""
+        return not isinstance(self.own, NoLossScale)
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The scale in force."""
+        return _UNSCALED if self.foreign else self.domain.loss_scale
+
+    def inputs(
+        self, devices: Iterable[torch.device], leaves: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What a graph with a boundary is called with, for each device.
+
+        The loss scale, its inverse, and a new flag for the overflows of this run, which
+        fills the gradients of `leaves`.
+        """
+        if self.foreign is None:
+            self.foreign = False
+            self._meet(self, leaves)
+        loss_scale = self.loss_scale
+        found: list[torch.Tensor] = []
+        for device in devices:
+            found += loss_scale.tensors(device)
+            found.append(torch.zeros(1, device=device))
+        return found
+
+    def note_skip(self, why: str) -> None:
+        """Remembers why a step was skipped, the first few hundred times."""
+        if len(self.skips) < 500:  # a run that skips more often has other troubles
+            self.skips.append(why)
+
+
+_UNSCALED = NoLossScale()
+
+
+class GraphRun:
+    """One run of a graph, whose backward may find an overflow.
+
+    Attributes:
+        found_inf: one flag per device, set by the graph's own backward.
+        leaves: ids of the leaf inputs whose `.grad` the backward fills, in order.
+        first: the first of them.
+        gm, places: the graph, and where among its inputs the leaves are.
+        task: the backward that reached it; -1 before.
+        number: its place in the order of backwards.
+        voided: gradients were started afresh after it: its own are gone, unless some
+            weights were left out of the new ones.
+        counted: the loss scale has moved by it.
+    """
+
+    __slots__ = (
+        "counted",
+        "first",
+        "found_inf",
+        "gm",
+        "group",
+        "leaves",
+        "number",
+        "places",
+        "scaling",
+        "task",
+        "voided",
+    )
+
+    def __init__(
+        self,
+        scaling: ModelScaling,
+        gm: fx.GraphModule,
+        places: Sequence[int],
+        leaves: Sequence[torch.Tensor],
+        edge: Sequence[torch.Tensor],
+    ) -> None:
+        """Args: `edge` is what `ModelScaling.inputs` gave for this run."""
+        self.scaling = scaling
+        self.gm = gm
+        self.places = places
+        # Not the weights themselves: a run outlives its model here.
+        self.leaves = [id(leaf) for leaf in leaves]
+        self.first = weakref.ref(leaves[0]) if leaves else None
+        self.found_inf = edge[2::3]
+        self.group = compat.active_ddp_group()
+        self.task = -1
+        self.number = -1
+        self.voided = False
+        self.counted = False
+
+    def watch(self, results: Iterable[Any]) -> None:
+        """Notes the backward as soon as it reaches one of the graph's outputs."""
+        for value in results:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(self._reached)
+
+    def _reached(self, _: torch.Tensor) -> None:
+        task = compat.backward_id()
+        if task != self.task:
+            self.task = task
+            BACKWARDS.note(self)
+
+    def touches(self, ids: set[int]) -> bool:
+        """Whether its backward fills the gradient of one of the tensors `ids`."""
+        return any(leaf in ids for leaf in self.leaves)
+
+
+class Backwards:
+    """The runs that backward passes have reached, in order, until they are stepped."""
+
+    def __init__(self) -> None:
+        self.runs: list[GraphRun] = []
+        self._number = 0
+        self._lock = threading.Lock()
+
+    def note(self, run: GraphRun) -> None:
+        """A backward has reached `run`."""
+        with self._lock:
+            self._number += 1
+            run.number = self._number
+            run.voided = run.counted = False
+            if run in self.runs[-KEPT:]:  # a second backward over a retained graph
+                self.runs.remove(run)
+            self._void_older(run)
+            for other in reversed(self.runs):
+                if other.task != run.task:
+                    break
+                run.scaling.domain.join(other.scaling.domain)
+            self.runs.append(run)
+            if len(self.runs) > MOST:
+                self.runs = _merged(self.runs[: MOST // 2]) + self.runs[MOST // 2 :]
+
+    def _void_older(self, run: GraphRun) -> None:
+        """Where gradients start afresh, those of earlier backwards are gone."""
+        first = run.first() if run.first is not None else None
+        if first is None or first.grad is not None:
+            return
+        for other in self.runs:
+            if other.task != run.task and other.leaves[:1] == run.leaves[:1]:
+                other.voided = True
+
+    def since(self, number: int) -> list[GraphRun]:
+        """The runs reached after `number`."""
+        with self._lock:
+            found = []
+            for run in reversed(self.runs):
+                if run.number <= number:
+                    break
+                found.append(run)
+            return found[::-1]
+
+    def forget(self, number: int) -> None:
+        """Drops runs up to `number`, which every known optimizer has read."""
+        with self._lock:
+            old, kept = self.runs[:-KEPT], self.runs[-KEPT:]
+            self.runs = [r for r in old if r.number > number] + kept
+
+
+def _merged(runs: list[GraphRun]) -> list[GraphRun]:
+    """One run for all of the same weights, with the flags of all."""
+    kept: dict[tuple[int, ...], GraphRun] = {}
+    for run in runs:
+        key = (id(run.gm), *run.leaves[:1])
+        older = kept.pop(key, None)
+        if older is not None:
+            for flag, earlier in zip(run.found_inf, older.found_inf, strict=True):
+                flag.copy_(torch.maximum(flag, earlier))
+        kept[key] = run
+    return list(kept.values())
+
+
+BACKWARDS = Backwards()
+"""All of the process: one optimizer may hold weights of several models."""

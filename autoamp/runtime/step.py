@@ -1,0 +1,271 @@
+"""An optimizer's step, taken only where the gradients hold no overflow."""
+
+from __future__ import annotations
+
+import logging
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from autoamp import compat
+from autoamp.errors import LossScaleError
+from autoamp.loss_scale import LossScale
+from autoamp.runtime.blame import blame
+from autoamp.runtime.overflow import Evidence, found_inf, gather
+from autoamp.runtime.scaling import BACKWARDS, ModelScaling
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[..., Any]
+
+BOUNDARIES: weakref.WeakSet[OptimizerBoundary] = weakref.WeakSet()
+"""Those of all optimizers that have one."""
+
+
+class OptimizerBoundary:
+    """What stands between an optimizer and the gradients it is given.
+
+    Attributes:
+        optimizer: the user's own; only its instance attribute `step` is ours.
+        previous: the instance's own `step` before, a scheduler's wrapper say, or None.
+        bound: the `step` that was put on it; None before.
+        hooks: those that save and load with the optimizer's state.
+        off: it has been taken away, but somebody has wrapped its `step`.
+        scalings: of the models whose weights it was seen to step, in order.
+        pending: saved loss scales of models it has yet to meet.
+        seen: number of the last backward it has read.
+        steps: how often `step` was called.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.previous: Step | None = optimizer.__dict__.get("step")
+        self.bound: types.MethodType | None = None
+        self.hooks: list[RemovableHandle] = []
+        self.off = False
+        self.scalings: list[ModelScaling] = []
+        self.pending: list[Any] = []
+        self.seen = -1
+        self.steps = 0
+        self._skipped_before = False
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """What it optimizes now: groups may be added at any time."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def loss_scales(self) -> list[LossScale]:
+        """The loss scales of its models, each once."""
+        scales = [s.domain.loss_scale for s in self.scalings if s.enabled]
+        return list({id(s): s for s in scales}.values())
+
+    def step(self, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`inner(*args, **kwargs)`, the step as it was, or nothing where it is skipped.
+
+        A skipped step changes no weight and no state, fires no hook, and gives the
+        closure's loss or None.
+
+        Raises:
+            LossScaleError: an overflow at the lowest loss scale there may be.
+        """
+        if self.leaves_to_scaler():
+            return inner(*args, **kwargs)
+        loss, args, kwargs = evaluated(args, kwargs)
+        flag = self.judge()
+        if self._takes_flag(flag):
+            return self._step_with_flag(flag, inner, args, kwargs)
+        skip = bool(flag)
+        self.mark(skip)
+        return loss if skip else inner(*args, **kwargs)
+
+    def judge(self, retries: bool = False) -> torch.Tensor:
+        """Reads what the backwards since the last time found, and moves the loss scale.
+
+        The result is one fp32 element, 1 where the step must not be taken.
+
+        Args:
+            retries: the caller does not skip but evaluates again: only an overflow
+                moves the scale, and it counts as no skipped step.
+        """
+        params = self.params
+        evidence = self._read(params)
+        if not evidence.runs and not self._skipped_before:
+            return torch.zeros(1)
+        for scaling in evidence.scalings:
+            scaling.foreign = False
+            self.link(scaling)
+        flag = found_inf(evidence, params, self._skipped_before)
+        if not self._takes_flag(flag) and bool(flag):
+            self._note_skip(evidence, params)
+        elif retries:
+            return flag
+        self._move(evidence, flag, retries)
+        return flag
+
+    def leaves_to_scaler(self) -> bool:
+        """Whether an enabled GradScaler is making this step: then it scales, not we."""
+        if self.off:
+            return True
+        if not compat.stepped_by_grad_scaler(self.optimizer):
+            return False
+        for scaling in self._read(self.params).scalings:
+            if not scaling.foreign or scaling not in self.scalings:
+                _say_foreign(scaling)
+            scaling.foreign = True
+            self.link(scaling)
+        return True
+
+    def link(self, scaling: ModelScaling) -> None:
+        """Notes that the optimizer steps weights of a model."""
+        if scaling not in self.scalings:
+            self.scalings.append(scaling)
+            if self.pending and scaling.enabled:
+                self.take_over(self.pending)
+
+    def take_over(self, saved: list[Any]) -> None:
+        """Loads saved loss scales into those of its models, in order, as it meets them.
+
+        Raises:
+            LossScaleError: one does not fit; nothing is changed.
+        """
+        scales = self.loss_scales
+        for scale, state in zip(scales, saved, strict=False):
+            scale.check(state)
+        for scale, state in zip(scales, saved, strict=False):
+            scale.load_state_dict(state)
+        self.pending = saved if len(saved) > len(scales) else []
+
+    # -- in judgement --------------------------------------------------------------
+
+    def _note_skip(self, evidence: Evidence, params: list[torch.Tensor]) -> None:
+        """Says why; raises where skipping can no longer help."""
+        why = f"step {self.steps}: {blame(evidence.runs, params)}"
+        for scaling in evidence.scalings:
+            scaling.note_skip(why)
+            loss_scale = scaling.loss_scale
+            if loss_scale.at_floor:
+                self.mark(True)
+                raise LossScaleError(
+                    f"{scaling.label}: gradients overflow even at the lowest loss "
+                    f"scale, {loss_scale.scale:g}, so lowering it cannot help. {why}. "
+                    "Nothing was written. Look for NaN or infinities in the data, the "
+                    "loss and the forward; keep that op in fp32 with deny=[...], or "
+                    "its module with keep=[...]; or train in bf16"
+                )
+            logger.info("autoamp: %s: skipped %s", scaling.label, why)
+
+    def _move(self, evidence: Evidence, flag: torch.Tensor, retries: bool) -> None:
+        """One move of each loss scale for runs that have not moved it yet.
+
+        Two optimizers that step after one backward move it once.
+        """
+        moved = [r.scaling.loss_scale for r in evidence.runs if not r.counted]
+        for scale in {id(s): s for s in moved}.values():
+            scale.update(flag)
+        concerned = [s.loss_scale for s in evidence.scalings]
+        for scale in {id(s): s for s in concerned}.values():
+            if not retries:
+                scale.count_skipped(flag)
+        for run in evidence.runs:
+            run.counted = True
+
+    def _read(self, params: list[torch.Tensor]) -> Evidence:
+        """What has happened since the last step; lets go of what everybody has read."""
+        evidence = gather(params, self.seen)
+        self.seen = evidence.last
+        BACKWARDS.forget(min((b.seen for b in list(BOUNDARIES)), default=-1))
+        return evidence
+
+    def finish(self, skipped: bool = False) -> None:
+        """Ends a step that judged with `retries`: it counts once, however many."""
+        flag = torch.full((1,), float(skipped))
+        for scale in self.loss_scales:
+            if not skipped:
+                scale.update(flag)
+            scale.count_skipped(flag)
+        self.mark(skipped)
+
+    # -- stepping ------------------------------------------------------------------
+
+    def mark(self, skipped: bool) -> None:
+        """Ends a step: tells the optimizer's owner whether it was skipped."""
+        self.steps += 1
+        optimizer: Any = self.optimizer
+        optimizer.step_was_skipped = skipped
+        self._skipped_before = skipped
+        if skipped:
+            # What LRScheduler looks at to warn of a step it has not seen.
+            optimizer._opt_called = True
+
+    def _takes_flag(self, flag: torch.Tensor) -> bool:
+        """Whether the step can be skipped by the optimizer's kernel, without a wait.
+
+        Its first step never is: fused SGD would keep a momentum buffer it has not
+        initialised.
+        """
+        if flag.device.type == "cpu":
+            return (
+                False  # the flag is in the host's memory: reading it waits for nothing
+            )
+        return self.has_state and bool(
+            getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        )
+
+    @property
+    def has_state(self) -> bool:
+        """Whether every weight that is about to be stepped has been stepped before."""
+        state = self.optimizer.state
+        return all(p in state for p in self.params if p.grad is not None)
+
+    def _step_with_flag(
+        self,
+        flag: torch.Tensor,
+        inner: Step,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The kernel reads the flag; hooks fire either way, as under GradScaler."""
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale, optimizer.found_inf = None, flag
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+            self.steps += 1
+            optimizer.step_was_skipped = flag.reshape(()) != 0
+
+
+def evaluated(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Evaluates a step's closure once; the loss, and arguments that begin with it.
+
+    Its backward has to be over before it can be said whether to step.  The optimizer is
+    given a closure that first returns what is there already.
+    """
+    closure = args[0] if args else kwargs.get("closure")
+    if closure is None:
+        return None, args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    ready = [loss]
+
+    def again() -> Any:
+        return ready.pop() if ready else closure()
+
+    if args:
+        return loss, (again, *args[1:]), kwargs
+    return loss, args, {**kwargs, "closure": again}
+
+
+def _say_foreign(scaling: ModelScaling) -> None:
+    logger.info(
+        "autoamp: %s: a GradScaler steps its optimizer; loss scaling and skipped steps "
+        "are left to it",
+        scaling.label,
+    )
