@@ -14,9 +14,22 @@ from torch import Tensor, nn
 from torch.multiprocessing import get_context
 
 from autoamp import compat
-from tests.test_weights import CLOSE, MODES, WIDTH, convert, error_now, mlp, refreshed
+from tests.test_weights import (
+    CLOSE,
+    MODES,
+    WIDTH,
+    convert,
+    error_now,
+    graphs,
+    mlp,
+    refreshed,
+)
 
 Write = Callable[[float], Any]
+
+
+def unwatched(model: nn.Module) -> int:
+    return sum(g.copies.unwatched for g in graphs(model) if g.copies is not None)
 
 
 def numpy_array(model: nn.Module) -> tuple[Write, Callable[[], Tensor]]:
@@ -151,8 +164,10 @@ def test_caching_comes_back_when_the_array_is_gone() -> None:
         for _ in range(3):
             model(x)
         assert refreshed(model) == 3 * len(arrays)
+        assert unwatched(model) == len(arrays)
         del arrays
         model(x)
+        assert unwatched(model) == 0
         before = refreshed(model)
         for _ in range(3):
             model(x)

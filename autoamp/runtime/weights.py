@@ -90,11 +90,14 @@ class WeightCopies:
 
     Attributes:
         refreshed: how many copies were made equal to their weight again so far.
+        unwatched: how many weights had no sentinel after the last call that looked at
+            each: the next copies them again.
     """
 
     def __init__(self, low: torch.dtype) -> None:
         self.low = low
         self.refreshed = 0
+        self.unwatched = 0
 
     def fresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of `weights` (fp32, any shapes) in the low dtype, equal to them now.
@@ -131,7 +134,8 @@ class WeightCopies:
                 self.refreshed += len(stale)
                 _refresh(stale)
             lows = [copy.low for copy in copies]
-            if all(copy.sentinel is not None for copy in copies):
+            self.unwatched = sum(copy.sentinel is None for copy in copies)
+            if not self.unwatched:
                 trainer = threading.get_ident() if recording else None
                 addresses = [copy.address for copy in copies]
                 _steady[self] = _Steady(addresses, lows, trainer, devices)
