@@ -9,7 +9,6 @@ learns of an overflow on the GPU need not wait for it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -219,24 +218,21 @@ class DynamicLossScale(LossScale):
         # New tensors, never in place: graphs that have yet to run backward hold these.
         scale = self._scale.to(device).clone()
         tracker = self._tracker.to(device).clone()
-        backs_off = found
-        if self.hysteresis > 1:
-            patience = self._patience.to(device) - found.int()
-            backs_off = found * (patience <= 0)
-        before = tracker
         compat.update_scale(
             scale,
             tracker,
-            backs_off,
+            found,
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
         )
         scale.clamp_(min=self.min_scale)
         if self.hysteresis > 1:
-            # An overflow that was borne still starts the count anew.
-            tracker = tracker * (found == 0)
-            moved = (backs_off > 0) | ((before > 0) & (tracker == 0) & (found == 0))
+            patience = self._patience.to(device) - found.int()
+            # An overflow that is borne starts the count of clean steps anew, no more.
+            borne = (found != 0) & (patience > 0)
+            scale = torch.where(borne, self._scale.to(device), scale)
+            moved = (tracker == 0) & ~borne
             self._patience = torch.where(moved, self.hysteresis, patience)
         self._scale, self._tracker = scale, tracker
         self._given.clear()
@@ -261,9 +257,15 @@ class DynamicLossScale(LossScale):
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises LossScaleError where `load_state_dict(state)` would."""
         super().check(state)
-        _count("growth_tracker", state["growth_tracker"])
-        _count("hysteresis_left", state["hysteresis_left"])
         DynamicLossScale(**{name: state[name] for name in self._config})
+        # A tracker beyond the interval would never meet it: no growth any more.
+        for name, below in (
+            ("growth_tracker", state["growth_interval"]),
+            ("hysteresis_left", state["hysteresis"] + 1),
+        ):
+            _count(name, state[name])
+            if state[name] >= below:
+                raise LossScaleError(f"{name}={state[name]!r} is not below {below}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over every field, those of the constructor too; see the base class."""
@@ -325,11 +327,20 @@ def _scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _positive(name: str, value: Any) -> None:
+    """In fp32, where it is used, and so that 1 / value is finite there."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and value > 0):
+    if not (number and _SMALLEST <= value <= _LARGEST):
         raise LossScaleError(f"{name}={value!r} is not a positive finite number")
 
 
 def _count(name: str, value: Any, least: int = 0) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise LossScaleError(f"{name}={value!r} is not an integer of at least {least}")
+    number = isinstance(value, int) and not isinstance(value, bool)
+    if not (number and least <= value <= _LONGEST):
+        raise LossScaleError(
+            f"{name}={value!r} is not an integer from {least} to {_LONGEST}"
+        )
+
+
+_SMALLEST = torch.finfo(torch.float32).tiny
+_LARGEST = torch.finfo(torch.float32).max
+_LONGEST = torch.iinfo(torch.int32).max
