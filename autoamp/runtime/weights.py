@@ -13,16 +13,14 @@ announced.  Weights whose memory somebody else may hold a pointer to have no sen
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoamp import compat
 
@@ -181,18 +179,6 @@ def before_write(parameters: Iterable[torch.Tensor]) -> None:
                     _drop(weight)
 
 
-@functools.cache
-def _hear_optimizers() -> None:
-    """From now on every step of a `torch.optim` optimizer announces itself."""
-
-    def hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():  # a compiled step says nothing
-            for group in optimizer.param_groups:
-                before_write(group["params"])
-
-    register_optimizer_step_pre_hook(hear)
-
-
 class _Stale(NamedTuple):
     """A copy to refresh, its weight, and whether it may have a sentinel then."""
 
@@ -279,8 +265,6 @@ def _refresh(stale: Sequence[_Stale]) -> None:
                 copy.sentinel = compat.lazy_clone(weight.detach())
                 copy.address = compat.data_address(weight)
                 copy.from_training = training
-                if training:
-                    _hear_optimizers()
             elif weight.is_cuda and torch.cuda.is_current_stream_capturing():
                 copy.captured = True
 
