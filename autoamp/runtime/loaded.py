@@ -1,0 +1,66 @@
+"""Weights that a loader has left in memory of its own.
+
+`from_pretrained` hands out tensors that lie in the buffer a file was read into.  Torch
+cannot watch such memory for writes, so copies of those weights could never be kept.
+They are moved into memory of torch's own, once.
+
+Only for models that say they were loaded: memory that a program has given to torch
+itself, by `torch.from_numpy` say, looks the same, and there a move would take away the
+program's way of writing to the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE
+
+_LOADABLE = frozenset({"PreTrainedModel", "ModelMixin"})
+"""The base classes, in transformers and in diffusers, that have `from_pretrained`."""
+
+
+def own_loaded_weights(model: nn.Module) -> int:
+    """Moves the loaded weights of `model` into torch's own memory; gives their number.
+
+    The parameters stay the same objects with the same values.
+    """
+    moved = 0
+    for parameter in _loaded_parameters(model):
+        if _outside_torch(parameter):
+            parameter.data = parameter.data.clone()
+            moved += 1
+    return moved
+
+
+def _loaded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    seen: set[int] = set()
+    for module in model.modules():
+        bases = {base.__name__ for base in type(module).__mro__}
+        if not bases & _LOADABLE or not _was_loaded(module):
+            continue
+        for parameter in module.parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter
+
+
+def _was_loaded(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    get = config.get if isinstance(config, dict) else lambda n, d: getattr(config, n, d)
+    return bool(get("_name_or_path", ""))
+
+
+def _outside_torch(parameter: torch.Tensor) -> bool:
+    """Whether the memory is somebody else's, and only this tensor shows it."""
+    return (
+        parameter.dtype == HIGH_DTYPE
+        and parameter.device.type == "cpu"
+        and parameter.layout == torch.strided
+        and compat.held_alone(parameter)
+        and not parameter.untyped_storage().resizable()
+        and not parameter.is_shared()
+    )
