@@ -13,7 +13,7 @@ from autoamp.inspect.report import LossScaleReport, Report
 from autoamp.options import Options
 from autoamp.pipeline import rewrite_graph
 from autoamp.rules import Rules
-from autoamp.runtime.attach import attach
+from autoamp.runtime.attach import attach, give_masters
 from autoamp.runtime.convert import (
     conversion_of,
     convert_model,
@@ -49,7 +49,8 @@ def convert(
 
     Args:
         model: any `torch.nn.Module`.
-        optimizer: an optimizer or a list of them, given back beside the model.
+        optimizer: an optimizer or a list of them, given back beside the model.  What
+            it trains of a model that arrives in half precision gets fp32 masters.
         precision: "auto", "fp16", "bf16" or the torch dtype.  "auto" is fp16 on a GPU,
             bf16 on a CPU that has units for it, and else no conversion, said out loud.
         rules: a rules file laid over the built-in one, a `Rules`, or one of the
@@ -88,10 +89,11 @@ def convert(
         strict=strict,
     )
     optimizers = _checked_optimizers(optimizer, model)
-    convert_model(model, options, example_inputs)
+    convert_model(model, options, example_inputs, masters=bool(optimizers))
     state = conversion_of(model)
     for each in optimizers:
         boundary = attach(each)
+        give_masters(boundary, model)
         if state is not None and state.engine is not None:
             boundary.link(state.engine.scaling)
     return model if optimizer is None else (model, optimizer)

@@ -74,6 +74,19 @@ def update_scale(
     )
 
 
+def accumulate_in(param: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Makes the gradients of leaf `param` accumulate in `dtype`; whether torch can.
+
+    Its `.grad` is of that dtype from now on, the one that is there already too.
+    """
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        return False
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    param.grad = None if grad is None else grad.to(dtype)
+    return True
+
+
 def backward_id() -> int:
     """A number that tells the backward pass that is running from all others."""
     return int(torch._C._current_graph_task_id())
@@ -84,6 +97,16 @@ def active_ddp_group() -> Any:
     ddp = getattr(torch.nn.parallel, "DistributedDataParallel", None)
     active = getattr(ddp, "_active_ddp_module", None)
     return None if active is None else active.process_group
+
+
+def reduced_by_ddp(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters of `model` whose gradients DistributedDataParallel reduces.
+
+    It does so in buckets of the parameters' own dtype, and takes no other gradients.
+    """
+    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
+    reducers = [m for m in model.modules() if isinstance(m, ddp)]
+    return [p for reducer in reducers for p in reducer.parameters()]
 
 
 def optimizers_and_scalers() -> tuple[

@@ -15,6 +15,7 @@ from autoamp.graph_functions.casts import (
     low_weight_unscaled,
     saturating_cast,
 )
+from autoamp.graph_functions.half import unscale_half_leaf
 from autoamp.graph_functions.regions import checkpointed
 from autoamp.graph_functions.traceable import FOR_COMPILERS
 
@@ -28,6 +29,7 @@ __all__ = [
     "scale_grad",
     "unscale_grad",
     "unscale_grad_",
+    "unscale_half_leaf",
 ]
 
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
@@ -39,6 +41,7 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         scale_grad,
         unscale_grad,
         unscale_grad_,
+        unscale_half_leaf,
         *FOR_COMPILERS.values(),
     }
 )

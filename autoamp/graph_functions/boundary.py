@@ -68,12 +68,17 @@ def unscale_grad_(
     return result
 
 
+def scaled(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+    """`grad` times `loss_scale`, in its own dtype also where it is 0-dim and half."""
+    return (grad * loss_scale).to(grad.dtype)
+
+
 def unscaled(
     grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
     """`grad` times `inv_loss_scale`, checked, as a new tensor of the same dtype."""
     if grad.dtype != torch.float32 or grad.layout != torch.strided:
-        result = grad * inv_loss_scale
+        result = (grad * inv_loss_scale).to(grad.dtype)
         compat.check_finite(result, found_inf)
         return result
     result = grad.clone()
@@ -101,7 +106,7 @@ def _scale(loss_scale: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled():
         result: torch.Tensor = _apply_scale(grad, loss_scale)
         return result
-    return grad * loss_scale
+    return scaled(grad, loss_scale)
 
 
 class _Unscale(torch.autograd.Function):
@@ -148,7 +153,7 @@ class _Scale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
         ctx.loss_scale = loss_scale
-        return grad * loss_scale
+        return scaled(grad, loss_scale)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

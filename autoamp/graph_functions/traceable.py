@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.graph_functions.boundary import scale_grad, unscale_grad
+from autoamp.graph_functions.boundary import scale_grad, scaled, unscale_grad
 from autoamp.graph_functions.casts import low_weight_unscaled
+from autoamp.graph_functions.half import unscale_half_leaf
 
 
 class _TracedScale(torch.autograd.Function):
@@ -27,7 +28,7 @@ class _TracedScale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return grad * ctx.loss_scale, None
+        return scaled(grad, ctx.loss_scale), None
 
 
 class _TracedUnscale(torch.autograd.Function):
@@ -70,7 +71,7 @@ _apply_traced_unscale = compat.direct_apply(_TracedUnscale)
 
 
 def _unscaled(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = grad * ctx.inv
+    result: torch.Tensor = (grad * ctx.inv).to(grad.dtype)
     compat.check_finite(result, ctx.found_inf)
     return result
 
@@ -105,6 +106,7 @@ def traced_low_weight_unscaled(
 FOR_COMPILERS: dict[Callable[..., Any], Callable[..., Any]] = {
     scale_grad: traced_scale_grad,
     unscale_grad: traced_unscale_grad,
+    unscale_half_leaf: traced_unscale_grad,
     low_weight_unscaled: traced_low_weight_unscaled,
 }
 """What a compiler is given in place of each function."""

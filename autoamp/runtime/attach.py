@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from autoamp import compat
 from autoamp.runtime import checkpoint, lbfgs
 from autoamp.runtime.engine import Engine
+from autoamp.runtime.masters import Masters, has_half
 from autoamp.runtime.overflow import gather
 from autoamp.runtime.scaling import ModelScaling
 from autoamp.runtime.step import BOUNDARIES, OptimizerBoundary, evaluated
@@ -44,11 +45,16 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     if known is not None:
         return known
     boundary = OptimizerBoundary(optimizer)
-    inner: Any = optimizer.step
+    own: Any = optimizer.step
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        if boundary.masters is None:
+            return own(*args, **kwargs)
+        return boundary.masters.run(own, args, kwargs)
 
     # A `MethodType`, because schedulers ask for `__func__`; `wraps` keeps the signature
     # and the mark of a scheduler that was here before.
-    @functools.wraps(getattr(inner, "__func__", inner))
+    @functools.wraps(getattr(own, "__func__", own))
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, torch.optim.LBFGS):
             return lbfgs.step(boundary, inner, args, kwargs)
@@ -63,12 +69,27 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     return boundary
 
 
+def give_masters(boundary: OptimizerBoundary, model: torch.nn.Module) -> None:
+    """Gives the half-precision parameters an optimizer trains fp32 masters beside it.
+
+    Those of `model` are saved by the names they have there.
+    """
+    if boundary.masters is None:
+        if not has_half(boundary.params):
+            return
+        boundary.masters = Masters(boundary.optimizer)
+    boundary.masters.name_after(model)
+
+
 def detach(boundary: OptimizerBoundary) -> None:
     """Takes a boundary away; `step` is what it was, unless somebody wrapped ours."""
     optimizer = boundary.optimizer
     BOUNDARIES.discard(boundary)
     for hook in boundary.hooks:
         hook.remove()
+    if boundary.masters is not None:
+        boundary.masters.release()
+        boundary.masters = None
     if optimizer.__dict__.get("step") != boundary.bound:
         boundary.off = True
         return

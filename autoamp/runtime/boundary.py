@@ -14,14 +14,16 @@ after, with three more inputs:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from autoamp.analyse.facts import written_values
 from autoamp.compat import OpOverload
+from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import (
     low_weight,
@@ -29,6 +31,7 @@ from autoamp.graph_functions import (
     scale_grad,
     unscale_grad,
     unscale_grad_,
+    unscale_half_leaf,
 )
 from autoamp.ops import is_inplace
 from autoamp.pipeline import Rewritten
@@ -119,6 +122,10 @@ class _Edge:
                 new = self.graph.call_function(unscale_grad_, args)
             new.meta = dict(node.meta)
             return
+        if node in self.leaves and node.meta["val"].dtype in LOW_DTYPES.values():
+            for use in readers:  # an alias each: gradients are summed in fp32
+                self._redirect(node, [use], by=unscale_half_leaf)
+            return
         for use in readers:
             if use.target is low_weight and use.args[0] is node:
                 edge = self._edge(node)
@@ -172,6 +179,7 @@ class _Edge:
         value: fx.Node,
         readers: Sequence[fx.Node],
         names: Sequence[fx.Node] | None = None,
+        by: Callable[..., Any] = unscale_grad,
     ) -> None:
         """Lets `readers` of `value`, by any of its names, read an unscaled alias."""
         if not readers:
@@ -180,7 +188,7 @@ class _Edge:
         with self.graph.inserting_before(min(readers, key=lambda n: self.order[n])):
             alias = self.graph.create_node(
                 "call_function",
-                unscale_grad,
+                by,
                 (value, edge.inv_loss_scale, edge.found_inf),
                 {},
                 f"{value.name}_unscaled",

@@ -1,8 +1,8 @@
-"""What an optimizer's saved state holds of ours: the loss scale.
+"""What an optimizer's saved state holds of ours: the loss scale, and fp32 masters.
 
-It travels as one more entry of the first parameter group, because that is what survives
-in an optimizer that does not know us yet: one whose state is loaded before its first
-step, and a plain one, in a run without autoamp, which carries it along unread.
+The scale travels as one more entry of the first parameter group, because that is what
+survives in an optimizer that does not know us yet: one whose state is loaded before its
+first step, and a plain one, in a run without autoamp, which carries it along unread.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from autoamp.errors import CheckpointError
+from autoamp.runtime.master_state import KEY as MASTERS
 from autoamp.runtime.step import OptimizerBoundary
 
 logger = logging.getLogger(__name__)
@@ -22,17 +23,23 @@ _FIELDS = {"loss_scales"}
 
 
 def carry(boundary: OptimizerBoundary) -> None:
-    """Makes the optimizer's `state_dict` and `load_state_dict` carry the loss scale."""
+    """Makes the optimizer's `state_dict` and `load_state_dict` carry what is ours."""
     optimizer = boundary.optimizer
     loaded: list[list[Any]] = []
+    whole: list[dict[str, Any]] = []
 
     def save(_: Optimizer, state: dict[str, Any]) -> None:
         scales = [s.state_dict() for s in boundary.loss_scales] or boundary.pending
         if scales and state["param_groups"]:
             state["param_groups"][0][KEY] = {"loss_scales": scales}
+        if boundary.masters is not None:
+            state[MASTERS] = boundary.masters.state_dict()
 
     def before_load(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         loaded.clear()
+        whole[:] = [state]
+        if boundary.masters is not None:
+            boundary.masters.check(state)
         groups = [dict(group) for group in state["param_groups"]]
         if groups and KEY in groups[0]:
             scales = _checked(groups[0].pop(KEY))
@@ -44,7 +51,10 @@ def carry(boundary: OptimizerBoundary) -> None:
     def after_load(_: Optimizer) -> None:
         for scales in loaded:
             boundary.take_over(scales)
+        if boundary.masters is not None:
+            boundary.masters.load(whole[0])
         loaded.clear()
+        whole.clear()
 
     boundary.hooks = [
         optimizer.register_state_dict_post_hook(save),

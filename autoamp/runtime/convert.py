@@ -21,11 +21,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.loss_scale import resolve_loss_scale
+from autoamp.loss_scale import LossScale, NoLossScale, resolve_loss_scale
 from autoamp.options import Options
 from autoamp.runtime.attach import detach_from, listen, meet, stop_listening
 from autoamp.runtime.calls import CompiledCall, disabled, under_compilation
-from autoamp.runtime.eligible import choose_precision, unsupported
+from autoamp.runtime.eligible import choose_precision, own_precision, unsupported
 from autoamp.runtime.engine import Engine, Skipped
 from autoamp.runtime.scaling import ModelScaling
 from autoamp.runtime.warmup import capture_now
@@ -120,9 +120,16 @@ _DECLINED = WeakIdKeyDictionary()
 
 
 def convert_model(
-    model: nn.Module, options: Options, example_inputs: tuple[Any, ...] | None = None
+    model: nn.Module,
+    options: Options,
+    example_inputs: tuple[Any, ...] | None = None,
+    *,
+    masters: bool = False,
 ) -> nn.Module:
     """Converts `model` in place; see `autoamp.convert`.
+
+    Args:
+        masters: what it has in half precision is trained with fp32 masters.
 
     Raises:
         UnsupportedModelError: not a module, or one that cannot be captured.
@@ -135,10 +142,20 @@ def convert_model(
         raise OptionError("example_inputs must be a tuple of the model's arguments")
     low, why_not = choose_precision(model, options)
     label = type(model).__name__
+    own = own_precision(model) if masters else None
+    notes = [] if own is None else [Skipped(label, _with_masters(own))]
+    scale = resolve_loss_scale(options.loss_scale, _shortest(own, low))
+    if low is None and own is not None and not isinstance(scale, NoLossScale):
+        # For the scaling at its edge: it runs as it is.
+        low, options = own, _runs_as_it_is(options, label)
     if low is None:
-        logger.warning("autoamp: %s stays in fp32: %s", label, why_not)
-        revert_model(model)
-        _DECLINED[model] = Conversion(declined=[Skipped(label, why_not)])
+        if own is None:
+            logger.warning("autoamp: %s stays in fp32: %s", label, why_not)
+            notes = [Skipped(label, why_not)]
+        else:
+            logger.info("autoamp: %s %s", label, notes[0].why)
+        revert_model(model, optimizers=own is None)
+        _DECLINED[model] = Conversion(declined=notes)
         return model
     state = model.__dict__.get(_STATE)
     fresh = not isinstance(state, Conversion)
@@ -146,7 +163,8 @@ def convert_model(
         state = _install(model)
     before = state.call
     make_entry = functools.partial(_plain_entry, type(model), state.previous is None)
-    state.call = CompiledCall(make_entry, _engine(options, low, label))
+    state.call = CompiledCall(make_entry, _engine(options, low, label, scale))
+    state.call.engine.skipped += notes
     if example_inputs is not None:
         try:
             capture_now(model, example_inputs)
@@ -160,30 +178,62 @@ def convert_model(
     return model
 
 
-def _engine(options: Options, low: torch.dtype, label: str) -> Engine:
-    loss_scale = resolve_loss_scale(options.loss_scale, low)
+def _engine(
+    options: Options, low: torch.dtype, label: str, loss_scale: LossScale
+) -> Engine:
     engine = Engine(options, low, label, ModelScaling(loss_scale, label, meet))
     listen(engine)
     return engine
 
 
-def revert_model(model: nn.Module) -> nn.Module:
+def _with_masters(own: torch.dtype) -> str:
+    return (
+        f"what arrived in {short_name(own)} runs in {short_name(own)}; its optimizer "
+        "steps fp32 masters"
+    )
+
+
+def _shortest(own: torch.dtype | None, low: torch.dtype | None) -> torch.dtype:
+    """That of the dtypes gradients flow in whose range is the shortest."""
+    return torch.float16 if torch.float16 in (own, low) else torch.bfloat16
+
+
+def _runs_as_it_is(options: Options, label: str) -> Options:
+    """`options` under which nothing is lowered.
+
+    Raises:
+        UnsupportedModelError: a compiler differentiates the graph.
+    """
+    if options.backend != "eager":
+        raise UnsupportedModelError(
+            f"{label} arrives in half precision. What {options.backend} compiles gives "
+            "its gradients in half precision too, where small ones are 0 once the loss "
+            "scale is taken off; use backend='eager', or loss_scale='off'"
+        )
+    return options.replace(keep=("*",), do_no_harm=True)
+
+
+def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     """Puts the call path back as it was; a model that is not converted is left alone.
 
     Where somebody wrapped our `forward` since, their wrapper stays, and ours under it
     passes calls on unchanged.
+
+    Args:
+        optimizers: theirs go too, and with them the masters of what is half.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"revert() takes a torch.nn.Module, not {type(model).__name__}"
         )
+    if conversion_of(model) is not None and optimizers:
+        detach_from(model)
     _DECLINED.pop(model, None)
     state = model.__dict__.get(_STATE)
     if not isinstance(state, Conversion):
         return model
     if state.call is not None:
         stop_listening(state.call.engine)
-        detach_from(model)
     state.call = None
     if model.__dict__.get("forward") == state.bound:
         for name in (_STATE, _REPLICATE, "forward"):

@@ -71,13 +71,25 @@ def _nothing_to_convert(model: nn.Module) -> str:
     half = floats & set(LOW_DTYPES.values())
     if half and torch.float32 not in floats:
         names = ", ".join(sorted(short_name(d) for d in half))
-        return f"its parameters are {names} already"
+        return (
+            f"its parameters are {names} already; name its optimizer, "
+            "autoamp.convert(model, optimizer), to train it with fp32 masters"
+        )
     if floats and torch.float32 not in floats:
         names = ", ".join(sorted(short_name(d) for d in floats))
         return f"its parameters are {names}; only fp32 is ever lowered"
     if not floats and any(p.is_complex() for p in model.parameters()):
         return "its parameters are complex; only fp32 is ever lowered"
     return ""
+
+
+def own_precision(model: nn.Module) -> torch.dtype | None:
+    """The half dtype `model` has arrived in, as a whole or in part, or None.
+
+    fp16 where it has parameters of both: that is the one whose range is short.
+    """
+    found = {p.dtype for p in model.parameters()}
+    return next((d for d in LOW_DTYPES.values() if d in found), None)
 
 
 def choose_graph_precision(

@@ -32,7 +32,7 @@ def step(
     closure = args[0] if args else kwargs.get("closure")
     if closure is None or boundary.leaves_to_scaler():
         return inner(*args, **kwargs)
-    before = _Snapshot(boundary.optimizer)
+    before = _Snapshot(boundary)
     try:
         result = inner(_guarded(boundary, closure))
     except _Hopeless as overflow:
@@ -56,7 +56,7 @@ def first_step(
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None or boundary.leaves_to_scaler():
         return None
-    before = _Snapshot(boundary.optimizer)
+    before = _Snapshot(boundary)
     guarded = _guarded(boundary, closure)
 
     def closure_or_error() -> Any:
@@ -97,11 +97,11 @@ def _guarded(
 class _Snapshot:
     """Weights and state of an optimizer, to go back to."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.params = [p for g in optimizer.param_groups for p in g["params"]]
+    def __init__(self, boundary: OptimizerBoundary) -> None:
+        self.optimizer = boundary.optimizer
+        self.params = boundary.weights
         self.values = [p.detach().clone() for p in self.params]
-        self.state = self._copied(optimizer.state)
+        self.state = self._copied(self.optimizer.state)
 
     def restore(self) -> None:
         with torch.no_grad():

@@ -15,6 +15,7 @@ from autoamp import compat
 from autoamp.errors import LossScaleError
 from autoamp.loss_scale import LossScale
 from autoamp.runtime.blame import blame
+from autoamp.runtime.masters import Masters
 from autoamp.runtime.overflow import Evidence, found_inf, gather
 from autoamp.runtime.scaling import BACKWARDS, ModelScaling
 
@@ -39,6 +40,8 @@ class OptimizerBoundary:
         pending: saved loss scales of models it has yet to meet.
         seen: number of the last backward it has read.
         steps: how often `step` was called.
+        masters: of its half-precision parameters; None where it was not named to
+            `convert` with a model of such.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -51,12 +54,19 @@ class OptimizerBoundary:
         self.pending: list[Any] = []
         self.seen = -1
         self.steps = 0
+        self.masters: Masters | None = None
         self._skipped_before = False
 
     @property
     def params(self) -> list[torch.Tensor]:
         """What it optimizes now: groups may be added at any time."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """All that a step writes to besides state: parameters and their masters."""
+        masters = self.masters.of.values() if self.masters is not None else ()
+        return [*self.params, *masters]
 
     @property
     def loss_scales(self) -> list[LossScale]:

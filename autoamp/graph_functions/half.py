@@ -1,0 +1,52 @@
+"""Where the gradient of a half-precision leaf leaves the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoamp import compat
+from autoamp.graph_functions.boundary import unscale_inside_grad
+
+
+class _HalfLeafUnscaled(torch.autograd.Function):
+    """Forward: an alias.  Backward: the gradient in fp32, unscaled and checked.
+
+    A tensor hook has to keep the gradient's dtype, in which it underflows once the
+    scale is off.  Autograd takes an fp32 gradient where the leaf's `grad_dtype` is
+    fp32, and else casts it itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, leaf: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.inv, ctx.found_inf = inv, found_inf
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        wide = grad.float()
+        if torch.is_grad_enabled():  # create_graph=True
+            wide = unscale_inside_grad(wide, ctx.inv, ctx.found_inf)
+        else:
+            compat.unscale_and_check(wide, ctx.inv, ctx.found_inf)
+        return wide, None, None
+
+
+_apply_half_leaf_unscaled = compat.direct_apply(_HalfLeafUnscaled)
+
+
+def unscale_half_leaf(
+    leaf: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
+) -> torch.Tensor:
+    """One use of `leaf`, an fp16 or bf16 leaf; its gradient leaves in fp32, unscaled.
+
+    Args:
+        leaf: any shape; one node per use of it sums its gradients in fp32.
+        inv_loss_scale: 1/S, 0-dim fp32.
+        found_inf: one fp32 element, set to 1 where the gradient is not finite.
+    """
+    result: torch.Tensor = _apply_half_leaf_unscaled(leaf, inv_loss_scale, found_inf)
+    return result

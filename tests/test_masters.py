@@ -1,0 +1,964 @@
+"""fp32 masters of a model that arrives in half precision."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+import autoamp
+from autoamp import compat
+from autoamp.runtime.attach import boundary_of
+
+WIDTH = 8
+BF16, FP16 = torch.bfloat16, torch.float16
+KEY = "autoamp_masters"
+
+
+def mlp(dtype: torch.dtype = BF16) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4)
+    ).to(dtype)
+
+
+def batch(dtype: torch.dtype = BF16, rows: int = 5) -> Tensor:
+    return torch.randn(rows, WIDTH).to(dtype)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = model(x).float().pow(2).mean()
+    return result
+
+
+def masters_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
+    boundary = boundary_of(optimizer)
+    assert boundary is not None
+    assert boundary.masters is not None
+    return boundary.masters.of
+
+
+def bits(value: Tensor) -> Tensor:
+    """What tells NaNs and zeros of either sign apart."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return value.detach().clone().view(kinds[value.itemsize])
+
+
+def contents(optimizer: Optimizer) -> list[Tensor]:
+    """Every bit an optimizer step may write to."""
+    found = [bits(p) for g in optimizer.param_groups for p in g["params"]]
+    found += [bits(m) for m in masters_of(optimizer).values()]
+    for state in optimizer.state.values():
+        found += [bits(v) for v in state.values() if torch.is_tensor(v)]
+    return found
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+
+
+def assert_rounded(optimizer: Optimizer) -> None:
+    for param, master in masters_of(optimizer).items():
+        assert master.dtype == torch.float32
+        assert torch.equal(param, master.to(param.dtype))
+
+
+def saved(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state after a trip through a file."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+class ByHand(Optimizer):
+    """As optimizers were written before 2018: through `.data`."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["seen"] = torch.zeros_like(p.data)
+                state["seen"].mul_(0.9).add_(p.grad.data)
+                p.data.add_(state["seen"], alpha=-group["lr"])
+        return loss
+
+
+# -- what a user sees ------------------------------------------------------------------
+
+
+def test_without_an_optimizer_it_is_left_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = mlp()
+    autoamp.convert(model)
+    assert "name its optimizer" in caplog.text
+    assert not autoamp.is_converted(model)
+    nobody_named = optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, batch()).backward()
+    nobody_named.step()
+    assert all(p.grad is not None and p.grad.dtype == BF16 for p in model.parameters())
+    assert KEY not in nobody_named.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_parameters_stay_the_same_half_objects(dtype: torch.dtype) -> None:
+    model, x = mlp(dtype), batch(dtype)
+    params, memory = (
+        list(model.parameters()),
+        [p.data_ptr() for p in model.parameters()],
+    )
+    keys, exact = list(model.state_dict()), model(x)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    result = autoamp.convert(model, optimizer)
+    assert result == (model, optimizer)
+    assert torch.equal(model(x), exact)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+    assert not optimizer.step_was_skipped  # type: ignore[attr-defined]
+    held = optimizer.param_groups[0]["params"]
+    for mine, kept, was, ptr in zip(
+        model.parameters(), held, params, memory, strict=True
+    ):
+        assert mine is kept is was
+        assert mine.dtype == dtype
+        assert mine.data_ptr() == ptr
+        assert mine.grad is not None
+        assert mine.grad.dtype == torch.float32
+    assert list(optimizer.state) == params
+    assert list(model.state_dict()) == keys
+    assert all(v.dtype == dtype for v in model.state_dict().values())
+    assert_rounded(optimizer)
+    assert any(not torch.equal(m, p.float()) for p, m in masters_of(optimizer).items())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_report_says_so(dtype: torch.dtype) -> None:
+    model = mlp(dtype)
+    autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, batch(dtype))
+    report = autoamp.report(model)
+    assert "its optimizer steps fp32 masters" in str(report.skipped)
+    # bf16 has fp32's range: nothing to scale, so nothing to capture.
+    assert autoamp.is_converted(model) == (dtype == FP16)
+    assert (report.loss_scale is not None) == (dtype == FP16)
+
+
+# -- any optimizer steps in fp32 -------------------------------------------------------
+
+
+WAYS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: optim.SGD(
+        p, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=False
+    ),
+    "sgd foreach": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "sgd fused": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda p: optim.Adam(p, lr=0.01, amsgrad=True, foreach=False),
+    "adam foreach": lambda p: optim.Adam(p, lr=0.01, foreach=True),
+    "adam fused": lambda p: optim.Adam(p, lr=0.01, fused=True),
+    "adamw": lambda p: optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw foreach": lambda p: optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: optim.Adagrad(p, lr=0.01, foreach=False),
+    "adagrad fused": lambda p: optim.Adagrad(p, lr=0.01, fused=True),
+    "adadelta": lambda p: optim.Adadelta(p, foreach=True),
+    "adafactor": optim.Adafactor,
+    "adamax": lambda p: optim.Adamax(p, foreach=True),
+    "asgd": lambda p: optim.ASGD(p, foreach=False),
+    "nadam": lambda p: optim.NAdam(p, foreach=False),
+    "radam": lambda p: optim.RAdam(p, foreach=True),
+    "rmsprop": lambda p: optim.RMSprop(p, momentum=0.9, foreach=False),
+    "rprop": lambda p: optim.Rprop(p, foreach=False),
+    "muon": optim.Muon,
+    "by hand": lambda p: ByHand(p, lr=0.1),
+}
+
+
+class Weights(nn.Module):
+    """Two matrices, which is what Muon takes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        for name in "ab":
+            value = torch.randn(4, 6, generator=generator).bfloat16().to(dtype)
+            setattr(self, name, nn.Parameter(value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x @ self.a * self.b.sum()
+        return result
+
+
+def step_with(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
+    """One step with gradients that both of two models are given."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_steps_and_state_are_those_of_an_fp32_model(name: str) -> None:
+    half, full = Weights(BF16), Weights(torch.float32)
+    optimizer, exact = WAYS[name](half.parameters()), WAYS[name](full.parameters())
+    autoamp.convert(half, optimizer)
+    for seed in range(4):
+        step_with(half, optimizer, seed)
+        step_with(full, exact, seed)
+        assert_rounded(optimizer)
+        if seed == 1:  # and state that was saved and loaded goes on so
+            optimizer.load_state_dict(saved(optimizer))
+    for mine, param in zip(half.parameters(), full.parameters(), strict=True):
+        assert torch.equal(masters_of(optimizer)[mine], param)
+        assert optimizer.state[mine].keys() == exact.state[param].keys()
+        for key, value in exact.state[param].items():
+            got = optimizer.state[mine][key]
+            if torch.is_tensor(value):
+                assert got.dtype == value.dtype, key
+                assert torch.equal(got, value), key
+            else:
+                assert got == value
+
+
+def test_lbfgs_is_that_of_the_masters() -> None:
+    """Its forward meets the rounded weights wherever its search has moved them."""
+    model, x = mlp(), batch()
+    optimizer = optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+    autoamp.convert(model, optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        assert all(p.dtype == BF16 for p in optimizer.param_groups[0]["params"])
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    before = closure()
+    for _ in range(3):
+        optimizer.step(closure)
+    assert closure().item() < 0.1 * before.item()
+    assert_rounded(optimizer)
+    (state,) = optimizer.state.values()
+    assert state["d"].dtype == torch.float32
+
+
+def test_a_closure_meets_the_half_parameters() -> None:
+    model, x = mlp(), batch()
+    optimizer = ByHand(model.parameters(), lr=0.1)
+    autoamp.convert(model, optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    second = optimizer.step(closure)
+    assert first is not None
+    assert second is not None
+    assert second.item() < first.item()
+    assert_rounded(optimizer)
+
+
+def test_updates_below_half_precision_are_not_lost() -> None:
+    """1000 updates of 1e-4 on a weight of 1, whose next bf16 number is 0.4 % away."""
+
+    def train(masters: bool) -> float:
+        model = nn.Linear(1, 1, bias=False).bfloat16()
+        nn.init.ones_(model.weight)
+        optimizer = optim.SGD(model.parameters(), lr=1e-4)
+        if masters:
+            autoamp.convert(model, optimizer)
+        for _ in range(1000):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1, dtype=BF16)).sum().backward()
+            optimizer.step()
+        return model.weight.item()
+
+    assert train(masters=False) == 1.0
+    assert train(masters=True) == pytest.approx(0.9, abs=0.004)
+
+
+def test_gradients_of_micro_batches_are_summed_in_fp32() -> None:
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    autoamp.convert(model, optim.SGD(model.parameters(), lr=1e-4))
+    x = torch.ones(1, 1, dtype=BF16)
+    for _ in range(1000):
+        model(x).sum().backward()
+    sum(model(x).sum() for _ in range(1000)).backward()  # type: ignore[union-attr]
+    assert model.weight.grad is not None
+    assert float(model.weight.grad) == 2000
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert float(model.weight.grad) == pytest.approx(1)
+
+
+# -- writes by others ------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained() -> tuple[nn.Sequential, Optimizer]:
+    """A bf16 model after a few steps: its masters are not its weights."""
+    model = mlp()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    autoamp.convert(model, optimizer)
+    for _ in range(3):
+        train_once(model, optimizer)
+    assert any(not torch.equal(m, p.float()) for p, m in masters_of(optimizer).items())
+    return model, optimizer
+
+
+def train_once(model: nn.Module, optimizer: Optimizer, x: Tensor | None = None) -> None:
+    optimizer.zero_grad()
+    loss_of(model, batch() if x is None else x).backward()
+    optimizer.step()
+
+
+WRITES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Any]] = {
+    "load_state_dict": lambda model, other: model.load_state_dict(other),
+    ".data.copy_": lambda model, other: [
+        p.data.copy_(other[n]) for n, p in model.named_parameters()
+    ],
+    ".data =": lambda model, other: [
+        setattr(p, "data", other[n].clone()) for n, p in model.named_parameters()
+    ],
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_masters_follow_weights_that_somebody_else_wrote(
+    name: str, trained: tuple[nn.Sequential, Optimizer]
+) -> None:
+    model, optimizer = trained
+    # Other in every element: one that is the same keeps its master.
+    other = {k: v.detach() + 1 for k, v in model.state_dict().items()}
+    WRITES[name](model, other)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        group["weight_decay"] = 0.0
+    train_once(model, optimizer)
+    for key, param in model.named_parameters():
+        assert torch.equal(param, other[key])
+        assert torch.equal(masters_of(optimizer)[param], other[key].float())
+
+
+def test_masters_outlive_a_swap_in_and_back(
+    trained: tuple[nn.Sequential, Optimizer],
+) -> None:
+    """Weights exchanged for an evaluation, as with moving averages of them."""
+    model, optimizer = trained
+    before = contents(optimizer)
+    own = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data.mul_(0.5)
+    for p, value in zip(model.parameters(), own, strict=True):
+        p.data.copy_(value)
+    optimizer.state_dict()  # looks, too
+    assert_same(before, contents(optimizer))
+
+
+def test_following_goes_by_bits(trained: tuple[nn.Sequential, Optimizer]) -> None:
+    model, optimizer = trained
+    weight = model[0].weight
+    kept = masters_of(optimizer)[weight].detach().clone()
+    with torch.no_grad():
+        weight[0, 0], weight[0, 1], weight[0, 2] = 0.0, -0.0, torch.nan
+    named = optimizer.state_dict()[KEY]["0.weight"]
+    assert torch.equal(bits(named[0, :2]), bits(torch.tensor([0.0, -0.0])))
+    assert named[0, 2].isnan()
+    assert torch.equal(named[1:], kept[1:])  # the rows nobody wrote keep every bit
+    with torch.no_grad():
+        weight[0, 0] = -0.0
+    assert torch.signbit(optimizer.state_dict()[KEY]["0.weight"][0, 0])
+
+
+def test_hooks_round_the_step_see_and_write_parameters() -> None:
+    """A pruning mask laid on after each step must not be undone by the masters."""
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=0.5)
+    mask = (torch.rand(16, WIDTH) > 0.5).to(BF16)
+    averages: list[Tensor] = []
+
+    def after(*_: Any) -> None:
+        averages.append(model[0].weight.detach().clone())
+        model[0].weight.data.mul_(mask)
+
+    def before(stepped: Optimizer, *_: Any) -> None:
+        assert stepped.param_groups[0]["params"][0] is model[0].weight
+        model[3].bias.data.fill_(3.0)
+
+    optimizer.register_step_post_hook(after)
+    optimizer.register_step_pre_hook(before)
+    autoamp.convert(model, optimizer)
+    late = optimizer.register_step_pre_hook(before)
+    start = model[0].weight.detach().clone()
+    train_once(model, optimizer)
+    assert not torch.equal(averages[0], start)
+    assert torch.equal(model[0].weight, averages[0] * mask)
+    assert model[3].bias.gt(2).all()
+    late.remove()
+    train_once(model, optimizer)
+    assert (model[0].weight[mask == 0].abs() < 0.5).all()
+
+
+def test_whoever_hooks_the_accumulation_stays_hooked() -> None:
+    """Those who reduce gradients between ranks hold on to that node."""
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    autoamp.convert(model, optimizer)
+    weight, fired = model[0].weight, []
+    node: Any = weight.expand_as(weight).grad_fn
+    accumulator = node.next_functions[0][0]
+    accumulator.register_hook(lambda *_: fired.append(1))
+    for _ in range(3):
+        train_once(model, optimizer)
+    assert len(fired) == 3
+
+
+def test_versions_move_with_the_weights_that_are_stepped() -> None:
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    autoamp.convert(model, optimizer)
+    stepped, left = model[0].weight, model[2].weight
+    versions = stepped._version, left._version
+    loss_of(model, batch()).backward()
+    left.grad = None
+    optimizer.step()
+    assert stepped._version > versions[0]
+    assert left._version == versions[1]
+
+
+class Breaks(optim.SGD):
+    """Writes to its first weight, then raises."""
+
+    def step(self, closure: Any = None) -> Any:
+        first = self.param_groups[0]["params"][0]
+        with torch.no_grad():
+            first.add_(1.0)
+        raise RuntimeError("planted")
+
+
+def test_an_exception_in_a_step_puts_the_parameters_back() -> None:
+    model = mlp()
+    params = list(model.parameters())
+    optimizer = Breaks(params, lr=0.1, momentum=0.9)
+    autoamp.convert(model, optimizer)
+    loss_of(model, batch()).backward()
+    start = params[0].detach().float()
+    with pytest.raises(RuntimeError, match="planted"):
+        optimizer.step()
+    held = optimizer.param_groups[0]["params"]
+    assert all(a is b for a, b in zip(held, params, strict=True))
+    assert all(p.dtype == BF16 for p in params)
+    assert torch.equal(masters_of(optimizer)[params[0]], start + 1)
+    assert_rounded(optimizer)
+    assert all(m.grad is None for m in masters_of(optimizer).values())
+    model(batch())
+
+
+# -- saved state -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_resumed_run_goes_on_bit_for_bit(
+    dtype: torch.dtype, model_first: bool
+) -> None:
+    def start() -> tuple[nn.Sequential, Optimizer]:
+        model = mlp(dtype)
+        optimizer = optim.AdamW(model.parameters(), lr=3e-3)
+        autoamp.convert(model, optimizer)
+        return model, optimizer
+
+    data = [batch(dtype) for _ in range(8)]
+    model, optimizer = start()
+    for x in data[:4]:
+        train_once(model, optimizer, x)
+    weights, state = copy.deepcopy(model.state_dict()), saved(optimizer)
+    resumed, again = start()
+    if model_first:
+        resumed.load_state_dict(weights)
+    again.load_state_dict(state)
+    if not model_first:
+        resumed.load_state_dict(weights)
+    assert_same(contents(optimizer), contents(again))
+    for x in data[4:]:
+        train_once(model, optimizer, x)
+        train_once(resumed, again, x)
+    assert_same(contents(optimizer), contents(again))
+
+
+def test_masters_are_an_fp32_checkpoint_of_the_model(
+    trained: tuple[nn.Sequential, Optimizer],
+) -> None:
+    model, optimizer = trained
+    masters = saved(optimizer)[KEY]
+    assert list(masters) == [name for name, _ in model.named_parameters()]
+    full = mlp(torch.float32)
+    missing = full.load_state_dict(masters, strict=False)
+    assert not missing.missing_keys
+    assert not missing.unexpected_keys
+    assert torch.equal(full[0].weight, masters_of(optimizer)[model[0].weight])
+
+
+def test_tied_and_foreign_parameters_are_saved_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.two(self.one(x))
+            return result
+
+    model = Tied().bfloat16()
+    temperature = nn.Parameter(torch.ones(3, dtype=BF16))
+    frozen = nn.Parameter(torch.ones(3, dtype=BF16), requires_grad=False)
+    optimizer = optim.SGD([*model.parameters(), frozen, temperature], lr=0.1)
+    autoamp.convert(model, optimizer)
+    names = list(optimizer.state_dict()[KEY])
+    assert names == ["one.weight", "one.bias", "two.bias", "unnamed_parameter_4"]
+    optimizer.load_state_dict(saved(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda m: m.pop("0.bias"), "missing 0.bias"),
+        (lambda m: m.update(head=torch.ones(1)), "extra head"),
+        (lambda m: m.update({"0.bias": torch.ones(2)}), r"0.bias is \(2,\).* \(16,\)"),
+        (lambda m: m.update({"0.bias": 3}), "0.bias is no float tensor"),
+    ],
+)
+def test_masters_that_do_not_fit_change_nothing(
+    damage: Callable[[dict[str, Any]], Any],
+    message: str,
+    trained: tuple[nn.Sequential, Optimizer],
+) -> None:
+    model, optimizer = trained
+    state = saved(optimizer)
+    train_once(model, optimizer)
+    before = contents(optimizer)
+    damage(state[KEY])
+    with pytest.raises(autoamp.CheckpointError, match=message):
+        optimizer.load_state_dict(state)
+    assert_same(before, contents(optimizer))
+    state[KEY] = [1]
+    with pytest.raises(autoamp.CheckpointError, match="not a dictionary"):
+        optimizer.load_state_dict(state)
+
+
+def test_torch_refuses_the_state_of_other_groups(
+    trained: tuple[nn.Sequential, Optimizer],
+) -> None:
+    model, optimizer = trained
+    state, before = saved(optimizer), contents(optimizer)
+    state["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="doesn't match"):
+        optimizer.load_state_dict(state)
+    assert_same(before, contents(optimizer))
+    train_once(model, optimizer)
+
+
+def test_a_plain_checkpoint_gives_masters_of_the_half_weights(
+    trained: tuple[nn.Sequential, Optimizer],
+) -> None:
+    full = mlp(torch.float32)
+    plain = optim.AdamW(full.parameters(), lr=1e-3)
+    train_once(full, plain, batch(torch.float32))
+    model, optimizer = trained
+    for p in model.parameters():
+        p.data.fill_(torch.nan)  # no element that the same half value would keep
+    optimizer.state_dict()
+    model.load_state_dict(full.state_dict())
+    optimizer.load_state_dict(plain.state_dict())
+    optimizer.state_dict()
+    for mine, param in zip(model.parameters(), full.parameters(), strict=True):
+        assert torch.equal(masters_of(optimizer)[mine], param.to(BF16).float())
+        moment = optimizer.state[mine]["exp_avg"]
+        assert moment.dtype == torch.float32
+        assert torch.equal(moment, plain.state[param]["exp_avg"])
+    train_once(model, optimizer)
+
+
+def test_a_plain_optimizer_reads_past_the_masters(
+    trained: tuple[nn.Sequential, Optimizer],
+) -> None:
+    _, optimizer = trained
+    full = mlp(torch.float32)
+    plain = optim.AdamW(full.parameters(), lr=1e-3)
+    plain.load_state_dict(saved(optimizer))
+    train_once(full, plain, batch(torch.float32))
+
+
+# -- fp16: loss scaling at the edge ----------------------------------------------------
+
+
+def small_gradients(masters: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of the first layer of an fp16 model, and the true one."""
+    torch.manual_seed(0)
+    model, x = mlp(FP16), batch(FP16)
+    with torch.no_grad():
+        model[3].weight.mul_(1e-3)
+    full = copy.deepcopy(model).float()
+    if masters:
+        autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1))
+    (loss_of(model, x) * 1e-3).backward()
+    (loss_of(full, x.float()) * 1e-3).backward()
+    got, true = model[0].weight.grad, full[0].weight.grad
+    assert got is not None
+    assert true is not None
+    return got, true
+
+
+def test_gradients_that_underflow_in_fp16_do_not() -> None:
+    got, true = small_gradients(masters=False)
+    assert got.eq(0).all()
+    assert true.abs().max() > 1e-9
+    got, true = small_gradients(masters=True)
+    assert got.dtype == torch.float32
+    assert float((got - true).norm() / true.norm()) < 0.01
+
+
+def test_gradients_of_gradients_pass_the_edge() -> None:
+    torch.manual_seed(0)
+    model, x = mlp(FP16), batch(FP16)
+    full = copy.deepcopy(model).float()
+    autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1), loss_scale=1024.0)
+    found = []
+    for each, rows in ((model, x), (full, x.float())):
+        weight = each[2].weight
+        (grad,) = torch.autograd.grad(loss_of(each, rows), weight, create_graph=True)
+        (second,) = torch.autograd.grad(grad.float().pow(2).sum(), each[0].weight)
+        found.append(second.float())
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 0.02
+
+
+def test_many_uses_of_an_fp16_weight_are_summed_in_fp32() -> None:
+    class Often(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, dtype=FP16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([x * self.weight for _ in range(40)])
+
+    model = Often()
+    autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1), loss_scale=1.0)
+    # 2048 + 1 is 2048 in fp16.
+    x = torch.full((1,), 1.0, dtype=FP16)
+    out = model(x)
+    upstream = torch.ones_like(out)
+    upstream[0] = 2048
+    out.backward(upstream)
+    assert model.weight.grad is not None
+    assert float(model.weight.grad) == 2048 + 39
+
+
+def test_an_output_of_one_element() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp(FP16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.inner(x).pow(2).mean()
+            return result
+
+    model, x = Loss(), batch(FP16)
+    full = copy.deepcopy(model).float()
+    autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1), loss_scale=256.0)
+    model(x).backward()
+    full(x.float()).backward()
+    got, true = model.inner[0].weight.grad, full.inner[0].weight.grad
+    assert got is not None
+    assert true is not None
+    assert float((got - true).norm() / true.norm()) < 0.02
+
+
+OVERFLOWING: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
+    "by hand": lambda p: ByHand(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_a_skipped_step_changes_no_bit(name: str, at: int) -> None:
+    model, x = mlp(FP16), batch(FP16)
+    optimizer: Any = OVERFLOWING[name](model.parameters())
+    autoamp.convert(model, optimizer)
+    fired: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: fired.append(1))
+    for step in range(4):
+        before = contents(optimizer)
+        optimizer.zero_grad()
+        factor = 1e9 if step == at else 1.0
+        (loss_of(model, x) * factor).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        optimizer.step()
+        assert optimizer.step_was_skipped == (step == at)
+        if step == at:
+            assert_same(before, contents(optimizer))
+    assert len(fired) == 3
+    assert_rounded(optimizer)
+
+
+def test_a_skipped_lbfgs_step_changes_no_bit() -> None:
+    model, x = mlp(FP16), batch(FP16)
+    optimizer: Any = optim.LBFGS(model.parameters(), max_iter=4)
+    autoamp.convert(model, optimizer, loss_scale=64.0)
+    evaluations = [0]
+    bad_from = [10**9]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        evaluations[0] += 1
+        loss = loss_of(model, x)
+        (loss * (torch.inf if evaluations[0] >= bad_from[0] else 1.0)).backward()
+        return loss
+
+    optimizer.step(closure)
+    before = contents(optimizer)
+    bad_from[0] = evaluations[0] + 3
+    optimizer.step(closure)
+    assert optimizer.step_was_skipped
+    assert_same(before, contents(optimizer))
+    bad_from[0] = 10**9
+    optimizer.step(closure)
+    assert not optimizer.step_was_skipped
+    assert_rounded(optimizer)
+
+
+def test_nothing_of_a_half_model_is_lowered() -> None:
+    """Not even what it does in fp32, at its root or in a module."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp(FP16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = self.inner(x).float()
+            return (wide @ wide.t()).half()
+
+    model, x = Wide(), batch(FP16)
+    exact = model(x)
+    autoamp.convert(
+        model,
+        optim.SGD(model.parameters(), lr=0.1),
+        placement="forced",
+        strict=True,
+    )
+    assert torch.equal(model(x), exact)
+    assert autoamp.report(model).runs == 1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_model_half_of_which_is_half(precision: str) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = mlp(FP16), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(self.body(x).float())
+            return result
+
+    model, x = Mixed(), batch(FP16)
+    full = copy.deepcopy(model).float()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01)
+    autoamp.convert(model, optimizer, precision=precision, do_no_harm=False)
+    ((model(x) ** 2).mean() * 1e-5).backward()
+    ((full(x.float()) ** 2).mean() * 1e-5).backward()
+    got, true = model.body[0].weight.grad, full.body[0].weight.grad
+    assert got is not None
+    assert true is not None
+    assert float((got - true).norm() / true.norm()) < 0.03
+    optimizer.step()
+    assert_rounded(optimizer)
+    assert model.head.weight.dtype == torch.float32
+    assert model.head.weight not in masters_of(optimizer)
+    assert len(masters_of(optimizer)) == 6
+    optimizer.load_state_dict(saved(optimizer))
+    assert "steps fp32 masters" in str(autoamp.report(model).skipped)
+
+
+def test_compilers_are_refused_where_gradients_would_be_lost() -> None:
+    model = mlp(FP16)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(autoamp.UnsupportedModelError, match="backend='eager'"):
+        autoamp.convert(model, optimizer, backend="inductor")
+    assert "step" not in optimizer.__dict__
+    autoamp.convert(model, optimizer, backend="inductor", loss_scale="off")
+    assert masters_of(optimizer)
+
+
+# -- coming and going ------------------------------------------------------------------
+
+
+def test_converted_again_it_keeps_its_masters(
+    trained: tuple[nn.Sequential, Optimizer],
+) -> None:
+    model, optimizer = trained
+    before = contents(optimizer)
+    autoamp.convert(model, optimizer)
+    assert_same(before, contents(optimizer))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_revert_takes_the_masters_away(dtype: torch.dtype) -> None:
+    model = mlp(dtype)
+    params = list(model.parameters())
+    optimizer = optim.SGD(params, lr=0.1, momentum=0.9)
+    own = set(optimizer.__dict__)
+    hooks = len(optimizer._optimizer_step_pre_hooks)
+    autoamp.convert(model, optimizer)
+    train_once(model, optimizer, batch(dtype))
+    kept = [p.detach().clone() for p in params]
+    autoamp.revert(model)
+    assert set(optimizer.__dict__) == own
+    assert len(optimizer._optimizer_step_pre_hooks) == hooks
+    assert KEY not in optimizer.state_dict()
+    for param, value in zip(params, kept, strict=True):
+        assert torch.equal(param, value)
+        assert param.grad is not None
+        assert param.grad.dtype == dtype
+        assert optimizer.state[param]["momentum_buffer"].dtype == dtype
+    train_once(model, optimizer, batch(dtype))
+    assert params[0].grad is not None
+    assert params[0].grad.dtype == dtype
+
+
+def test_state_and_gradients_there_before_become_fp32() -> None:
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train_once(model, optimizer)
+    before = model[0].weight.grad
+    assert before is not None
+    assert before.dtype == BF16
+    autoamp.convert(model, optimizer)
+    after = model[0].weight.grad
+    assert after is not None
+    assert torch.equal(after, before.float())
+    assert all(
+        s["momentum_buffer"].dtype == torch.float32 for s in optimizer.state.values()
+    )
+    train_once(model, optimizer)
+
+
+def test_a_copied_optimizer_says_that_it_has_none(
+    trained: tuple[nn.Sequential, Optimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = trained
+    caplog.set_level(logging.INFO)
+    other, copied = copy.deepcopy((model, optimizer))
+    assert "has no fp32 masters" in caplog.text
+    assert KEY not in copied.state_dict()
+    assert copied.param_groups[0]["params"][0] is other[0].weight
+    autoamp.convert(other, copied)
+    train_once(other, copied)
+    assert_rounded(copied)
+    assert KEY in copy.deepcopy(optimizer.state_dict())
+    train_once(model, optimizer)
+
+
+def test_groups_that_come_later_and_weights_that_are_thawed() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = optim.SGD(list(model.parameters())[:-2], lr=0.1)
+    autoamp.convert(model, optimizer)
+    assert len(masters_of(optimizer)) == 2  # frozen weights need none
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    model[0].requires_grad_(True)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    train_once(model, optimizer)
+    scheduler.step()
+    assert len(masters_of(optimizer)) == 6
+    train_once(model, optimizer)
+    assert_rounded(optimizer)
+
+
+def test_a_model_made_fp32_goes_on_without() -> None:
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    autoamp.convert(model, optimizer)
+    train_once(model, optimizer)
+    model.float()
+    train_once(model, optimizer, batch(torch.float32))
+    assert masters_of(optimizer) == {}
+    assert model[0].weight.dtype == torch.float32
+
+
+def test_a_grad_scaler_steps_the_masters_too() -> None:
+    model, x = mlp(FP16), batch(FP16)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    autoamp.convert(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    start = model[0].weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x)).backward()
+        scaler.unscale_(optimizer)  # which refuses fp16 gradients
+        scaler.step(optimizer)
+        scaler.update()
+    assert not torch.equal(model[0].weight, start)
+    assert_rounded(optimizer)
+
+
+def test_torch_without_fp32_gradients_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compat, "accumulate_in", lambda *_: False)
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=1e-3)
+    autoamp.convert(model, optimizer)
+    assert caplog.text.count("stay in their own dtype") == 1
+    train_once(model, optimizer)
+    assert_rounded(optimizer)
+    assert any(not torch.equal(m, p.float()) for p, m in masters_of(optimizer).items())
+
+
+@pytest.fixture
+def one_rank(tmp_path: Any) -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="gloo with a file store")
+@pytest.mark.usefixtures("one_rank")
+def test_under_ddp_gradients_keep_the_dtype_it_reduces(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.parallel.DistributedDataParallel(mlp())
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    autoamp.convert(model, optimizer)
+    assert "DistributedDataParallel reduces them" in caplog.text
+    for _ in range(3):
+        train_once(model, optimizer)
+    assert_rounded(optimizer)
+    assert "module.0.weight" in optimizer.state_dict()[KEY]
