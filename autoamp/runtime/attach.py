@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from autoamp import compat
-from autoamp.runtime import checkpoint, lbfgs
+from autoamp.runtime import checkpoint, closures, lbfgs
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.masters import Masters, has_half
 from autoamp.runtime.overflow import gather
@@ -58,6 +58,8 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, torch.optim.LBFGS):
             return lbfgs.step(boundary, inner, args, kwargs)
+        if closures.closure_of(args, kwargs) and not closures.evaluates_first(self):
+            return closures.step(boundary, inner, args, kwargs)
         return boundary.step(inner, args, kwargs)
 
     boundary.bound = types.MethodType(step, optimizer)
@@ -150,9 +152,7 @@ def _before_step(
         return None
     changed = None
     if boundary_of(optimizer) is None:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        if gather(params, -1).runs:
-            changed = _first_step(attach(optimizer), args, kwargs)
+        changed = _first_step(optimizer, args, kwargs)
     if changed is None or changed[0][0] is optimizer:
         for group in optimizer.param_groups:
             before_write(group["params"])
@@ -160,21 +160,31 @@ def _before_step(
 
 
 def _first_step(
-    boundary: OptimizerBoundary, args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The step of an optimizer that had no boundary when it began.
 
     It cannot be stopped any more, but its arguments can be changed, the optimizer among
-    them: to skip, it is made to step one that holds no weights.
+    them: to skip, it is made to step one that holds no weights.  Where there is a
+    closure, all of the model's first iteration may be inside it.
     """
-    optimizer, *rest = args
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return lbfgs.first_step(boundary, args, kwargs)
+    given = args[1:]
+    closure = closures.closure_of(given, kwargs)
+    others = closure is not None and not closures.evaluates_first(optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if closure and not (others and closures.has_gradients(optimizer)):
+        _, given, kwargs = evaluated(given, kwargs, params if others else ())
+    if not gather(params, -1).runs:
+        return ((optimizer, *given), kwargs) if closure else None
+    boundary = attach(optimizer)
     if boundary.leaves_to_scaler():
-        return None
-    _, given, kwargs = evaluated(tuple(rest), kwargs)
+        return (optimizer, *given), kwargs
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return lbfgs.first_step(boundary, (optimizer, *given), kwargs)
     skip = bool(boundary.judge())
     boundary.mark(skip)
+    if not skip and others:
+        return closures.first_step(boundary, (optimizer, *given), kwargs)
     if not skip:
         return (optimizer, *given), kwargs
     _hold_hooks_once(optimizer)
@@ -190,11 +200,19 @@ def _without_weights(optimizer: Optimizer) -> Optimizer:
 
 
 def _hold_hooks_once(optimizer: Any) -> None:
-    """Keeps the hooks that follow a step from following this one, which is skipped."""
-    hooks = optimizer._optimizer_step_post_hooks
+    """Keeps the optimizer's own hooks from this one step, which is skipped.
+
+    Those that precede it are about to be read from their dictionary, so it is emptied;
+    those that follow are looked up later.
+    """
+    before = optimizer._optimizer_step_pre_hooks
+    after = optimizer._optimizer_step_post_hooks
+    held = dict(before)
+    before.clear()
 
     def restore(*_: Any) -> None:
-        optimizer._optimizer_step_post_hooks = hooks
+        before.update(held)
+        optimizer._optimizer_step_post_hooks = after
 
-    held: OrderedDict[int, Callable[..., None]] = OrderedDict({0: restore})
-    optimizer._optimizer_step_post_hooks = held
+    only: OrderedDict[int, Callable[..., None]] = OrderedDict({0: restore})
+    optimizer._optimizer_step_post_hooks = only

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autoamp.errors import LossScaleError
 from autoamp.loss_scale import DynamicLossScale
 from autoamp.runtime.step import OptimizerBoundary, Step
 
 
-class _Hopeless(Exception):  # noqa: N818 (never leaves this module)
+class Hopeless(Exception):  # noqa: N818 (never reaches the user)
     """An overflow that no lower scale takes away; carries the loss."""
 
 
@@ -32,10 +33,10 @@ def step(
     closure = args[0] if args else kwargs.get("closure")
     if closure is None or boundary.leaves_to_scaler():
         return inner(*args, **kwargs)
-    before = _Snapshot(boundary)
+    before = Snapshot(boundary)
     try:
         result = inner(_guarded(boundary, closure))
-    except _Hopeless as overflow:
+    except Hopeless as overflow:
         before.restore()
         boundary.finish(skipped=True)
         return overflow.args[0]
@@ -54,15 +55,15 @@ def first_step(
     An overflow that no lower scale takes away is an error there.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None or boundary.leaves_to_scaler():
+    if closure is None:
         return None
-    before = _Snapshot(boundary)
+    before = Snapshot(boundary)
     guarded = _guarded(boundary, closure)
 
     def closure_or_error() -> Any:
         try:
             return guarded()
-        except _Hopeless:
+        except Hopeless:
             before.restore()
             raise LossScaleError(
                 "gradients overflow at every loss scale in the first step of an LBFGS; "
@@ -89,12 +90,12 @@ def _guarded(
                 return loss
             scales = boundary.loss_scales
             if not all(isinstance(s, DynamicLossScale) for s in scales) or not scales:
-                raise _Hopeless(loss)
+                raise Hopeless(loss)
 
     return evaluate
 
 
-class _Snapshot:
+class Snapshot:
     """Weights and state of an optimizer, to go back to."""
 
     def __init__(self, boundary: OptimizerBoundary) -> None:
@@ -109,6 +110,19 @@ class _Snapshot:
                 param.copy_(value)
         self.optimizer.state.clear()
         self.optimizer.state.update(self.state)
+
+    def holds(self) -> bool:
+        """Whether nothing has been written since."""
+        now = [p.detach() for p in self.params], self._copied(self.optimizer.state)
+        pairs = zip(
+            pytree.tree_leaves(now),
+            pytree.tree_leaves((self.values, self.state)),
+            strict=False,
+        )
+        return len(now[1]) == len(self.state) and all(
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            for a, b in pairs
+        )
 
     def _copied(self, state: Any) -> Any:
         # The keys are the weights themselves.

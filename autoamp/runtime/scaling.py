@@ -180,8 +180,18 @@ class GraphRun:
             self.task = task
             BACKWARDS.note(self)
 
+    @property
+    def overflowed_on_host(self) -> bool:
+        """Whether it found an overflow; no, where one would have to wait to know."""
+        return any(f.device.type == "cpu" and bool(f) for f in self.found_inf)
+
     def touches(self, ids: set[int]) -> bool:
-        """Whether its backward fills the gradient of one of the tensors `ids`."""
+        """Whether its backward fills the gradient of one of the tensors `ids`.
+
+        Not once its weights are gone: others may have their ids by now.
+        """
+        if self.first is not None and self.first() is None:
+            return False
         return any(leaf in ids for leaf in self.leaves)
 
 
@@ -213,11 +223,20 @@ class Backwards:
     def _void_older(self, run: GraphRun) -> None:
         """Where gradients start afresh, those of earlier backwards are gone."""
         first = run.first() if run.first is not None else None
-        if first is None or first.grad is not None:
+        if first is None:
             return
-        for other in self.runs:
-            if other.task != run.task and other.leaves[:1] == run.leaves[:1]:
-                other.voided = True
+        older = [
+            other
+            for other in self.runs
+            if other.task != run.task and other.leaves[:1] == run.leaves[:1]
+        ]
+        if first.grad is not None:
+            # Or they were zeroed in place: looked at where that waits for nothing.
+            older = [r for r in older if r.overflowed_on_host and not r.voided]
+            if not older or not _is_zero(first.grad):
+                return
+        for other in older:
+            other.voided = True
 
     def since(self, number: int) -> list[GraphRun]:
         """The runs reached after `number`."""
@@ -234,6 +253,14 @@ class Backwards:
         with self._lock:
             old, kept = self.runs[:-KEPT], self.runs[-KEPT:]
             self.runs = [r for r in old if r.number > number] + kept
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    return (
+        grad.device.type == "cpu"
+        and grad.layout == torch.strided
+        and not bool(grad.any())
+    )
 
 
 def _merged(runs: list[GraphRun]) -> list[GraphRun]:

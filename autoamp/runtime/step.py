@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from autoamp.loss_scale import LossScale
 from autoamp.runtime.blame import blame
 from autoamp.runtime.masters import Masters
 from autoamp.runtime.overflow import Evidence, found_inf, gather
-from autoamp.runtime.scaling import BACKWARDS, ModelScaling
+from autoamp.runtime.scaling import BACKWARDS, GraphRun, ModelScaling
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class OptimizerBoundary:
         steps: how often `step` was called.
         masters: of its half-precision parameters; None where it was not named to
             `convert` with a model of such.
+        writes_first: it may write something before it evaluates its closure.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -55,7 +56,9 @@ class OptimizerBoundary:
         self.seen = -1
         self.steps = 0
         self.masters: Masters | None = None
+        self.writes_first = True
         self._skipped_before = False
+        self._passed: list[GraphRun] = []
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -113,8 +116,9 @@ class OptimizerBoundary:
         if not self._takes_flag(flag) and bool(flag):
             self._note_skip(evidence, params)
         elif retries:
+            self._passed += evidence.runs
             return flag
-        self._move(evidence, flag, retries)
+        self._move(evidence.runs, flag, retries)
         return flag
 
     def leaves_to_scaler(self) -> bool:
@@ -169,19 +173,19 @@ class OptimizerBoundary:
                 )
             logger.info("autoamp: %s: skipped %s", scaling.label, why)
 
-    def _move(self, evidence: Evidence, flag: torch.Tensor, retries: bool) -> None:
+    def _move(self, runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None:
         """One move of each loss scale for runs that have not moved it yet.
 
         Two optimizers that step after one backward move it once.
         """
-        moved = [r.scaling.loss_scale for r in evidence.runs if not r.counted]
+        moved = [r.scaling.loss_scale for r in runs if not r.counted]
         for scale in {id(s): s for s in moved}.values():
             scale.update(flag)
-        concerned = [s.loss_scale for s in evidence.scalings]
+        concerned = [r.scaling.loss_scale for r in runs]
         for scale in {id(s): s for s in concerned}.values():
             if not retries:
                 scale.count_skipped(flag)
-        for run in evidence.runs:
+        for run in runs:
             run.counted = True
 
     def _read(self, params: list[torch.Tensor]) -> Evidence:
@@ -194,10 +198,11 @@ class OptimizerBoundary:
     def finish(self, skipped: bool = False) -> None:
         """Ends a step that judged with `retries`: it counts once, however many."""
         flag = torch.full((1,), float(skipped))
+        if not skipped:
+            self._move(self._passed, flag, retries=True)
         for scale in self.loss_scales:
-            if not skipped:
-                scale.update(flag)
             scale.count_skipped(flag)
+        self._passed = []
         self.mark(skipped)
 
     # -- stepping ------------------------------------------------------------------
@@ -251,12 +256,15 @@ class OptimizerBoundary:
 
 
 def evaluated(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    params: Sequence[torch.Tensor] = (),
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Evaluates a step's closure once; the loss, and arguments that begin with it.
 
     Its backward has to be over before it can be said whether to step.  The optimizer is
-    given a closure that first returns what is there already.
+    given a closure that first returns what is there already, unless it has zeroed the
+    gradients of `params` before it asks.
     """
     closure = args[0] if args else kwargs.get("closure")
     if closure is None:
@@ -264,13 +272,21 @@ def evaluated(
     with torch.enable_grad():
         loss = closure()
     ready = [loss]
+    versions = _versions(params)
 
     def again() -> Any:
-        return ready.pop() if ready else closure()
+        if ready and _versions(params) == versions:
+            return ready.pop()
+        ready.clear()
+        return closure()
 
     if args:
         return loss, (again, *args[1:]), kwargs
     return loss, args, {**kwargs, "closure": again}
+
+
+def _versions(params: Sequence[torch.Tensor]) -> list[int | None]:
+    return [None if p.grad is None else p.grad._version for p in params]
 
 
 def _say_foreign(scaling: ModelScaling) -> None:
