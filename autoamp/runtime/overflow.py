@@ -60,12 +60,17 @@ def found_inf(
 
     The flags of the live runs tell, whatever has been done to the gradients since:
     clipping by value turns infinities into ones.  The gradients themselves are only
-    looked at where they may hold those of a run in `doubt`, or one that is voided.
+    looked at where they may hold those of a run in `doubt`, or one that is voided, or
+    those of other ranks, reduced by the script itself.
     """
     flags = [flag for run in evidence.live for flag in run.found_inf]
     past = [flag for run in evidence.doubtful for flag in run.found_inf]
     on_host = all(flag.device.type == "cpu" for flag in past)
-    if doubt or (any(bool(f) for f in past) if on_host else past):
+    if (
+        doubt
+        or _may_be_reduced_by_hand(evidence)
+        or (any(bool(f) for f in past) if on_host else past)
+    ):
         flags.append(not_finite(p.grad for p in params if p.grad is not None))
     groups = {id(r.group): r.group for r in evidence.live if r.group is not None}
     result = _any(flags)
@@ -74,6 +79,17 @@ def found_inf(
         # finite where another's was not, and clipped before anyone could see it.
         torch.distributed.all_reduce(result, torch.distributed.ReduceOp.MAX, group)
     return result
+
+
+def _may_be_reduced_by_hand(evidence: Evidence) -> bool:
+    """Whether gradients may hold what other ranks found, and no flag tells."""
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+        and any(run.group is None for run in evidence.live)
+    )
 
 
 def not_finite(grads: Iterable[torch.Tensor]) -> torch.Tensor:

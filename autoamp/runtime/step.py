@@ -59,6 +59,7 @@ class OptimizerBoundary:
         self.writes_first = True
         self._skipped_before = False
         self._passed: list[GraphRun] = []
+        self._unsure: Sequence[GraphRun] = ()
 
     @property
     def params(self) -> list[torch.Tensor]:
@@ -87,6 +88,9 @@ class OptimizerBoundary:
             LossScaleError: an overflow at the lowest loss scale there may be.
         """
         if self.leaves_to_scaler():
+            optimizer: Any = self.optimizer
+            found = getattr(optimizer, "found_inf", None)
+            optimizer.step_was_skipped = found is not None and found.reshape(()) != 0
             return inner(*args, **kwargs)
         loss, args, kwargs = evaluated(args, kwargs)
         flag = self.judge()
@@ -107,13 +111,16 @@ class OptimizerBoundary:
         """
         params = self.params
         evidence = self._read(params)
-        if not evidence.runs and not self._skipped_before:
+        doubt = self._in_doubt(params)
+        if not evidence.runs and not doubt:
             return torch.zeros(1)
         for scaling in evidence.scalings:
             scaling.foreign = False
             self.link(scaling)
-        flag = found_inf(evidence, params, self._skipped_before)
-        if not self._takes_flag(flag) and bool(flag):
+        flag = found_inf(evidence, params, doubt)
+        if not retries and self._takes_flag(flag):
+            self._unsure = evidence.live or self._unsure
+        elif bool(flag):
             self._note_skip(evidence, params)
         elif retries:
             self._passed += evidence.runs
@@ -155,6 +162,18 @@ class OptimizerBoundary:
         self.pending = saved if len(saved) > len(scales) else []
 
     # -- in judgement --------------------------------------------------------------
+
+    def _in_doubt(self, params: list[torch.Tensor]) -> bool:
+        """Whether gradients of a skipped step may still be there, and new ones on top.
+
+        Where a kernel has read the flag nobody knows whether the last step was skipped;
+        but its gradients are gone where the next backward found none.
+        """
+        if self._skipped_before or not self._unsure:
+            return self._skipped_before
+        ids = {id(p) for p in params}
+        runs = [run for run in self._unsure if run.leaves]
+        return any(not run.voided or run.leaves[0] not in ids for run in runs)
 
     def _note_skip(self, evidence: Evidence, params: list[torch.Tensor]) -> None:
         """Says why; raises where skipping can no longer help."""
@@ -212,7 +231,7 @@ class OptimizerBoundary:
         self.steps += 1
         optimizer: Any = self.optimizer
         optimizer.step_was_skipped = skipped
-        self._skipped_before = skipped
+        self._skipped_before, self._unsure = skipped, ()
         if skipped:
             # What LRScheduler looks at to warn of a step it has not seen.
             optimizer._opt_called = True
@@ -223,19 +242,26 @@ class OptimizerBoundary:
         Its first step never is: fused SGD would keep a momentum buffer it has not
         initialised.
         """
-        if flag.device.type == "cpu":
-            return (
-                False  # the flag is in the host's memory: reading it waits for nothing
-            )
-        return self.has_state and bool(
-            getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        groups = [g for g in self.optimizer.param_groups if g["params"]]
+        return (
+            not free_to_read(flag)
+            and bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+            # A group may have an implementation of its own.
+            and all(g.get("fused") for g in groups)
+            and all(map(self._has_state, groups))
         )
 
-    @property
-    def has_state(self) -> bool:
-        """Whether every weight that is about to be stepped has been stepped before."""
-        state = self.optimizer.state
-        return all(p in state for p in self.params if p.grad is not None)
+    def _has_state(self, group: dict[str, Any]) -> bool:
+        """Whether every weight that is about to be stepped has all of its state."""
+        if isinstance(self.optimizer, torch.optim.SGD) and not group["momentum"]:
+            return True  # it never has any
+        for p in group["params"]:
+            known = self.optimizer.state.get(p)
+            if p.grad is not None and (
+                not known or any(value is None for value in known.values())
+            ):
+                return False
+        return True
 
     def _step_with_flag(
         self,
@@ -245,14 +271,21 @@ class OptimizerBoundary:
         kwargs: dict[str, Any],
     ) -> Any:
         """The kernel reads the flag; hooks fire either way, as under GradScaler."""
+        self._skipped_before = False  # nobody knows
         optimizer: Any = self.optimizer
-        optimizer.grad_scale, optimizer.found_inf = None, flag
+        # 0-dim, as GradScaler's: Adam takes it off its step counters, which are that.
+        optimizer.grad_scale, optimizer.found_inf = None, flag.reshape(())
         try:
             return inner(*args, **kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
             self.steps += 1
             optimizer.step_was_skipped = flag.reshape(()) != 0
+
+
+def free_to_read(flag: torch.Tensor) -> bool:
+    """Whether reading `flag` waits for nothing: it is in the host's memory."""
+    return flag.device.type == "cpu"
 
 
 def evaluated(
