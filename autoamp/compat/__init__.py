@@ -46,6 +46,7 @@ from autoamp.compat.tensors import (
     held_alone,
     lazy_clone,
     storage_id,
+    version_kept,
 )
 from autoamp.compat.tracing import (
     current_fake_mode,
@@ -111,5 +112,6 @@ __all__ = [
     "trace_pre_dispatch",
     "unscale_and_check",
     "update_scale",
+    "version_kept",
     "with_parameters",
 ]

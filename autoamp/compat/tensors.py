@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -76,3 +77,10 @@ def storage_id(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:  # sparse and other storage-less layouts
         return id(tensor)
+
+
+def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Writes to `tensor` inside do not move its version counter."""
+    context: AbstractContextManager[None]
+    context = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
+    return context

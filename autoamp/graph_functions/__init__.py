@@ -17,7 +17,11 @@ from autoamp.graph_functions.casts import (
 )
 from autoamp.graph_functions.half import unscale_half_leaf
 from autoamp.graph_functions.regions import checkpointed
-from autoamp.graph_functions.traceable import FOR_COMPILERS
+from autoamp.graph_functions.traceable import (
+    FOR_COMPILERS,
+    traced_scale_grad_,
+    traced_scale_grad_apart,
+)
 
 __all__ = [
     "FOR_COMPILERS",
@@ -27,6 +31,8 @@ __all__ = [
     "low_weight_unscaled",
     "saturating_cast",
     "scale_grad",
+    "traced_scale_grad_",
+    "traced_scale_grad_apart",
     "unscale_grad",
     "unscale_grad_",
     "unscale_half_leaf",
@@ -41,6 +47,8 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         scale_grad,
         unscale_grad,
         unscale_grad_,
+        traced_scale_grad_,
+        traced_scale_grad_apart,
         unscale_half_leaf,
         *FOR_COMPILERS.values(),
     }

@@ -21,6 +21,7 @@ returns could not be written to in place by whoever gets it.
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
             later finds what its forward was given.
     """
     if value.requires_grad:
-        value.register_hook(functools.partial(_scale, loss_scale))
+        _whole(value).register_hook(functools.partial(_scale, loss_scale))
     return value
 
 
@@ -64,8 +65,20 @@ def unscale_grad_(
 
     For an input that the graph writes to: what is written would bypass an alias.
     """
-    result: torch.Tensor = _apply_unscale_in_place(value, inv_loss_scale, found_inf)
-    return result
+    whole = _whole(value)
+    if whole.requires_grad:
+        # The numbers stay; views alone need a new version to take the new history.
+        with nullcontext() if whole is not value else compat.version_kept(value):
+            _apply_unscale_in_place(whole, inv_loss_scale, found_inf)
+    return value
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """What `value` is a view of, or itself: a view's own history does not last.
+
+    A write to the whole, or to another view of it, makes it anew from the whole's.
+    """
+    return value._base if value._is_view() and value._base is not None else value
 
 
 def scaled(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.graph_functions.boundary import scale_grad, scaled, unscale_grad
+from autoamp.graph_functions.boundary import (
+    scale_grad,
+    scaled,
+    unscale_grad,
+    unscale_grad_,
+)
 from autoamp.graph_functions.casts import low_weight_unscaled
 from autoamp.graph_functions.half import unscale_half_leaf
 
@@ -29,6 +34,15 @@ class _TracedScale(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return scaled(grad, ctx.loss_scale), None
+
+
+class _TracedScaleApart(_TracedScale):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, loss_scale: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.loss_scale = loss_scale
+        return value.clone()
 
 
 class _TracedUnscale(torch.autograd.Function):
@@ -64,6 +78,9 @@ class _TracedLowWeight(torch.autograd.Function):
 _apply_traced_scale = compat.direct_apply(_TracedScale)
 
 
+_apply_traced_scale_apart = compat.direct_apply(_TracedScaleApart)
+
+
 _apply_traced_low_weight = compat.direct_apply(_TracedLowWeight)
 
 
@@ -82,12 +99,41 @@ def traced_scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Te
     return result
 
 
+def traced_scale_grad_apart(
+    value: torch.Tensor, loss_scale: torch.Tensor
+) -> torch.Tensor:
+    """As `traced_scale_grad`, in memory of its own.
+
+    Where several results are views of one tensor AOT autograd makes them anew from it,
+    outside: what is between it and them is lost.
+    """
+    result: torch.Tensor = _apply_traced_scale_apart(value, loss_scale)
+    return result
+
+
 def traced_unscale_grad(
     value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
     """As `unscale_grad`, in a form AOT autograd traces."""
     result: torch.Tensor = _apply_traced_unscale(value, inv_loss_scale, found_inf)
     return result
+
+
+def traced_scale_grad_(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+    """As `scale_grad` of an input that the graph writes to: what it holds in the end.
+
+    AOT autograd makes no result of it but writes it back, outside.
+    """
+    # The same numbers: what a backward has saved of `value` is as good as before.
+    with compat.version_kept(value):
+        return value.copy_(_apply_traced_scale_apart(value, loss_scale))
+
+
+def traced_unscale_grad_(
+    value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
+) -> torch.Tensor:
+    """As `unscale_grad_`, in a form AOT autograd traces."""
+    return value.copy_(_apply_traced_unscale(value.clone(), inv_loss_scale, found_inf))
 
 
 def traced_low_weight_unscaled(
@@ -107,6 +153,7 @@ FOR_COMPILERS: dict[Callable[..., Any], Callable[..., Any]] = {
     scale_grad: traced_scale_grad,
     unscale_grad: traced_unscale_grad,
     unscale_half_leaf: traced_unscale_grad,
+    unscale_grad_: traced_unscale_grad_,
     low_weight_unscaled: traced_low_weight_unscaled,
 }
 """What a compiler is given in place of each function."""

@@ -13,6 +13,7 @@ after, with three more inputs:
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoamp.analyse.facts import written_values
+from autoamp import compat
+from autoamp.analyse.facts import named_arguments, written_values
 from autoamp.compat import OpOverload
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import CaptureError
@@ -33,8 +35,15 @@ from autoamp.graph_functions import (
     unscale_grad_,
     unscale_half_leaf,
 )
-from autoamp.ops import is_inplace
+from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, base_name, is_inplace
 from autoamp.pipeline import Rewritten
+
+_CUTS = frozenset({torch.ops.aten.detach.default})
+"""Ops that share memory and through which no gradient flows."""
+
+
+SHARED = "autoamp_shared"
+"""Set in the `meta` of a `scale_grad` through which several results show one memory."""
 
 
 @dataclass(frozen=True)
@@ -85,36 +94,52 @@ class _Edge:
         self.rewritten = rewritten
         self.facts = rewritten.facts
         self.graph = gm.graph
-        self.order = {n: i for i, n in enumerate(self.graph.nodes)}
+        self.order: dict[fx.Node, int] = {n: i for i, n in enumerate(self.graph.nodes)}
         given = [n for n in rewritten.before.graph.nodes if n.op == "placeholder"]
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.given = placeholders[: len(given)]  # the others are weight copies
         self.leaves = {self.given[i] for i in leaves}
         self.inputs: dict[torch.device, _Inputs] = {}
+        self.outside: dict[fx.Node, list[fx.Node]] = {}
+        self.now: dict[fx.Node, fx.Node] = {}
+        self.recording = self._recording()
         self.writes = self._writes()
+        self.flowing, self.grown = self._flow()
         self.first = next(n for n in self.graph.nodes if n.op != "placeholder")
-        self.output = next(n for n in self.graph.nodes if n.op == "output")
+        self.output: fx.Node = next(n for n in self.graph.nodes if n.op == "output")
         self.names = self._names_of_tensors()
 
     def run(self) -> None:
         written = [n for n in self.given if self._written_with_grad(n)]
-        storages = {self._storage(n) for n in written}
-        if len(storages) < len(written):
-            raise CaptureError(
-                "the graph writes in place to two inputs that share memory, and both "
-                "carry gradients; clone one of them before the call"
-            )
+        self._check_memory(written)
+        roots = self._find_outside(written)
         for node in self.given:
             if self._differentiable(node, node):
                 self._leave(node, node in written)
-        for value in [*written, *self._results()]:
-            self._enter(value)
+        for root in roots:
+            self._enter(root)
+        self._connect()
+
+    def _check_memory(self, written: Sequence[fx.Node]) -> None:
+        storages = {self._storage(n) for n in written}
+        flowing = [n for n in self.given if self._differentiable(n, n)]
+        sharing = [
+            n
+            for n in dict.fromkeys([*written, *flowing])
+            if self._storage(n) in storages
+        ]
+        if len(storages) < len(sharing):
+            raise CaptureError(
+                "the graph writes in place to an input that shares memory with another "
+                "one, and both carry gradients; clone one of them before the call"
+            )
 
     # -- where gradients leave -----------------------------------------------------
 
     def _leave(self, node: fx.Node, written: bool) -> None:
         """Unscales what flows out through input `node`."""
-        readers = [u for u in node.users if self._flows_to(u)]
+        users = dict.fromkeys(u for n in self.names[node] for u in n.users)
+        readers = [u for u in users if self._inside(u, node)]
         if written:
             # What is written bypasses an alias, so its own history is extended.
             args = (node, self._edge(node).inv_loss_scale, self._edge(node).found_inf)
@@ -131,46 +156,194 @@ class _Edge:
                 edge = self._edge(node)
                 use.target = low_weight_unscaled
                 use.args = (*use.args, edge.inv_loss_scale, edge.found_inf)
-        self._redirect(
-            node, [u for u in readers if u.target is not low_weight_unscaled]
-        )
+        others = [u for u in readers if u.target is not low_weight_unscaled]
+        writes = self.writes.get(self._storage(node), {}).values()
+        for epoch in range(len(writes) + 1):
+            # A write takes the hook from an alias made before it: a later reader gets
+            # an alias of its own.
+            now = [u for u in others if epoch == sum(w < self._at(u) for w in writes)]
+            self._redirect(node, now, self.names[node])
 
     # -- where gradients enter -----------------------------------------------------
 
-    def _enter(self, value: fx.Node) -> None:
-        """Scales what flows in through result `value`.
+    def _find_outside(self, written: Sequence[fx.Node]) -> list[fx.Node]:
+        """Where gradients enter; `self.outside` is filled with what lies beyond.
 
-        What reads it inside the graph reads an alias that takes the scale off again:
-        the gradient of a result is the caller's, at its true value, whoever adds to it.
-        Readers before its last write read what was there then, not the result.
+        That is each tensor whose gradient is the true one, with what it is a view of.
+
+        A result may be a view.  The caller may write to it, and through it to the
+        tensor it is a view of; autograd then makes the view's history anew, out of that
+        tensor's.  So gradients enter at the tensor that is nobody's view, and from
+        there to the result all is outside.
         """
-        written = max(self.writes.get(self._storage(value), {}).values(), default=-1)
-        same = self.names[self._tensor(value)]
-        readers = {u: None for n in same for u in n.users if self._flows_to(u)}
-        self._redirect(value, [u for u in readers if self.order[u] > written], same)
-        with self.graph.inserting_before(self.output):
+        self.outside.update((n, []) for n in written)
+        pending = self._results()
+        while pending:
+            node = self._tensor(pending.pop())
+            # What flows into an input handed back is nothing of ours.
+            if node in self.outside or node in self.given:
+                continue
+            maker = node
+            if node.target is operator.getitem:
+                (maker,) = node.all_input_nodes
+            sources = self._viewed(maker, node)
+            self.outside[node] = sources
+            if sources and maker is not node:  # its other views are outside as well
+                self.outside[node] = [maker]
+                self.outside[maker] = sources
+                pending += maker.users
+            pending += sources
+        roots = [n for n, sources in self.outside.items() if not sources]
+        return sorted(roots, key=self.order.__getitem__)
+
+    def _viewed(self, maker: fx.Node, view: fx.Node) -> list[fx.Node]:
+        """What `view`, which op `maker` made, may be a view of; [] where of nothing."""
+        if not isinstance(maker.target, OpOverload) or maker.target in _CUTS:
+            return []
+        aliasing = aliasing_arguments(maker.target)
+        found: list[fx.Node] = []
+        for name, value in named_arguments(maker):
+            if name in aliasing:
+                fx.node.map_arg(value, found.append)
+        return [n for n in found if self._shares(n, view)]
+
+    def _shares(self, source: fx.Node, view: fx.Node) -> bool:
+        """Whether two nodes show one memory; casts we made are not in the facts."""
+        if not _is_float(source):
+            return False
+        left, right = source.meta["val"].dtype, view.meta["val"].dtype
+        if left != right and not (left.is_complex or right.is_complex):
+            return False
+        return self._storage(source) in (-1, self._storage(view))
+
+    def _enter(self, root: fx.Node) -> None:
+        """Scales what flows in through `root`, from its last write on."""
+        with self.graph.inserting_before(self._settled(root)):
+            own = root
+            if not (root.op == "placeholder" or self._is_of_an_op(root)):
+                # What a region returns it may use itself, or return views of.
+                own = self.graph.call_function(torch.ops.aten.clone.default, (root,))
+                own.meta = dict(root.meta)
             new = self.graph.create_node(
                 "call_function",
                 scale_grad,
-                (value, self._edge(value).loss_scale),
+                (own, self._edge(root).loss_scale),
                 {},
-                f"{value.name}_scaled",
+                f"{root.name}_scaled",
             )
-        new.meta = dict(value.meta)
-        for name in same:
-            self.output.replace_input_with(name, new)
+        new.meta = {**root.meta, SHARED: self._is_shared(root)}
+        self.now[root] = new
+
+    def _is_of_an_op(self, node: fx.Node) -> bool:
+        """Whether `node` is what a torch op gives: all that shows it is known."""
+        maker = node
+        if node.target is operator.getitem:
+            (maker,) = node.all_input_nodes
+        return isinstance(maker.target, OpOverload)
+
+    def _is_shared(self, root: fx.Node) -> bool:
+        """Whether several results show the memory of `root`."""
+        count = 0
+        for node in dict.fromkeys(map(self._tensor, self._results())):
+            value = node
+            while self.outside.get(value):
+                value = self._tensor(self.outside[value][0])
+            count += value is root
+        return count > 1
+
+    def _connect(self) -> None:
+        """Lets everything read what is outside as it is after its last write.
+
+        The gradient of a result is the caller's, at its true value, whoever adds to it:
+        what reads it inside the graph reads an alias that takes the scale off again.
+        Readers before the last write read what was there then, not the result.
+        """
+        for value in sorted(self.outside, key=self.order.__getitem__):
+            if value not in self.now:
+                self._follow(value)
+            now, names = self.now[value], self.names[value]
+            for name in names:
+                self.output.replace_input_with(name, now)
+            if not isinstance(value.meta.get("val"), torch.Tensor):
+                continue
+            last = self._last_write(value)
+            readers = {u: None for n in names for u in n.users}
+            late = [u for u in readers if self.order.get(u, -1) > last]
+            inner = [u for u in late if self._inside(u, value)]
+            self._redirect(now, inner, [now, *names])
+
+    def _follow(self, view: fx.Node) -> None:
+        """Makes `view` one of what its source is now; anew, where that comes later."""
+        self.now[view] = view
+        now = {n: self.now.get(self._tensor(n), n) for n in self.outside[view]}
+        if all(n is source for source, n in now.items()):
+            return
+        if self.order[view] > self._last_write(view):
+            for source, n in now.items():
+                view.replace_input_with(source, n)
+            return
+        with self.graph.inserting_before(self._settled(view)):
+            self.now[view] = self.graph.node_copy(view, lambda n: now.get(n, n))
+
+    def _settled(self, value: fx.Node) -> fx.Node:
+        """The node before which all writes to `value` are over, and grad mode is on."""
+        last = max(self._last_write(value), self.order[value])
+        for node, place in self.order.items():
+            if place > last and node.op != "placeholder" and self.recording[node]:
+                return node
+        return self.output
 
     def _results(self) -> list[fx.Node]:
-        """The returned tensors a gradient flows into, each once."""
+        """The returned tensors a gradient flows into."""
         before = next(n for n in self.rewritten.before.graph.nodes if n.op == "output")
         pairs = zip(_values(before), _values(self.output), strict=True)
-        found = {
-            self._tensor(new): new
-            for old, new in pairs
-            # An input handed back: what flows in there is nothing of ours.
-            if self._tensor(new) not in self.given and self._differentiable(old, new)
-        }
-        return list(found.values())
+        return [new for old, new in pairs if self._differentiable(old, new)]
+
+    def _last_write(self, value: fx.Node) -> int:
+        """The place of the last write to the memory of `value`; -1 where none is."""
+        if not isinstance(value.meta.get("val"), torch.Tensor):  # several views of one
+            value = next(iter(value.users))
+        return max(self.writes.get(self._storage(value), {}).values(), default=-1)
+
+    def _at(self, node: fx.Node) -> int:
+        """The place of a node in the graph as it was; of what we added, the start."""
+        return self.order.get(node, -1)
+
+    def _flow(self) -> tuple[set[str], set[int]]:
+        """The nodes a gradient may flow into, and the storages it flows through.
+
+        More than is in the facts: what is written to, itself or through a view, needs a
+        gradient from then on, and what is written to under `no_grad` as before.
+        """
+        names: set[str] = set()
+        storages: set[int] = set()
+        recording = torch.is_grad_enabled()
+        for node in self.rewritten.before.graph.nodes:
+            if node.target is compat.SET_GRAD:
+                recording = bool(node.args[0])
+            if recording:
+                sources = node.all_input_nodes
+            else:
+                sources = [self._tensor(node)]
+            fact = self.facts.nodes.get(node.name)
+            if (fact is not None and fact.requires_grad) or any(
+                n.name in names or self._storage(n) in storages for n in sources
+            ):
+                names.add(node.name)
+                if recording:
+                    written = {self._storage(n) for n in _written(node)}
+                    storages |= written & self.facts.mutated
+        return names, storages
+
+    def _recording(self) -> dict[fx.Node, bool]:
+        """For each node whether grad mode is on where it stands."""
+        found: dict[fx.Node, bool] = {}
+        on = torch.is_grad_enabled()
+        for node in self.graph.nodes:
+            found[node] = on
+            if node.target is compat.SET_GRAD:
+                on = bool(node.args[0])
+        return found
 
     # -- helpers -------------------------------------------------------------------
 
@@ -185,7 +358,7 @@ class _Edge:
         if not readers:
             return
         edge = self._edge(value)
-        with self.graph.inserting_before(min(readers, key=lambda n: self.order[n])):
+        with self.graph.inserting_before(min(readers, key=self._at)):
             alias = self.graph.create_node(
                 "call_function",
                 by,
@@ -230,10 +403,8 @@ class _Edge:
 
         A leaf can only be written to where no gradient is recorded.
         """
-        if node in self.leaves or not _is_float(node):
-            return False
-        writers = self.writes.get(self._storage(node), {})
-        return any(self.facts.nodes[name].requires_grad for name in writers)
+        leaf = node in self.leaves
+        return not leaf and _is_float(node) and self._storage(node) in self.grown
 
     def _names_of_tensors(self) -> dict[fx.Node, list[fx.Node]]:
         """Each tensor with all its names: an in-place op gives its argument another."""
@@ -255,15 +426,27 @@ class _Edge:
         return fact.storage if fact is not None else -1
 
     def _differentiable(self, known: fx.Node, node: fx.Node) -> bool:
-        fact = self.facts.nodes.get(known.name)
-        return fact is not None and fact.requires_grad and _is_float(node)
+        flows = known.name in self.flowing or self._storage(known) in self.grown
+        return flows and _is_float(node)
+
+    def _inside(self, user: fx.Node, value: fx.Node) -> bool:
+        """Whether `user` reads `value` as part of the graph, and a gradient flows."""
+        sources = map(self._tensor, self.outside.get(user, ()))
+        return value not in sources and self._flows_to(user)
 
     def _flows_to(self, user: fx.Node) -> bool:
         """Whether a gradient flows into `user`; casts and uses we made always do."""
         if user.op == "output" or user.target is scale_grad:
             return False
-        fact = self.facts.nodes.get(user.name)
-        return fact is None or fact.requires_grad
+        return user.name in self.flowing or user.name not in self.facts.nodes
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What a call may write a gradient's history to; running statistics have none."""
+    target = node.target
+    if isinstance(target, OpOverload) and base_name(target) in HIDDEN_WRITES:
+        return []
+    return written_values(node)
 
 
 def _values(output: fx.Node) -> list[fx.Node]:

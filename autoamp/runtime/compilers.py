@@ -5,7 +5,14 @@ from __future__ import annotations
 from torch import fx
 
 from autoamp import compat
-from autoamp.graph_functions import FOR_COMPILERS, checkpointed
+from autoamp.graph_functions import (
+    FOR_COMPILERS,
+    checkpointed,
+    scale_grad,
+    traced_scale_grad_,
+    traced_scale_grad_apart,
+)
+from autoamp.runtime.boundary import SHARED
 
 _CHANGED = frozenset({checkpointed, *FOR_COMPILERS})
 
@@ -26,6 +33,10 @@ def for_compilers(gm: fx.GraphModule) -> fx.GraphModule:
         new.meta = dict(old.meta)
         if old.target in FOR_COMPILERS:
             new.target = FOR_COMPILERS[old.target]
+            if old.target is scale_grad and old.all_input_nodes[0].op == "placeholder":
+                new.target = traced_scale_grad_
+            elif old.meta.get(SHARED):
+                new.target = traced_scale_grad_apart
         elif old.target is checkpointed:
             new.target = compat.CHECKPOINT
             new.kwargs = {"use_reentrant": False, **new.kwargs}
