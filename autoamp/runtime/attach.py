@@ -36,14 +36,20 @@ _hook: list[RemovableHandle] = []
 def boundary_of(optimizer: Optimizer) -> OptimizerBoundary | None:
     """The boundary `optimizer` carries, or None."""
     found = optimizer.__dict__.get(_STATE)
-    return found if isinstance(found, OptimizerBoundary) else None
+    # One that is off is still called by whoever wrapped it, and passes steps on.
+    return found if isinstance(found, OptimizerBoundary) and not found.off else None
 
 
 def attach(optimizer: Optimizer) -> OptimizerBoundary:
-    """Gives `optimizer` a boundary; the one it has where there is one."""
+    """Gives `optimizer` a boundary; the one it has where there is one.
+
+    Raises:
+        AutoampError: it was loaded with a state of ours that is unusable.
+    """
     known = boundary_of(optimizer)
     if known is not None:
         return known
+    checkpoint.check_loaded(optimizer)
     boundary = OptimizerBoundary(optimizer)
     own: Any = optimizer.step
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from autoamp.errors import CheckpointError
+from autoamp.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from autoamp.runtime.master_state import KEY as MASTERS
 from autoamp.runtime.step import OptimizerBoundary
 
@@ -29,7 +30,7 @@ def carry(boundary: OptimizerBoundary) -> None:
     whole: list[dict[str, Any]] = []
 
     def save(_: Optimizer, state: dict[str, Any]) -> None:
-        scales = [s.state_dict() for s in boundary.loss_scales] or boundary.pending
+        scales = [s.state_dict() for s in boundary.scale_of_each] + boundary.pending
         if scales and state["param_groups"]:
             state["param_groups"][0][KEY] = {"loss_scales": scales}
         if boundary.masters is not None:
@@ -43,7 +44,7 @@ def carry(boundary: OptimizerBoundary) -> None:
         groups = [dict(group) for group in state["param_groups"]]
         if groups and KEY in groups[0]:
             scales = _checked(groups[0].pop(KEY))
-            for scale, saved in zip(boundary.loss_scales, scales, strict=False):
+            for scale, saved in zip(boundary.scale_of_each, scales, strict=False):
                 scale.check(saved)
             loaded.append(scales)
         return {**state, "param_groups": groups}
@@ -67,6 +68,17 @@ def carry(boundary: OptimizerBoundary) -> None:
             boundary.take_over(_checked(group.pop(KEY)))
 
 
+def check_loaded(optimizer: Optimizer) -> None:
+    """Raises where `carry` could not use what the optimizer was loaded with before.
+
+    Raises:
+        AutoampError: as for `load_state_dict`.
+    """
+    for group in optimizer.param_groups[:1]:
+        if KEY in group:
+            _checked(group[KEY])
+
+
 def _checked(saved: Any) -> list[Any]:
     fields = set(saved) if isinstance(saved, dict) else set()
     if fields != _FIELDS or not isinstance(saved["loss_scales"], list):
@@ -76,4 +88,12 @@ def _checked(saved: Any) -> list[Any]:
             "'loss_scales'; it was made by another version, or damaged. Remove "
             f"state['param_groups'][0][{KEY!r}] to begin with a new loss scale"
         )
-    return list(saved["loss_scales"])
+    samples: dict[str, LossScale] = {
+        type(s).__name__: s
+        for s in (DynamicLossScale(), StaticLossScale(1.0), NoLossScale())
+    }
+    scales = list(saved["loss_scales"])
+    for scale in scales:
+        kind = scale.get("kind") if isinstance(scale, dict) else None
+        samples.get(str(kind), samples["DynamicLossScale"]).check(scale)
+    return scales

@@ -73,10 +73,14 @@ class OptimizerBoundary:
         return [*self.params, *masters]
 
     @property
+    def scale_of_each(self) -> list[LossScale]:
+        """The loss scale of each of its models; several may share one."""
+        return [s.domain.loss_scale for s in self.scalings if s.enabled]
+
+    @property
     def loss_scales(self) -> list[LossScale]:
         """The loss scales of its models, each once."""
-        scales = [s.domain.loss_scale for s in self.scalings if s.enabled]
-        return list({id(s): s for s in scales}.values())
+        return list({id(s): s for s in self.scale_of_each}.values())
 
     def step(self, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`inner(*args, **kwargs)`, the step as it was, or nothing where it is skipped.
@@ -144,9 +148,9 @@ class OptimizerBoundary:
     def link(self, scaling: ModelScaling) -> None:
         """Notes that the optimizer steps weights of a model."""
         if scaling not in self.scalings:
-            self.scalings.append(scaling)
             if self.pending and scaling.enabled:
-                self.take_over(self.pending)
+                self._take([scaling.domain.loss_scale], self.pending)
+            self.scalings.append(scaling)
 
     def take_over(self, saved: list[Any]) -> None:
         """Loads saved loss scales into those of its models, in order, as it meets them.
@@ -154,12 +158,14 @@ class OptimizerBoundary:
         Raises:
             LossScaleError: one does not fit; nothing is changed.
         """
-        scales = self.loss_scales
+        self._take(self.scale_of_each, saved)
+
+    def _take(self, scales: list[LossScale], saved: list[Any]) -> None:
         for scale, state in zip(scales, saved, strict=False):
             scale.check(state)
         for scale, state in zip(scales, saved, strict=False):
             scale.load_state_dict(state)
-        self.pending = saved if len(saved) > len(scales) else []
+        self.pending = saved[len(scales) :]
 
     # -- in judgement --------------------------------------------------------------
 
