@@ -447,6 +447,36 @@ def test_versions_move_with_the_weights_that_are_stepped() -> None:
     assert left._version == versions[1]
 
 
+class Unusual(optim.SGD):
+    """Steps in two parts, looks at marks on its weights, and clears gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(getattr(p, "shift", 0.0))
+        self.zero_grad()
+        return result
+
+
+def test_a_step_in_two_parts() -> None:
+    """Torch calls its hooks for both; the masters stay in until the outer one ends."""
+    model = mlp()
+    optim.SGD(model.parameters(), lr=0.1)  # the class has its hooks from here on
+    optimizer = Unusual(model.parameters(), lr=0.1)
+    autoamp.convert(model, optimizer)
+    weight = model[0].weight
+    weight.shift = 1e-4
+    for _ in range(3):
+        loss_of(model, batch()).backward()
+        assert weight.grad is not None
+        true = masters_of(optimizer)[weight].detach() - 0.1 * weight.grad + 1e-4
+        optimizer.step()
+        torch.testing.assert_close(masters_of(optimizer)[weight].detach(), true)
+        assert weight.grad is None
+    assert_rounded(optimizer)
+
+
 class Breaks(optim.SGD):
     """Writes to its first weight, then raises."""
 
@@ -645,13 +675,16 @@ def test_gradients_of_gradients_pass_the_edge() -> None:
     model, x = mlp(FP16), batch(FP16)
     full = copy.deepcopy(model).float()
     autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1), loss_scale=1024.0)
-    found = []
+    found: list[list[Tensor]] = []
     for each, rows in ((model, x), (full, x.float())):
-        weight = each[2].weight
-        (grad,) = torch.autograd.grad(loss_of(each, rows), weight, create_graph=True)
-        (second,) = torch.autograd.grad(grad.float().pow(2).sum(), each[0].weight)
-        found.append(second.float())
-    assert float((found[0] - found[1]).norm() / found[1].norm()) < 0.02
+        loss, orders = loss_of(each, rows), []
+        for layer in (each[2], each[0], each[2]):
+            (grad,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
+            orders.append(grad.float())
+            loss = grad.float().pow(2).sum()
+        found.append(orders)
+    for got, true in zip(*found, strict=True):
+        assert ((got - true).norm() / true.norm()).item() < 0.03
 
 
 def test_many_uses_of_an_fp16_weight_are_summed_in_fp32() -> None:
@@ -760,8 +793,8 @@ def test_nothing_of_a_half_model_is_lowered() -> None:
             self.inner = mlp(FP16)
 
         def forward(self, x: Tensor) -> Tensor:
-            wide = self.inner(x).float()
-            return (wide @ wide.t()).half()
+            wide = self.inner(x).float() / 3
+            return wide @ wide.t()
 
     model, x = Wide(), batch(FP16)
     exact = model(x)
@@ -849,6 +882,21 @@ def test_revert_takes_the_masters_away(dtype: torch.dtype) -> None:
     train_once(model, optimizer, batch(dtype))
     assert params[0].grad is not None
     assert params[0].grad.dtype == dtype
+
+
+def test_converted_after_a_revert_under_a_scheduler() -> None:
+    """Whose wrapper keeps ours on the optimizer."""
+    model = mlp()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    autoamp.convert(model, optimizer)
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    autoamp.revert(model)
+    train_once(model, optimizer)
+    assert KEY not in optimizer.state_dict()
+    autoamp.convert(model, optimizer)
+    assert list(optimizer.state_dict()).count(KEY) == 1
+    train_once(model, optimizer)
+    assert_rounded(optimizer)
 
 
 def test_state_and_gradients_there_before_become_fp32() -> None:

@@ -42,7 +42,7 @@ def pin_reason(
         keep: the user's module-path patterns.
     """
     for pattern in keep:
-        if any(fnmatch.fnmatchcase(module, pattern) for module in fact.modules):
+        if any(fnmatch.fnmatchcase(m, pattern) for m in fact.modules or ("",)):
             return f"kept in fp32 by keep={pattern!r}"
     if fact.autocast is not None:
         state = "on" if fact.autocast else "off"

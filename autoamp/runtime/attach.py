@@ -48,6 +48,10 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     """
     known = boundary_of(optimizer)
     if known is not None:
+        if known.off:  # taken away, but under somebody's wrapper it is still there
+            known.off = False
+            checkpoint.carry(known)
+            BOUNDARIES.add(known)
         return known
     checkpoint.check_loaded(optimizer)
     boundary = OptimizerBoundary(optimizer)
