@@ -107,6 +107,12 @@ def unscale_inside_grad(
     return result
 
 
+def scale_inside_grad(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+    """`grad` times `loss_scale`, differentiable again."""
+    result: torch.Tensor = _apply_scale(grad, loss_scale)
+    return result
+
+
 def _unscale(
     inv_loss_scale: torch.Tensor, found_inf: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.graph_functions.boundary import unscale_inside_grad
+from autoamp.graph_functions.boundary import scale_inside_grad, unscale_inside_grad
 
 
 class _LowWeight(torch.autograd.Function):
@@ -85,6 +85,34 @@ def low_weight_unscaled(
     result: torch.Tensor = _apply_low_weight_unscaled(
         weight, copy, inv_loss_scale, found_inf
     )
+    return result
+
+
+class _ScaledResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, loss_scale: torch.Tensor) -> Any:
+        ctx.dtype, ctx.loss_scale = value.dtype, loss_scale
+        return value.to(torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
+        if torch.is_grad_enabled():  # create_graph=True
+            return scale_inside_grad(grad, ctx.loss_scale).to(ctx.dtype), None
+        # Computed in fp32 and rounded once, without the fp32 product in memory.
+        low = torch.empty_like(grad, dtype=ctx.dtype)
+        return torch.mul(grad, ctx.loss_scale, out=low), None
+
+
+_apply_scaled_result = compat.direct_apply(_ScaledResult)
+
+
+def scaled_result(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+    """`value` (low precision, any shape) in fp32, to be returned from the graph.
+
+    Its gradient enters the graph times `loss_scale` (0-dim fp32) and is rounded then:
+    `scale_grad` of a cast, in one kernel.
+    """
+    result: torch.Tensor = _apply_scaled_result(value, loss_scale)
     return result
 
 

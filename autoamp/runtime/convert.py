@@ -27,6 +27,7 @@ from autoamp.runtime.attach import detach_from, listen, meet, stop_listening
 from autoamp.runtime.calls import CompiledCall, disabled, under_compilation
 from autoamp.runtime.eligible import choose_precision, own_precision, unsupported
 from autoamp.runtime.engine import Engine, Skipped
+from autoamp.runtime.loaded import own_loaded_weights
 from autoamp.runtime.scaling import ModelScaling
 from autoamp.runtime.warmup import capture_now
 
@@ -157,6 +158,7 @@ def convert_model(
         revert_model(model, optimizers=own is None)
         _DECLINED[model] = Conversion(declined=notes)
         return model
+    own_loaded_weights(model)
     state = model.__dict__.get(_STATE)
     fresh = not isinstance(state, Conversion)
     if not isinstance(state, Conversion):

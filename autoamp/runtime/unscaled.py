@@ -1,9 +1,9 @@
 """Which values of a graph carry gradients at their true value, inside it too.
 
-Gradients are scaled for the sake of low-precision ops.  An fp32 op between such an op and
-the edge of the graph needs no scale, and where to take it off is a choice: an embedding's
-table is far larger than the rows looked up, and a loss far smaller than the logits that
-are returned beside it.
+Gradients are scaled for the sake of low-precision ops.  An fp32 op between such an op
+and the edge of the graph needs no scale, and where to take it off is a choice: an
+embedding's table is far larger than the rows looked up, and a loss far smaller than the
+logits that are returned beside it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def true_values(
     """The nodes of `graph` whose gradient is to be unscaled.
 
     To begin with those are its differentiable inputs `given` and the results `edges`,
-    which callers see.  An fp32 op joins them where all that it differentiates has joined
-    and is at least as large as its result: the scale comes off no larger a tensor.
+    which callers see.  An fp32 op joins them where all that it differentiates has
+    joined and is at least as large as its result: the scale comes off no larger tensor.
     """
     found = {*given, *edges}
     for node in graph.nodes:
