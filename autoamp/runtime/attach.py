@@ -23,7 +23,7 @@ from autoamp.runtime import checkpoint, closures, lbfgs
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.masters import Masters, has_half
 from autoamp.runtime.overflow import gather
-from autoamp.runtime.scaling import ModelScaling
+from autoamp.runtime.scaling import BACKWARDS, ModelScaling
 from autoamp.runtime.step import BOUNDARIES, OptimizerBoundary, evaluated
 from autoamp.runtime.weights import before_write
 
@@ -117,6 +117,8 @@ def detach_from(model: torch.nn.Module) -> None:
     One that holds another converted model's as well is met again at its next step.
     """
     ids = {id(p) for p in model.parameters()}
+    # Or another model's hook would meet the optimizer again, by what is past.
+    BACKWARDS.drop(ids)
     for boundary in list(BOUNDARIES):
         if any(id(p) in ids for p in boundary.params):
             detach(boundary)
@@ -159,6 +161,8 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Called inside every step, with the optimizer itself as `args[0]`."""
     if torch.compiler.is_dynamo_compiling():  # a step the user compiles
+        return None
+    if not _engines:  # they were collected, not reverted: the hook cannot go meanwhile
         return None
     changed = None
     if boundary_of(optimizer) is None:

@@ -225,9 +225,10 @@ class Backwards:
         first = run.first() if run.first is not None else None
         if first is None:
             return
+        accumulated = first.grad is not None
         older = [
             other
-            for other in self.runs
+            for other in (self.runs[-KEPT:] if accumulated else self.runs)
             if other.task != run.task and other.leaves[:1] == run.leaves[:1]
         ]
         if first.grad is not None:
@@ -247,6 +248,11 @@ class Backwards:
                     break
                 found.append(run)
             return found[::-1]
+
+    def drop(self, ids: set[int]) -> None:
+        """Drops runs that filled gradients of the tensors `ids`: nobody scales them."""
+        with self._lock:
+            self.runs = [r for r in self.runs if not r.touches(ids)]
 
     def forget(self, number: int) -> None:
         """Drops runs up to `number`, which every known optimizer has read."""
