@@ -247,7 +247,8 @@ class Two:
     def step(self, number: int, which: int | None) -> None:
         """Together in one backward (None), or one of them alone."""
         used = self.models if which is None else [self.models[which]]
-        factor = HUGE if number in BADS else 1.0
+        # Together they only grow: the lower of two scales would be the saved one.
+        factor = HUGE if number in BADS and which is not None else 1.0
         torch.stack([loss_of(m, number, factor) for m in used]).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -229,6 +229,24 @@ def test_clipping_hides_nothing(
     assert_same(finals[0], finals[1])
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_infinities_that_clipping_made_finite(named: bool) -> None:
+    """No NaN among them, which clipping would leave."""
+    model = converted(nn.Linear(WIDTH, 4))
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    if named:
+        name(optimizer, model)
+    for number, factor in enumerate((1.0, HUGE, 1.0)):
+        before = weights_of(model)
+        (model(torch.ones(2, WIDTH)).sum() * factor).backward()
+        clip_value(model)
+        assert all(p.grad.isfinite().all() for p in model.parameters()), number
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped == (factor != 1.0)
+        assert moved(before, model) == (factor == 1.0)
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -248,7 +248,7 @@ def test_parameters_added_and_replaced_later() -> None:
 
 @pytest.mark.parametrize("scheduled", ["no", "before", "after"])
 def test_revert_gives_step_back_and_convert_takes_it_again(scheduled: str) -> None:
-    model = mlp()
+    model, bystander = mlp(), converted()  # whose hook sees every step
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
 
     def schedule() -> None:
@@ -280,6 +280,7 @@ def test_revert_gives_step_back_and_convert_takes_it_again(scheduled: str) -> No
         optimizer.zero_grad()
         assert moved(old, model)
         assert "autoamp" not in optimizer.state_dict()["param_groups"][0]
+    assert autoamp.is_converted(bystander)
 
 
 def test_global_hook_goes_with_the_last_conversion() -> None:
