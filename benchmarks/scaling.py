@@ -1,8 +1,8 @@
 """`python -m benchmarks.scaling`: what loss scaling and its check cost in a step.
 
 The same model in the same precision with a dynamic loss scale and with none, in turn,
-so that all else is equal: bf16, because fp16 is emulated on most CPUs and would make the
-rest of the step, and so the share, look better than it is.
+so that all else is equal: bf16, because fp16 is emulated on most CPUs and would make
+the rest of the step, and so the share, look better than it is.
 """
 
 from __future__ import annotations

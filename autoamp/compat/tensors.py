@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -60,6 +61,12 @@ def held_alone(tensor: torch.Tensor) -> bool:
     # A graph, DDP too, may own a tensor that needs a gradient; DLPack refuses those.
     owners = getattr(tensor, "_use_count", None)
     return tensor.requires_grad or (owners is not None and owners() == 1)
+
+
+def is_resizable(tensor: torch.Tensor) -> bool:
+    """Whether torch itself allocated the tensor's memory."""
+    storage: Any = tensor.untyped_storage()
+    return bool(storage.resizable())
 
 
 def end_lazy_clone(tensor: torch.Tensor) -> None:

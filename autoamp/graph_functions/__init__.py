@@ -14,6 +14,7 @@ from autoamp.graph_functions.casts import (
     low_weight,
     low_weight_unscaled,
     saturating_cast,
+    scaled_result,
 )
 from autoamp.graph_functions.half import unscale_half_leaf
 from autoamp.graph_functions.regions import checkpointed
@@ -31,6 +32,7 @@ __all__ = [
     "low_weight_unscaled",
     "saturating_cast",
     "scale_grad",
+    "scaled_result",
     "traced_scale_grad_",
     "traced_scale_grad_apart",
     "unscale_grad",
@@ -44,6 +46,7 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         low_weight,
         low_weight_unscaled,
         saturating_cast,
+        scaled_result,
         scale_grad,
         unscale_grad,
         unscale_grad_,

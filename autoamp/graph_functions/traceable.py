@@ -19,7 +19,7 @@ from autoamp.graph_functions.boundary import (
     unscale_grad,
     unscale_grad_,
 )
-from autoamp.graph_functions.casts import low_weight_unscaled
+from autoamp.graph_functions.casts import low_weight_unscaled, scaled_result
 from autoamp.graph_functions.half import unscale_half_leaf
 
 
@@ -136,6 +136,11 @@ def traced_unscale_grad_(
     return value.copy_(_apply_traced_unscale(value.clone(), inv_loss_scale, found_inf))
 
 
+def traced_scaled_result(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+    """As `scaled_result`, in a form AOT autograd traces."""
+    return traced_scale_grad(value.to(torch.float32), loss_scale)
+
+
 def traced_low_weight_unscaled(
     weight: torch.Tensor,
     copy: torch.Tensor,
@@ -154,6 +159,7 @@ FOR_COMPILERS: dict[Callable[..., Any], Callable[..., Any]] = {
     unscale_grad: traced_unscale_grad,
     unscale_half_leaf: traced_unscale_grad,
     unscale_grad_: traced_unscale_grad_,
+    scaled_result: traced_scaled_result,
     low_weight_unscaled: traced_low_weight_unscaled,
 }
 """What a compiler is given in place of each function."""

@@ -31,12 +31,15 @@ from autoamp.graph_functions import (
     low_weight,
     low_weight_unscaled,
     scale_grad,
+    scaled_result,
     unscale_grad,
     unscale_grad_,
     unscale_half_leaf,
 )
 from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, base_name, is_inplace
 from autoamp.pipeline import Rewritten
+from autoamp.rewrite.casts import CAST_KIND
+from autoamp.runtime.unscaled import true_values
 
 _CUTS = frozenset({torch.ops.aten.detach.default})
 """Ops that share memory and through which no gradient flows."""
@@ -102,6 +105,7 @@ class _Edge:
         self.inputs: dict[torch.device, _Inputs] = {}
         self.outside: dict[fx.Node, list[fx.Node]] = {}
         self.now: dict[fx.Node, fx.Node] = {}
+        self.true: set[fx.Node] = set()
         self.recording = self._recording()
         self.writes = self._writes()
         self.flowing, self.grown = self._flow()
@@ -113,11 +117,16 @@ class _Edge:
         written = [n for n in self.given if self._written_with_grad(n)]
         self._check_memory(written)
         roots = self._find_outside(written)
+        edges = {*self.outside, *self.given} - set(written)
+        self.true = true_values(self.graph, edges, self._carries, self._is_plain)
         for node in self.given:
             if self._differentiable(node, node):
                 self._leave(node, node in written)
+        for value in sorted(self.true - self.outside.keys(), key=self._at):
+            self._redirect(value, [u for u in value.users if self._flows_to(u)])
         for root in roots:
-            self._enter(root)
+            if root not in self.true:
+                self._enter(root)
         self._connect()
 
     def _check_memory(self, written: Sequence[fx.Node]) -> None:
@@ -219,6 +228,13 @@ class _Edge:
     def _enter(self, root: fx.Node) -> None:
         """Scales what flows in through `root`, from its last write on."""
         with self.graph.inserting_before(self._settled(root)):
+            if root.meta.get(CAST_KIND) == "up" and self._last_write(root) < 0:
+                (low,) = root.all_input_nodes
+                args = (low, self._edge(root).loss_scale)
+                new = self.graph.call_function(scaled_result, args)
+                new.meta = dict(root.meta)
+                self.now[root] = new
+                return
             own = root
             if not (root.op == "placeholder" or self._is_of_an_op(root)):
                 # What a region returns it may use itself, or return views of.
@@ -262,6 +278,10 @@ class _Edge:
             if value not in self.now:
                 self._follow(value)
             now, names = self.now[value], self.names[value]
+            if now.target is scaled_result:
+                value.replace_all_uses_with(now)
+                self.graph.erase_node(value)
+                names = [now]
             for name in names:
                 self.output.replace_input_with(name, now)
             if not isinstance(value.meta.get("val"), torch.Tensor):
@@ -429,6 +449,17 @@ class _Edge:
         flows = known.name in self.flowing or self._storage(known) in self.grown
         return flows and _is_float(node)
 
+    def _carries(self, node: fx.Node) -> bool:
+        """Whether a gradient flows through a node of the graph, or what we added."""
+        return node.name in self.flowing or node.name not in self.facts.nodes
+
+    def _is_plain(self, node: fx.Node) -> bool:
+        return (
+            isinstance(node.target, OpOverload)
+            and CAST_KIND not in node.meta
+            and self._storage(node) not in self.facts.mutated
+        )
+
     def _inside(self, user: fx.Node, value: fx.Node) -> bool:
         """Whether `user` reads `value` as part of the graph, and a gradient flows."""
         sources = map(self._tensor, self.outside.get(user, ()))
@@ -436,8 +467,10 @@ class _Edge:
 
     def _flows_to(self, user: fx.Node) -> bool:
         """Whether a gradient flows into `user`; casts and uses we made always do."""
-        if user.op == "output" or user.target is scale_grad:
+        if user.op == "output" or user.target in (scale_grad, scaled_result):
             return False
+        if user in self.true:
+            return False  # it takes the gradient as it is
         return user.name in self.flowing or user.name not in self.facts.nodes
 
 

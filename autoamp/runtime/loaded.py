@@ -50,8 +50,9 @@ def _loaded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def _was_loaded(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
-    get = config.get if isinstance(config, dict) else lambda n, d: getattr(config, n, d)
-    return bool(get("_name_or_path", ""))
+    if isinstance(config, dict):
+        return bool(config.get("_name_or_path"))
+    return bool(getattr(config, "_name_or_path", ""))
 
 
 def _outside_torch(parameter: torch.Tensor) -> bool:
@@ -61,6 +62,6 @@ def _outside_torch(parameter: torch.Tensor) -> bool:
         and parameter.device.type == "cpu"
         and parameter.layout == torch.strided
         and compat.held_alone(parameter)
-        and not parameter.untyped_storage().resizable()
+        and not compat.is_resizable(parameter)
         and not parameter.is_shared()
     )

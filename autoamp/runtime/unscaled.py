@@ -9,58 +9,62 @@ logits that are returned beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import Facts
+from autoamp.analyse.facts import argument
 from autoamp.dtypes import HIGH_DTYPE
 
 
 def true_values(
-    graph: fx.Graph, facts: Facts, given: Iterable[fx.Node], edges: Iterable[fx.Node]
+    graph: fx.Graph,
+    edges: Collection[fx.Node],
+    flows: Callable[[fx.Node], bool],
+    plain: Callable[[fx.Node], bool],
 ) -> set[fx.Node]:
-    """The nodes of `graph` whose gradient is to be unscaled.
+    """The nodes of `graph` that need no scaling to have gradients at their true value.
 
-    To begin with those are its differentiable inputs `given` and the results `edges`,
-    which callers see.  An fp32 op joins them where all that it differentiates has
-    joined and is at least as large as its result: the scale comes off no larger tensor.
+    An fp32 op is one where each operand is one, or an fp32 edge, and where all of them
+    together are at least as large as its result: the scale comes off no larger tensor.
+    (Or where its backward gives a sparse gradient, which only a leaf can take.)
+
+    Args:
+        edges: inputs, whose gradients leave the graph, and results, where they enter.
+        flows: whether a gradient flows through a node.
+        plain: whether a node is a torch op on memory that nothing writes to.
     """
-    found = {*given, *edges}
+    found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node in found or not _may_join(node, facts):
+        if not (plain(node) and flows(node) and _is_fp32(node)):
             continue
-        read = [n for n in node.all_input_nodes if _differentiable(n, facts)]
-        if read and found.issuperset(read) and _numel(node) <= sum(map(_numel, read)):
+        read = [n for n in node.all_input_nodes if _is_float(n) and flows(n)]
+        if (
+            read
+            and all(_is_fp32(n) and (n in found or n in edges) for n in read)
+            and (_numel(node) <= sum(map(_numel, read)) or _gives_sparse(node))
+        ):
             found.add(node)
     return found
 
 
-def _may_join(node: fx.Node, facts: Facts) -> bool:
-    """Whether `node` is a differentiable fp32 op of the model that writes nothing."""
-    value = node.meta.get("val")
-    fact = facts.nodes.get(node.name)
-    return (
-        isinstance(node.target, compat.OpOverload)
-        and isinstance(value, torch.Tensor)
-        and value.dtype == HIGH_DTYPE
-        and fact is not None
-        and fact.requires_grad
-        and fact.storage not in facts.mutated
-    )
+def _gives_sparse(node: fx.Node) -> bool:
+    return argument(node, "sparse", False) is True
 
 
-def _differentiable(node: fx.Node, facts: Facts) -> bool:
-    """Whether a gradient flows into operand `node`; into what we inserted it does."""
+def _is_fp32(node: fx.Node) -> bool:
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor) and not (
+    return isinstance(value, torch.Tensor) and value.dtype == HIGH_DTYPE
+
+
+def _is_float(node: fx.Node) -> bool:
+    """Whether a node is a tensor, or several, that may carry gradients."""
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or (
         value.is_floating_point() or value.is_complex()
-    ):
-        return False
-    fact = facts.nodes.get(node.name)
-    return fact.requires_grad if fact is not None else node.op == "call_function"
+    )
 
 
 def _numel(node: fx.Node) -> int:
