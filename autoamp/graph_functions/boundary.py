@@ -38,7 +38,14 @@ def scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
             later finds what its forward was given.
     """
     if value.requires_grad:
-        _whole(value).register_hook(functools.partial(_scale, loss_scale))
+        whole = _whole(value)
+        if whole.grad_fn is None:
+            whole.register_hook(functools.partial(_scale, loss_scale))
+        else:
+            # After every hook on the tensor, the caller's later ones too, and after
+            # `autograd.grad` has taken what it asks for.
+            enter = functools.partial(_scale_one, loss_scale, whole.output_nr)
+            whole.grad_fn.register_prehook(enter)
     return value
 
 
@@ -52,7 +59,8 @@ def unscale_grad(
         inv_loss_scale: 1/S, 0-dim fp32.
         found_inf: one fp32 element, set to 1 where the gradient is not finite.
     """
-    alias = value.view_as(value)
+    # Not `view_as`, whose backward reshapes: a gradient may be sparse.
+    alias: torch.Tensor = torch.ops.aten.alias.default(value)
     if alias.requires_grad:
         alias.register_hook(functools.partial(_unscale, inv_loss_scale, found_inf))
     return alias
@@ -126,6 +134,16 @@ def _scale(loss_scale: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = _apply_scale(grad, loss_scale)
         return result
     return scaled(grad, loss_scale)
+
+
+def _scale_one(
+    loss_scale: torch.Tensor, place: int, grads: tuple[torch.Tensor | None, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """`_scale` for one of the results of an autograd node."""
+    grad = grads[place]
+    if grad is None:
+        return grads
+    return (*grads[:place], _scale(loss_scale, grad), *grads[place + 1 :])
 
 
 class _Unscale(torch.autograd.Function):

@@ -199,7 +199,7 @@ class _Edge:
             self.outside[node] = sources
             if sources and maker is not node:  # its other views are outside as well
                 self.outside[node] = [maker]
-                self.outside[maker] = sources
+                self.outside[maker] = [*self.outside.get(maker, []), *sources]
                 pending += maker.users
             pending += sources
         roots = [n for n, sources in self.outside.items() if not sources]
@@ -228,7 +228,7 @@ class _Edge:
     def _enter(self, root: fx.Node) -> None:
         """Scales what flows in through `root`, from its last write on."""
         with self.graph.inserting_before(self._settled(root)):
-            if root.meta.get(CAST_KIND) == "up" and self._last_write(root) < 0:
+            if self._is_returned_cast(root):
                 (low,) = root.all_input_nodes
                 args = (low, self._edge(root).loss_scale)
                 new = self.graph.call_function(scaled_result, args)
@@ -249,6 +249,11 @@ class _Edge:
             )
         new.meta = {**root.meta, SHARED: self._is_shared(root)}
         self.now[root] = new
+
+    def _is_returned_cast(self, root: fx.Node) -> bool:
+        """Whether `root` is a cast that nothing writes to, and no result's view."""
+        cast = root.meta.get(CAST_KIND) == "up" and self._last_write(root) < 0
+        return cast and not self._is_shared(root)
 
     def _is_of_an_op(self, node: fx.Node) -> bool:
         """Whether `node` is what a torch op gives: all that shows it is known."""
