@@ -13,7 +13,7 @@ from autoamp.inspect.report import LossScaleReport, Report
 from autoamp.options import Options
 from autoamp.pipeline import rewrite_graph
 from autoamp.rules import Rules
-from autoamp.runtime.attach import attach, give_masters
+from autoamp.runtime.attach import attached, give_masters
 from autoamp.runtime.convert import (
     conversion_of,
     convert_model,
@@ -89,13 +89,19 @@ def convert(
         strict=strict,
     )
     optimizers = _checked_optimizers(optimizer, model)
-    convert_model(model, options, example_inputs, masters=bool(optimizers))
-    state = conversion_of(model)
-    for each in optimizers:
-        boundary = attach(each)
-        give_masters(boundary, model)
-        if state is not None and state.engine is not None:
-            boundary.link(state.engine.scaling)
+    fresh = conversion_of(model) is None
+    with attached(optimizers) as boundaries:
+        convert_model(model, options, example_inputs, masters=bool(optimizers))
+        state = conversion_of(model)
+        try:
+            for boundary in boundaries:
+                give_masters(boundary, model)
+                if state is not None and state.engine is not None:
+                    boundary.link(state.engine.scaling)
+        except BaseException:  # state the optimizer was loaded with does not fit
+            if fresh:
+                revert_model(model)
+            raise
     return model if optimizer is None else (model, optimizer)
 
 

@@ -6,11 +6,12 @@ step, through torch's own hook, which is registered while models are converted.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,10 +49,6 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     """
     known = boundary_of(optimizer)
     if known is not None:
-        if known.off:  # taken away, but under somebody's wrapper it is still there
-            known.off = False
-            checkpoint.carry(known)
-            BOUNDARIES.add(known)
         return known
     checkpoint.check_loaded(optimizer)
     boundary = OptimizerBoundary(optimizer)
@@ -79,6 +76,20 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     checkpoint.carry(boundary)
     BOUNDARIES.add(boundary)
     return boundary
+
+
+@contextlib.contextmanager
+def attached(optimizers: Sequence[Optimizer]) -> Iterator[list[OptimizerBoundary]]:
+    """Their boundaries; those that had none lose it where the block raises."""
+    new = [each for each in optimizers if boundary_of(each) is None]
+    try:
+        yield [attach(each) for each in optimizers]
+    except BaseException:
+        for each in new:
+            boundary = boundary_of(each)
+            if boundary is not None:
+                detach(boundary)
+        raise
 
 
 def give_masters(boundary: OptimizerBoundary, model: torch.nn.Module) -> None:
@@ -188,7 +199,8 @@ def _first_step(
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if closure and not (others and closures.has_gradients(optimizer)):
         _, given, kwargs = evaluated(given, kwargs, params if others else ())
-    if not gather(params, -1).runs:
+    evidence = gather(params, -1)
+    if not evidence.runs and not evidence.elsewhere:
         return ((optimizer, *given), kwargs) if closure else None
     boundary = attach(optimizer)
     if boundary.leaves_to_scaler():

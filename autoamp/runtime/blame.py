@@ -24,9 +24,12 @@ def blame(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:
     for run in reversed(runs):
         if not any(bool(flag) for flag in run.found_inf):
             continue
-        graph = run.gm.graph
+        gm = run.origin.gm()
+        if gm is None:  # collected since
+            continue
+        graph = gm.graph
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
-        by_id = dict(zip(run.leaves, run.places, strict=True))
+        by_id = dict(zip(run.leaves, run.origin.places, strict=True))
         weights = {inputs[place] for leaf, place in by_id.items() if leaf in bad}
         for node in reversed(graph.nodes):
             hit = next((w for w in _read_weights(node) if w in weights), None)

@@ -14,7 +14,6 @@ after, with three more inputs:
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +21,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoamp import compat
-from autoamp.analyse.facts import named_arguments, written_values
-from autoamp.compat import OpOverload
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import (
@@ -36,14 +32,10 @@ from autoamp.graph_functions import (
     unscale_grad_,
     unscale_half_leaf,
 )
-from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, base_name, is_inplace
 from autoamp.pipeline import Rewritten
 from autoamp.rewrite.casts import CAST_KIND
+from autoamp.runtime.flow import GraphFlow
 from autoamp.runtime.unscaled import true_values
-
-_CUTS = frozenset({torch.ops.aten.detach.default})
-"""Ops that share memory and through which no gradient flows."""
-
 
 SHARED = "autoamp_shared"
 """Set in the `meta` of a `scale_grad` through which several results show one memory."""
@@ -55,9 +47,13 @@ class Boundary:
 
     Attributes:
         devices: for each of them `loss_scale`, `inv_loss_scale` and `found_inf`.
+        written: positions of inputs that the graph writes results to.
+        passes_on: gradients leave through inputs that others computed.
     """
 
     devices: tuple[torch.device, ...] = ()
+    written: tuple[int, ...] = ()
+    passes_on: bool = False
 
 
 @dataclass
@@ -82,60 +78,57 @@ def add_boundary(
     Raises:
         CaptureError: the graph writes to two inputs that share memory.
     """
-    edge = _Edge(gm, rewritten, leaves)
-    edge.run()
+    flow = GraphFlow(gm, rewritten, leaves)
+    edge = _Edge(flow)
+    written = edge.run()
     if edge.inputs:
         gm.graph.lint()
         gm.recompile()
-    return Boundary(tuple(edge.inputs))
+    places = tuple(flow.given.index(node) for node in written)
+    return Boundary(tuple(edge.inputs), places, flow.passes_on)
 
 
 class _Edge:
-    def __init__(
-        self, gm: fx.GraphModule, rewritten: Rewritten, leaves: Sequence[int]
-    ) -> None:
-        self.rewritten = rewritten
-        self.facts = rewritten.facts
-        self.graph = gm.graph
-        self.order: dict[fx.Node, int] = {n: i for i, n in enumerate(self.graph.nodes)}
-        given = [n for n in rewritten.before.graph.nodes if n.op == "placeholder"]
-        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        self.given = placeholders[: len(given)]  # the others are weight copies
-        self.leaves = {self.given[i] for i in leaves}
+    def __init__(self, flow: GraphFlow) -> None:
+        self.flow = flow
+        self.graph = flow.graph
+        self.order = flow.order
+        self.given = flow.given
+        self.names = flow.names
+        self.output = flow.output
+        self.first = next(n for n in self.graph.nodes if n.op != "placeholder")
         self.inputs: dict[torch.device, _Inputs] = {}
         self.outside: dict[fx.Node, list[fx.Node]] = {}
         self.now: dict[fx.Node, fx.Node] = {}
         self.true: set[fx.Node] = set()
-        self.recording = self._recording()
-        self.writes = self._writes()
-        self.flowing, self.grown = self._flow()
-        self.first = next(n for n in self.graph.nodes if n.op != "placeholder")
-        self.output: fx.Node = next(n for n in self.graph.nodes if n.op == "output")
-        self.names = self._names_of_tensors()
 
-    def run(self) -> None:
-        written = [n for n in self.given if self._written_with_grad(n)]
+    def run(self) -> list[fx.Node]:
+        """Edits the graph; gives the inputs it writes results to."""
+        written = [n for n in self.given if self.flow.written_with_grad(n)]
         self._check_memory(written)
         roots = self._find_outside(written)
         edges = {*self.outside, *self.given} - set(written)
-        self.true = true_values(self.graph, edges, self._carries, self._is_plain)
+        self.true = true_values(
+            self.graph, edges, self.flow.carries, self.flow.is_plain
+        )
         for node in self.given:
-            if self._differentiable(node, node):
+            if self.flow.differentiable(node, node):
                 self._leave(node, node in written)
-        for value in sorted(self.true - self.outside.keys(), key=self._at):
+        for value in sorted(self.true - self.outside.keys(), key=self.flow.at):
             self._redirect(value, [u for u in value.users if self._flows_to(u)])
         for root in roots:
             if root not in self.true:
                 self._enter(root)
         self._connect()
+        return written
 
     def _check_memory(self, written: Sequence[fx.Node]) -> None:
-        storages = {self._storage(n) for n in written}
-        flowing = [n for n in self.given if self._differentiable(n, n)]
+        storages = {self.flow.storage(n) for n in written}
+        flowing = [n for n in self.given if self.flow.differentiable(n, n)]
         sharing = [
             n
             for n in dict.fromkeys([*written, *flowing])
-            if self._storage(n) in storages
+            if self.flow.storage(n) in storages
         ]
         if len(storages) < len(sharing):
             raise CaptureError(
@@ -156,7 +149,7 @@ class _Edge:
                 new = self.graph.call_function(unscale_grad_, args)
             new.meta = dict(node.meta)
             return
-        if node in self.leaves and node.meta["val"].dtype in LOW_DTYPES.values():
+        if node in self.flow.leaves and node.meta["val"].dtype in LOW_DTYPES.values():
             for use in readers:  # an alias each: gradients are summed in fp32
                 self._redirect(node, [use], by=unscale_half_leaf)
             return
@@ -166,11 +159,13 @@ class _Edge:
                 use.target = low_weight_unscaled
                 use.args = (*use.args, edge.inv_loss_scale, edge.found_inf)
         others = [u for u in readers if u.target is not low_weight_unscaled]
-        writes = self.writes.get(self._storage(node), {}).values()
+        writes = self.flow.writes.get(self.flow.storage(node), {}).values()
         for epoch in range(len(writes) + 1):
             # A write takes the hook from an alias made before it: a later reader gets
             # an alias of its own.
-            now = [u for u in others if epoch == sum(w < self._at(u) for w in writes)]
+            now = [
+                u for u in others if epoch == sum(w < self.flow.at(u) for w in writes)
+            ]
             self._redirect(node, now, self.names[node])
 
     # -- where gradients enter -----------------------------------------------------
@@ -186,16 +181,16 @@ class _Edge:
         there to the result all is outside.
         """
         self.outside.update((n, []) for n in written)
-        pending = self._results()
+        pending = self.flow.results()
         while pending:
-            node = self._tensor(pending.pop())
+            node = self.flow.tensor(pending.pop())
             # What flows into an input handed back is nothing of ours.
             if node in self.outside or node in self.given:
                 continue
             maker = node
             if node.target is operator.getitem:
                 (maker,) = node.all_input_nodes
-            sources = self._viewed(maker, node)
+            sources = self.flow.viewed(maker, node)
             self.outside[node] = sources
             if sources and maker is not node:  # its other views are outside as well
                 self.outside[node] = [maker]
@@ -204,26 +199,6 @@ class _Edge:
             pending += sources
         roots = [n for n, sources in self.outside.items() if not sources]
         return sorted(roots, key=self.order.__getitem__)
-
-    def _viewed(self, maker: fx.Node, view: fx.Node) -> list[fx.Node]:
-        """What `view`, which op `maker` made, may be a view of; [] where of nothing."""
-        if not isinstance(maker.target, OpOverload) or maker.target in _CUTS:
-            return []
-        aliasing = aliasing_arguments(maker.target)
-        found: list[fx.Node] = []
-        for name, value in named_arguments(maker):
-            if name in aliasing:
-                fx.node.map_arg(value, found.append)
-        return [n for n in found if self._shares(n, view)]
-
-    def _shares(self, source: fx.Node, view: fx.Node) -> bool:
-        """Whether two nodes show one memory; casts we made are not in the facts."""
-        if not _is_float(source):
-            return False
-        left, right = source.meta["val"].dtype, view.meta["val"].dtype
-        if left != right and not (left.is_complex or right.is_complex):
-            return False
-        return self._storage(source) in (-1, self._storage(view))
 
     def _enter(self, root: fx.Node) -> None:
         """Scales what flows in through `root`, from its last write on."""
@@ -236,7 +211,7 @@ class _Edge:
                 self.now[root] = new
                 return
             own = root
-            if not (root.op == "placeholder" or self._is_of_an_op(root)):
+            if not (root.op == "placeholder" or self.flow.is_of_an_op(root)):
                 # What a region returns it may use itself, or return views of.
                 own = self.graph.call_function(torch.ops.aten.clone.default, (root,))
                 own.meta = dict(root.meta)
@@ -250,25 +225,13 @@ class _Edge:
         new.meta = {**root.meta, SHARED: self._is_shared(root)}
         self.now[root] = new
 
-    def _is_returned_cast(self, root: fx.Node) -> bool:
-        """Whether `root` is a cast that nothing writes to, and no result's view."""
-        cast = root.meta.get(CAST_KIND) == "up" and self._last_write(root) < 0
-        return cast and not self._is_shared(root)
-
-    def _is_of_an_op(self, node: fx.Node) -> bool:
-        """Whether `node` is what a torch op gives: all that shows it is known."""
-        maker = node
-        if node.target is operator.getitem:
-            (maker,) = node.all_input_nodes
-        return isinstance(maker.target, OpOverload)
-
     def _is_shared(self, root: fx.Node) -> bool:
         """Whether several results show the memory of `root`."""
         count = 0
-        for node in dict.fromkeys(map(self._tensor, self._results())):
+        for node in dict.fromkeys(map(self.flow.tensor, self.flow.results())):
             value = node
             while self.outside.get(value):
-                value = self._tensor(self.outside[value][0])
+                value = self.flow.tensor(self.outside[value][0])
             count += value is root
         return count > 1
 
@@ -291,7 +254,7 @@ class _Edge:
                 self.output.replace_input_with(name, now)
             if not isinstance(value.meta.get("val"), torch.Tensor):
                 continue
-            last = self._last_write(value)
+            last = self.flow.last_write(value)
             readers = {u: None for n in names for u in n.users}
             late = [u for u in readers if self.order.get(u, -1) > last]
             inner = [u for u in late if self._inside(u, value)]
@@ -300,10 +263,10 @@ class _Edge:
     def _follow(self, view: fx.Node) -> None:
         """Makes `view` one of what its source is now; anew, where that comes later."""
         self.now[view] = view
-        now = {n: self.now.get(self._tensor(n), n) for n in self.outside[view]}
+        now = {n: self.now.get(self.flow.tensor(n), n) for n in self.outside[view]}
         if all(n is source for source, n in now.items()):
             return
-        if self.order[view] > self._last_write(view):
+        if self.order[view] > self.flow.last_write(view):
             for source, n in now.items():
                 view.replace_input_with(source, n)
             return
@@ -312,63 +275,11 @@ class _Edge:
 
     def _settled(self, value: fx.Node) -> fx.Node:
         """The node before which all writes to `value` are over, and grad mode is on."""
-        last = max(self._last_write(value), self.order[value])
+        last = max(self.flow.last_write(value), self.order[value])
         for node, place in self.order.items():
-            if place > last and node.op != "placeholder" and self.recording[node]:
+            if place > last and node.op != "placeholder" and self.flow.recording[node]:
                 return node
         return self.output
-
-    def _results(self) -> list[fx.Node]:
-        """The returned tensors a gradient flows into."""
-        before = next(n for n in self.rewritten.before.graph.nodes if n.op == "output")
-        pairs = zip(_values(before), _values(self.output), strict=True)
-        return [new for old, new in pairs if self._differentiable(old, new)]
-
-    def _last_write(self, value: fx.Node) -> int:
-        """The place of the last write to the memory of `value`; -1 where none is."""
-        if not isinstance(value.meta.get("val"), torch.Tensor):  # several views of one
-            value = next(iter(value.users))
-        return max(self.writes.get(self._storage(value), {}).values(), default=-1)
-
-    def _at(self, node: fx.Node) -> int:
-        """The place of a node in the graph as it was; of what we added, the start."""
-        return self.order.get(node, -1)
-
-    def _flow(self) -> tuple[set[str], set[int]]:
-        """The nodes a gradient may flow into, and the storages it flows through.
-
-        More than is in the facts: what is written to, itself or through a view, needs a
-        gradient from then on, and what is written to under `no_grad` as before.
-        """
-        names: set[str] = set()
-        storages: set[int] = set()
-        recording = torch.is_grad_enabled()
-        for node in self.rewritten.before.graph.nodes:
-            if node.target is compat.SET_GRAD:
-                recording = bool(node.args[0])
-            if recording:
-                sources = node.all_input_nodes
-            else:
-                sources = [self._tensor(node)]
-            fact = self.facts.nodes.get(node.name)
-            if (fact is not None and fact.requires_grad) or any(
-                n.name in names or self._storage(n) in storages for n in sources
-            ):
-                names.add(node.name)
-                if recording:
-                    written = {self._storage(n) for n in _written(node)}
-                    storages |= written & self.facts.mutated
-        return names, storages
-
-    def _recording(self) -> dict[fx.Node, bool]:
-        """For each node whether grad mode is on where it stands."""
-        found: dict[fx.Node, bool] = {}
-        on = torch.is_grad_enabled()
-        for node in self.graph.nodes:
-            found[node] = on
-            if node.target is compat.SET_GRAD:
-                on = bool(node.args[0])
-        return found
 
     # -- helpers -------------------------------------------------------------------
 
@@ -383,7 +294,7 @@ class _Edge:
         if not readers:
             return
         edge = self._edge(value)
-        with self.graph.inserting_before(min(readers, key=self._at)):
+        with self.graph.inserting_before(min(readers, key=self.flow.at)):
             alias = self.graph.create_node(
                 "call_function",
                 by,
@@ -412,62 +323,9 @@ class _Edge:
             self.inputs[val.device] = _Inputs(*made)
         return self.inputs[val.device]
 
-    def _writes(self) -> dict[int, dict[str, int]]:
-        """For each storage the nodes that write to it, and their place in the graph."""
-        places = {n.name: i for n, i in self.order.items()}
-        writes: dict[int, dict[str, int]] = defaultdict(dict)
-        for node in self.rewritten.before.graph.nodes:
-            for value in written_values(node):
-                storage = self._storage(value)
-                if storage in self.facts.mutated:
-                    writes[storage][node.name] = places[node.name]
-        return writes
-
-    def _written_with_grad(self, node: fx.Node) -> bool:
-        """Whether input `node` takes part in a gradient through what is written to it.
-
-        A leaf can only be written to where no gradient is recorded.
-        """
-        leaf = node in self.leaves
-        return not leaf and _is_float(node) and self._storage(node) in self.grown
-
-    def _names_of_tensors(self) -> dict[fx.Node, list[fx.Node]]:
-        """Each tensor with all its names: an in-place op gives its argument another."""
-        names: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for node in self.graph.nodes:
-            names[self._tensor(node)].append(node)
-        return names
-
-    def _tensor(self, node: fx.Node) -> fx.Node:
-        """The node that made the tensor `node` stands for."""
-        while isinstance(node.target, OpOverload) and is_inplace(node.target):
-            argument = node.args[0]
-            assert isinstance(argument, fx.Node)
-            node = argument
-        return node
-
-    def _storage(self, node: fx.Node) -> int:
-        fact = self.facts.nodes.get(node.name)
-        return fact.storage if fact is not None else -1
-
-    def _differentiable(self, known: fx.Node, node: fx.Node) -> bool:
-        flows = known.name in self.flowing or self._storage(known) in self.grown
-        return flows and _is_float(node)
-
-    def _carries(self, node: fx.Node) -> bool:
-        """Whether a gradient flows through a node of the graph, or what we added."""
-        return node.name in self.flowing or node.name not in self.facts.nodes
-
-    def _is_plain(self, node: fx.Node) -> bool:
-        return (
-            isinstance(node.target, OpOverload)
-            and CAST_KIND not in node.meta
-            and self._storage(node) not in self.facts.mutated
-        )
-
     def _inside(self, user: fx.Node, value: fx.Node) -> bool:
         """Whether `user` reads `value` as part of the graph, and a gradient flows."""
-        sources = map(self._tensor, self.outside.get(user, ()))
+        sources = map(self.flow.tensor, self.outside.get(user, ()))
         return value not in sources and self._flows_to(user)
 
     def _flows_to(self, user: fx.Node) -> bool:
@@ -476,25 +334,4 @@ class _Edge:
             return False
         if user in self.true:
             return False  # it takes the gradient as it is
-        return user.name in self.flowing or user.name not in self.facts.nodes
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """What a call may write a gradient's history to; running statistics have none."""
-    target = node.target
-    if isinstance(target, OpOverload) and base_name(target) in HIDDEN_WRITES:
-        return []
-    return written_values(node)
-
-
-def _values(output: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(output.args, found.append)
-    return found
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and (
-        value.is_floating_point() or value.is_complex()
-    )
+        return self.flow.carries(user)

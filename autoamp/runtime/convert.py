@@ -12,6 +12,7 @@ import functools
 import inspect
 import logging
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ class Conversion:
         self.previous = previous
         self.bound = bound
         self.declined = declined or []
+        _CONVERSIONS.add(self)
 
     @property
     def engine(self) -> Engine | None:
@@ -115,6 +117,9 @@ def _load_unconverted(
 
     model.__dict__["__setstate__"] = set_state
 
+
+_CONVERSIONS: weakref.WeakSet[Conversion] = weakref.WeakSet()
+"""Those of all models; deep copies share what their calls go through."""
 
 _DECLINED = WeakIdKeyDictionary()
 """Models left as they are, to their record: nothing is written on the model itself."""
@@ -234,9 +239,9 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     state = model.__dict__.get(_STATE)
     if not isinstance(state, Conversion):
         return model
-    if state.call is not None:
-        stop_listening(state.call.engine)
-    state.call = None
+    call, state.call = state.call, None
+    if call is not None and all(each.call is not call for each in _CONVERSIONS):
+        stop_listening(call.engine)
     if model.__dict__.get("forward") == state.bound:
         for name in (_STATE, _REPLICATE, "forward"):
             model.__dict__.pop(name, None)

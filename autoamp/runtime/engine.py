@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.runtime.boundary import Boundary, add_boundary
 from autoamp.runtime.compilers import for_compilers
 from autoamp.runtime.hoist import hoist_weight_casts
-from autoamp.runtime.scaling import GraphRun, ModelScaling
+from autoamp.runtime.scaling import GraphRun, ModelScaling, Origin
 from autoamp.runtime.weights import WeightCopies
 
 logger = logging.getLogger(__name__)
@@ -166,8 +167,7 @@ class Engine:
     ) -> Callable[..., Any]:
         """The callable Dynamo calls: counts, brings weight copies, runs."""
         local, scaling = self.local, self.scaling
-        devices, leaves = captured.boundary.devices, captured.leaves
-        gm = captured.gm
+        boundary, leaves = captured.boundary, captured.leaves
         captured.copies = WeightCopies(self.low) if slots else None
         fresh = captured.copies.fresh if captured.copies is not None else None
 
@@ -182,14 +182,17 @@ class Engine:
             local.runs += 1
             captured.runs += 1
             weights = [args[i] for i in leaves]
-            edge = scaling.inputs(devices, weights)
-            graph_run = GraphRun(scaling, gm, leaves, weights, edge)
+            edge = scaling.inputs(boundary.devices, weights)
+            graph_run = GraphRun(scaling, origin, weights, edge)
             copies = () if fresh is None else fresh([args[i] for i in slots])
             results = run(*args, *copies, *edge)
             graph_run.watch(results)
+            if boundary.written:
+                graph_run.watch([args[i] for i in boundary.written])
             return results
 
-        chosen = call_scaled if devices else call
+        origin = Origin(weakref.ref(captured.gm), leaves, boundary.passes_on)
+        chosen = call_scaled if boundary.devices else call
         return chosen if self.runs_as_is else self._watched(chosen)
 
     @property

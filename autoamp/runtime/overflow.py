@@ -17,12 +17,15 @@ class Evidence:
 
     Attributes:
         live: runs whose gradients are in what the optimizer is about to read.
-        doubtful: runs that found something that may since have been thrown away.
+        doubtful: runs that may have found something in gradients that have since been
+            thrown away, or passed it on to weights that no graph of ours knows.
+        elsewhere: runs for other optimizers, which may have passed something on.
         last: the number to look after next time.
     """
 
     live: Sequence[GraphRun]
     doubtful: Sequence[GraphRun]
+    elsewhere: Sequence[GraphRun]
     last: int
 
     @property
@@ -39,16 +42,23 @@ def gather(params: Iterable[torch.Tensor], since: int) -> Evidence:
     """The runs after number `since` whose backward filled gradients of `params`.
 
     A run in the same backward that fills no gradients itself, of a piece of a model
-    between two graph breaks, counts with the others.
+    between two graph breaks, counts with the others.  In a backward that fills none at
+    all (through a frozen critic) whoever steps next is the one it was for.
     """
     ids = {id(p) for p in params}
     runs = BACKWARDS.since(since)
     mine = [r for r in runs if r.touches(ids)]
     tasks = {r.task for r in mine}
     mine += [r for r in runs if not r.leaves and r.task in tasks]
+    passing = [r for r in runs if r.origin.passes_on and r.task not in tasks]
+    filling = {r.task for r in runs if r.leaves}
     return Evidence(
         [r for r in mine if not r.voided],
-        [r for r in mine if r.voided],
+        [
+            *(r for r in mine if r.voided),
+            *(r for r in passing if r.task not in filling),
+        ],
+        [r for r in passing if r.task in filling],
         runs[-1].number if runs else since,
     )
 
@@ -60,11 +70,12 @@ def found_inf(
 
     The flags of the live runs tell, whatever has been done to the gradients since:
     clipping by value turns infinities into ones.  The gradients themselves are only
-    looked at where they may hold those of a run in `doubt`, or one that is voided, or
-    those of other ranks, reduced by the script itself.
+    looked at where they may hold those of a step in `doubt`, of a run that is voided or
+    passed them on, or of other ranks, reduced by the script itself.
     """
     flags = [flag for run in evidence.live for flag in run.found_inf]
-    past = [flag for run in evidence.doubtful for flag in run.found_inf]
+    unclear = [*evidence.doubtful, *evidence.elsewhere]
+    past = [flag for run in unclear for flag in run.found_inf]
     on_host = all(flag.device.type == "cpu" for flag in past)
     if (
         doubt

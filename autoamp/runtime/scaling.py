@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,6 +118,21 @@ class ModelScaling:
 _UNSCALED = NoLossScale()
 
 
+@dataclass(frozen=True)
+class Origin:
+    """The graph a run is of.
+
+    Attributes:
+        gm: the graph, while it lives.
+        places: where among its inputs the leaves are.
+        passes_on: gradients leave it through inputs that others computed.
+    """
+
+    gm: weakref.ref[fx.GraphModule]
+    places: Sequence[int]
+    passes_on: bool
+
+
 class GraphRun:
     """One run of a graph, whose backward may find an overflow.
 
@@ -124,7 +140,7 @@ class GraphRun:
         found_inf: one flag per device, set by the graph's own backward.
         leaves: ids of the leaf inputs whose `.grad` the backward fills, in order.
         first: the first of them.
-        gm, places: the graph, and where among its inputs the leaves are.
+        origin: the graph.
         task: the backward that reached it; -1 before.
         number: its place in the order of backwards.
         voided: gradients were started afresh after it: its own are gone, unless some
@@ -136,11 +152,10 @@ class GraphRun:
         "counted",
         "first",
         "found_inf",
-        "gm",
         "group",
         "leaves",
         "number",
-        "places",
+        "origin",
         "scaling",
         "task",
         "voided",
@@ -149,15 +164,13 @@ class GraphRun:
     def __init__(
         self,
         scaling: ModelScaling,
-        gm: fx.GraphModule,
-        places: Sequence[int],
+        origin: Origin,
         leaves: Sequence[torch.Tensor],
         edge: Sequence[torch.Tensor],
     ) -> None:
         """Args: `edge` is what `ModelScaling.inputs` gave for this run."""
         self.scaling = scaling
-        self.gm = gm
-        self.places = places
+        self.origin = origin
         # Not the weights themselves: a run outlives its model here.
         self.leaves = [id(leaf) for leaf in leaves]
         self.first = weakref.ref(leaves[0]) if leaves else None
@@ -273,7 +286,7 @@ def _merged(runs: list[GraphRun]) -> list[GraphRun]:
     """One run for all of the same weights, with the flags of all."""
     kept: dict[tuple[int, ...], GraphRun] = {}
     for run in runs:
-        key = (id(run.gm), *run.leaves[:1])
+        key = (id(run.origin), *run.leaves[:1])
         older = kept.pop(key, None)
         if older is not None:
             for flag, earlier in zip(run.found_inf, older.found_inf, strict=True):

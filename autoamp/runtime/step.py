@@ -6,7 +6,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -23,8 +23,28 @@ logger = logging.getLogger(__name__)
 
 Step = Callable[..., Any]
 
+_ASK_EVERY = 100
+"""Steps after which a flag that only a kernel reads is read here too, which waits."""
+
 BOUNDARIES: weakref.WeakSet[OptimizerBoundary] = weakref.WeakSet()
 """Those of all optimizers that have one."""
+
+
+class _Decision(NamedTuple):
+    """What becomes of a step.
+
+    Attributes:
+        args, kwargs: what it is called with, if it is.
+        loss: what the closure gave.
+        skip: nothing is called.
+        flag: for the optimizer's own kernel to skip by.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Any = None
+    skip: bool = False
+    flag: torch.Tensor | None = None
 
 
 class OptimizerBoundary:
@@ -91,18 +111,28 @@ class OptimizerBoundary:
         Raises:
             LossScaleError: an overflow at the lowest loss scale there may be.
         """
+        decision = self._decide(args, kwargs)
+        if decision.skip:
+            return decision.loss
+        if decision.flag is not None:
+            return self._step_with_flag(decision, inner)
+        return inner(*decision.args, **decision.kwargs)
+
+    # Where the user compiles the step, this is not for the compiler.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Decision:
         if self.leaves_to_scaler():
             optimizer: Any = self.optimizer
             found = getattr(optimizer, "found_inf", None)
             optimizer.step_was_skipped = found is not None and found.reshape(()) != 0
-            return inner(*args, **kwargs)
+            return _Decision(args, kwargs)
         loss, args, kwargs = evaluated(args, kwargs)
         flag = self.judge()
         if self._takes_flag(flag):
-            return self._step_with_flag(flag, inner, args, kwargs)
+            return _Decision(args, kwargs, flag=flag)
         skip = bool(flag)
         self.mark(skip)
-        return loss if skip else inner(*args, **kwargs)
+        return _Decision(args, kwargs, loss, skip)
 
     def judge(self, retries: bool = False) -> torch.Tensor:
         """Reads what the backwards since the last time found, and moves the loss scale.
@@ -116,7 +146,7 @@ class OptimizerBoundary:
         params = self.params
         evidence = self._read(params)
         doubt = self._in_doubt(params)
-        if not evidence.runs and not doubt:
+        if not evidence.runs and not evidence.elsewhere and not doubt:
             return torch.zeros(1)
         for scaling in evidence.scalings:
             scaling.foreign = False
@@ -124,8 +154,12 @@ class OptimizerBoundary:
         flag = found_inf(evidence, params, doubt)
         if not retries and self._takes_flag(flag):
             self._unsure = evidence.live or self._unsure
+            if (self.steps + 1) % _ASK_EVERY == 0 and bool(flag):
+                self._note_skip(evidence, params)
         elif bool(flag):
             self._note_skip(evidence, params)
+        elif not evidence.runs:
+            return flag
         elif retries:
             self._passed += evidence.runs
             return flag
@@ -269,20 +303,16 @@ class OptimizerBoundary:
                 return False
         return True
 
-    def _step_with_flag(
-        self,
-        flag: torch.Tensor,
-        inner: Step,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _step_with_flag(self, decision: _Decision, inner: Step) -> Any:
         """The kernel reads the flag; hooks fire either way, as under GradScaler."""
+        flag = decision.flag
+        assert flag is not None
         self._skipped_before = False  # nobody knows
         optimizer: Any = self.optimizer
         # 0-dim, as GradScaler's: Adam takes it off its step counters, which are that.
         optimizer.grad_scale, optimizer.found_inf = None, flag.reshape(())
         try:
-            return inner(*args, **kwargs)
+            return inner(*decision.args, **decision.kwargs)
         finally:
             del optimizer.grad_scale, optimizer.found_inf
             self.steps += 1

@@ -1,0 +1,212 @@
+"""Where gradients flow in a captured graph: what a boundary round it has to know."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.facts import named_arguments, written_values
+from autoamp.compat import OpOverload
+from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, base_name, is_inplace
+from autoamp.pipeline import Rewritten
+from autoamp.rewrite.casts import CAST_KIND
+
+_CUTS = frozenset({torch.ops.aten.detach.default})
+"""Ops that share memory and through which no gradient flows."""
+
+
+class GraphFlow:
+    """Where gradients flow in a graph that is run, and what writes to what.
+
+    Attributes:
+        graph: the graph, which is about to be edited.
+        order: the place of each node in it as it was.
+        given: its inputs, without the weight copies.
+        leaves: those that are leaves of autograd's graph.
+        names: each tensor with all its names.
+        recording: for each node whether grad mode is on where it stands.
+        output: the node that returns.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, rewritten: Rewritten, leaves: Sequence[int]
+    ) -> None:
+        """Args: `gm` was made of `rewritten`; `leaves` are positions of inputs."""
+        self.before = rewritten.before.graph
+        self.facts = rewritten.facts
+        self.graph = gm.graph
+        self.order: dict[fx.Node, int] = {n: i for i, n in enumerate(self.graph.nodes)}
+        given = [n for n in self.before.nodes if n.op == "placeholder"]
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        self.given = placeholders[: len(given)]
+        self.leaves = {self.given[i] for i in leaves}
+        self.output: fx.Node = next(n for n in self.graph.nodes if n.op == "output")
+        self.recording = self._recording()
+        self.writes = self._writes()
+        self._flowing, self._grown = self._flow()
+        self.names = self._names_of_tensors()
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether gradients leave through inputs that are not leaves."""
+        return any(
+            self.differentiable(n, n) for n in self.given if n not in self.leaves
+        )
+
+    def results(self) -> list[fx.Node]:
+        """The returned tensors a gradient flows into."""
+        before = next(n for n in self.before.nodes if n.op == "output")
+        pairs = zip(_values(before), _values(self.output), strict=True)
+        return [new for old, new in pairs if self.differentiable(old, new)]
+
+    def differentiable(self, known: fx.Node, node: fx.Node) -> bool:
+        flows = known.name in self._flowing or self.storage(known) in self._grown
+        return flows and _is_float(node)
+
+    def carries(self, node: fx.Node) -> bool:
+        """Whether a gradient flows through a node of the graph, or what we added."""
+        return node.name in self._flowing or node.name not in self.facts.nodes
+
+    def is_plain(self, node: fx.Node) -> bool:
+        return (
+            isinstance(node.target, OpOverload)
+            and CAST_KIND not in node.meta
+            and self.storage(node) not in self.facts.mutated
+        )
+
+    def written_with_grad(self, node: fx.Node) -> bool:
+        """Whether input `node` takes part in a gradient through what is written to it.
+
+        A leaf can only be written to where no gradient is recorded.
+        """
+        leaf = node in self.leaves
+        return not leaf and _is_float(node) and self.storage(node) in self._grown
+
+    def storage(self, node: fx.Node) -> int:
+        fact = self.facts.nodes.get(node.name)
+        return fact.storage if fact is not None else -1
+
+    def tensor(self, node: fx.Node) -> fx.Node:
+        """The node that made the tensor `node` stands for."""
+        while isinstance(node.target, OpOverload) and is_inplace(node.target):
+            argument = node.args[0]
+            assert isinstance(argument, fx.Node)
+            node = argument
+        return node
+
+    def at(self, node: fx.Node) -> int:
+        """The place of a node in the graph as it was; of what we added, the start."""
+        return self.order.get(node, -1)
+
+    def last_write(self, value: fx.Node) -> int:
+        """The place of the last write to the memory of `value`; -1 where none is."""
+        if not isinstance(value.meta.get("val"), torch.Tensor):  # several views of one
+            value = next(iter(value.users))
+        return max(self.writes.get(self.storage(value), {}).values(), default=-1)
+
+    def viewed(self, maker: fx.Node, view: fx.Node) -> list[fx.Node]:
+        """What `view`, which op `maker` made, may be a view of; [] where of nothing."""
+        if not isinstance(maker.target, OpOverload) or maker.target in _CUTS:
+            return []
+        aliasing = aliasing_arguments(maker.target)
+        found: list[fx.Node] = []
+        for name, value in named_arguments(maker):
+            if name in aliasing:
+                fx.node.map_arg(value, found.append)
+        return [n for n in found if self._shares(n, view)]
+
+    def is_of_an_op(self, node: fx.Node) -> bool:
+        """Whether `node` is what a torch op gives: all that shows it is known."""
+        maker = node
+        if node.target is operator.getitem:
+            (maker,) = node.all_input_nodes
+        return isinstance(maker.target, OpOverload)
+
+    def _shares(self, source: fx.Node, view: fx.Node) -> bool:
+        """Whether two nodes show one memory; casts we made are not in the facts."""
+        if not _is_float(source):
+            return False
+        left, right = source.meta["val"].dtype, view.meta["val"].dtype
+        if left != right and not (left.is_complex or right.is_complex):
+            return False
+        return self.storage(source) in (-1, self.storage(view))
+
+    def _flow(self) -> tuple[set[str], set[int]]:
+        """The nodes a gradient may flow into, and the storages it flows through.
+
+        More than is in the facts: what is written to, itself or through a view, needs a
+        gradient from then on, and what is written to under `no_grad` as before.
+        """
+        names: set[str] = set()
+        storages: set[int] = set()
+        recording = torch.is_grad_enabled()
+        for node in self.before.nodes:
+            if node.target is compat.SET_GRAD:
+                recording = bool(node.args[0])
+            if recording:
+                sources = node.all_input_nodes
+            else:
+                sources = [self.tensor(node)]
+            fact = self.facts.nodes.get(node.name)
+            if (fact is not None and fact.requires_grad) or any(
+                n.name in names or self.storage(n) in storages for n in sources
+            ):
+                names.add(node.name)
+                if recording:
+                    written = {self.storage(n) for n in _written(node)}
+                    storages |= written & self.facts.mutated
+        return names, storages
+
+    def _recording(self) -> dict[fx.Node, bool]:
+        """For each node whether grad mode is on where it stands."""
+        found: dict[fx.Node, bool] = {}
+        on = torch.is_grad_enabled()
+        for node in self.graph.nodes:
+            found[node] = on
+            if node.target is compat.SET_GRAD:
+                on = bool(node.args[0])
+        return found
+
+    def _writes(self) -> dict[int, dict[str, int]]:
+        """For each storage the nodes that write to it, and their place in the graph."""
+        places = {n.name: i for n, i in self.order.items()}
+        writes: dict[int, dict[str, int]] = defaultdict(dict)
+        for node in self.before.nodes:
+            for value in written_values(node):
+                storage = self.storage(value)
+                if storage in self.facts.mutated:
+                    writes[storage][node.name] = places[node.name]
+        return writes
+
+    def _names_of_tensors(self) -> dict[fx.Node, list[fx.Node]]:
+        """Each tensor with all its names: an in-place op gives its argument another."""
+        names: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in self.graph.nodes:
+            names[self.tensor(node)].append(node)
+        return names
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What a call may write a gradient's history to; running statistics have none."""
+    target = node.target
+    if isinstance(target, OpOverload) and base_name(target) in HIDDEN_WRITES:
+        return []
+    return written_values(node)
+
+
+def _values(output: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(output.args, found.append)
+    return found
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and (
+        value.is_floating_point() or value.is_complex()
+    )

@@ -1,0 +1,139 @@
+"""Steps at the edges: what a graph passes on, writes to, and shares with copies."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.runtime import attach
+
+# Dynamo's own, of an input that others computed.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+
+HUGE = 1e30
+BF16: dict[str, Any] = {
+    "precision": "bf16",
+    "loss_scale": "dynamic",
+    "do_no_harm": False,
+    "strict": True,
+}
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def finite(module: nn.Module) -> bool:
+    return all(bool(p.isfinite().all()) for p in module.parameters())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_weights_before_a_converted_model_are_kept_from_its_overflows(
+    frozen: bool,
+) -> None:
+    """Their optimizer holds none of its weights; a perceptual loss looks like that."""
+    first = nn.Linear(8, 8)
+    critic = autoamp.convert(mlp().requires_grad_(not frozen), **BF16)
+    optimizer = torch.optim.SGD(first.parameters(), 0.1)
+    skipped = []
+    for factor in (1.0, HUGE * HUGE, 1.0):
+        before = [p.clone() for p in first.parameters()]
+        optimizer.zero_grad()
+        (critic(first(torch.ones(2, 8))).sum() * factor).backward()
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+        unchanged = all(map(torch.equal, before, first.parameters()))
+        assert unchanged == (factor != 1.0)
+    assert skipped == [False, True, False]
+    assert finite(first)
+
+
+def test_an_unrelated_optimizer_steps_after_somebody_elses_overflow() -> None:
+    first, other = nn.Linear(8, 8), nn.Linear(8, 1)
+    critic = autoamp.convert(mlp().requires_grad_(False), **BF16)
+    (critic(first(torch.ones(2, 8))).sum() * HUGE * HUGE).backward()
+    other(torch.ones(2, 8)).sum().backward()
+    before = other.weight.clone()
+    torch.optim.SGD(other.parameters(), 0.1).step()
+    assert not torch.equal(before, other.weight)
+
+
+class WritesItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> None:
+        x.add_(self.inner(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_model_that_returns_nothing_is_watched_too() -> None:
+    model = WritesItsInput()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    autoamp.convert(model, optimizer, **BF16)
+    skipped = []
+    for factor in (1.0, HUGE * HUGE, 1.0):
+        optimizer.zero_grad()
+        x = torch.ones(2, 8) * torch.ones((), requires_grad=True)
+        model(x)
+        (x.sum() * factor).backward()
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+    assert skipped == [False, True, False]
+    assert finite(model)
+
+
+def test_reverting_a_copy_leaves_the_original_scaled() -> None:
+    model = autoamp.convert(mlp(), **BF16)
+    twin = copy.deepcopy(model)
+    autoamp.revert(twin)
+    assert attach._hook
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    (model(torch.ones(2, 8)).sum() * HUGE * HUGE).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert finite(model)
+
+
+@pytest.mark.parametrize("damage", ["fields", "kind"])
+def test_a_loaded_state_that_does_not_fit_leaves_everything_as_it_was(
+    damage: str,
+) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    saved = autoamp.DynamicLossScale().state_dict()
+    if damage == "fields":
+        del saved["growth_tracker"]
+    optimizer.param_groups[0]["autoamp"] = {"loss_scales": [saved]}
+    scale = "dynamic" if damage == "fields" else 128.0
+    with pytest.raises(autoamp.LossScaleError):
+        autoamp.convert(model, optimizer, **{**BF16, "loss_scale": scale})
+    assert not autoamp.is_converted(model)
+    assert "forward" not in model.__dict__
+    assert "step" not in optimizer.__dict__
+
+
+def test_a_step_the_user_compiles_skips_as_well() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    autoamp.convert(model, optimizer, **BF16)
+
+    @torch.compile(backend="eager")
+    def step() -> None:
+        optimizer.step()
+
+    skipped = []
+    for factor in (1.0, HUGE * HUGE, 1.0):
+        before = model[0].weight.clone()
+        optimizer.zero_grad()
+        (model(torch.ones(2, 8)).sum() * factor).backward()
+        step()
+        skipped.append(optimizer.step_was_skipped)
+        assert torch.equal(before, model[0].weight) == (factor != 1.0)
+    assert skipped == [False, True, False]
