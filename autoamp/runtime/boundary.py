@@ -225,6 +225,11 @@ class _Edge:
         new.meta = {**root.meta, SHARED: self._is_shared(root)}
         self.now[root] = new
 
+    def _is_returned_cast(self, root: fx.Node) -> bool:
+        """Whether `root` is a cast that nothing writes to, and no result's view."""
+        cast = root.meta.get(CAST_KIND) == "up" and self.flow.last_write(root) < 0
+        return cast and not self._is_shared(root)
+
     def _is_shared(self, root: fx.Node) -> bool:
         """Whether several results show the memory of `root`."""
         count = 0
