@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.dtypes import short_name
@@ -141,6 +142,7 @@ def convert_model(
         UnsupportedModelError: not a module, or one that cannot be captured.
         OptionError: `example_inputs` is not a tuple.
     """
+    model = _inside_wrappers(model)
     reason = unsupported(model)
     if reason is not None:
         raise UnsupportedModelError(reason)
@@ -233,6 +235,7 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
         raise UnsupportedModelError(
             f"revert() takes a torch.nn.Module, not {type(model).__name__}"
         )
+    model = _inside_wrappers(model)
     if conversion_of(model) is not None and optimizers:
         detach_from(model)
     _DECLINED.pop(model, None)
@@ -254,10 +257,21 @@ def conversion_of(model: Any) -> Conversion | None:
     """The conversion `model` carries, declined ones included, or None."""
     if not isinstance(model, nn.Module):
         return None
+    model = _inside_wrappers(model)
     state = model.__dict__.get(_STATE)
     if not isinstance(state, Conversion) or state.call is None:
         state = _DECLINED.get(model)
     return state if isinstance(state, Conversion) else None
+
+
+def _inside_wrappers(model: Any) -> Any:
+    """The module that `DistributedDataParallel` or `DataParallel` calls, or `model`.
+
+    Their own forward is no model: Dynamo steps aside from it.
+    """
+    while isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+        model = model.module
+    return model
 
 
 def _install(model: nn.Module) -> Conversion:
