@@ -135,6 +135,7 @@ def report(model: nn.Module) -> Report:
         graphs=[g.gm for g in captured if g.rewritten is not None],
         skipped=[(s.what, s.why) for s in state.skipped],
         runs=state.engine.runs if state.engine is not None else 0,
+        unwatched=max((g.copies.unwatched for g in captured if g.copies), default=0),
         loss_scale=_loss_scale(state.engine.scaling) if state.engine else None,
     )
 

@@ -68,3 +68,18 @@ def test_memory_given_to_torch_stays_where_it_is() -> None:
         assert torch.equal(model.weight, torch.full((4, 4), 3.0))
         error = (model(x) - model.bias - 3.0).abs().max()
     assert error <= 3 * torch.finfo(torch.bfloat16).eps
+
+
+def test_the_report_says_what_is_copied_at_every_call() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(torch.from_numpy(np.ones((4, 4), dtype=np.float32)))
+    autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+    with torch.no_grad():
+        model(torch.eye(4))
+    assert autoamp.report(model).unwatched == 1
+    assert "copied 1 weight anew" in str(autoamp.report(model))
+    model.weight.data = model.weight.data.clone()
+    with torch.no_grad():
+        model(torch.eye(4))
+    assert autoamp.report(model).unwatched == 0
+    assert "anew" not in str(autoamp.report(model))

@@ -66,6 +66,8 @@ class Report:
         graphs: the graphs that run, as `GraphModule`s, in order of capture.
         skipped: what was not converted, as (what, why).
         runs: executions of rewritten graphs so far.
+        unwatched: weights that are copied at every call, because torch cannot tell when
+            their memory is written to.
         loss_scale: the loss scaling; None where there is none, as for bf16.
     """
 
@@ -75,6 +77,7 @@ class Report:
     skipped: Sequence[tuple[str, str]] = ()
     runs: int = 0
     loss_scale: LossScaleReport | None = None
+    unwatched: int = 0
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
@@ -141,6 +144,7 @@ class Report:
             "model": self.label,
             "compute_dtype": self.compute_dtype,
             "runs": self.runs,
+            "unwatched": self.unwatched,
             "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
             "cost": self.cost,
             "optimal_cost": self.optimal_cost,
@@ -186,5 +190,7 @@ class Report:
         yield from table.render(
             self.label, self.sections, self.costs, self.skipped, self.runs
         )
+        if self.unwatched:
+            yield table.copied_anew(self.unwatched)
         if self.loss_scale is not None:
             yield table.loss_scaling(asdict(self.loss_scale))

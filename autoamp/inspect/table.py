@@ -59,6 +59,17 @@ def render(
         yield Text(_REWARD_NOTE)
 
 
+def copied_anew(count: int) -> Text:
+    """Why a model casts weights that could be kept, and what to do about it."""
+    lines = (
+        f"\nThe last call copied {counted(count, 'weight')} anew, and so will the next:",
+        "something else holds their memory (a NumPy array, a file, a state_dict, another",
+        "tensor), or they are written to unannounced.  For memory that nobody else needs:",
+        "p.data = p.data.clone()",
+    )
+    return Text("\n".join(lines))
+
+
 def loss_scaling(state: Mapping[str, Any]) -> Text:
     """What loss scaling did, for people who wonder why steps were skipped."""
     if state["foreign"]:
