@@ -61,10 +61,11 @@ def render(
 
 def copied_anew(count: int) -> Text:
     """Why a model casts weights that could be kept, and what to do about it."""
+    weights = counted(count, "weight")
     lines = (
-        f"\nThe last call copied {counted(count, 'weight')} anew, and so will the next:",
-        "something else holds their memory (a NumPy array, a file, a state_dict, another",
-        "tensor), or they are written to unannounced.  For memory that nobody else needs:",
+        f"\nThe last call copied {weights} anew, and so will the next: something else",
+        "holds their memory (a NumPy array, a file, a state_dict, another tensor), or",
+        "they are written to unannounced.  For memory that nobody else needs:",
         "p.data = p.data.clone()",
     )
     return Text("\n".join(lines))
