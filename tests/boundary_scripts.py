@@ -311,6 +311,18 @@ def hooks_on_tensors(convert: Convert) -> Seen:
 
 
 @script
+def hooks_on_an_input_handed_back(convert: Convert) -> Seen:
+    model = convert(Net(FORWARDS["mul_"]))
+    seen: Seen = {}
+    written, result = model(given().requires_grad_() * 2)
+    written.register_hook(lambda g: seen.update(written=g))
+    result.register_hook(lambda g: seen.update(result=g))
+    wanted = [written, model.fc.weight]
+    found = torch.autograd.grad(loss_of(written, result), wanted)
+    return seen | {"asked": found[0], "weight": found[1]}
+
+
+@script
 def hooks_on_the_module(convert: Convert) -> Seen:
     model = convert(Net())
     seen: Seen = {}

@@ -468,22 +468,38 @@ def through_double(m: Net, x: Tensor) -> Tensor:
     return m.out.weight.double() @ x.double()
 
 
+def half_given(m: Net, x: Tensor) -> Tensor:
+    """Of 1e6 only the gradient of `x`, in fp16, overflows."""
+    return x.float() + m.fc(torch.ones(1, 8))
+
+
 def frozen_but_input(m: Net, x: Tensor) -> Tensor:
-    return torch.nn.functional.linear(x, m.fc.weight.detach())
+    return m.fc.weight.detach() @ x.float()
 
 
-@pytest.mark.parametrize("bad", [1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("bad", [1.0, 1e6, float("inf"), float("nan")])
 @pytest.mark.parametrize(
     ("model", "args"),
     [
         (Net, lambda: (given(),)),
         (lambda: Net(frozen_but_input), lambda: (given().requires_grad_(),)),
         (lambda: Net(through_double), lambda: (given(),)),
+        (lambda: Net(half_given), lambda: (given().half().requires_grad_(),)),
+        (lambda: Net(frozen_but_input), lambda: (given().double().requires_grad_(),)),
         (Sparse, lambda: (torch.tensor([1, 3, 3]),)),
         (lambda: Sparse(sparse=False), lambda: (torch.tensor([1, 3, 3]),)),
         (lambda: Net(fill_row), lambda: (given(), torch.zeros(8, 8))),
     ],
-    ids=["plain", "input", "double", "sparse", "dense", "written"],
+    ids=[
+        "plain",
+        "input",
+        "double",
+        "half",
+        "double_input",
+        "sparse",
+        "dense",
+        "written",
+    ],
 )
 def test_the_flag_is_set_by_what_is_not_finite(
     model: Callable[[], nn.Module], args: Callable[[], tuple[Any, ...]], bad: float
