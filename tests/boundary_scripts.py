@@ -73,6 +73,11 @@ def zeros_written(m: Net, x: Tensor) -> Tensor:
     return z
 
 
+def read_then_written(m: Net, x: Tensor) -> Tensor:
+    copied = x.clone()
+    return copied.add_(copied.tanh() + m.fc(copied))
+
+
 def written_view(m: Net, x: Tensor) -> tuple[Tensor, Tensor]:
     h = m.fc(x)
     top = h[:2]
@@ -131,6 +136,7 @@ FORWARDS: dict[str, Forward] = {
     "parameter": lambda m, x: (m.fc.weight, m.fc.weight.t(), m.fc(x)),
     "zeros_written": zeros_written,
     "written_view": written_view,
+    "read_then_written": read_then_written,
     "changed_weight": changed_weight,
     "changed_between": changed_between,
     "halved_without_grad": halved_without_grad,

@@ -107,7 +107,8 @@ class _Edge:
         written = [n for n in self.given if self.flow.written_with_grad(n)]
         self._check_memory(written)
         roots = self._find_outside(written)
-        edges = {*self.outside, *self.given} - set(written)
+        # What is written to has its true gradient only from its last write on.
+        edges = {n for n in [*self.outside, *self.given] if not self._is_written(n)}
         self.true = true_values(
             self.graph, edges, self.flow.carries, self.flow.is_plain
         )
@@ -121,6 +122,9 @@ class _Edge:
                 self._enter(root)
         self._connect()
         return written
+
+    def _is_written(self, node: fx.Node) -> bool:
+        return self.flow.storage(node) in self.flow.facts.mutated
 
     def _check_memory(self, written: Sequence[fx.Node]) -> None:
         storages = {self.flow.storage(n) for n in written}
