@@ -75,7 +75,7 @@ def zeros_written(m: Net, x: Tensor) -> Tensor:
 
 def read_then_written(m: Net, x: Tensor) -> Tensor:
     copied = x.clone()
-    return copied.add_(copied.tanh() + m.fc(copied))
+    return copied.add_(copied.tanh() + m.fc(x))
 
 
 def written_view(m: Net, x: Tensor) -> tuple[Tensor, Tensor]:
