@@ -27,7 +27,10 @@ from .timing import interleaved, seconds
 from .workloads import Workload, workloads
 
 SCALED, UNSCALED = "dynamic", "off"
-HEADER = ("workload", "kind", "step ms", "scaled / unscaled", "quartiles")
+ENOUGH_SECONDS, MOST_ROUNDS = 5.0, 300
+"""A step of a few milliseconds is timed so often that its median means something."""
+
+HEADER = ("workload", "kind", "rounds", "step ms", "scaled / unscaled", "quartiles")
 
 
 def run(workload: Workload, rounds: int, device: str, low: str) -> dict[str, Any]:
@@ -39,10 +42,15 @@ def run(workload: Workload, rounds: int, device: str, low: str) -> dict[str, Any
     for scale in (UNSCALED, SCALED):
         steps[scale] = ready(workload, original, _peer(scale, low), device).step
         for _ in range(3):  # captures, meets its optimizer, settles
-            seconds(steps[scale], device)
+            once = seconds(steps[scale], device)
+    rounds = max(rounds, min(MOST_ROUNDS, int(ENOUGH_SECONDS / once)))
     taken = interleaved(steps, rounds, device)
     ratios = [s / u for s, u in zip(taken[SCALED], taken[UNSCALED], strict=True)]
-    return {"seconds": taken, "quartiles": statistics.quantiles(ratios, n=4)}
+    return {
+        "rounds": rounds,
+        "seconds": taken,
+        "quartiles": statistics.quantiles(ratios, n=4),
+    }
 
 
 def _peer(loss_scale: str, low: str) -> Peer:
@@ -79,13 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = run(workload, options.rounds, options.device, options.precision)
             low, middle, high = found["quartiles"]
             step = statistics.median(found["seconds"][UNSCALED]) * 1e3
-            cells = [f"{step:.1f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}"]
+            cells = [
+                str(found["rounds"]),
+                f"{step:.1f}",
+                f"{middle:.3f}",
+                f"{low:.3f} to {high:.3f}",
+            ]
             lines.append([workload.name, workload.kind, *cells])
             results.append({"workload": workload.name, **found})
             progress.advance(task)
             gc.collect()
     line = capability(options.device)
-    note = f"{line}; {options.precision}, median of {options.rounds} interleaved rounds"
+    note = f"{line}; {options.precision}, medians of interleaved rounds"
     note += ", small sizes" if options.quick else ""
     text = "\n".join([note, "", report.markdown(HEADER, lines)]) + "\n"
     stem = f"scaling-{options.device}" + ("-quick" if options.quick else "")
