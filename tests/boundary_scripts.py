@@ -233,6 +233,21 @@ def cache_that_is_a_view(convert: Convert) -> Seen:
     return grads(model)
 
 
+def fill_through_a_view(m: Net, x: Tensor, kept: Tensor) -> Tensor:
+    older = kept.view(-1).view(WIDTH, WIDTH)
+    older[0] = m.fc(x)[1]
+    return m.out(older)
+
+
+@script
+def older_view_of_a_cache(convert: Convert) -> Seen:
+    model = convert(Net(fill_through_a_view))
+    kept = torch.zeros(WIDTH, WIDTH)
+    result = model(given(), kept)
+    loss_of(result, kept).backward()
+    return grads(model)
+
+
 @script
 def buffer_with_a_gradient(convert: Convert) -> Seen:
     model = convert(Net(fill_buffer))

@@ -185,7 +185,31 @@ class _Edge:
         there to the result all is outside.
         """
         self.outside.update((n, []) for n in written)
-        pending = self.flow.results()
+        self._reach(self.flow.results())
+        self._reach(self._older_views())
+        roots = [n for n, sources in self.outside.items() if not sources]
+        return sorted(roots, key=self.order.__getitem__)
+
+    def _older_views(self) -> list[fx.Node]:
+        """Views of what is outside that are read after a write they are older than.
+
+        Their history is made anew by it as well.
+        """
+        written = {self.flow.storage(n) for n in self.outside if self._is_written(n)}
+        return [
+            node
+            for node, names in self.names.items()
+            if self.flow.storage(node) in written
+            and any(
+                self.flow.at(user) > self.flow.last_write(node) > self.flow.at(node)
+                for name in names
+                for user in name.users
+                if self._flows_to(user)
+            )
+        ]
+
+    def _reach(self, pending: list[fx.Node]) -> None:
+        """Puts tensors outside, and all that they are views of."""
         while pending:
             node = self.flow.tensor(pending.pop())
             # What flows into an input handed back is nothing of ours.
@@ -201,8 +225,6 @@ class _Edge:
                 self.outside[maker] = [*self.outside.get(maker, []), *sources]
                 pending += maker.users
             pending += sources
-        roots = [n for n, sources in self.outside.items() if not sources]
-        return sorted(roots, key=self.order.__getitem__)
 
     def _enter(self, root: fx.Node) -> None:
         """Scales what flows in through `root`, from its last write on."""
