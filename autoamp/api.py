@@ -20,6 +20,7 @@ from autoamp.runtime.convert import (
     revert_model,
 )
 from autoamp.runtime.eligible import choose_graph_precision
+from autoamp.runtime.optimizers import params_of
 from autoamp.runtime.scaling import ModelScaling
 
 
@@ -196,9 +197,7 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
         if not isinstance(model, nn.Module):
             continue  # told with the model's own error
         ids = {id(p) for p in model.parameters()}
-        if not any(
-            id(p) in ids for group in each.param_groups for p in group["params"]
-        ):
+        if not any(id(p) in ids for p in params_of(each)):
             raise OptionError(
                 f"the {name} holds none of the parameters of {type(model).__name__}; "
                 f"make it from this model, {name}(model.parameters(), ...), or leave "

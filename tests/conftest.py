@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -11,6 +12,9 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
+from tests.steps import converted
 
 # Deadlines measure the machine; a fixed order of examples makes CI repeatable.
 hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
@@ -44,8 +48,21 @@ def fixed_seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
+def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
     """Drops compiled code between tests, so that no test meets another's limits."""
     yield
+    if request.node.get_closest_marker("one_model"):
+        return
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def base() -> Iterator[nn.Module]:
+    """A converted model.  Tests marked `one_model` train copies, which share graphs."""
+    torch.manual_seed(0)
+    # A first call looks for optimizers among all objects: fewer are faster.
+    gc.freeze()
+    yield converted()
+    gc.unfreeze()
+    torch._dynamo.reset()

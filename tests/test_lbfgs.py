@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from autoamp.runtime.scaling import ScaleDomain
 from tests.steps import (
     HUGE,
     assert_same,
-    converted,
     fresh_copy,
     loss_of,
     moved,
@@ -26,22 +23,9 @@ from tests.steps import (
     weights_of,
 )
 
+pytestmark = pytest.mark.one_model
+
 SEARCHES = [None, "strong_wolfe"]
-
-
-@pytest.fixture(scope="module")
-def base() -> Iterator[nn.Module]:
-    torch.manual_seed(0)
-    gc.freeze()
-    yield converted()
-    gc.unfreeze()
-    torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Graphs are kept between these tests: all train copies of `base`."""
-    return iter([None])
 
 
 def lbfgs(model: nn.Module, search: str | None, named: bool = True) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,30 +29,11 @@ from tests.steps import (
     weights_of,
 )
 
+pytestmark = pytest.mark.one_model
+
 STEPS = 5
 FOUND = ("named", "before the first call", "after a forward", "after a backward")
 """How and when the optimizer comes to have a boundary."""
-
-
-@pytest.fixture(scope="module")
-def base() -> nn.Module:
-    torch.manual_seed(0)
-    return converted()
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Graphs are kept between these tests: all train copies of `base`."""
-    return iter([None])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_dynamo_after() -> Iterator[None]:
-    # A first call looks for optimizers among all objects: fewer are faster.
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch._dynamo.reset()
 
 
 class Run:

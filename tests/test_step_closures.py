@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.steps import (
     HUGE,
     OPTIMIZERS,
     assert_same,
-    converted,
     fresh_copy,
     loss_of,
     moved,
@@ -25,26 +23,7 @@ from tests.steps import (
     weights_of,
 )
 
-
-@pytest.fixture(scope="module")
-def base() -> nn.Module:
-    torch.manual_seed(0)
-    return converted()
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Graphs are kept between these tests: all train copies of `base`."""
-    return iter([None])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_dynamo_after() -> Iterator[None]:
-    # A first call looks for optimizers among all objects: fewer are faster.
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.one_model
 
 
 # -- closures --------------------------------------------------------------------------

@@ -6,7 +6,7 @@ so that the other way is taken, as on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,21 +31,10 @@ from tests.steps import (
     weights_of,
 )
 
+pytestmark = pytest.mark.one_model
+
 FUSED = [label for label in OPTIMIZERS if label.endswith("fused")]
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def base() -> Iterator[nn.Module]:
-    torch.manual_seed(0)
-    yield converted()
-    torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Graphs are kept between these tests: all train copies of `base`."""
-    return iter([None])
 
 
 @pytest.fixture

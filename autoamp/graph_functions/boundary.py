@@ -99,12 +99,32 @@ def unscaled(
 ) -> torch.Tensor:
     """`grad` times `inv_loss_scale`, checked, as a new tensor of the same dtype."""
     if grad.dtype != torch.float32 or grad.layout != torch.strided:
-        result = (grad * inv_loss_scale).to(grad.dtype)
-        compat.check_finite(result, found_inf)
-        return result
+        return plainly_unscaled(grad, inv_loss_scale, found_inf)
     result = grad.clone()
     compat.unscale_and_check(result, inv_loss_scale, found_inf)
     return result
+
+
+def plainly_unscaled(
+    grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
+) -> torch.Tensor:
+    """`unscaled` by plain ops: any dtype and layout, and what a compiler fuses."""
+    result = scaled(grad, inv_loss_scale)
+    compat.check_finite(result, found_inf)
+    return result
+
+
+def leaving(
+    wide: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
+) -> torch.Tensor:
+    """`wide`, the gradient of an fp32 leaf, unscaled and checked.
+
+    In place, unless it is differentiated again: it has just been made by a conversion.
+    """
+    if torch.is_grad_enabled():  # create_graph=True
+        return unscale_inside_grad(wide, inv_loss_scale, found_inf)
+    compat.unscale_and_check(wide, inv_loss_scale, found_inf)
+    return wide
 
 
 def unscale_inside_grad(
@@ -131,8 +151,7 @@ def _unscale(
 
 def _scale(loss_scale: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled():
-        result: torch.Tensor = _apply_scale(grad, loss_scale)
-        return result
+        return scale_inside_grad(grad, loss_scale)
     return scaled(grad, loss_scale)
 
 
@@ -159,21 +178,7 @@ class _Unscale(torch.autograd.Function):
         return _apply_enter(grad, ctx.inv, ctx.found_inf), None, None
 
 
-class _UnscaleInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.inv, ctx.found_inf = inv, found_inf
-        ctx.mark_dirty(value)
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _unscale(ctx.inv, ctx.found_inf, grad), None, None
-
-
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
@@ -184,6 +189,16 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _unscale(ctx.inv, ctx.found_inf, grad), None, None
+
+
+class _UnscaleInPlace(Enter):
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.inv, ctx.found_inf = inv, found_inf
+        ctx.mark_dirty(value)
+        return value
 
 
 class _Scale(torch.autograd.Function):
@@ -197,7 +212,7 @@ class _Scale(torch.autograd.Function):
         return _apply_exit(grad, ctx.loss_scale), None
 
 
-class _Exit(torch.autograd.Function):
+class Exit(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, loss_scale: torch.Tensor
@@ -211,15 +226,7 @@ class _Exit(torch.autograd.Function):
 
 
 _apply_unscale_in_place = compat.direct_apply(_UnscaleInPlace)
-
-
 _apply_unscale = compat.direct_apply(_Unscale)
-
-
-_apply_exit = compat.direct_apply(_Exit)
-
-
-_apply_enter = compat.direct_apply(_Enter)
-
-
+_apply_exit = compat.direct_apply(Exit)
+_apply_enter = compat.direct_apply(Enter)
 _apply_scale = compat.direct_apply(_Scale)

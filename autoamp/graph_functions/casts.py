@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.graph_functions.boundary import scale_inside_grad, unscale_inside_grad
+from autoamp.graph_functions.boundary import leaving, scale_inside_grad
 
 
 class _LowWeight(torch.autograd.Function):
@@ -28,7 +28,7 @@ class _LowWeight(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-class _LowWeightUnscaled(torch.autograd.Function):
+class LowWeightUnscaled(torch.autograd.Function):
     """The same, and the gradient leaves the graph here: see `boundary`."""
 
     @staticmethod
@@ -44,12 +44,7 @@ class _LowWeightUnscaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        wide = grad.to(ctx.dtype)
-        if torch.is_grad_enabled():  # create_graph=True
-            wide = unscale_inside_grad(wide, ctx.inv, ctx.found_inf)
-        else:
-            # In place: the conversion has just made a new tensor.
-            compat.unscale_and_check(wide, ctx.inv, ctx.found_inf)
+        wide = leaving(grad.to(ctx.dtype), ctx.inv, ctx.found_inf)
         return wide, None, None, None
 
 
@@ -66,7 +61,7 @@ def low_weight(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     return result
 
 
-_apply_low_weight_unscaled = compat.direct_apply(_LowWeightUnscaled)
+_apply_low_weight_unscaled = compat.direct_apply(LowWeightUnscaled)
 
 
 def low_weight_unscaled(

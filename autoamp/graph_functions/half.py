@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.graph_functions.boundary import unscale_inside_grad
+from autoamp.graph_functions.boundary import leaving
 
 
 class _HalfLeafUnscaled(torch.autograd.Function):
@@ -27,12 +27,7 @@ class _HalfLeafUnscaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        wide = grad.float()
-        if torch.is_grad_enabled():  # create_graph=True
-            wide = unscale_inside_grad(wide, ctx.inv, ctx.found_inf)
-        else:
-            compat.unscale_and_check(wide, ctx.inv, ctx.found_inf)
-        return wide, None, None
+        return leaving(grad.float(), ctx.inv, ctx.found_inf), None, None
 
 
 _apply_half_leaf_unscaled = compat.direct_apply(_HalfLeafUnscaled)

@@ -14,23 +14,23 @@ import torch
 
 from autoamp import compat
 from autoamp.graph_functions.boundary import (
+    Enter,
+    Exit,
+    plainly_unscaled,
     scale_grad,
     scaled,
     unscale_grad,
     unscale_grad_,
 )
-from autoamp.graph_functions.casts import low_weight_unscaled, scaled_result
+from autoamp.graph_functions.casts import (
+    LowWeightUnscaled,
+    low_weight_unscaled,
+    scaled_result,
+)
 from autoamp.graph_functions.half import unscale_half_leaf
 
 
-class _TracedScale(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, loss_scale: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.loss_scale = loss_scale
-        return value.view_as(value)
-
+class _TracedScale(Exit):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return scaled(grad, ctx.loss_scale), None
@@ -45,52 +45,23 @@ class _TracedScaleApart(_TracedScale):
         return value.clone()
 
 
-class _TracedUnscale(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.inv, ctx.found_inf = inv, found_inf
-        return value.view_as(value)
-
+class _TracedUnscale(Enter):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _unscaled(ctx, grad), None, None
+        return plainly_unscaled(grad, ctx.inv, ctx.found_inf), None, None
 
 
-class _TracedLowWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: torch.Tensor,
-        copy: torch.Tensor,
-        inv: torch.Tensor,
-        found_inf: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.inv, ctx.found_inf, ctx.dtype = inv, found_inf, weight.dtype
-        return copy.detach()
-
+class _TracedLowWeight(LowWeightUnscaled):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _unscaled(ctx, grad.to(ctx.dtype)), None, None, None
+        wide = plainly_unscaled(grad.to(ctx.dtype), ctx.inv, ctx.found_inf)
+        return wide, None, None, None
 
 
 _apply_traced_scale = compat.direct_apply(_TracedScale)
-
-
 _apply_traced_scale_apart = compat.direct_apply(_TracedScaleApart)
-
-
 _apply_traced_low_weight = compat.direct_apply(_TracedLowWeight)
-
-
 _apply_traced_unscale = compat.direct_apply(_TracedUnscale)
-
-
-def _unscaled(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = (grad * ctx.inv).to(grad.dtype)
-    compat.check_finite(result, ctx.found_inf)
-    return result
 
 
 def traced_scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from autoamp import compat
 from autoamp.runtime import checkpoint, closures, lbfgs
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.masters import Masters, has_half
+from autoamp.runtime.optimizers import closure_of, params_of
 from autoamp.runtime.overflow import gather
 from autoamp.runtime.scaling import BACKWARDS, ModelScaling
 from autoamp.runtime.step import BOUNDARIES, OptimizerBoundary, evaluated
@@ -65,7 +66,7 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, torch.optim.LBFGS):
             return lbfgs.step(boundary, inner, args, kwargs)
-        if closures.closure_of(args, kwargs) and not closures.evaluates_first(self):
+        if closure_of(args, kwargs) and not closures.evaluates_first(self):
             return closures.step(boundary, inner, args, kwargs)
         return boundary.step(inner, args, kwargs)
 
@@ -179,8 +180,7 @@ def _before_step(
     if boundary_of(optimizer) is None:
         changed = _first_step(optimizer, args, kwargs)
     if changed is None or changed[0][0] is optimizer:
-        for group in optimizer.param_groups:
-            before_write(group["params"])
+        before_write(params_of(optimizer))
     return changed
 
 
@@ -194,9 +194,9 @@ def _first_step(
     closure, all of the model's first iteration may be inside it.
     """
     given = args[1:]
-    closure = closures.closure_of(given, kwargs)
+    closure = closure_of(given, kwargs)
     others = closure is not None and not closures.evaluates_first(optimizer)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     if closure and not (others and closures.has_gradients(optimizer)):
         _, given, kwargs = evaluated(given, kwargs, params if others else ())
     evidence = gather(params, -1)

@@ -7,7 +7,6 @@ first step, and a plain one, in a run without autoamp, which carries it along un
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,8 +15,6 @@ from autoamp.errors import CheckpointError
 from autoamp.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from autoamp.runtime.master_state import KEY as MASTERS
 from autoamp.runtime.step import OptimizerBoundary
-
-logger = logging.getLogger(__name__)
 
 KEY = "autoamp"
 _FIELDS = {"loss_scales"}

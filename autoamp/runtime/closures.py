@@ -6,21 +6,16 @@ Others may read the gradients that are there and move the weights first, as SAM 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from autoamp.errors import LossScaleError
-from autoamp.runtime.lbfgs import Hopeless, Snapshot
+from autoamp.runtime.optimizers import closure_of, params_of
+from autoamp.runtime.snapshot import Hopeless, Snapshot
 from autoamp.runtime.step import OptimizerBoundary, Step
-
-
-def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among the arguments of a step, or None."""
-    found: Callable[[], Any] | None = args[0] if args else kwargs.get("closure")
-    return found
 
 
 def evaluates_first(optimizer: Optimizer) -> bool:
@@ -31,8 +26,7 @@ def evaluates_first(optimizer: Optimizer) -> bool:
 
 def has_gradients(optimizer: Optimizer) -> bool:
     """Whether there is anything a step could read before it evaluates its closure."""
-    groups = optimizer.param_groups
-    return any(p.grad is not None for group in groups for p in group["params"])
+    return any(p.grad is not None for p in params_of(optimizer))
 
 
 def step(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import logging
 import types
 import weakref
@@ -26,9 +25,10 @@ from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.loss_scale import LossScale, NoLossScale, resolve_loss_scale
 from autoamp.options import Options
 from autoamp.runtime.attach import detach_from, listen, meet, stop_listening
-from autoamp.runtime.calls import CompiledCall, disabled, under_compilation
+from autoamp.runtime.calls import CompiledCall, disabled
 from autoamp.runtime.eligible import choose_precision, own_precision, unsupported
 from autoamp.runtime.engine import Engine, Skipped
+from autoamp.runtime.forward import make_forward, plain_entry
 from autoamp.runtime.loaded import own_loaded_weights
 from autoamp.runtime.scaling import ModelScaling
 from autoamp.runtime.warmup import capture_now
@@ -171,7 +171,7 @@ def convert_model(
     if not isinstance(state, Conversion):
         state = _install(model)
     before = state.call
-    make_entry = functools.partial(_plain_entry, type(model), state.previous is None)
+    make_entry = functools.partial(plain_entry, type(model), state.previous is None)
     state.call = CompiledCall(make_entry, _engine(options, low, label, scale))
     state.call.engine.skipped += notes
     if example_inputs is not None:
@@ -277,86 +277,12 @@ def _inside_wrappers(model: Any) -> Any:
 def _install(model: nn.Module) -> Conversion:
     """Puts our `forward` on the instance; it passes calls on until it has a `call`."""
     existing = model.__dict__.get("forward")
-    bound = types.MethodType(_make_forward(type(model), existing), model)
+    bound = types.MethodType(make_forward(type(model), existing), model)
     state = Conversion(None, existing, bound)
     model.__dict__[_STATE] = state
     model.__dict__["forward"] = bound
     model.__dict__[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, model)
     return state
-
-
-def _make_forward(
-    owner: type[nn.Module], existing: Callable[..., Any] | None
-) -> Callable[..., Any]:
-    """The instance's new `forward`; a plain function that takes the instance."""
-    entry = _plain_entry(owner, existing is None)
-
-    # `wraps` keeps the signature (Trainer and generate read it) and the name "forward",
-    # by which bound methods are copied and pickled.
-    @functools.wraps(existing if existing is not None else owner.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: Any = self._autoamp
-        call = state.call
-        if call is None:
-            return entry(self, *args, **kwargs)
-        if under_compilation():
-            return call.inlined(entry, self, args, kwargs)
-        return call(self, args, kwargs)
-
-    forward.__name__ = "forward"
-    if existing is not None:
-        _keep_bound_signature(forward, existing)
-    return forward
-
-
-def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
-    """`existing` is bound: it has no `self` for a `MethodType` to take away."""
-    del forward.__wrapped__
-    try:
-        signature = inspect.signature(existing)
-    except (TypeError, ValueError):  # C callables may have none
-        return
-    first = inspect.Parameter("_model", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = signature.replace(
-        parameters=[first, *signature.parameters.values()]
-    )
-
-
-def _plain_entry(owner: type[nn.Module], of_class: bool) -> Callable[..., Any]:
-    """What the model ran before, as a function of the instance: what is compiled."""
-    if of_class:
-        inner = _with_own_code(owner.forward)
-
-        def entry(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return inner(mod, *args, **kwargs)
-
-        return entry
-
-    def entry_of_instance(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Looked up on the instance: a deep copy has a forward of its own.
-        state: Any = mod._autoamp
-        return state.previous(*args, **kwargs)
-
-    return entry_of_instance
-
-
-def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object of its own.
-
-    Dynamo counts recompiles per code object: after a graph break in it, `forward` is
-    compiled by itself, and models of one class would share its limit.
-    """
-    if not isinstance(forward, types.FunctionType):
-        return forward
-    fresh = types.FunctionType(
-        forward.__code__.replace(),
-        forward.__globals__,
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    fresh.__kwdefaults__ = forward.__kwdefaults__
-    return fresh
 
 
 # The name is how pickle finds a bound method again.

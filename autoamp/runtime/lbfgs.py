@@ -7,20 +7,16 @@ run's.  Where no lower scale helps, weights and state are put back.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autoamp.errors import LossScaleError
 from autoamp.loss_scale import DynamicLossScale
+from autoamp.runtime.optimizers import closure_of
+from autoamp.runtime.snapshot import Hopeless, Snapshot
 from autoamp.runtime.step import OptimizerBoundary, Step
-
-
-class Hopeless(Exception):  # noqa: N818 (never reaches the user)
-    """An overflow that no lower scale takes away; carries the loss."""
 
 
 def step(
@@ -30,7 +26,7 @@ def step(
     kwargs: dict[str, Any],
 ) -> Any:
     """One step, or nothing: see `OptimizerBoundary.step`."""
-    closure = args[0] if args else kwargs.get("closure")
+    closure = closure_of(args, kwargs)
     if closure is None or boundary.leaves_to_scaler():
         return inner(*args, **kwargs)
     before = Snapshot(boundary)
@@ -54,7 +50,7 @@ def first_step(
 
     An overflow that no lower scale takes away is an error there.
     """
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    closure = closure_of(args[1:], kwargs)
     if closure is None:
         return None
     before = Snapshot(boundary)
@@ -93,37 +89,3 @@ def _guarded(
                 raise Hopeless(loss)
 
     return evaluate
-
-
-class Snapshot:
-    """Weights and state of an optimizer, to go back to."""
-
-    def __init__(self, boundary: OptimizerBoundary) -> None:
-        self.optimizer = boundary.optimizer
-        self.params = boundary.weights
-        self.values = [p.detach().clone() for p in self.params]
-        self.state = self._copied(self.optimizer.state)
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for param, value in zip(self.params, self.values, strict=True):
-                param.copy_(value)
-        self.optimizer.state.clear()
-        self.optimizer.state.update(self.state)
-
-    def holds(self) -> bool:
-        """Whether nothing has been written since."""
-        now = [p.detach() for p in self.params], self._copied(self.optimizer.state)
-        pairs = zip(
-            pytree.tree_leaves(now),
-            pytree.tree_leaves((self.values, self.state)),
-            strict=False,
-        )
-        return len(now[1]) == len(self.state) and all(
-            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-            for a, b in pairs
-        )
-
-    def _copied(self, state: Any) -> Any:
-        # The keys are the weights themselves.
-        return copy.deepcopy(dict(state), {id(p): p for p in self.params})

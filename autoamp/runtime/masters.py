@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.runtime.master_state import KEY, check_masters, in_dtype, restored
+from autoamp.runtime.optimizers import params_of
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +226,7 @@ class Masters:
     # -- helpers -------------------------------------------------------------------
 
     def _params(self) -> list[torch.Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return params_of(self.optimizer)
 
     def _made(self, param: torch.Tensor) -> torch.Tensor:
         """A master for `param`, whose gradients and state are fp32 from now on."""

@@ -60,7 +60,6 @@ class ModelScaling:
     """The loss scaling of one conversion.
 
     Attributes:
-        own: the scale it was converted with.
         label: the model's class name, for messages.
         foreign: an enabled GradScaler steps this model's optimizer: it scales, we do
             not.  None before the first run.
@@ -76,7 +75,6 @@ class ModelScaling:
         """Args: `meet(self, weights)` is called before the first run."""
         self._meet = meet
         self.domain = ScaleDomain(loss_scale)
-        self.own = loss_scale
         self.label = label
         self.foreign: bool | None = None
         self.skips: list[str] = []
@@ -84,7 +82,7 @@ class ModelScaling:
     @property
     def enabled(self) -> bool:
         """Whether graphs get a boundary at all."""
-        return not isinstance(self.own, NoLossScale)
+        return not isinstance(self.domain.loss_scale, NoLossScale)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -238,16 +236,16 @@ class Backwards:
         first = run.first() if run.first is not None else None
         if first is None:
             return
-        accumulated = first.grad is not None
+        accumulated = first.grad
         older = [
             other
-            for other in (self.runs[-KEPT:] if accumulated else self.runs)
+            for other in (self.runs if accumulated is None else self.runs[-KEPT:])
             if other.task != run.task and other.leaves[:1] == run.leaves[:1]
         ]
-        if first.grad is not None:
+        if accumulated is not None:
             # Or they were zeroed in place: looked at where that waits for nothing.
             older = [r for r in older if r.overflowed_on_host and not r.voided]
-            if not older or not _is_zero(first.grad):
+            if not older or not _is_zero(accumulated):
                 return
         for other in older:
             other.voided = True

@@ -16,6 +16,7 @@ from autoamp.errors import LossScaleError
 from autoamp.loss_scale import LossScale
 from autoamp.runtime.blame import blame
 from autoamp.runtime.masters import Masters
+from autoamp.runtime.optimizers import closure_of, params_of
 from autoamp.runtime.overflow import Evidence, found_inf, gather
 from autoamp.runtime.scaling import BACKWARDS, GraphRun, ModelScaling
 
@@ -84,7 +85,7 @@ class OptimizerBoundary:
     @property
     def params(self) -> list[torch.Tensor]:
         """What it optimizes now: groups may be added at any time."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return params_of(self.optimizer)
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -240,9 +241,10 @@ class OptimizerBoundary:
         moved = [r.scaling.loss_scale for r in runs if not r.counted]
         for scale in {id(s): s for s in moved}.values():
             scale.update(flag)
-        concerned = [r.scaling.loss_scale for r in runs]
-        for scale in {id(s): s for s in concerned}.values():
-            if not retries:
+        # A step that is known to be taken is not counted.
+        if not retries and not (free_to_read(flag) and not bool(flag)):
+            concerned = [r.scaling.loss_scale for r in runs]
+            for scale in {id(s): s for s in concerned}.values():
                 scale.count_skipped(flag)
         for run in runs:
             run.counted = True
@@ -282,10 +284,11 @@ class OptimizerBoundary:
         Its first step never is: fused SGD would keep a momentum buffer it has not
         initialised.
         """
+        if free_to_read(flag):
+            return False
         groups = [g for g in self.optimizer.param_groups if g["params"]]
         return (
-            not free_to_read(flag)
-            and bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+            bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
             # A group may have an implementation of its own.
             and all(g.get("fused") for g in groups)
             and all(map(self._has_state, groups))
@@ -335,7 +338,7 @@ def evaluated(
     given a closure that first returns what is there already, unless it has zeroed the
     gradients of `params` before it asks.
     """
-    closure = args[0] if args else kwargs.get("closure")
+    closure = closure_of(args, kwargs)
     if closure is None:
         return None, args, kwargs
     with torch.enable_grad():

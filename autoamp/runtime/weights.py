@@ -125,7 +125,7 @@ class WeightCopies:
                 _note_a_write(copy, weight)
                 watch = not aside and _may_watch(copy, training)
                 if not watch:
-                    _drop(weight)
+                    _drop(weight, _copies_of(weight))
                 if copy.sentinel is None:
                     stale.append(_Stale(copy, weight, watch, training))
             if stale:
@@ -170,13 +170,14 @@ def before_write(parameters: Iterable[torch.Tensor]) -> None:
         return
     with _lock:
         for weight in parameters:
-            for copy in _copies_of(weight):
+            copies = _copies_of(weight)
+            for copy in copies:
                 _note_a_write(copy, weight)
                 if copy.sentinel is None:
                     copy.chances = copy.chances or 1
                 elif weight.requires_grad:
                     copy.chances = _CHANCES
-                    _drop(weight)
+                    _drop(weight, copies)
 
 
 class _Stale(NamedTuple):
@@ -231,10 +232,9 @@ def _note_a_write(copy: _Copy, weight: torch.Tensor) -> None:
         copy.chances -= copy.from_training
 
 
-def _drop(weight: torch.Tensor) -> None:
-    """Takes the sentinels of a weight away: its copies are stale, its memory plain."""
-    copies = [c for c in _copies_of(weight) if c.sentinel is not None]
-    if copies:
+def _drop(weight: torch.Tensor, copies: Sequence[_Copy]) -> None:
+    """Takes a weight's sentinels away: its copies are stale, its memory plain."""
+    if any(copy.sentinel is not None for copy in copies):
         _steady.clear()
         for copy in copies:
             copy.sentinel = None

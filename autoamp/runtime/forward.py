@@ -1,0 +1,87 @@
+"""The `forward` a converted model has on the instance, and the one it had before."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from autoamp.runtime.calls import under_compilation
+
+
+def make_forward(
+    owner: type[nn.Module], existing: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """The instance's new `forward`; a plain function that takes the instance."""
+    entry = plain_entry(owner, existing is None)
+
+    # `wraps` keeps the signature (Trainer and generate read it) and the name "forward",
+    # by which bound methods are copied and pickled.
+    @functools.wraps(existing if existing is not None else owner.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: Any = self._autoamp
+        call = state.call
+        if call is None:
+            return entry(self, *args, **kwargs)
+        if under_compilation():
+            return call.inlined(entry, self, args, kwargs)
+        return call(self, args, kwargs)
+
+    forward.__name__ = "forward"
+    if existing is not None:
+        _keep_bound_signature(forward, existing)
+    return forward
+
+
+def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
+    """`existing` is bound: it has no `self` for a `MethodType` to take away."""
+    del forward.__wrapped__
+    try:
+        signature = inspect.signature(existing)
+    except (TypeError, ValueError):  # C callables may have none
+        return
+    first = inspect.Parameter("_model", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(
+        parameters=[first, *signature.parameters.values()]
+    )
+
+
+def plain_entry(owner: type[nn.Module], of_class: bool) -> Callable[..., Any]:
+    """What the model ran before, as a function of the instance: what is compiled."""
+    if of_class:
+        inner = _with_own_code(owner.forward)
+
+        def entry(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return inner(mod, *args, **kwargs)
+
+        return entry
+
+    def entry_of_instance(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Looked up on the instance: a deep copy has a forward of its own.
+        state: Any = mod._autoamp
+        return state.previous(*args, **kwargs)
+
+    return entry_of_instance
+
+
+def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object of its own.
+
+    Dynamo counts recompiles per code object: after a graph break in it, `forward` is
+    compiled by itself, and models of one class would share its limit.
+    """
+    if not isinstance(forward, types.FunctionType):
+        return forward
+    fresh = types.FunctionType(
+        forward.__code__.replace(),
+        forward.__globals__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    fresh.__kwdefaults__ = forward.__kwdefaults__
+    return fresh
