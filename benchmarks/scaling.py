@@ -23,7 +23,7 @@ import autoamp
 from . import report
 from .capability import capability
 from .peers import Peer, ready
-from .timing import interleaved, seconds
+from .timing import interleaved, keep_freed_memory, seconds
 from .workloads import Workload, workloads
 
 SCALED, UNSCALED = "dynamic", "off"
@@ -78,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for w in workloads(options.quick)
         if w.kind != "inference" and options.only in w.name
     ]
+    kept = keep_freed_memory()
     lines: list[list[str]] = []
     results: list[dict[str, Any]] = []
     with Progress(transient=True) as progress:
@@ -99,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gc.collect()
     line = capability(options.device)
     note = f"{line}; {options.precision}, medians of interleaved rounds"
+    note += ", freed memory kept by malloc" if kept else ""
     note += ", small sizes" if options.quick else ""
     text = "\n".join([note, "", report.markdown(HEADER, lines)]) + "\n"
     stem = f"scaling-{options.device}" + ("-quick" if options.quick else "")

@@ -166,6 +166,21 @@ def test_the_table_can_fail(
         test_the_scale_changes_no_bit("returns_used_inside")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3,), (700, 750), (2, 640, 512)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_large_gradient_is_scaled_in_pieces(
+    shape: tuple[int, ...], turned: bool, dtype: torch.dtype
+) -> None:
+    value = torch.randn(shape).to(dtype).requires_grad_()
+    grad = torch.randn(shape[::-1]).permute(*range(len(shape))[::-1])
+    grad = (grad if turned else grad.contiguous()) * 1e-7  # subnormal where unscaled
+    scale = torch.tensor(S)
+    scaled_result(value, scale).backward(grad)
+    assert value.grad is not None
+    assert torch.equal(value.grad, (grad * scale).to(dtype))
+
+
 # -- all models, and random programs ---------------------------------------------------
 
 
