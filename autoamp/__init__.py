@@ -4,6 +4,7 @@ Public names are those in `__all__`; everything else may change.
 """
 
 from autoamp.api import convert, is_converted, report, revert, rewrite
+from autoamp.auto.mode import disable, enable
 from autoamp.errors import (
     AutoampError,
     CaptureError,
@@ -25,7 +26,7 @@ from autoamp.loss_scale import (
 from autoamp.rules import Rules
 from autoamp.runtime.convert import disabled
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = [
     "AutoampError",
@@ -45,7 +46,9 @@ __all__ = [
     "UnsupportedModelError",
     "VerificationError",
     "convert",
+    "disable",
     "disabled",
+    "enable",
     "is_converted",
     "report",
     "revert",

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.inspect.coverage import Coverage, coverage_of
 from autoamp.inspect.report import LossScaleReport, Report
 from autoamp.options import Options
 from autoamp.pipeline import rewrite_graph
@@ -20,6 +21,7 @@ from autoamp.runtime.convert import (
     revert_model,
 )
 from autoamp.runtime.eligible import choose_graph_precision
+from autoamp.runtime.engine import Engine
 from autoamp.runtime.optimizers import params_of
 from autoamp.runtime.scaling import ModelScaling
 
@@ -138,6 +140,7 @@ def report(model: nn.Module) -> Report:
         runs=state.engine.runs if state.engine is not None else 0,
         unwatched=max((g.copies.unwatched for g in captured if g.copies), default=0),
         loss_scale=_loss_scale(state.engine.scaling) if state.engine else None,
+        coverage=_coverage(state.engine) if state.engine is not None else None,
     )
 
 
@@ -169,6 +172,11 @@ def rewrite(
         )
     low = choose_graph_precision(gm, example_inputs, chosen)
     return rewrite_graph(gm, example_inputs, chosen, low).gm
+
+
+def _coverage(engine: Engine) -> Coverage:
+    done = [(g.rewritten, g.runs) for g in engine.graphs if g.rewritten is not None]
+    return coverage_of(engine.calls, engine.calls_aside, done)
 
 
 def _loss_scale(scaling: ModelScaling) -> LossScaleReport | None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from autoamp.dtypes import parse_low_dtype
-from autoamp.errors import OptionError
+from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
+from autoamp.errors import OptionError, RulesError
 from autoamp.loss_scale import resolve_loss_scale
 from autoamp.rules import Rules
 
@@ -22,6 +22,9 @@ BACKENDS = ("eager", "inductor")
 @dataclass(frozen=True)
 class Options:
     """What the user asked for; the names and defaults are those of `autoamp.convert`.
+
+    Attributes:
+        unlist: (category, op) to take out of the rules, for the automatic mode.
 
     Raises:
         OptionError: a value is unusable; the message lists the valid ones.
@@ -42,6 +45,7 @@ class Options:
     objective: str = "time"
     do_no_harm: bool = True
     strict: bool = False
+    unlist: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("allow", "deny", "infer", "clear", "keep"):
@@ -60,7 +64,22 @@ class Options:
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)
         resolve_loss_scale(self.loss_scale, torch.float16)
-        self.resolve_rules(torch.bfloat16)  # a wrong rule is an error here, not later
+        self._check_rules()
+
+    def _check_rules(self) -> None:
+        """A wrong rule is an error here, not later.
+
+        Rules may be for one precision only, where "auto" may choose either.
+        """
+        low = parse_low_dtype(self.precision)
+        errors = []
+        for dtype in LOW_DTYPES.values() if low is None else (low,):
+            try:
+                self.resolve_rules(dtype)
+            except RulesError as error:
+                errors.append(error)
+        if len(errors) == (len(LOW_DTYPES) if low is None else 1):
+            raise errors[-1]
 
     def replace(self, **changes: Any) -> Options:
         """A copy with some options changed, checked like a new one.
@@ -85,6 +104,8 @@ class Options:
             laid = Rules.load(self.rules)
             complete = self.rules in ("torch-cuda", "torch-cpu", "tensorflow")
             rules = laid if complete else rules.merge(laid)
+        for category, op in self.unlist:
+            rules = rules.without(category, op)
         if self.allow or self.deny or self.infer or self.clear:
             rules = rules.with_lists(
                 allow=self.allow, deny=self.deny, infer=self.infer, clear=self.clear

@@ -25,7 +25,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pipeline"}),
     frozenset({"inspect", "runtime"}),
     frozenset({"api"}),
-    frozenset({"__init__", "cli", "autoload"}),
+    frozenset({"auto"}),
+    frozenset({"__init__", "cli"}),
     frozenset({"__main__"}),
 )
 """From the bottom up: a module imports only from rows below its own.

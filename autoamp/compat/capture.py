@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
 from collections.abc import Callable, Sequence
@@ -68,11 +69,81 @@ def compile_entry(
     return compiled
 
 
-def inductor_compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any]
+def compile_with(
+    backend: str | Callable[..., Any], gm: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """`gm` compiled by inductor, as `torch.compile` would from inside a backend."""
-    from torch._inductor.compile_fx import compile_fx
+    """`gm` compiled by a backend, as `torch.compile` would from inside one.
 
-    compiled: Callable[..., Any] = cast(Any, compile_fx(gm, list(example_inputs)))
+    Args:
+        backend: "eager" (`gm` as it is), "inductor" or any Dynamo backend.
+    """
+    if backend == "eager":
+        return gm.forward
+    if backend == "inductor":
+        from torch._inductor.compile_fx import compile_fx as backend
+    assert callable(backend)
+    compiled: Callable[..., Any] = cast(Any, backend(gm, list(example_inputs)))
     return compiled
+
+
+def resolved_backend(
+    backend: str | Callable[..., Any] | None,
+    mode: str | None,
+    options: dict[str, Any] | None,
+    dynamic: bool | None,
+) -> Callable[..., Any] | None:
+    """What `torch.compile` would call with each graph; None where torch hides that.
+
+    Raises:
+        RuntimeError: torch's own, where the arguments contradict each other.
+    """
+    inductor = getattr(torch, "_TorchCompileInductorWrapper", None)
+    other = getattr(torch, "_TorchCompileWrapper", None)
+    if inductor is None or other is None:
+        return None
+    if backend in (None, "inductor"):
+        if mode is None and options is None:
+            mode = "default"
+        found: Callable[..., Any] = inductor(mode, options, dynamic)
+    else:
+        found = other(backend, mode, options, dynamic)
+    return found
+
+
+def tracing_backend() -> Callable[..., Any] | None:
+    """The backend of the compilation that is tracing now; None where it is unknown.
+
+    None as well under `fullgraph=True`, where the graph must not be broken.
+    """
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        tx: Any = InstructionTranslator.current_tx()
+        whole = tx.one_graph or getattr(tx, "error_on_graph_break", False)
+        found: Callable[..., Any] | None = tx.output.compiler_fn
+    except (ImportError, AttributeError):
+        return None
+    return None if whole else found
+
+
+def transforms_active() -> bool:
+    """Whether the caller is inside `vmap` or another transform of `torch.func`."""
+    return _transforms_active()
+
+
+_transforms_active: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: False
+)
+
+
+def is_capture_error(error: Exception) -> bool:
+    """Whether Dynamo, or a backend it called, failed; not the model's own code."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
+
+
+def capture_errors_suppressed() -> contextlib.AbstractContextManager[None]:
+    """A region in which Dynamo leaves frames it fails on to Python."""
+    patched: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
+        suppress_errors=True
+    )
+    return patched

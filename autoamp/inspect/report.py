@@ -16,6 +16,7 @@ from torch import fx
 from autoamp.dtypes import short_name
 from autoamp.inspect import export, table, why
 from autoamp.inspect.costs import Costs, costs_of
+from autoamp.inspect.coverage import Coverage
 from autoamp.inspect.rows import (
     CastRow,
     OpRow,
@@ -69,6 +70,8 @@ class Report:
         unwatched: weights that are copied at every call, because torch cannot tell when
             their memory is written to.
         loss_scale: the loss scaling; None where there is none, as for bf16.
+        coverage: the shares of calls and of flops that were converted; None where the
+            model was not.
     """
 
     label: str
@@ -78,6 +81,7 @@ class Report:
     runs: int = 0
     loss_scale: LossScaleReport | None = None
     unwatched: int = 0
+    coverage: Coverage | None = None
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
@@ -146,6 +150,7 @@ class Report:
             "runs": self.runs,
             "unwatched": self.unwatched,
             "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
+            "coverage": self._shares(),
             "cost": self.cost,
             "optimal_cost": self.optimal_cost,
             "regret": self.regret,
@@ -154,6 +159,13 @@ class Report:
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+    def _shares(self) -> dict[str, float] | None:
+        found = self.coverage
+        if found is None:
+            return None
+        shares = {n: getattr(found, n) for n in ("share_of_calls", "share_of_flops")}
+        return {**asdict(found), **shares}
 
     def to_networkx(self) -> nx.DiGraph:
         """The rewritten graphs as one `networkx.DiGraph`; casts are nodes in it."""
@@ -190,6 +202,8 @@ class Report:
         yield from table.render(
             self.label, self.sections, self.costs, self.skipped, self.runs
         )
+        if self.coverage is not None and self.coverage.calls:
+            yield table.covered(self._shares() or {})
         if self.unwatched:
             yield table.copied_anew(self.unwatched)
         if self.loss_scale is not None:

@@ -59,6 +59,15 @@ def render(
         yield Text(_REWARD_NOTE)
 
 
+def covered(shares: Mapping[str, Any]) -> Text:
+    """How much of what was called ran converted."""
+    ran = shares["calls"] - shares["calls_aside"]
+    text = f"\n{ran:,} of {counted(shares['calls'], 'call')} ran rewritten graphs"
+    if shares["flops"]:
+        text += f"; {shares['share_of_flops']:.1%} of their flops in low precision"
+    return Text(f"{text}.")
+
+
 def copied_anew(count: int) -> Text:
     """Why a model casts weights that could be kept, and what to do about it."""
     weights = counted(count, "weight")

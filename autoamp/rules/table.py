@@ -125,6 +125,24 @@ class Rules:
                 moved[op] = Rule(op, category, reason, f"{category}=")
         return replace(self, table=_lay_over(self, moved.values())) if moved else self
 
+    def lists(self, category: Category | str, written: str) -> bool:
+        """Whether an op of that name, or an overload of it, is in the category."""
+        return bool(self._listed(category, written))
+
+    def without(self, category: Category | str, written: str) -> Rules:
+        """These rules less those of the named op, where it is in the category."""
+        taken = self._listed(category, written)
+        kept = {k: rule for k, rule in self.table.items() if k not in taken}
+        return replace(self, table=kept) if taken else self
+
+    def _listed(self, category: Category | str, written: str) -> list[str]:
+        op = _user_op(Category(category), written)
+        return [
+            key
+            for key, rule in self.table.items()
+            if (key == op or key.startswith(f"{op}.")) and rule.category == category
+        ]
+
     def lookup(self, target: object) -> Rule | None:
         """The rule for `target`, or None; a rule for the exact overload goes first.
 

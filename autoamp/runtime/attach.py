@@ -23,7 +23,7 @@ from autoamp import compat
 from autoamp.runtime import checkpoint, closures, lbfgs
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.masters import Masters, has_half
-from autoamp.runtime.optimizers import closure_of, params_of
+from autoamp.runtime.optimizers import closure_of, innermost, params_of
 from autoamp.runtime.overflow import gather
 from autoamp.runtime.scaling import BACKWARDS, ModelScaling
 from autoamp.runtime.step import BOUNDARIES, OptimizerBoundary, evaluated
@@ -36,7 +36,8 @@ _hook: list[RemovableHandle] = []
 
 
 def boundary_of(optimizer: Optimizer) -> OptimizerBoundary | None:
-    """The boundary `optimizer` carries, or None."""
+    """The boundary `optimizer` carries, or the one inside it; None where none does."""
+    optimizer = innermost(optimizer)
     found = optimizer.__dict__.get(_STATE)
     # One that is off is still called by whoever wrapped it, and passes steps on.
     return found if isinstance(found, OptimizerBoundary) and not found.off else None
@@ -45,12 +46,15 @@ def boundary_of(optimizer: Optimizer) -> OptimizerBoundary | None:
 def attach(optimizer: Optimizer) -> OptimizerBoundary:
     """Gives `optimizer` a boundary; the one it has where there is one.
 
+    Of a wrapper, the optimizer inside gets it: its step is the one that is taken.
+
     Raises:
         AutoampError: it was loaded with a state of ours that is unusable.
     """
     known = boundary_of(optimizer)
     if known is not None:
         return known
+    optimizer = innermost(optimizer)
     checkpoint.check_loaded(optimizer)
     boundary = OptimizerBoundary(optimizer)
     own: Any = optimizer.step

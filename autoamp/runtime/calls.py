@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import CaptureError
-from autoamp.runtime.engine import Engine, Skipped
+from autoamp.runtime.engine import Engine
 from autoamp.runtime.fallback import under_autocast
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,35 @@ def _traced_for_us() -> bool:
     return _thread.inside > 0 or _thread.off > 0
 
 
+_users_backends: list[Callable[..., Any]] = []
+"""Those of compilations of the user's own in which a converted model was met."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _users_backend() -> int:
+    """Asked while Dynamo traces for the user: the place of the backend, -1 for none."""
+    backend = compat.tracing_backend()
+    if backend is None:
+        return -1
+    for place, known in enumerate(_users_backends):
+        if known is backend:
+            return place
+    _users_backends.append(backend)
+    return len(_users_backends) - 1
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apart(
+    call: CompiledCall,
+    place: int,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A call met in the user's compilation, whose graph is broken around it."""
+    return call.compiled_by(place)(model, args, kwargs)
+
+
 class CompiledCall:
     """The compiled entry of one conversion, shared by its deep copies."""
 
@@ -78,6 +107,9 @@ class CompiledCall:
         self.low = engine.low
         self._make_entry = make_entry
         self._seen: set[tuple[bool, bool, bool]] = set()
+        self._by_backend: dict[int, CompiledCall] = {}
+        self._gave_up = False
+        self._suppress = False
         self._lock = threading.RLock()
         self._compilations = 0
         self._compile()
@@ -96,6 +128,8 @@ class CompiledCall:
         """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
         if _thread.off:
             return self._entry(model, *args, **kwargs)
+        if self._gave_up or compat.transforms_active():
+            return self._in_region(model, args, kwargs)
         if compat.any_autocast():
             args, kwargs = _all_widened(args, kwargs)
             with compat.autocast_off():
@@ -115,6 +149,7 @@ class CompiledCall:
             return self._run(model, args, kwargs)
         with self._lock:
             result = self._run(model, args, kwargs)
+            self.engine.announce()
         self._seen.add(mode)
         return result
 
@@ -123,27 +158,82 @@ class CompiledCall:
     ) -> Any:
         if self.engine.differentiated_twice and not self._as_is:
             self._compile()
-        local = self.engine.local
+        engine = self.engine
+        engine.calls += 1
+        local = engine.local
         before = local.runs
         _thread.inside += 1
         try:
-            result = self._compiled(model, *args, **kwargs)
-        except Exception:
+            if self._suppress:
+                with compat.capture_errors_suppressed():
+                    result = self._compiled(model, *args, **kwargs)
+            else:
+                result = self._compiled(model, *args, **kwargs)
+        except Exception as caught:
             if local.error is not None:  # ours, wrapped by Dynamo
                 error, local.error = local.error, None
                 raise error from error.__cause__
-            if not torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+                result = self._entry(model, *args, **kwargs)
+            elif self._may_suppress(caught):
+                return self._run(model, args, kwargs)
+            else:
                 raise
-            result = self._entry(model, *args, **kwargs)
         finally:
             _thread.inside -= 1
         if local.runs == before:
             self._ran_nothing()
         return result
 
+    def _may_suppress(self, error: Exception) -> bool:
+        """Whether the call is to be tried again with frames that fail left eager.
+
+        A model that runs in fp32 does not fail because Dynamo does.
+        """
+        if self._suppress or not compat.is_capture_error(error):
+            return False
+        if self.engine.options.strict:
+            return False
+        self._suppress = True
+        first = str(error).strip().splitlines()[:1]
+        self.engine.note(
+            "Dynamo failed on a part of the model, which is left as it is: "
+            f"{type(error).__name__}: {''.join(first)}"
+        )
+        return True
+
+    def _in_region(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The model's own code under autocast, where no graph of ours can run."""
+        engine = self.engine
+        if engine.options.strict:
+            raise CaptureError(f"{engine.label}: {_RAN_NOTHING}")
+        # Nothing scales the loss there, so gradients need the range of bf16.
+        fp16 = self.low == torch.float16 and not torch.is_grad_enabled()
+        low = torch.float16 if fp16 else torch.bfloat16
+        engine.note(
+            "calls run under torch.autocast instead of rewritten graphs, because "
+            + ("Dynamo captured nothing" if self._gave_up else "of vmap or torch.func")
+        )
+        engine.calls += 1
+        engine.calls_aside += 1
+        return under_autocast(model, self._entry, low, args, kwargs)
+
+    def compiled_by(self, place: int) -> CompiledCall:
+        """What calls go through whose graphs a backend of the user's compiles."""
+        if self.engine.options.backend != "eager":
+            return self  # the user has said what compiles them
+        with self._lock:
+            if place not in self._by_backend:
+                engine = self.engine.compiled_by(_users_backends[place])
+                self._by_backend[place] = CompiledCall(self._make_entry, engine)
+        return self._by_backend[place]
+
     def _ran_nothing(self) -> None:
         """A converted call went past every rewritten graph: never silently."""
         engine = self.engine
+        engine.calls_aside += 1
         # Dynamo never looks again at code it once stepped aside from: one call under a
         # FlopCounterMode would turn the model off for good.  Not so at the recompile
         # limit, where new code would only start the same over.
@@ -151,11 +241,11 @@ class CompiledCall:
         if self._compilations < _MOST_COMPILATIONS and not many:
             self._compile()
             self._seen.clear()
+        elif not many:
+            self._gave_up = True
         if engine.options.strict:
             raise CaptureError(f"{engine.label}: {_RAN_NOTHING}")
-        if not any(s.why == _RAN_NOTHING for s in engine.skipped):
-            engine.skipped.append(Skipped(engine.label, _RAN_NOTHING))
-            logger.warning("autoamp: %s: %s", engine.label, _RAN_NOTHING)
+        engine.note(_RAN_NOTHING)
 
     def inlined(
         self,
@@ -166,11 +256,16 @@ class CompiledCall:
     ) -> Any:
         """What Dynamo traces where the call is part of a larger graph.
 
-        In a converted parent's graph the parent decides; in a graph of the user's own
-        `torch.compile` our pass never runs, and autocast stands in for it.
+        In a converted parent's graph the parent decides.  In a compilation of the
+        user's own the graph is broken here, and the model's graphs are rewritten, then
+        compiled by the user's backend.  Where it must not be broken (`fullgraph=True`)
+        our pass never runs, and autocast stands in for it.
         """
         if _traced_for_us():
             return entry(model, *args, **kwargs)
+        place = _users_backend()
+        if place >= 0:
+            return _apart(self, place, model, args, kwargs)
         return under_autocast(model, entry, self.low, args, kwargs)
 
 

@@ -183,7 +183,7 @@ def convert_model(
                 revert_model(model)
             raise
     _DECLINED.pop(model, None)
-    logger.info("autoamp: %s is converted to %s", label, short_name(low))
+    logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
     return model
 
 

@@ -49,6 +49,13 @@ def choose_precision(
     if reason:
         return None, reason
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return choose_device_precision(device, options)
+
+
+def choose_device_precision(
+    device: torch.device, options: Options
+) -> tuple[torch.dtype | None, str]:
+    """The compute dtype for `device`, or None and the reason there is none."""
     low = parse_low_dtype(options.precision)
     if low is None:
         low = torch.float16 if device.type == "cuda" else torch.bfloat16

@@ -86,6 +86,8 @@ class Engine:
         skipped: what was not converted.
         differentiated_twice: somebody asked for that of a compiled graph, so the model
             is to be captured again and run as it is.
+        announced: its one line of log has been written.
+        calls, calls_aside: calls so far, and those that ran no rewritten graph.
     """
 
     options: Options
@@ -95,12 +97,51 @@ class Engine:
     graphs: list[CapturedGraph] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     differentiated_twice: bool = False
+    announced: bool = False
+    calls: int = 0
+    calls_aside: int = 0
     local: _Local = field(default_factory=_Local)
 
     @property
     def runs(self) -> int:
         """Executions of rewritten graphs so far, in all threads."""
         return sum(g.runs for g in self.graphs if g.rewritten is not None)
+
+    def compiled_by(self, backend: Callable[..., Any]) -> Engine:
+        """One for the same model, with the same record, whose graphs `backend` gets."""
+        return Engine(
+            self.options.replace(backend=backend),
+            self.low,
+            self.label,
+            self.scaling,
+            self.graphs,
+            self.skipped,
+        )
+
+    def note(self, why: str) -> None:
+        """Says, once, why something is not converted, and keeps it for the report."""
+        if not any(s.why == why for s in self.skipped):
+            self.skipped.append(Skipped(self.label, why))
+            logger.warning("autoamp: %s: %s", self.label, why)
+
+    def announce(self) -> None:
+        """One line, after the first call that captured anything."""
+        if self.announced or not self.graphs:
+            return
+        self.announced = True
+        done = [g.rewritten for g in self.graphs if g.rewritten is not None]
+        decisions = [d for r in done for d in r.assignment.decisions.values()]
+        scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"
+        logger.info(
+            "autoamp: %s is converted to %s: %d of %d float ops low, %d casts, "
+            "loss scale %s",
+            self.label,
+            short_name(self.low),
+            sum(d.low for d in decisions),
+            len(decisions),
+            sum(len(r.casts) for r in done),
+            f"{scale:g}" if isinstance(scale, float) else scale,
+        )
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -113,7 +154,7 @@ class Engine:
             if self.options.strict:
                 self.local.error = self._strict_error(error)
                 raise self.local.error from error
-            return self._unconverted(gm, error)
+            return self._unconverted(gm, example_inputs, error)
 
     def _strict_error(self, error: Exception) -> AutoampError:
         if isinstance(error, AutoampError):
@@ -147,7 +188,6 @@ class Engine:
     def _runner(
         self, captured: CapturedGraph, example_inputs: Sequence[Any], slots: list[int]
     ) -> Callable[..., Any]:
-        backend = self.options.backend
         if self.runs_as_is:
             return captured.gm.forward
         copies = [
@@ -156,11 +196,7 @@ class Engine:
         edge = self.scaling.inputs(captured.boundary.devices, ())
         graph = for_compilers(captured.gm)
         given = [*example_inputs, *copies, *edge]
-        if backend == "inductor":
-            return compat.inductor_compile(graph, given)
-        assert callable(backend)
-        run: Callable[..., Any] = backend(graph, given)
-        return run
+        return compat.compile_with(self.options.backend, graph, given)
 
     def _bind(
         self, captured: CapturedGraph, run: Callable[..., Any], slots: list[int]
@@ -228,7 +264,9 @@ class Engine:
 
         return call_watched
 
-    def _unconverted(self, gm: fx.GraphModule, error: Exception) -> Callable[..., Any]:
+    def _unconverted(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], error: Exception
+    ) -> Callable[..., Any]:
         problem = f"{type(error).__name__}: {error}"
         logger.warning(
             "autoamp: a graph of %s runs in fp32, because the pass failed on it: %s",
@@ -238,10 +276,12 @@ class Engine:
         self.graphs.append(CapturedGraph(None, gm, problem))
         self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", problem))
         local = self.local
+        backend = "eager" if self.runs_as_is else self.options.backend
+        run = compat.compile_with(backend, gm, example_inputs)
 
         def call(*args: Any) -> Any:
             local.runs += 1
-            return gm.forward(*args)
+            return run(*args)
 
         return call
 
@@ -257,7 +297,7 @@ class Engine:
         assert captured.rewritten is not None
         decisions = captured.rewritten.assignment.decisions
         kinds = [c.kind for c in captured.rewritten.casts]
-        logger.info(
+        logger.debug(
             "autoamp: %s graph %d: %d of %d float ops in %s; casts: %d down, %d up, "
             "%d weight copies",
             self.label,

@@ -19,12 +19,13 @@ def under_autocast(
 ) -> Any:
     """`entry(model, *args, **kwargs)` under autocast, with fp32 results as without it.
 
-    Used when a converted module is called inside a module the user compiles: Dynamo
-    inlines the call, so our graphs never run; and a parent that was traced with fp32
-    results would meet half ones.
+    Used where our graphs cannot run: under `vmap` and `torch.func`, inside a module the
+    user compiles as one graph, or where Dynamo captures nothing.  A caller that was
+    written for fp32 results would trip over half ones.
     """
     device = next((p.device.type for p in model.parameters()), "cpu")
-    with torch.autocast(device_type=device, dtype=low):
+    # Without a cache: one cast per use, so that a weight's gradient is summed in fp32.
+    with torch.autocast(device_type=device, dtype=low, cache_enabled=False):
         result = entry(model, *args, **kwargs)
 
     def widen(value: Any) -> Any:

@@ -9,6 +9,18 @@ import torch
 from torch.optim import Optimizer
 
 
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that finally steps, inside accelerate's or Lightning's wrappers."""
+    seen = {id(optimizer)}
+    while True:
+        held = [vars(optimizer).get(n) for n in ("optimizer", "_optimizer", "optim")]
+        inner = [each for each in held if isinstance(each, Optimizer)]
+        if not inner or id(inner[0]) in seen:
+            return optimizer
+        optimizer = inner[0]
+        seen.add(id(optimizer))
+
+
 def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """What `optimizer` optimizes now: groups may be added at any time."""
     return [p for group in optimizer.param_groups for p in group["params"]]

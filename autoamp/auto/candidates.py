@@ -1,0 +1,73 @@
+"""Which of the modules a script calls are converted, and which are left alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from autoamp.runtime.convert import conversion_of
+
+
+class Choice(NamedTuple):
+    """What becomes of a module that was called from outside any other.
+
+    Attributes:
+        target: the module to convert: it or, for a wrapper, the one inside; or None.
+        only_if_it_pays: it is converted under do-no-harm, whatever was asked for.
+        transparent: it owns nothing to convert; what it calls is looked at in turn.
+        final: the answer will be the same at the next call.
+    """
+
+    target: nn.Module | None = None
+    only_if_it_pays: bool = False
+    transparent: bool = False
+    final: bool = True
+
+
+def choose(module: nn.Module) -> Choice:
+    """The choice for the outermost module that is being called."""
+    target = inside(module)
+    if isinstance(target, torch.jit.ScriptModule):
+        return Choice()
+    if any(is_lazy(each) for each in (*target.parameters(), *target.buffers())):
+        return Choice(final=False)  # its first call makes its weights
+    if not any(p.is_floating_point() for p in target.parameters()):
+        return Choice(transparent=True)  # a loss, a metric, a transform
+    if conversion_of(target) is not None:
+        return Choice()  # somebody has said already what is to become of it
+    return Choice(target, only_if_it_pays=_is_lone_layer(target))
+
+
+def inside(module: nn.Module) -> nn.Module:
+    """The module that wrappers, one in another, finally call."""
+    while True:
+        held: Any = None
+        if hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx"):
+            held = module._orig_mod
+        elif isinstance(module, _wrappers()):
+            held = module.module
+        if not isinstance(held, nn.Module):
+            return module
+        module = held
+
+
+def _wrappers() -> tuple[type[nn.Module], ...]:
+    # Not imported for the question: without torch.distributed there is none of these.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel,)
+    return (DistributedDataParallel, nn.DataParallel, *sharded)
+
+
+def _is_lone_layer(module: nn.Module) -> bool:
+    """Whether it is one of torch's own layers, called by a plain function or method.
+
+    With fp32 in and fp32 out, and a graph of its own for every layer, it mostly does
+    not pay.
+    """
+    alone = next(module.children(), None) is None
+    return alone and type(module).__module__.startswith("torch.nn.")

@@ -1,0 +1,253 @@
+"""The automatic mode: `enable`, `disable`, and what a call of a module goes through."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp import compat
+from autoamp.auto import environment, stderr
+from autoamp.auto.candidates import choose
+from autoamp.auto.compiled import compiling_with
+from autoamp.auto.environment import Settings
+from autoamp.auto.patch import Patch
+from autoamp.auto.record import Recorder
+from autoamp.errors import AutoampError, OptionError
+from autoamp.options import Options
+from autoamp.runtime.calls import disabled, under_compilation
+from autoamp.runtime.convert import conversion_of, convert_model, revert_model
+from autoamp.runtime.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[..., Any]
+
+
+class _ThisThread(threading.local):
+    """`inside`: a module that owns weights is being called."""
+
+    inside = False
+
+
+_thread = _ThisThread()
+
+
+class _Known:
+    """What was decided of one module that is called from outside.
+
+    Attributes:
+        module: whose calls come in.
+        target: what was converted for it; None where nothing was.
+        engine: of that conversion.
+        transparent: what the module calls is looked at in turn.
+        graphs: how many had been captured when last looked at.
+    """
+
+    __slots__ = ("engine", "graphs", "module", "target", "transparent")
+
+    def __init__(
+        self,
+        module: weakref.ref[nn.Module],
+        target: nn.Module | None = None,
+        transparent: bool = False,
+    ) -> None:
+        state = conversion_of(target)
+        self.module = module
+        self.target = weakref.ref(target) if target is not None else None
+        self.engine: Engine | None = state.engine if state is not None else None
+        self.transparent = transparent
+        self.graphs = 0
+
+
+class AutomaticMode:
+    """Converts each model at its first call, and remembers which it did."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.recorder = Recorder(settings.report_dir) if settings.report_dir else None
+        self._known: dict[int, _Known] = {}
+        self._lock = threading.RLock()
+
+    def call(
+        self, original: Call, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """`original(module, ...)`, where nothing that owns weights is being called."""
+        known = self._known.get(id(module))
+        if known is None or known.module() is not module:
+            known = self._meet(module)
+        if known is not None and known.transparent:
+            return original(module, *args, **kwargs)
+        _thread.inside = True
+        try:
+            if known is None or known.engine is None:
+                return original(module, *args, **kwargs)
+            if compat.any_autocast():  # the user's own region: left to it
+                with disabled():
+                    return original(module, *args, **kwargs)
+            result = original(module, *args, **kwargs)
+        finally:
+            _thread.inside = False
+        if known.graphs != len(known.engine.graphs):
+            self._look(known)
+        return result
+
+    def revert_all(self) -> None:
+        """Puts back every model this mode has converted."""
+        with self._lock:
+            known, self._known = list(self._known.values()), {}
+        for each in known:
+            target = each.target() if each.target is not None else None
+            if target is not None:
+                revert_model(target)
+        if self.recorder is not None:
+            self.recorder.finish()
+
+    def _meet(self, module: nn.Module) -> _Known | None:
+        """Decides what becomes of a module; None where it is too early to say."""
+        # A region recomputed by a backward must run as its forward did; one in an
+        # autocast region of the user's is that region's.
+        if compat.inside_backward() or compat.any_autocast():
+            return None
+        with self._lock:
+            known = self._known.get(id(module))
+            if known is not None and known.module() is module:
+                return known
+            choice = choose(module)
+            if not choice.final:
+                return None
+            target = choice.target
+            if target is not None and not self._convert(target, choice.only_if_it_pays):
+                target = None
+            place = id(module)
+            gone = weakref.ref(module, lambda ref: self._forget(place, ref))
+            known = _Known(gone, target, choice.transparent)
+            self._known[place] = known
+            return known
+
+    def _forget(self, place: int, ref: weakref.ref[nn.Module]) -> None:
+        known = self._known.get(place)
+        if known is not None and known.module is ref:
+            del self._known[place]
+
+    def _convert(self, target: nn.Module, only_if_it_pays: bool) -> bool:
+        """Whether `target` is converted now; where it cannot be, why is said."""
+        options = self.settings.options
+        if only_if_it_pays:
+            options = replace(options, do_no_harm=True)
+        try:
+            convert_model(target, options)
+        except AutoampError as error:
+            if options.strict:
+                raise
+            logger.warning("autoamp: %s runs in fp32: %s", type(target).__name__, error)
+        return conversion_of(target) is not None
+
+    def _look(self, known: _Known) -> None:
+        """Graphs have been captured since the last call."""
+        assert known.engine is not None
+        known.graphs = len(known.engine.graphs)
+        target = known.target() if known.target is not None else None
+        if self.recorder is not None and target is not None:
+            self.recorder.write(target, known.engine)
+
+
+_mode: AutomaticMode | None = None
+_patches: list[Patch] = []
+_switch = threading.RLock()
+
+
+def dispatch(
+    original: Call, module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """A call of a module: converted first, where it is a model met for the first time.
+
+    Args:
+        original: `nn.Module.__call__` as it was before.
+    """
+    mode = _mode
+    if mode is None or _thread.inside:
+        return original(module, *args, **kwargs)
+    return mode.call(original, module, args, kwargs)
+
+
+def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
+    """Converts every model of this process at its first call, from now on.
+
+    What `AUTOAMP_ENABLE=1` does.  Optimizers are met by themselves.  Called again, the
+    new options hold for models met from then on, and those met before are reverted.
+
+    Args:
+        report_dir: where each captured graph and report is written.
+        **options: as for `convert`.
+
+    Raises:
+        AutoampError: an option cannot be used; nothing was changed.
+    """
+    if "unlist" in options:
+        raise OptionError("unknown option 'unlist'")
+    place = environment.writable(str(report_dir)) if report_dir is not None else None
+    _start(Settings(Options().replace(**options), place))
+
+
+def enable_from_environment() -> None:
+    """`enable` with what the environment variables say.
+
+    Raises:
+        AutoampError: one of them is unusable; nothing was changed.
+    """
+    settings = environment.read(os.environ)
+    stderr.speak_up()
+    for sentence in environment.unknown(os.environ):
+        logger.warning("autoamp: %s", sentence)
+    _start(settings)
+
+
+def disable() -> None:
+    """Undoes `enable`: models and optimizers are what they were, and new ones stay so.
+
+    Without effect where the automatic mode is off.
+    """
+    global _mode
+    with _switch:
+        mode, _mode = _mode, None
+        while _patches:
+            _patches.pop().undo()
+        stderr.fall_silent()
+    if mode is not None:
+        mode.revert_all()
+
+
+def _start(settings: Settings) -> None:
+    global _mode
+    with _switch:
+        before, _mode = _mode, AutomaticMode(settings)
+        if not _patches:
+            _patches.append(Patch(nn.Module, "__call__", _watching))
+            _patches.append(Patch(torch, "compile", compiling_with(_options)))
+    if before is not None:
+        before.revert_all()
+
+
+def _options() -> Options | None:
+    """Those in force now; None where the mode is off."""
+    return _mode.settings.options if _mode is not None else None
+
+
+def _watching(original: Call) -> Call:
+    """What takes the place of `nn.Module.__call__`."""
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if under_compilation() or _thread.inside:
+            return original(self, *args, **kwargs)
+        return dispatch(original, self, args, kwargs)
+
+    return __call__

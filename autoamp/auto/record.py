@@ -1,0 +1,99 @@
+"""`AUTOAMP_REPORT_DIR`: every captured graph, before and after, and the report.
+
+Written at each capture, so that a killed process leaves them too, and once more when
+the process ends, with the final counts.  Each model of each process has a directory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import re
+import socket
+import weakref
+from pathlib import Path
+
+from torch import nn
+
+from autoamp.api import report
+from autoamp.runtime.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+_number = itertools.count()
+
+
+class Recorder:
+    """Writes what becomes of models below a directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._places: weakref.WeakKeyDictionary[Engine, Path] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._models: list[tuple[weakref.ref[nn.Module], weakref.ref[Engine]]] = []
+        self._written: weakref.WeakKeyDictionary[Engine, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._pid = os.getpid()
+        atexit.register(self._at_exit)
+
+    def write(self, model: nn.Module, engine: Engine) -> None:
+        """Writes the graphs that are new, and the report anew; never raises."""
+        try:
+            place = self._place(model, engine)
+            first = self._written.get(engine, 0)
+            for number, captured in enumerate(engine.graphs[first:], first):
+                after = captured.gm.print_readable(print_output=False)
+                before = captured.gm.meta.get("autoamp_before", after)
+                _put(place / f"graph-{number}-before.py", before)
+                _put(place / f"graph-{number}-after.py", after)
+                self._written[engine] = number + 1
+            made = report(model)
+            _put(place / "report.json", made.to_json())
+            _put(place / "report.txt", str(made) + "\n")
+        except Exception as error:  # noqa: BLE001 (a full disk is no reason to fail)
+            logger.warning(
+                "autoamp: the report of %s could not be written to %s: %s",
+                type(model).__name__,
+                self.root,
+                error,
+            )
+
+    def finish(self) -> None:
+        """Writes the reports a last time; nothing is written at exit any more."""
+        atexit.unregister(self._at_exit)
+        self._at_exit()
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:  # a fork's parent writes its own
+            return
+        for model_ref, engine_ref in self._models:
+            model, engine = model_ref(), engine_ref()
+            if model is not None and engine is not None:
+                self.write(model, engine)
+
+    def _place(self, model: nn.Module, engine: Engine) -> Path:
+        if os.getpid() != self._pid:  # this process was forked: places of its own
+            self._pid = os.getpid()
+            self._places.clear()
+            self._written.clear()
+            self._models.clear()
+        if engine not in self._places:
+            # Names of classes may hold anything.
+            name = re.sub(r"[^A-Za-z0-9_]", "_", type(model).__name__)[:60]
+            host = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())[:40]
+            place = self.root / f"{name}-{host}-{self._pid}-{next(_number)}"
+            place.mkdir(parents=True, exist_ok=True)
+            self._places[engine] = place
+            self._models.append((weakref.ref(model), weakref.ref(engine)))
+        return self._places[engine]
+
+
+def _put(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)

@@ -1,0 +1,45 @@
+"""What the automatic mode has to say, on stderr, where nobody configured logging."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+_PACKAGE = logging.getLogger("autoamp")
+
+
+class _Fallback(logging.Handler):
+    """Writes to stderr unless the script has handlers of its own at the root.
+
+    A script that was never changed has not heard of our logger; one that sets up its
+    logging gets every line there, once.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers and sys.stderr is not None:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+
+
+_handler: list[logging.Handler] = []
+
+
+def speak_up() -> None:
+    """Lets messages of level INFO through; a level that somebody set stays."""
+    if _handler:
+        return
+    _handler.append(_Fallback())
+    _PACKAGE.addHandler(_handler[0])
+    if _PACKAGE.level == logging.NOTSET:
+        _PACKAGE.setLevel(logging.INFO)
+        _handler[0].set_name("autoamp: level was not set")
+
+
+def fall_silent() -> None:
+    """Undoes `speak_up`."""
+    if not _handler:
+        return
+    handler = _handler.pop()
+    _PACKAGE.removeHandler(handler)
+    if handler.get_name() and _PACKAGE.level == logging.INFO:
+        _PACKAGE.setLevel(logging.NOTSET)

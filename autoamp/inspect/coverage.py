@@ -1,0 +1,61 @@
+"""How much of a model's work ran in low precision, and how much went past us."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autoamp.pipeline import Rewritten
+from autoamp.place.cost import flops_of
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Counts over all calls so far.
+
+    Attributes:
+        calls: of the converted model.
+        calls_aside: those that ran no rewritten graph.
+        flops: of the matrix products, convolutions, attention and recurrent layers of
+            the graphs, forward only, each as often as its graph ran.
+        low_flops: those of them in low precision.
+    """
+
+    calls: int
+    calls_aside: int
+    flops: int
+    low_flops: int
+
+    @property
+    def share_of_calls(self) -> float:
+        """Calls that ran rewritten graphs, 0 to 1; 1 before any call."""
+        return 1 - self.calls_aside / self.calls if self.calls else 1.0
+
+    @property
+    def share_of_flops(self) -> float:
+        """Flops in low precision, 0 to 1; 1 where there are none."""
+        return self.low_flops / self.flops if self.flops else 1.0
+
+
+def coverage_of(
+    calls: int, calls_aside: int, graphs: Iterable[tuple[Rewritten, int]]
+) -> Coverage:
+    """Args: `graphs` are the rewritten ones with how often each ran."""
+    flops = low_flops = 0
+    for rewritten, runs in graphs:
+        total, low = _flops(rewritten)
+        flops, low_flops = flops + runs * total, low_flops + runs * low
+    return Coverage(calls, calls_aside, flops, low_flops)
+
+
+def _flops(rewritten: Rewritten) -> tuple[int, int]:
+    total = low = 0
+    nodes = {n.name: n for n in rewritten.before.graph.nodes}
+    for name, decision in rewritten.assignment.decisions.items():
+        count = flops_of(nodes[name], rewritten.facts.nodes[name])
+        total += count
+        low += count if decision.low else 0
+    for body in rewritten.bodies:
+        inner = _flops(body)
+        total, low = total + inner[0], low + inner[1]
+    return total, low

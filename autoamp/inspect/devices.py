@@ -1,0 +1,87 @@
+"""What low precision pays on the devices of this machine, in sentences."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from autoamp import compat
+from autoamp.dtypes import LOW_DTYPES
+from autoamp.place.cost import device_of
+
+_PACKAGES = (
+    "autoamp",
+    "torch",
+    "networkx",
+    "rich",
+    "transformers",
+    "lightning",
+    "pytorch-lightning",
+    "accelerate",
+    "peft",
+    "timm",
+    "torchvision",
+)
+
+
+def versions() -> list[tuple[str, str]]:
+    """Name and version of what matters in a report of a problem."""
+    found = [("python", f"{platform.python_version()} ({sys.executable})")]
+    found.append(("system", platform.platform()))
+    for name in _PACKAGES:
+        try:
+            found.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            continue
+    found.append(("CUDA", str(torch.version.cuda or "none in this torch")))
+    return found
+
+
+def devices() -> list[tuple[str, list[str]]]:
+    """Each device with a sentence for each low precision: is it fast, and why not."""
+    found = [(_cpu_name(), [_on_cpu(n, d) for n, d in LOW_DTYPES.items()])]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(index)
+            name = f"cuda:{index}  {torch.cuda.get_device_name(index)}, "
+            name += f"compute capability {major}.{minor}"
+            where = torch.device("cuda", index)
+            lines = [_on_cuda(n, d, where) for n, d in LOW_DTYPES.items()]
+            found.append((name, lines))
+    return found
+
+
+def _on_cpu(name: str, low: torch.dtype) -> str:
+    unit = compat.cpu_low_precision_units().get(low)
+    if unit is None:
+        return (
+            f"{name} is slower than fp32: this CPU has no units that multiply it. "
+            "Nothing is converted to it unless do-no-harm is switched off"
+        )
+    where = "matrix tiles" if unit.startswith("amx") else "vector instructions"
+    return f"{name} pays for matrix products and convolutions ({where}, {unit})"
+
+
+def _on_cuda(name: str, low: torch.dtype, where: torch.device) -> str:
+    if device_of(where, low).pays:
+        return f"{name} pays: tensor cores"
+    needed = "8.0" if low is torch.bfloat16 else "7.0"
+    return (
+        f"{name} will be slow: it needs compute capability {needed} or higher. Nothing "
+        "is converted to it unless do-no-harm is switched off"
+    )
+
+
+def _cpu_name() -> str:
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    return f"cpu  {name}, {torch.get_num_threads()} threads"

@@ -1,0 +1,102 @@
+"""A Dynamo backend that rewrites each graph and hands it to another backend.
+
+For `torch.compile(model, backend="autoamp")`, and for what a script compiles itself
+while the automatic mode is on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.dtypes import short_name
+from autoamp.loss_scale import resolve_loss_scale
+from autoamp.options import Options
+from autoamp.runtime.attach import listen, meet
+from autoamp.runtime.eligible import choose_device_precision
+from autoamp.runtime.engine import Engine
+from autoamp.runtime.scaling import ModelScaling
+
+logger = logging.getLogger(__name__)
+
+Backend = Callable[..., Any]
+
+LABEL = "a compiled function"
+
+
+class GraphBackend:
+    """What Dynamo calls with each graph of a function the user compiles.
+
+    Attributes:
+        options: those of `convert`; `backend` in them is what compiles the result.
+        engine: what rewrites; None before the first graph, or where nothing is to be.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.engine: Engine | None = None
+        self._asked = False
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The callable to run instead of `gm`."""
+        with self._lock:
+            if not self._asked:
+                self.engine, self._asked = self._made(example_inputs), True
+        # An autocast region of the user's own is left to it.
+        if self.engine is None or compat.any_autocast():
+            return compat.compile_with(self.options.backend, gm, example_inputs)
+        return self.engine(gm, example_inputs)
+
+    def _made(self, example_inputs: Sequence[Any]) -> Engine | None:
+        device = next(
+            (v.device for v in example_inputs if isinstance(v, torch.Tensor)),
+            torch.device("cpu"),
+        )
+        low, why_not = choose_device_precision(device, self.options)
+        if low is None:
+            logger.warning("autoamp: %s stays in fp32: %s", LABEL, why_not)
+            return None
+        scale = resolve_loss_scale(self.options.loss_scale, low)
+        engine = Engine(self.options, low, LABEL, ModelScaling(scale, LABEL, meet))
+        listen(engine)
+        logger.info("autoamp: %s is rewritten to %s", LABEL, short_name(low))
+        return engine
+
+
+_BACKENDS: dict[Any, GraphBackend] = {}
+
+
+def autoamp_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="autoamp", options={...})`: then inductor.
+
+    Models compiled with equal options share one loss scale.
+
+    Args:
+        options: keyword arguments of `convert`; "eager" as `backend` runs the rewritten
+            graph as it is.
+
+    Raises:
+        AutoampError: an option cannot be used.
+    """
+    given = {"backend": "inductor", **(options or {})}
+    chosen = Options().replace(**given)
+    try:
+        known = _BACKENDS.setdefault(chosen, GraphBackend(chosen))
+    except TypeError:  # an option without a hash: a list of optimizers' own callables
+        known = GraphBackend(chosen)
+    return known(gm, example_inputs)
