@@ -35,9 +35,7 @@ def main() -> None:
     """Automatic mixed precision for PyTorch."""
 
 
-@main.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-)
+@main.command(context_settings={"allow_interspersed_args": False})
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module.")
 @click.option("--precision", metavar="P", help="auto, fp16 or bf16.")
 @click.option("--rules", metavar="FILE", help="Rules laid over the built-in ones.")
@@ -90,7 +88,7 @@ def env() -> None:
 
 def _variables() -> list[str]:
     given = sorted(k for k in os.environ if k.startswith("AUTOAMP_"))
-    lines = [f"{name}={os.environ[name]}" for name in given]
+    lines = [f"{name}={os.environ[name]!r}" for name in given]
     try:
         environment.read(os.environ)
     except AutoampError as error:

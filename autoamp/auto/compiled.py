@@ -51,7 +51,8 @@ def compiling_with(
                 inner = compat.resolved_backend(backend, mode, options, dynamic)
             if inner is None or chosen is None:
                 return original(model, dynamic=dynamic, **given, **others)
-            rewriting = GraphBackend(chosen.replace(backend=inner))
+            name = getattr(model, "__qualname__", type(model).__name__)
+            rewriting = GraphBackend(chosen.replace(backend=inner), f"{name}()")
             return original(model, backend=rewriting, dynamic=dynamic, **others)
 
         return compile

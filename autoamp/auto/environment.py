@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
-from autoamp.errors import AutoampError, OptionError
+from autoamp.errors import AutoampError, OptionError, RulesError
+from autoamp.loss_scale import StaticLossScale
 from autoamp.options import BACKENDS, Options
 from autoamp.rules import Rules
 
@@ -19,6 +21,8 @@ REPORT_DIR = "AUTOAMP_REPORT_DIR"
 _PREFIX = "AUTOAMP_"
 _ON, _OFF = ("1", "true", "on"), ("0", "false", "off")
 _LISTS = ("allow", "deny", "infer", "clear")
+_SHOWN, _TOLD = 100, 1000
+"""Characters of a value, and of what is wrong with it, that a message holds."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +53,34 @@ def read(environ: Mapping[str, str]) -> Settings:
             try:
                 options = options.replace(**parse(value, options))
             except (AutoampError, OSError, ValueError) as error:
-                raise OptionError(f"{name}={value!r}: {error}") from None
+                raise OptionError(_told(name, value, str(error))) from None
     place = given.get(REPORT_DIR)
     return Settings(options, writable(place) if place else None)
 
 
+def _told(name: str, value: str, problem: str) -> str:
+    """One line: values, and the paths in messages, may hold anything, at any length."""
+    shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in problem)
+    if len(plain) > _TOLD:
+        plain = f"{plain[: _TOLD // 2]} ... {plain[-_TOLD // 2 :]}"
+    return f"{name}={shown!r}: {plain}"
+
+
 def unknown(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable that looks like ours and is none."""
+    """A sentence for each variable that looks like ours and has no effect."""
     known = sorted({ENABLE, REPORT_DIR, *_VARIABLES})
     found = []
+    enable = environ.get(ENABLE, "")
+    if enable.strip().lower() not in ("", *_ON, *_OFF):
+        valid = ", ".join((*_ON, *_OFF))
+        found.append(_told(ENABLE, enable, f"give one of {valid}"))
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in known:
-            close = difflib.get_close_matches(name, known, 1) or known
+            shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
+            close = difflib.get_close_matches(shown, known, 1) or known
             found.append(
-                f"{name} is no variable of autoamp; did you mean {', '.join(close)}?"
+                f"{shown} is no variable of autoamp; did you mean {', '.join(close)}?"
             )
     return found
 
@@ -82,9 +100,13 @@ def _loss_scale(value: str, _: Options) -> dict[str, Any]:
     if word in ("auto", "dynamic", "off"):
         return {"loss_scale": word}
     try:
-        return {"loss_scale": float(word)}
-    except ValueError:
-        raise OptionError("give auto, dynamic, off or a positive number") from None
+        scale = float(word)
+        StaticLossScale(scale)
+    except (AutoampError, ValueError):
+        raise OptionError(
+            "give auto, dynamic, off or a positive finite number"
+        ) from None
+    return {"loss_scale": scale}
 
 
 def _backend(value: str, _: Options) -> dict[str, Any]:
@@ -109,15 +131,28 @@ def _add(category: str) -> Callable[[str, Options], dict[str, Any]]:
 def _remove(category: str) -> Callable[[str, Options], dict[str, Any]]:
     def parse(value: str, options: Options) -> dict[str, Any]:
         """An op counts as listed if it is so for either precision."""
-        chosen = parse_low_dtype(options.precision)
-        lows = [*LOW_DTYPES.values()] if chosen is None else [chosen]
+        tables = _rules_in_force(options)
         for name in _names(value):
-            if not any(Rules.default(low).lists(category, name) for low in lows):
-                raise OptionError(f"{name} is not in the {category} list")
+            there = [c for c in _LISTS if any(t.lists(c, name) for t in tables)]
+            if category not in there:
+                lists = " and ".join(f"the {c} list" for c in there) or "no list"
+                raise OptionError(
+                    f"{name} is not in the {category} list; it is in {lists}"
+                )
         taken = ((category, name) for name in _names(value))
         return {"unlist": (*options.unlist, *taken)}
 
     return parse
+
+
+def _rules_in_force(options: Options) -> list[Rules]:
+    """For each precision that may be chosen; a rules file may be for one of them."""
+    chosen = parse_low_dtype(options.precision)
+    found = []
+    for low in [*LOW_DTYPES.values()] if chosen is None else [chosen]:
+        with contextlib.suppress(RulesError):
+            found.append(options.resolve_rules(low))
+    return found
 
 
 def _names(value: str) -> tuple[str, ...]:
@@ -130,16 +165,15 @@ def writable(value: str) -> Path:
     Raises:
         OptionError: it cannot be written to.
     """
-    path = Path(value).expanduser()
     try:
+        path = Path(value).expanduser()  # a RuntimeError where there is no such home
         path.mkdir(parents=True, exist_ok=True)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(f"{path} is not writable")
-    except (OSError, ValueError) as error:
-        raise OptionError(
-            f"{REPORT_DIR}={value!r}: {error}; give a directory that can be written"
-        ) from None
-    return path.resolve()
+        # Asked for permission, root is always told yes: also in /proc.
+        with tempfile.TemporaryFile(dir=path):
+            return path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:
+        problem = f"{error}; give a directory that can be written"
+        raise OptionError(_told(REPORT_DIR, value, problem)) from None
 
 
 _VARIABLES: dict[str, Callable[[str, Options], dict[str, Any]]] = {

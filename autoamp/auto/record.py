@@ -7,11 +7,13 @@ the process ends, with the final counts.  Each model of each process has a direc
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
 import re
 import socket
+import threading
 import weakref
 from pathlib import Path
 
@@ -38,22 +40,16 @@ class Recorder:
             weakref.WeakKeyDictionary()
         )
         self._pid = os.getpid()
+        self._lock = threading.RLock()
         atexit.register(self._at_exit)
 
     def write(self, model: nn.Module, engine: Engine) -> None:
         """Writes the graphs that are new, and the report anew; never raises."""
+        if os.getpid() != self._pid:  # this process was forked: places of its own
+            self._begin_anew()
         try:
-            place = self._place(model, engine)
-            first = self._written.get(engine, 0)
-            for number, captured in enumerate(engine.graphs[first:], first):
-                after = captured.gm.print_readable(print_output=False)
-                before = captured.gm.meta.get("autoamp_before", after)
-                _put(place / f"graph-{number}-before.py", before)
-                _put(place / f"graph-{number}-after.py", after)
-                self._written[engine] = number + 1
-            made = report(model)
-            _put(place / "report.json", made.to_json())
-            _put(place / "report.txt", str(made) + "\n")
+            with self._lock:
+                self._write(model, engine)
         except Exception as error:  # noqa: BLE001 (a full disk is no reason to fail)
             logger.warning(
                 "autoamp: the report of %s could not be written to %s: %s",
@@ -61,6 +57,19 @@ class Recorder:
                 self.root,
                 error,
             )
+
+    def _write(self, model: nn.Module, engine: Engine) -> None:
+        place = self._place(model, engine)
+        first = self._written.get(engine, 0)
+        for number, captured in enumerate(engine.graphs[first:], first):
+            after = captured.gm.print_readable(print_output=False)
+            before = captured.gm.meta.get("autoamp_before", after)
+            _put(place / f"graph-{number}-before.py", before)
+            _put(place / f"graph-{number}-after.py", after)
+            self._written[engine] = number + 1
+        made = report(model)
+        _put(place / "report.json", made.to_json())
+        _put(place / "report.txt", str(made) + "\n")
 
     def finish(self) -> None:
         """Writes the reports a last time; nothing is written at exit any more."""
@@ -75,25 +84,41 @@ class Recorder:
             if model is not None and engine is not None:
                 self.write(model, engine)
 
+    def _begin_anew(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # another thread may have held it
+        self._places.clear()
+        self._written.clear()
+        self._models.clear()
+
     def _place(self, model: nn.Module, engine: Engine) -> Path:
-        if os.getpid() != self._pid:  # this process was forked: places of its own
-            self._pid = os.getpid()
-            self._places.clear()
-            self._written.clear()
-            self._models.clear()
         if engine not in self._places:
             # Names of classes may hold anything.
             name = re.sub(r"[^A-Za-z0-9_]", "_", type(model).__name__)[:60]
             host = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())[:40]
-            place = self.root / f"{name}-{host}-{self._pid}-{next(_number)}"
-            place.mkdir(parents=True, exist_ok=True)
+            place = _new_folder(self.root, f"{name}-{host}-{self._pid}")
             self._places[engine] = place
             self._models.append((weakref.ref(model), weakref.ref(engine)))
         return self._places[engine]
 
 
+def _new_folder(root: Path, name: str) -> Path:
+    """In a container every run may have the same host name and process id."""
+    root.mkdir(parents=True, exist_ok=True)
+    while True:
+        with contextlib.suppress(FileExistsError):
+            place = root / f"{name}-{next(_number)}"
+            place.mkdir()
+            return place
+
+
 def _put(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    try:
+        # What a class or an op is called may be no valid text.
+        draft.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

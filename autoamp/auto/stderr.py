@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
@@ -16,7 +17,11 @@ class _Fallback(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers and sys.stderr is not None:
+        if logging.getLogger().handlers or sys.stderr is None:
+            return
+        # It may be closed, or a pipe nobody reads: a call of a model does not fail
+        # because of what there is to say about it.
+        with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()
 

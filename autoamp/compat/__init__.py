@@ -12,10 +12,12 @@ from autoamp.compat.capture import (
     capture_errors_suppressed,
     compile_entry,
     compile_with,
+    hides_calls,
     is_capture_error,
     resolved_backend,
     tracing_backend,
     transforms_active,
+    unwrapped_backend,
 )
 from autoamp.compat.device import (
     any_autocast,
@@ -100,6 +102,7 @@ __all__ = [
     "end_lazy_clone",
     "fake_inputs",
     "held_alone",
+    "hides_calls",
     "hint",
     "inside_backward",
     "is_capture_error",
@@ -123,6 +126,7 @@ __all__ = [
     "tracing_backend",
     "transforms_active",
     "unscale_and_check",
+    "unwrapped_backend",
     "update_scale",
     "version_kept",
     "with_parameters",

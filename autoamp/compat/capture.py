@@ -110,20 +110,30 @@ def resolved_backend(
     return found
 
 
-def tracing_backend() -> Callable[..., Any] | None:
+def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
     """The backend of the compilation that is tracing now; None where it is unknown.
 
-    None as well under `fullgraph=True`, where the graph must not be broken.
+    And whether the graph may be broken: not so under `fullgraph=True`.
     """
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         tx: Any = InstructionTranslator.current_tx()
         whole = tx.one_graph or getattr(tx, "error_on_graph_break", False)
-        found: Callable[..., Any] | None = tx.output.compiler_fn
+        return tx.output.compiler_fn, not whole
     except (ImportError, AttributeError):
-        return None
-    return None if whole else found
+        return None, False
+
+
+def unwrapped_backend(backend: Any) -> Any:
+    """What was given to `torch.compile` as `backend`, out of torch's own wrappers."""
+    names = ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__")
+    for _ in range(10):
+        inner = [getattr(backend, n) for n in names if getattr(backend, n, None)]
+        if not inner:
+            break
+        backend = inner[0]
+    return backend
 
 
 def transforms_active() -> bool:
@@ -134,6 +144,13 @@ def transforms_active() -> bool:
 _transforms_active: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: False
 )
+
+
+def hides_calls() -> bool:
+    """Whether a dispatch mode or jit tracing keeps Dynamo from capturing anything."""
+    modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+    tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
+    return bool(modes()) or bool(tracing())
 
 
 def is_capture_error(error: Exception) -> bool:

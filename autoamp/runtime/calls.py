@@ -18,6 +18,7 @@ from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import CaptureError
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.fallback import under_autocast
+from autoamp.runtime.graph_backend import is_ours
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ _RAN_NOTHING = (
 
 _RECOMPILE_LIMIT = 8
 """Dynamo's own, per code object: more graphs than this in a row may mean it was hit."""
+
+_MOST_IN_VAIN = 2
+"""Calls of which nothing was captured before autocast takes over."""
 
 _MOST_COMPILATIONS = 8
 """How often a conversion starts afresh after Dynamo stepped aside."""
@@ -71,12 +75,23 @@ _users_backends: list[Callable[..., Any]] = []
 """Those of compilations of the user's own in which a converted model was met."""
 
 
+_ONE_GRAPH, _OURS = -1, -2
+"""In place of a backend: the graph must not be broken; our pass precedes it anyway."""
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _users_backend() -> int:
-    """Asked while Dynamo traces for the user: the place of the backend, -1 for none."""
-    backend = compat.tracing_backend()
-    if backend is None:
-        return -1
+    """Asked while Dynamo traces for the user: the place of the backend."""
+    backend, may_break = compat.tracing_backend()
+    if is_ours(compat.unwrapped_backend(backend)):
+        return _OURS
+    if backend is None or not may_break:
+        logger.warning(
+            "autoamp: a converted model is called in a compilation with "
+            "fullgraph=True, and torch.autocast stands in for its rewritten graphs; "
+            'give up fullgraph, or use torch.compile(..., backend="autoamp")'
+        )
+        return _ONE_GRAPH
     for place, known in enumerate(_users_backends):
         if known is backend:
             return place
@@ -108,6 +123,7 @@ class CompiledCall:
         self._make_entry = make_entry
         self._seen: set[tuple[bool, bool, bool]] = set()
         self._by_backend: dict[int, CompiledCall] = {}
+        self._in_vain = 0
         self._gave_up = False
         self._suppress = False
         self._lock = threading.RLock()
@@ -175,8 +191,8 @@ class CompiledCall:
                 raise error from error.__cause__
             if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
                 result = self._entry(model, *args, **kwargs)
-            elif self._may_suppress(caught):
-                return self._run(model, args, kwargs)
+            elif self._may_try_again(caught):
+                return self._tried_again(caught, model, args, kwargs)
             else:
                 raise
         finally:
@@ -185,22 +201,36 @@ class CompiledCall:
             self._ran_nothing()
         return result
 
-    def _may_suppress(self, error: Exception) -> bool:
-        """Whether the call is to be tried again with frames that fail left eager.
+    def _may_try_again(self, error: Exception) -> bool:
+        once = not self._suppress and not self.engine.options.strict
+        return once and compat.is_capture_error(error)
 
-        A model that runs in fp32 does not fail because Dynamo does.
+    def _tried_again(
+        self,
+        error: Exception,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The call once more, with frames that Dynamo fails on left to Python.
+
+        A model that runs in fp32 does not fail because Dynamo does; and an error of the
+        model's own is raised by its own code.
         """
-        if self._suppress or not compat.is_capture_error(error):
-            return False
-        if self.engine.options.strict:
-            return False
         self._suppress = True
-        first = str(error).strip().splitlines()[:1]
+        self.engine.calls -= 1
+        try:
+            result = self._run(model, args, kwargs)
+        except Exception:
+            self._suppress = False
+            self._compile()
+            raise
+        (line, *_) = [*str(error).strip().splitlines(), ""]
         self.engine.note(
             "Dynamo failed on a part of the model, which is left as it is: "
-            f"{type(error).__name__}: {''.join(first)}"
+            f"{type(error).__name__}: {line}"
         )
-        return True
+        return result
 
     def _in_region(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -209,16 +239,13 @@ class CompiledCall:
         engine = self.engine
         if engine.options.strict:
             raise CaptureError(f"{engine.label}: {_RAN_NOTHING}")
-        # Nothing scales the loss there, so gradients need the range of bf16.
-        fp16 = self.low == torch.float16 and not torch.is_grad_enabled()
-        low = torch.float16 if fp16 else torch.bfloat16
         engine.note(
             "calls run under torch.autocast instead of rewritten graphs, because "
             + ("Dynamo captured nothing" if self._gave_up else "of vmap or torch.func")
         )
         engine.calls += 1
         engine.calls_aside += 1
-        return under_autocast(model, self._entry, low, args, kwargs)
+        return under_autocast(model, self._entry, _unscaled(self.low), args, kwargs)
 
     def compiled_by(self, place: int) -> CompiledCall:
         """What calls go through whose graphs a backend of the user's compiles."""
@@ -234,18 +261,30 @@ class CompiledCall:
         """A converted call went past every rewritten graph: never silently."""
         engine = self.engine
         engine.calls_aside += 1
-        # Dynamo never looks again at code it once stepped aside from: one call under a
-        # FlopCounterMode would turn the model off for good.  Not so at the recompile
-        # limit, where new code would only start the same over.
-        many = len(engine.graphs) - self._graphs_before >= _RECOMPILE_LIMIT
-        if self._compilations < _MOST_COMPILATIONS and not many:
-            self._compile()
-            self._seen.clear()
-        elif not many:
-            self._gave_up = True
+        if compat.hides_calls():
+            self._start_afresh()
+        else:
+            self._in_vain += 1
+            self._start_afresh()
+            # Not so at the recompile limit: the graphs there are run as before.
+            self._gave_up = self._in_vain >= _MOST_IN_VAIN and not self._has_many()
         if engine.options.strict:
             raise CaptureError(f"{engine.label}: {_RAN_NOTHING}")
         engine.note(_RAN_NOTHING)
+
+    def _start_afresh(self) -> None:
+        """Compiles anew, a few times.
+
+        Dynamo never looks again at code it once stepped aside from: one call under a
+        FlopCounterMode would turn the model off for good.  At the recompile limit new
+        code would only start the same over.
+        """
+        if self._compilations < _MOST_COMPILATIONS and not self._has_many():
+            self._compile()
+            self._seen.clear()
+
+    def _has_many(self) -> bool:
+        return len(self.engine.graphs) - self._graphs_before >= _RECOMPILE_LIMIT
 
     def inlined(
         self,
@@ -261,12 +300,24 @@ class CompiledCall:
         compiled by the user's backend.  Where it must not be broken (`fullgraph=True`)
         our pass never runs, and autocast stands in for it.
         """
+        if not under_compilation():  # reached from code that was compiled before
+            return self(model, args, kwargs)
         if _traced_for_us():
             return entry(model, *args, **kwargs)
         place = _users_backend()
-        if place >= 0:
+        if place == _OURS:
+            return entry(model, *args, **kwargs)
+        if place != _ONE_GRAPH:
             return _apart(self, place, model, args, kwargs)
-        return under_autocast(model, entry, self.low, args, kwargs)
+        return under_autocast(model, entry, _unscaled(self.low), args, kwargs)
+
+
+def _unscaled(low: torch.dtype) -> torch.dtype:
+    """The dtype for a region where nothing scales the loss.
+
+    Gradients need the range of bf16 there.
+    """
+    return torch.bfloat16 if torch.is_grad_enabled() else low
 
 
 def _all_widened(

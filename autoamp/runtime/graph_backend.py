@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.dtypes import short_name
 from autoamp.loss_scale import resolve_loss_scale
 from autoamp.options import Options
 from autoamp.runtime.attach import listen, meet
@@ -27,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 Backend = Callable[..., Any]
 
-LABEL = "a compiled function"
-
 
 class GraphBackend:
     """What Dynamo calls with each graph of a function the user compiles.
 
     Attributes:
         options: those of `convert`; `backend` in them is what compiles the result.
+        label: of what is compiled, for messages.
         engine: what rewrites; None before the first graph, or where nothing is to be.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, label: str = "a compiled function") -> None:
         self.options = options
+        self.label = label
         self.engine: Engine | None = None
         self._asked = False
         self._lock = threading.Lock()
@@ -54,7 +53,9 @@ class GraphBackend:
         # An autocast region of the user's own is left to it.
         if self.engine is None or compat.any_autocast():
             return compat.compile_with(self.options.backend, gm, example_inputs)
-        return self.engine(gm, example_inputs)
+        run = self.engine(gm, example_inputs)
+        self.engine.announce()
+        return run
 
     def _made(self, example_inputs: Sequence[Any]) -> Engine | None:
         device = next(
@@ -63,13 +64,18 @@ class GraphBackend:
         )
         low, why_not = choose_device_precision(device, self.options)
         if low is None:
-            logger.warning("autoamp: %s stays in fp32: %s", LABEL, why_not)
+            logger.warning("autoamp: %s stays in fp32: %s", self.label, why_not)
             return None
         scale = resolve_loss_scale(self.options.loss_scale, low)
-        engine = Engine(self.options, low, LABEL, ModelScaling(scale, LABEL, meet))
+        scaling = ModelScaling(scale, self.label, meet)
+        engine = Engine(self.options, low, self.label, scaling)
         listen(engine)
-        logger.info("autoamp: %s is rewritten to %s", LABEL, short_name(low))
         return engine
+
+
+def is_ours(backend: Any) -> bool:
+    """Whether a backend of `torch.compile` rewrites what it is given."""
+    return isinstance(backend, GraphBackend) or backend is autoamp_backend
 
 
 _BACKENDS: dict[Any, GraphBackend] = {}

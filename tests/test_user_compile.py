@@ -1,0 +1,202 @@
+"""What the user compiles: their backend is given our graphs, in whichever way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.registry import lookup_backend
+
+import autoamp
+from tests.metrics import relative_error
+
+WIDTH = 8
+CLOSE = 2.0**-6
+"""bf16 keeps 8 bits, and a few roundings follow each other."""
+OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+
+
+class Seen:
+    """A backend of the user's that keeps what it is given."""
+
+    def __init__(self, backend: str = "eager") -> None:
+        self.backend: Any = lookup_backend(backend)
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        self.graphs.append(gm)
+        return self.backend(gm, inputs)
+
+    def low_products(self) -> int:
+        """Rewritten products it was given; what Dynamo captures is no ATen graph."""
+        return sum(
+            node.target is torch.ops.aten.linear.default
+            and node.meta["val"].dtype is torch.bfloat16
+            for gm in self.graphs
+            for node in gm.graph.nodes
+        )
+
+
+class Outer(nn.Module):
+    """Calls another module, with arithmetic of its own round it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x * self.scale).square()
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(5, WIDTH)
+
+
+@pytest.fixture
+def automatic() -> Iterator[None]:
+    autoamp.enable(**OPTIONS)
+    yield
+    autoamp.disable()
+
+
+def rounded(ours: Tensor, exact: Tensor) -> bool:
+    """Whether it is nearly the same, but has been in bf16."""
+    same_kind = ours.dtype is exact.dtype and not torch.equal(ours, exact)
+    return same_kind and relative_error(ours, exact) < CLOSE
+
+
+def whole(model: nn.Module, seen: Seen) -> Callable[..., Any]:
+    return torch.compile(model, backend=seen)
+
+
+def in_place(model: nn.Module, seen: Seen) -> Callable[..., Any]:
+    model.compile(backend=seen)
+    return model
+
+
+def function(model: nn.Module, seen: Seen) -> Callable[..., Any]:
+    return torch.compile(lambda value: model(value + 0), backend=seen)
+
+
+def decorated(model: nn.Module, seen: Seen) -> Callable[..., Any]:
+    @torch.compile(backend=seen)
+    def run(value: Tensor) -> Any:
+        return model(value)
+
+    return run
+
+
+WAYS = [whole, in_place, function, decorated]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("automatic")
+def test_automatic_mode(way: Callable[..., Any], x: Tensor) -> None:
+    model, seen = mlp(), Seen("aot_eager")
+    with autoamp.disabled():
+        exact = nn.Sequential.forward(model, x)
+    exact.sum().backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    compiled = way(model, seen)
+    for _ in range(2):
+        y = compiled(x)
+        assert rounded(y, exact)
+    assert seen.low_products() == 2
+    y.sum().backward()
+    assert relative_error([p.grad for p in model.parameters()], wanted) < CLOSE
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_compiled_after_disable_is_plain(
+    way: Callable[..., Any], x: Tensor
+) -> None:
+    model, seen = mlp(), Seen()
+    autoamp.enable(**OPTIONS)
+    autoamp.disable()
+    exact = nn.Sequential.forward(model, x)
+    assert torch.equal(way(model, seen)(x), exact)
+
+
+@pytest.mark.parametrize("way", [whole, in_place, decorated])
+def test_converted_model(way: Callable[..., Any], x: Tensor) -> None:
+    model, seen = mlp(), Seen()
+    exact = model(x)
+    autoamp.convert(model, **OPTIONS, strict=True)
+    compiled = way(model, seen)
+    for _ in range(2):
+        assert rounded(compiled(x), exact)
+    assert seen.low_products() == 2
+    coverage = autoamp.report(model).coverage
+    assert coverage is not None
+    assert coverage.share_of_calls == 1
+    assert coverage.low_flops == coverage.flops == 2 * 2 * 5 * (WIDTH * 16 + 16 * 4)
+
+
+# Dynamo looks at `.grad` of whatever crosses a break; it hides the warning, but not from
+# a filter that makes it an error.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_converted_module_inside(x: Tensor) -> None:
+    model, seen = Outer(mlp()), Seen("aot_eager")
+    exact = model(x)
+    exact.sum().backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    autoamp.convert(model.inner, **OPTIONS)
+    y = torch.compile(model, backend=seen)(x)
+    assert rounded(y, exact)
+    assert seen.low_products() == 2
+    y.sum().backward()
+    assert relative_error([p.grad for p in model.parameters()], wanted) < CLOSE
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_as_one_graph_autocast_stands_in(
+    precision: str, x: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, seen = mlp(), Seen("aot_eager")
+    exact = model(x)
+    autoamp.convert(model, **{**OPTIONS, "precision": precision})
+    compiled = torch.compile(model, backend=seen, fullgraph=True)
+    assert rounded(compiled(x), exact)
+    assert len(seen.graphs) == 1
+    (warning,) = [r.message for r in caplog.records if r.levelname == "WARNING"]
+    assert "fullgraph=True" in warning
+    # Nothing scales this loss: in fp16 the gradient would be 0.
+    (compiled(x) * 1e-8).sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_our_own_backend_rewrites_once(converted: bool, x: Tensor) -> None:
+    model, seen = mlp(), Seen()
+    exact = model(x)
+    if converted:
+        autoamp.convert(model, **OPTIONS)
+    options = {**OPTIONS, "backend": seen}
+    compiled = torch.compile(model, backend="autoamp", options=options)
+    assert rounded(compiled(x), exact)
+    assert len(seen.graphs) == 1
+    assert seen.low_products() == 2
+
+
+@pytest.mark.usefixtures("automatic")
+def test_an_autocast_region_in_a_function_is_left_to_it(x: Tensor) -> None:
+    model, seen = mlp(), Seen()
+
+    @torch.compile(backend=seen)
+    def run(value: Tensor) -> Any:
+        return model(value)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(x).dtype is torch.bfloat16
+    assert seen.low_products() == 0
