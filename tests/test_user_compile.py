@@ -142,8 +142,8 @@ def test_converted_model(way: Callable[..., Any], x: Tensor) -> None:
     assert coverage.low_flops == coverage.flops == 2 * 2 * 5 * (WIDTH * 16 + 16 * 4)
 
 
-# Dynamo looks at `.grad` of whatever crosses a break; it hides the warning, but not from
-# a filter that makes it an error.
+# Dynamo looks at `.grad` of whatever crosses a break; it hides the warning, though not
+# from a filter that makes it an error.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_converted_module_inside(x: Tensor) -> None:
     model, seen = Outer(mlp()), Seen("aot_eager")

@@ -1,0 +1,116 @@
+"""`python -m benchmarks.automatic`: what the automatic mode adds to a converted step.
+
+Two copies of one model, one given to `convert`, the other met by the automatic mode,
+stepped in turn; the patch of `nn.Module.__call__` is in place only for the latter.
+Small models, where whatever a call costs shows most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import nn
+
+import autoamp
+
+from . import report
+from .capability import capability
+from .peers import Peer, ready
+from .timing import interleaved, keep_freed_memory
+from .workloads import Workload, workloads
+
+OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+CONVERTED, AUTOMATIC = "convert", "automatic"
+HEADER = ("workload", "rounds", "step ms", "automatic / convert", "quartiles")
+
+
+def run(workload: Workload, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step, both ways."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    original = workload.build()
+    plain = nn.Module.__call__
+    autoamp.enable(**OPTIONS)
+    patched = nn.Module.__call__
+    nn.Module.__call__ = plain  # type: ignore[method-assign]
+    try:
+        steps = {
+            CONVERTED: _ready(workload, original, _convert),
+            AUTOMATIC: _patched(_ready(workload, original, lambda m: m), patched),
+        }
+        for step in steps.values():
+            for _ in range(20):
+                step()
+        return interleaved(steps, rounds)
+    finally:
+        nn.Module.__call__ = patched  # type: ignore[method-assign]
+        autoamp.disable()
+
+
+def _ready(
+    workload: Workload, original: nn.Module, prepare: Callable[[nn.Module], nn.Module]
+) -> Callable[[], None]:
+    return ready(workload, original, Peer("", prepare), "cpu").step
+
+
+def _convert(model: nn.Module) -> nn.Module:
+    converted: nn.Module = autoamp.convert(model, **OPTIONS, strict=True)
+    return converted
+
+
+def _patched(step: Callable[[], None], call: Callable[..., Any]) -> Callable[[], None]:
+    def run() -> None:
+        plain = nn.Module.__call__
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        try:
+            step()
+        finally:
+            nn.Module.__call__ = plain  # type: ignore[method-assign]
+
+    return run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what is asked, prints the table and writes it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.automatic")
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--only", default="", help="workloads whose name holds this")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    options = parser.parse_args(arguments)
+    wanted = [
+        w for w in workloads(True) if w.kind == "training" and options.only in w.name
+    ]
+    keep_freed_memory()
+    lines: list[list[str]] = []
+    results: list[dict[str, Any]] = []
+    with Progress(transient=True) as progress:
+        task = progress.add_task("", total=len(wanted))
+        for workload in wanted:
+            progress.update(task, description=workload.name)
+            taken = run(workload, options.rounds)
+            pairs = zip(taken[AUTOMATIC], taken[CONVERTED], strict=True)
+            low, middle, high = statistics.quantiles([a / c for a, c in pairs], n=4)
+            step = statistics.median(taken[CONVERTED]) * 1e3
+            cells = [str(options.rounds), f"{step:.2f}", f"{middle:.3f}"]
+            lines.append([workload.name, *cells, f"{low:.3f} to {high:.3f}"])
+            results.append({"workload": workload.name, "seconds": taken})
+            progress.advance(task)
+            gc.collect()
+    line = capability("cpu")
+    note = f"{line}; bf16, small sizes, medians of interleaved rounds"
+    text = "\n".join([note, "", report.markdown(HEADER, lines)]) + "\n"
+    payload = {"capability": line, "results": results}
+    report.write(options.out / "automatic-cpu", text, payload)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
