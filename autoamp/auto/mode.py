@@ -16,7 +16,7 @@ from torch import nn
 
 from autoamp import compat
 from autoamp.auto import environment, stderr
-from autoamp.auto.candidates import choose
+from autoamp.auto.candidates import choose, inside
 from autoamp.auto.compiled import compiling_with
 from autoamp.auto.environment import Settings
 from autoamp.auto.patch import Patch
@@ -24,7 +24,12 @@ from autoamp.auto.record import Recorder
 from autoamp.errors import AutoampError, OptionError
 from autoamp.options import Options
 from autoamp.runtime.calls import disabled, under_compilation
-from autoamp.runtime.convert import conversion_of, convert_model, revert_model
+from autoamp.runtime.convert import (
+    conversion_of,
+    convert_model,
+    models_of,
+    revert_model,
+)
 from autoamp.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -74,6 +79,7 @@ class AutomaticMode:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.recorder = Recorder(settings.report_dir) if settings.report_dir else None
+        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._known: dict[int, _Known] = {}
         self._lock = threading.RLock()
 
@@ -101,13 +107,12 @@ class AutomaticMode:
         return result
 
     def revert_all(self) -> None:
-        """Puts back every model this mode has converted."""
+        """Puts back every model this mode has converted, and their deep copies."""
         with self._lock:
-            known, self._known = list(self._known.values()), {}
-        for each in known:
-            target = each.target() if each.target is not None else None
-            if target is not None:
-                revert_model(target)
+            self._known = {}
+            for engine in list(self._engines):
+                for model in models_of(engine):
+                    revert_model(model)
         if self.recorder is not None:
             self.recorder.finish()
 
@@ -115,7 +120,7 @@ class AutomaticMode:
         """Decides what becomes of a module; None where it is too early to say."""
         # A region recomputed by a backward must run as its forward did; one in an
         # autocast region of the user's is that region's.
-        if compat.inside_backward() or compat.any_autocast():
+        if compat.inside_backward() or compat.any_autocast() or compat.hides_calls():
             return None
         with self._lock:
             known = self._known.get(id(module))
@@ -125,21 +130,28 @@ class AutomaticMode:
             if not choice.final:
                 return None
             target = choice.target
-            if target is not None and not self._convert(target, choice.only_if_it_pays):
-                target = None
+            if target is not None:
+                self._convert(target, choice.only_if_it_pays)
             place = id(module)
             gone = weakref.ref(module, lambda ref: self._forget(place, ref))
-            known = _Known(gone, target, choice.transparent)
+            known = _Known(gone, self._ours(module), choice.transparent)
             self._known[place] = known
             return known
+
+    def _ours(self, module: nn.Module) -> nn.Module | None:
+        """What this mode has converted of `module`; also where it is a deep copy."""
+        target = inside(module)
+        state = conversion_of(target)
+        engine = state.engine if state is not None else None
+        return target if engine is not None and engine in self._engines else None
 
     def _forget(self, place: int, ref: weakref.ref[nn.Module]) -> None:
         known = self._known.get(place)
         if known is not None and known.module is ref:
             del self._known[place]
 
-    def _convert(self, target: nn.Module, only_if_it_pays: bool) -> bool:
-        """Whether `target` is converted now; where it cannot be, why is said."""
+    def _convert(self, target: nn.Module, only_if_it_pays: bool) -> None:
+        """Converts `target`; where it cannot be, why is said."""
         options = self.settings.options
         if only_if_it_pays:
             options = replace(options, do_no_harm=True)
@@ -149,7 +161,9 @@ class AutomaticMode:
             if options.strict:
                 raise
             logger.warning("autoamp: %s runs in fp32: %s", type(target).__name__, error)
-        return conversion_of(target) is not None
+        state = conversion_of(target)
+        if state is not None and state.engine is not None:
+            self._engines.add(state.engine)
 
     def _look(self, known: _Known) -> None:
         """Graphs have been captured since the last call."""
@@ -205,10 +219,9 @@ def enable_from_environment() -> None:
         AutoampError: one of them is unusable; nothing was changed.
     """
     settings = environment.read(os.environ)
-    stderr.speak_up()
+    _start(settings)
     for sentence in environment.unknown(os.environ):
         logger.warning("autoamp: %s", sentence)
-    _start(settings)
 
 
 def disable() -> None:
@@ -231,6 +244,7 @@ def _start(settings: Settings) -> None:
     with _switch:
         before, _mode = _mode, AutomaticMode(settings)
         if not _patches:
+            stderr.speak_up()
             _patches.append(Patch(nn.Module, "__call__", _watching))
             _patches.append(Patch(torch, "compile", compiling_with(_options)))
     if before is not None:

@@ -101,8 +101,8 @@ def _load_unconverted(
     The unpickler calls this while `model` is still empty, then `model.__setstate__`.
     """
     logger.warning(
-        "autoamp: a model that was pickled while converted has been loaded; it runs in "
-        "fp32 until you call autoamp.convert(model) again"
+        "autoamp: a model that was pickled while converted is loaded unconverted; "
+        "autoamp.convert(model) converts it again, as the automatic mode does by itself"
     )
     if model is None:
         return
@@ -251,6 +251,16 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
         if state.previous is not None:
             model.__dict__["forward"] = state.previous
     return model
+
+
+def models_of(engine: Engine) -> list[nn.Module]:
+    """The models whose calls go through `engine`: one, and its deep copies."""
+    found = [
+        each.bound.__self__
+        for each in list(_CONVERSIONS)
+        if each.engine is engine and each.bound is not None
+    ]
+    return [model for model in found if isinstance(model, nn.Module)]
 
 
 def conversion_of(model: Any) -> Conversion | None:
