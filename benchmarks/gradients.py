@@ -1,0 +1,105 @@
+"""`python -m benchmarks.gradients`: fp16 gradient error, ours against GradScaler's.
+
+Each test model, the same batches and the same loss scale: under `torch.autocast` with
+the loss scaled as `torch.amp.GradScaler` does, and converted.  Errors are relative to
+fp32, over all parameters together, root mean square over the batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+import autoamp
+
+from . import report
+from .capability import capability
+from .errors import Step, output_and_grad_errors, training_step
+from .metrics import SEEDS, ModelCase
+
+SCALES = (2.0**15, 2.0**12, 2.0**9, 1.0)
+"""The first at which no gradient overflows, either way, is the one compared at."""
+
+HEADER = ("model", "loss scale", "autoamp", "GradScaler", "ratio")
+
+
+def compare(case: ModelCase) -> dict[str, Any]:
+    """The two errors of one model, and the scale they were measured at."""
+    exact = [_step(case, seed, 1.0, way="fp32") for seed in SEEDS]
+    for scale in SCALES:
+        found = {
+            way: [_step(case, seed, scale, way=way) for seed in SEEDS]
+            for way in ("autoamp", "GradScaler")
+        }
+        if all(_finite(step) for steps in found.values() for step in steps):
+            break
+    errors = {w: output_and_grad_errors(s, exact)[1] for w, s in found.items()}
+    return {"model": case.name, "loss scale": scale, **errors}
+
+
+def _step(case: ModelCase, seed: int, scale: float, *, way: str) -> Step:
+    torch._dynamo.reset()
+    model, batch = case.model(0), case.inputs(seed)
+    if way == "fp32":
+        return training_step(model, case.loss, batch)
+    if way == "autoamp":
+        options: dict[str, Any] = {"precision": "fp16", "loss_scale": scale}
+        model = autoamp.convert(model, **options, do_no_harm=False, strict=True)
+        return training_step(model, case.loss, batch)
+
+    def loss(output: Any) -> Tensor:
+        value: Tensor = case.loss(output)
+        return value * scale
+
+    region = partial(torch.autocast, "cpu", torch.float16)
+    step = training_step(model, loss, batch, context=region)
+    unscaled = {name: grad / scale for name, grad in step.grads.items()}
+    return Step(step.output, unscaled, step.buffers, step.loss)
+
+
+def _finite(step: Step) -> bool:
+    return all(bool(grad.isfinite().all()) for grad in step.grads.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what is asked, prints the table and writes it."""
+    from tests.models import BY_NAME
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gradients")
+    parser.add_argument("names", nargs="*", help="cases of tests/models (all)")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    options = parser.parse_args(arguments)
+    rows: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for name in track(options.names or list(BY_NAME), "gradients"):
+        try:
+            rows.append(compare(BY_NAME[name]))
+        except (
+            RuntimeError
+        ) as error:  # torch has no fp16 kernel for it, one way or both
+            failures.append(f"{name}: {str(error).splitlines()[0]}")
+    cells = []
+    for row in rows:
+        ratio = row["autoamp"] / row["GradScaler"] if row["GradScaler"] else math.nan
+        both = [f"{row[way]:.2e}" for way in ("autoamp", "GradScaler")]
+        cells.append([row["model"], f"{row['loss scale']:g}", *both, f"{ratio:.2f}"])
+    line = capability("cpu")
+    parts = [f"{line}; fp16, {len(SEEDS)} batches", "", report.markdown(HEADER, cells)]
+    parts += ["", "Not comparable:", "", *(f"- {f}" for f in failures)] * bool(failures)
+    text = "\n".join(parts) + "\n"
+    payload = {"capability": line, "results": rows, "failures": failures}
+    report.write(options.out / "gradients-cpu", text, payload)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
