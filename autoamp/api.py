@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -131,16 +132,24 @@ def report(model: nn.Module) -> Report:
         raise UnsupportedModelError(
             f"{type(model).__name__} is not converted; call autoamp.convert first"
         )
-    captured = state.engine.graphs if state.engine is not None else []
+    if state.engine is not None:
+        return report_of(state.engine)
+    skipped = [(s.what, s.why) for s in state.skipped]
+    return Report(type(model).__name__, (), (), skipped)
+
+
+def report_of(engine: Engine) -> Report:
+    """What `engine` has done so far, for a model or a function that was compiled."""
+    captured = [g for g in engine.graphs if g.rewritten is not None]
     return Report(
-        label=type(model).__name__,
+        label=engine.label,
         rewritten=[g.rewritten for g in captured if g.rewritten is not None],
-        graphs=[g.gm for g in captured if g.rewritten is not None],
-        skipped=[(s.what, s.why) for s in state.skipped],
-        runs=state.engine.runs if state.engine is not None else 0,
+        graphs=[g.gm for g in captured],
+        skipped=[(s.what, s.why) for s in engine.skipped],
+        runs=engine.runs,
         unwatched=max((g.copies.unwatched for g in captured if g.copies), default=0),
-        loss_scale=_loss_scale(state.engine.scaling) if state.engine else None,
-        coverage=_coverage(state.engine) if state.engine is not None else None,
+        loss_scale=_loss_scale(engine.scaling),
+        coverage=_coverage(engine),
     )
 
 
@@ -175,8 +184,12 @@ def rewrite(
 
 
 def _coverage(engine: Engine) -> Coverage:
-    done = [(g.rewritten, g.runs) for g in engine.graphs if g.rewritten is not None]
-    return coverage_of(engine.calls, engine.calls_aside, done)
+    done = [
+        (g.rewritten, g.sizes or Counter({(): g.runs}))
+        for g in engine.graphs
+        if g.rewritten is not None
+    ]
+    return coverage_of(engine.tally.calls, engine.tally.aside, done)
 
 
 def _loss_scale(scaling: ModelScaling) -> LossScaleReport | None:

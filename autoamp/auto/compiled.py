@@ -7,23 +7,45 @@ the user's compilation, goes through graphs that the user's backend compiles.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from autoamp import compat
 from autoamp.options import Options
+from autoamp.runtime.engine import Engine
 from autoamp.runtime.graph_backend import GraphBackend
 
 
+class Compiled(Protocol):
+    """What the automatic mode offers to a function that is compiled."""
+
+    @property
+    def options(self) -> Options:
+        """Those in force."""
+
+    @property
+    def on(self) -> bool:
+        """Whether they still are."""
+
+    @property
+    def on_capture(self) -> Callable[[Engine], None] | None:
+        """Called with an engine after every capture."""
+
+    @property
+    def backends(self) -> weakref.WeakSet[GraphBackend]:
+        """Of the functions compiled so far."""
+
+
 def compiling_with(
-    options: Callable[[], Options | None],
+    in_force: Callable[[], Compiled | None],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes of `torch.compile` one that puts the pass before the script's backend.
 
     Args:
-        options: gives those in force, or None where nothing is to be rewritten.
+        in_force: gives the mode that is on, or None.
     """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,26 +61,44 @@ def compiling_with(
         ) -> Any:
             asked = {"backend": backend, "mode": mode, "options": options}
             given: dict[str, Any] = {k: v for k, v in asked.items() if v is not None}
-            chosen = in_force()
+            automatic = in_force()
             if model is None:
 
                 def decorate(function: Any) -> Any:
                     return compile(function, dynamic=dynamic, **given, **others)
 
                 return decorate
+            plain = original(model, dynamic=dynamic, **given, **others)
             inner = None
-            if chosen is not None and _is_plain(model, backend):
+            if automatic is not None and _is_plain(model, backend):
                 inner = compat.resolved_backend(backend, mode, options, dynamic)
-            if inner is None or chosen is None:
-                return original(model, dynamic=dynamic, **given, **others)
+            if inner is None or automatic is None:
+                return plain
             name = getattr(model, "__qualname__", type(model).__name__)
-            rewriting = GraphBackend(chosen.replace(backend=inner), f"{name}()")
-            return original(model, backend=rewriting, dynamic=dynamic, **others)
+            rewriting = GraphBackend(
+                automatic.options.replace(backend=inner),
+                f"{name}()",
+                automatic.on_capture,
+            )
+            automatic.backends.add(rewriting)
+            ours = original(model, backend=rewriting, dynamic=dynamic, **others)
+            return _while_on(automatic, ours, plain)
 
         return compile
 
-    in_force = options
     return make
+
+
+def _while_on(
+    mode: Compiled, ours: Callable[..., Any], plain: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`ours`, until the mode is switched off."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs) if mode.on else plain(*args, **kwargs)
+
+    return call
 
 
 def _is_plain(model: Any, backend: Any) -> bool:
@@ -72,4 +112,5 @@ def _is_plain(model: Any, backend: Any) -> bool:
         and not isinstance(model, nn.Module)
         and not (isinstance(owner, nn.Module) and model.__name__ == "_call_impl")
         and backend != "autoamp"
+        and not isinstance(backend, GraphBackend)
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import autoamp_autoload
 from autoamp import compat
 from autoamp.auto import environment, stderr
 from autoamp.auto.candidates import choose, inside
@@ -23,6 +24,7 @@ from autoamp.auto.patch import Patch
 from autoamp.auto.record import Recorder
 from autoamp.errors import AutoampError, OptionError
 from autoamp.options import Options
+from autoamp.runtime.attach import retire
 from autoamp.runtime.calls import disabled, under_compilation
 from autoamp.runtime.convert import (
     conversion_of,
@@ -30,7 +32,9 @@ from autoamp.runtime.convert import (
     models_of,
     revert_model,
 )
+from autoamp.runtime.eligible import choose_precision
 from autoamp.runtime.engine import Engine
+from autoamp.runtime.graph_backend import GraphBackend
 
 logger = logging.getLogger(__name__)
 
@@ -54,22 +58,25 @@ class _Known:
         target: what was converted for it; None where nothing was.
         engine: of that conversion.
         transparent: what the module calls is looked at in turn.
+        lone: it is a single layer, converted only as far as it pays.
         graphs: how many had been captured when last looked at.
     """
 
-    __slots__ = ("engine", "graphs", "module", "target", "transparent")
+    __slots__ = ("engine", "graphs", "lone", "module", "target", "transparent")
 
     def __init__(
         self,
         module: weakref.ref[nn.Module],
         target: nn.Module | None = None,
         transparent: bool = False,
+        lone: bool = False,
     ) -> None:
         state = conversion_of(target)
         self.module = module
         self.target = weakref.ref(target) if target is not None else None
         self.engine: Engine | None = state.engine if state is not None else None
         self.transparent = transparent
+        self.lone = lone
         self.graphs = 0
 
 
@@ -77,8 +84,11 @@ class AutomaticMode:
     """Converts each model at its first call, and remembers which it did."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        self.options = settings.options
+        self.on = True
+        self.backends: weakref.WeakSet[GraphBackend] = weakref.WeakSet()
         self.recorder = Recorder(settings.report_dir) if settings.report_dir else None
+        self.on_capture = self.recorder.write if self.recorder is not None else None
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._known: dict[int, _Known] = {}
         self._lock = threading.RLock()
@@ -107,14 +117,21 @@ class AutomaticMode:
         return result
 
     def revert_all(self) -> None:
-        """Puts back every model this mode has converted, and their deep copies."""
+        """Puts back every model this mode has converted, and their deep copies.
+
+        What functions were compiled to is not called any more.
+        """
+        self.on = False
+        if self.recorder is not None:
+            self.recorder.finish()
         with self._lock:
             self._known = {}
+            for backend in list(self.backends):
+                if backend.engine is not None:
+                    retire(backend.engine)
             for engine in list(self._engines):
                 for model in models_of(engine):
                     revert_model(model)
-        if self.recorder is not None:
-            self.recorder.finish()
 
     def _meet(self, module: nn.Module) -> _Known | None:
         """Decides what becomes of a module; None where it is too early to say."""
@@ -134,7 +151,9 @@ class AutomaticMode:
                 self._convert(target, choice.only_if_it_pays)
             place = id(module)
             gone = weakref.ref(module, lambda ref: self._forget(place, ref))
-            known = _Known(gone, self._ours(module), choice.transparent)
+            known = _Known(
+                gone, self._ours(module), choice.transparent, choice.only_if_it_pays
+            )
             self._known[place] = known
             return known
 
@@ -152,9 +171,13 @@ class AutomaticMode:
 
     def _convert(self, target: nn.Module, only_if_it_pays: bool) -> None:
         """Converts `target`; where it cannot be, why is said."""
-        options = self.settings.options
+        options = self.options
         if only_if_it_pays:
             options = replace(options, do_no_harm=True)
+            low, why_not = choose_precision(target, options)
+            if low is None:
+                logger.debug("autoamp: %s: %s", type(target).__name__, why_not)
+                return
         try:
             convert_model(target, options)
         except AutoampError as error:
@@ -167,11 +190,17 @@ class AutomaticMode:
 
     def _look(self, known: _Known) -> None:
         """Graphs have been captured since the last call."""
-        assert known.engine is not None
-        known.graphs = len(known.engine.graphs)
-        target = known.target() if known.target is not None else None
-        if self.recorder is not None and target is not None:
-            self.recorder.write(target, known.engine)
+        engine = known.engine
+        assert engine is not None
+        known.graphs = len(engine.graphs)
+        if self.recorder is not None:
+            self.recorder.write(engine)
+        if known.lone and not engine.tally.lowers:
+            # It is in fp32 all the same: then without what its graph costs.
+            target = known.target() if known.target is not None else None
+            if target is not None:
+                revert_model(target)
+            known.engine = None
 
 
 _mode: AutomaticMode | None = None
@@ -212,16 +241,24 @@ def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
     _start(Settings(Options().replace(**options), place))
 
 
-def enable_from_environment() -> None:
+def enable_from_environment(*stand_ins: tuple[Any, Any]) -> list[Any]:
     """`enable` with what the environment variables say.
 
+    Args:
+        *stand_ins: what waits in the place of `nn.Module.__call__` and `torch.compile`,
+            each with what was there before.
+
+    Returns:
+        What the two are from now on.
+
     Raises:
-        AutoampError: one of them is unusable; nothing was changed.
+        AutoampError: a variable is unusable; nothing was changed.
     """
     settings = environment.read(os.environ)
-    _start(settings)
+    _start(settings, *stand_ins)
     for sentence in environment.unknown(os.environ):
         logger.warning("autoamp: %s", sentence)
+    return [patch.ours for patch in _patches]
 
 
 def disable() -> None:
@@ -230,6 +267,7 @@ def disable() -> None:
     Without effect where the automatic mode is off.
     """
     global _mode
+    autoamp_autoload.disarm()
     with _switch:
         mode, _mode = _mode, None
         while _patches:
@@ -239,21 +277,22 @@ def disable() -> None:
         mode.revert_all()
 
 
-def _start(settings: Settings) -> None:
+def _start(
+    settings: Settings,
+    call: tuple[Any, Any] | None = None,
+    compile_: tuple[Any, Any] | None = None,
+) -> None:
     global _mode
+    autoamp_autoload.disarm()
     with _switch:
         before, _mode = _mode, AutomaticMode(settings)
         if not _patches:
             stderr.speak_up()
-            _patches.append(Patch(nn.Module, "__call__", _watching))
-            _patches.append(Patch(torch, "compile", compiling_with(_options)))
+            _patches.append(Patch(nn.Module, "__call__", _watching, call))
+            compiling = compiling_with(lambda: _mode)
+            _patches.append(Patch(torch, "compile", compiling, compile_))
     if before is not None:
         before.revert_all()
-
-
-def _options() -> Options | None:
-    """Those in force now; None where the mode is off."""
-    return _mode.settings.options if _mode is not None else None
 
 
 def _watching(original: Call) -> Call:

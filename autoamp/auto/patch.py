@@ -7,15 +7,25 @@ from typing import Any
 
 
 class Patch:
-    """`owner.name`, replaced by what `make` makes of it, until `undo`."""
+    """`owner.name`, replaced by what `make` makes of it, until `undo`.
+
+    Args:
+        stand_in: what has stood there, and what it stood before.  It is replaced, or,
+            where somebody has patched over it, calls `ours` itself.
+    """
 
     def __init__(
-        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Any]
+        self,
+        owner: Any,
+        name: str,
+        make: Callable[[Callable[..., Any]], Any],
+        stand_in: tuple[Any, Any] | None = None,
     ) -> None:
         self.owner, self.name = owner, name
-        self.original = getattr(owner, name)
+        replaced, self.original = stand_in or (getattr(owner, name),) * 2
         self.ours = make(self.original)
-        setattr(owner, name, self.ours)
+        if getattr(owner, name) is replaced:
+            setattr(owner, name, self.ours)
 
     def undo(self) -> None:
         """Puts the original back; under a patch of somebody else's ours stays."""

@@ -17,9 +17,7 @@ import threading
 import weakref
 from pathlib import Path
 
-from torch import nn
-
-from autoamp.api import report
+from autoamp.api import report_of
 from autoamp.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,6 @@ class Recorder:
         self._places: weakref.WeakKeyDictionary[Engine, Path] = (
             weakref.WeakKeyDictionary()
         )
-        self._models: list[tuple[weakref.ref[nn.Module], weakref.ref[Engine]]] = []
         self._written: weakref.WeakKeyDictionary[Engine, int] = (
             weakref.WeakKeyDictionary()
         )
@@ -43,31 +40,31 @@ class Recorder:
         self._lock = threading.RLock()
         atexit.register(self._at_exit)
 
-    def write(self, model: nn.Module, engine: Engine) -> None:
+    def write(self, engine: Engine) -> None:
         """Writes the graphs that are new, and the report anew; never raises."""
         if os.getpid() != self._pid:  # this process was forked: places of its own
             self._begin_anew()
         try:
             with self._lock:
-                self._write(model, engine)
+                self._write(engine)
         except Exception as error:  # noqa: BLE001 (a full disk is no reason to fail)
             logger.warning(
                 "autoamp: the report of %s could not be written to %s: %s",
-                type(model).__name__,
+                engine.label,
                 self.root,
                 error,
             )
 
-    def _write(self, model: nn.Module, engine: Engine) -> None:
-        place = self._place(model, engine)
+    def _write(self, engine: Engine) -> None:
+        place = self._place(engine)
         first = self._written.get(engine, 0)
         for number, captured in enumerate(engine.graphs[first:], first):
             after = captured.gm.print_readable(print_output=False)
             before = captured.gm.meta.get("autoamp_before", after)
-            _put(place / f"graph-{number}-before.py", before)
-            _put(place / f"graph-{number}-after.py", after)
+            _put(place / f"graph-{number}-before.py", _named(before))
+            _put(place / f"graph-{number}-after.py", _named(after))
             self._written[engine] = number + 1
-        made = report(model)
+        made = report_of(engine)
         _put(place / "report.json", made.to_json())
         _put(place / "report.txt", str(made) + "\n")
 
@@ -79,27 +76,27 @@ class Recorder:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # a fork's parent writes its own
             return
-        for model_ref, engine_ref in self._models:
-            model, engine = model_ref(), engine_ref()
-            if model is not None and engine is not None:
-                self.write(model, engine)
+        for engine in list(self._places):
+            self.write(engine)
 
     def _begin_anew(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # another thread may have held it
         self._places.clear()
         self._written.clear()
-        self._models.clear()
 
-    def _place(self, model: nn.Module, engine: Engine) -> Path:
+    def _place(self, engine: Engine) -> Path:
         if engine not in self._places:
             # Names of classes may hold anything.
-            name = re.sub(r"[^A-Za-z0-9_]", "_", type(model).__name__)[:60]
+            name = re.sub(r"[^A-Za-z0-9_]", "_", engine.label)[:60]
             host = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())[:40]
-            place = _new_folder(self.root, f"{name}-{host}-{self._pid}")
-            self._places[engine] = place
-            self._models.append((weakref.ref(model), weakref.ref(engine)))
+            self._places[engine] = _new_folder(self.root, f"{name}-{host}-{self._pid}")
         return self._places[engine]
+
+
+def _named(code: str) -> str:
+    """Python: what Dynamo captures is called `<lambda>`."""
+    return code.replace("class <lambda>(", "class Graph(", 1)
 
 
 def _new_folder(root: Path, name: str) -> Path:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import types
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,10 +36,32 @@ def _configure_while_compiling(callback: Any) -> None:
     base = type(callback)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(_COMPILE_TIME_CONFIG):
+        with torch._dynamo.config.patch(_COMPILE_TIME_CONFIG), _quietly():
             return base.__call__(self, *args, **kwargs)
 
     callback.__class__ = type(base.__name__, (base,), {"__call__": call})
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keeps from the user what Dynamo says to people who asked for it."""
+    with warnings.catch_warnings():
+        # Dynamo looks at `.grad` of every input.  It hides the warning, but not from a
+        # filter that makes it an error, and the error would end the capture.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
+        _ITEM_LOGGER.addFilter(_is_worth_saying)
+        try:
+            yield
+        finally:
+            _ITEM_LOGGER.removeFilter(_is_worth_saying)
+
+
+_ITEM_LOGGER = logging.getLogger("torch._dynamo.variables.tensor")
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    """Not how to avoid a graph break at `.item()`, with a page of stack."""
+    return "Graph break from `Tensor.item()`" not in str(record.msg)
 
 
 def compile_entry(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,6 +190,22 @@ def hint(value: Any) -> int:
                 return int(ask(node.expr))
     known = getattr(node, "hint", None)
     return int(known) if known is not None else 1
+
+
+def size_symbols(gm: fx.GraphModule) -> list[Any]:
+    """The symbols that the inputs of a graph which are sizes stand for, in order."""
+    values = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
+    return [v.node.expr for v in values if isinstance(v, torch.SymInt)]
+
+
+def size_with(value: Any, values: Mapping[Any, int]) -> int:
+    """The value of a possibly symbolic size, given those of its symbols."""
+    expression = getattr(getattr(value, "node", None), "expr", None)
+    if expression is not None and hasattr(expression, "subs"):
+        known = expression.subs(dict(values))
+        if known.is_number:
+            return int(known)
+    return hint(value)
 
 
 def placeholder_sources(gm: fx.GraphModule) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from autoamp import compat
 from autoamp.pipeline import Rewritten
 from autoamp.place.cost import flops_of
 
@@ -38,24 +41,34 @@ class Coverage:
 
 
 def coverage_of(
-    calls: int, calls_aside: int, graphs: Iterable[tuple[Rewritten, int]]
+    calls: int,
+    calls_aside: int,
+    graphs: Iterable[tuple[Rewritten, Mapping[tuple[int, ...], int]]],
 ) -> Coverage:
-    """Args: `graphs` are the rewritten ones with how often each ran."""
+    """The counts of one model.
+
+    Args:
+        graphs: the rewritten ones, each with how often it ran with which values of its
+            symbolic sizes, in the order of its inputs.
+    """
     flops = low_flops = 0
-    for rewritten, runs in graphs:
-        total, low = _flops(rewritten)
-        flops, low_flops = flops + runs * total, low_flops + runs * low
+    for rewritten, ran in graphs:
+        names = compat.size_symbols(rewritten.before)
+        for sizes, runs in ran.items():
+            total, low = _flops(rewritten, dict(zip(names, sizes, strict=False)))
+            flops, low_flops = flops + runs * total, low_flops + runs * low
     return Coverage(calls, calls_aside, flops, low_flops)
 
 
-def _flops(rewritten: Rewritten) -> tuple[int, int]:
+def _flops(rewritten: Rewritten, values: Mapping[Any, int]) -> tuple[int, int]:
     total = low = 0
     nodes = {n.name: n for n in rewritten.before.graph.nodes}
+    size = partial(compat.size_with, values=values)
     for name, decision in rewritten.assignment.decisions.items():
-        count = flops_of(nodes[name], rewritten.facts.nodes[name])
+        count = flops_of(nodes[name], rewritten.facts.nodes[name], size)
         total += count
         low += count if decision.low else 0
     for body in rewritten.bodies:
-        inner = _flops(body)
+        inner = _flops(body, values)
         total, low = total + inner[0], low + inner[1]
     return total, low

@@ -45,14 +45,20 @@ def devices() -> list[tuple[str, list[str]]]:
     """Each device with a sentence for each low precision: is it fast, and why not."""
     found = [(_cpu_name(), [_on_cpu(n, d) for n, d in LOW_DTYPES.items()])]
     if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            major, minor = torch.cuda.get_device_capability(index)
-            name = f"cuda:{index}  {torch.cuda.get_device_name(index)}, "
-            name += f"compute capability {major}.{minor}"
-            where = torch.device("cuda", index)
-            lines = [_on_cuda(n, d, where) for n, d in LOW_DTYPES.items()]
-            found.append((name, lines))
+        found += [_cuda(index) for index in range(torch.cuda.device_count())]
     return found
+
+
+def _cuda(index: int) -> tuple[str, list[str]]:
+    try:
+        major, minor = torch.cuda.get_device_capability(index)
+        name = f"cuda:{index}  {torch.cuda.get_device_name(index)}, "
+        name += f"compute capability {major}.{minor}"
+        where = torch.device("cuda", index)
+        return name, [_on_cuda(n, d, where) for n, d in LOW_DTYPES.items()]
+    except Exception as error:  # noqa: BLE001 (this is what is asked when CUDA fails)
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"cuda:{index}", [f"cannot be used: {problem}"]
 
 
 def _on_cpu(name: str, low: torch.dtype) -> str:

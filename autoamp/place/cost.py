@@ -9,8 +9,9 @@ placements; measuring them on the device at hand replaces them.  Prices are inte
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -193,29 +194,38 @@ def _is_free(node: fx.Node) -> bool:
     )
 
 
-def flops_of(node: fx.Node, fact: NodeFacts) -> int:
+def flops_of(
+    node: fx.Node, fact: NodeFacts, size: Callable[[Any], int] = compat.hint
+) -> int:
     """Floating-point operations of a matrix product, convolution, attention or RNN.
 
     Two per multiply-add, as torch.utils.flop_counter counts; 0 for any other op.
+
+    Args:
+        size: gives the value of a symbolic size; the one it was captured with.
     """
     name = fact.op.partition("::")[2].partition(".")[0]
     shapes = [
-        [compat.hint(s) for s in n.meta["val"].shape]
+        [size(s) for s in n.meta["val"].shape]
         for n in node.all_input_nodes
         if isinstance(n.meta.get("val"), torch.Tensor)
     ]
+    result = node.meta.get("val")
+    numel = fact.numel
+    if size is not compat.hint and isinstance(result, torch.Tensor):
+        numel = math.prod(size(s) for s in result.shape)
     if name in ("linear", "matmul", "mm", "bmm", "mv", "linalg_vecdot", "dot"):
-        return 2 * fact.numel * (shapes[0][-1] if shapes and shapes[0] else 1)
+        return 2 * numel * (shapes[0][-1] if shapes and shapes[0] else 1)
     if name in ("addmm", "baddbmm", "addbmm", "addmv"):
         first = argument(node, "mat1", argument(node, "batch1", argument(node, "mat")))
-        return 2 * fact.numel * compat.hint(first.meta["val"].shape[-1])
+        return 2 * numel * size(first.meta["val"].shape[-1])
     if name == "einsum":
-        return 2 * fact.numel * max((s for shape in shapes for s in shape), default=1)
+        return 2 * numel * max((s for shape in shapes for s in shape), default=1)
     if "conv" in name and len(shapes) > 1:
         weight = math.prod(shapes[1])
         if "transpose" in name:
             return 2 * math.prod(shapes[0]) * weight // max(shapes[1][0], 1)
-        return 2 * fact.numel * weight // max(shapes[1][0], 1)
+        return 2 * numel * weight // max(shapes[1][0], 1)
     if "scaled_dot_product" in name and len(shapes) > 2:
         *batch, queries, width = shapes[0]
         return 4 * math.prod(batch) * queries * shapes[1][-2] * width

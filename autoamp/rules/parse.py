@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import stat
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,13 @@ def read(path: Path, *, builtin: bool) -> tuple[dict[str, str], dict[str, Rule]]
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+            raise RulesError(
+                f"{path}: cannot be read (it is a device or a pipe, not a file); give "
+                "the path of a TOML file, or the name of a built-in set"
+            )
+        size = status.st_size
         if size > MAX_BYTES:
             raise RulesError(
                 f"{path}: {size} bytes, but a rules file has at most {MAX_BYTES}; "

@@ -172,6 +172,16 @@ def stop_listening(engine: Engine) -> None:
         _hook.pop().remove()
 
 
+def retire(engine: Engine) -> None:
+    """The graphs of `engine` are not called any more; nor are steps met for them."""
+    stop_listening(engine)
+    for boundary in list(BOUNDARIES):
+        if engine.scaling in boundary.scalings:
+            boundary.scalings.remove(engine.scaling)
+            if not boundary.scalings:
+                detach(boundary)
+
+
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -175,7 +175,7 @@ class CompiledCall:
         if self.engine.differentiated_twice and not self._as_is:
             self._compile()
         engine = self.engine
-        engine.calls += 1
+        engine.tally.calls += 1
         local = engine.local
         before = local.runs
         _thread.inside += 1
@@ -218,7 +218,7 @@ class CompiledCall:
         model's own is raised by its own code.
         """
         self._suppress = True
-        self.engine.calls -= 1
+        self.engine.tally.calls -= 1
         try:
             result = self._run(model, args, kwargs)
         except Exception:
@@ -243,8 +243,8 @@ class CompiledCall:
             "calls run under torch.autocast instead of rewritten graphs, because "
             + ("Dynamo captured nothing" if self._gave_up else "of vmap or torch.func")
         )
-        engine.calls += 1
-        engine.calls_aside += 1
+        engine.tally.calls += 1
+        engine.tally.aside += 1
         return under_autocast(model, self._entry, _unscaled(self.low), args, kwargs)
 
     def compiled_by(self, place: int) -> CompiledCall:
@@ -260,7 +260,7 @@ class CompiledCall:
     def _ran_nothing(self) -> None:
         """A converted call went past every rewritten graph: never silently."""
         engine = self.engine
-        engine.calls_aside += 1
+        engine.tally.aside += 1
         if compat.hides_calls():
             self._start_afresh()
         else:

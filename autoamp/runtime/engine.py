@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,8 @@ class CapturedGraph:
         copies: the weight copies it is given, or None where it needs none.
         leaves: positions of its inputs that are leaves of autograd's graph.
         boundary: what loss scaling adds to its inputs.
+        sizes: how often it ran with which values of its symbolic sizes; empty where it
+            has none.
     """
 
     rewritten: Rewritten | None
@@ -50,6 +53,21 @@ class CapturedGraph:
     copies: WeightCopies | None = None
     leaves: tuple[int, ...] = ()
     boundary: Boundary = field(default_factory=Boundary)
+    sizes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+
+@dataclass
+class Tally:
+    """Of one model, whoever compiles its graphs.
+
+    Attributes:
+        calls, aside: calls so far, and those that ran no rewritten graph.
+        lowers: some op of some graph is low.
+    """
+
+    calls: int = 0
+    aside: int = 0
+    lowers: bool = False
 
 
 @dataclass
@@ -87,7 +105,8 @@ class Engine:
         differentiated_twice: somebody asked for that of a compiled graph, so the model
             is to be captured again and run as it is.
         announced: its one line of log has been written.
-        calls, calls_aside: calls so far, and those that ran no rewritten graph.
+        tally: of its calls.
+        on_capture: called with this after every capture.
     """
 
     options: Options
@@ -97,9 +116,9 @@ class Engine:
     graphs: list[CapturedGraph] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     differentiated_twice: bool = False
+    tally: Tally = field(default_factory=Tally)
     announced: bool = False
-    calls: int = 0
-    calls_aside: int = 0
+    on_capture: Callable[[Engine], None] | None = None
     local: _Local = field(default_factory=_Local)
 
     @property
@@ -116,6 +135,7 @@ class Engine:
             self.scaling,
             self.graphs,
             self.skipped,
+            tally=self.tally,
         )
 
     def note(self, why: str) -> None:
@@ -149,12 +169,15 @@ class Engine:
         """The Dynamo backend: the callable to run instead of `gm`."""
         try:
             with compat.autocast_off():
-                return self._compile(gm, example_inputs)
+                run = self._compile(gm, example_inputs)
         except Exception as error:
             if self.options.strict:
                 self.local.error = self._strict_error(error)
                 raise self.local.error from error
-            return self._unconverted(gm, example_inputs, error)
+            run = self._unconverted(gm, example_inputs, error)
+        if self.on_capture is not None:
+            self.on_capture(self)
+        return run
 
     def _strict_error(self, error: Exception) -> AutoampError:
         if isinstance(error, AutoampError):
@@ -181,9 +204,12 @@ class Engine:
         run = self._runner(captured, example_inputs, slots)
         self.graphs.append(captured)
         self._log(captured)
-        if not any(d.low for d in rewritten.assignment.decisions.values()):
+        if any(d.low for d in rewritten.assignment.decisions.values()):
+            self.tally.lowers = True
+        else:
             self._note_all_fp32(rewritten)
-        return self._bind(captured, run, slots)
+        symbolic = [i for i, v in enumerate(example_inputs) if _is_symbolic(v)]
+        return self._bind(captured, run, slots, symbolic)
 
     def _runner(
         self, captured: CapturedGraph, example_inputs: Sequence[Any], slots: list[int]
@@ -199,9 +225,18 @@ class Engine:
         return compat.compile_with(self.options.backend, graph, given)
 
     def _bind(
-        self, captured: CapturedGraph, run: Callable[..., Any], slots: list[int]
+        self,
+        captured: CapturedGraph,
+        run: Callable[..., Any],
+        slots: list[int],
+        symbolic: list[int],
     ) -> Callable[..., Any]:
-        """The callable Dynamo calls: counts, brings weight copies, runs."""
+        """The callable Dynamo calls: counts, brings weight copies, runs.
+
+        Args:
+            slots: positions of the inputs that are weights with a copy.
+            symbolic: positions of the inputs that are sizes.
+        """
         local, scaling = self.local, self.scaling
         boundary, leaves = captured.boundary, captured.leaves
         captured.copies = WeightCopies(self.low) if slots else None
@@ -229,6 +264,8 @@ class Engine:
 
         origin = Origin(weakref.ref(captured.gm), leaves, boundary.passes_on)
         chosen = call_scaled if boundary.devices else call
+        if symbolic:
+            chosen = _counting_sizes(chosen, symbolic, captured.sizes)
         return chosen if self.runs_as_is else self._watched(chosen)
 
     @property
@@ -309,6 +346,22 @@ class Engine:
             kinds.count("up"),
             kinds.count("weight"),
         )
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, torch.SymInt)
+
+
+def _counting_sizes(
+    call: Callable[..., Any], symbolic: list[int], sizes: Counter[tuple[int, ...]]
+) -> Callable[..., Any]:
+    """`call` that notes the sizes it is called with: flops depend on them."""
+
+    def counting(*args: Any) -> Any:
+        sizes[tuple([args[i] for i in symbolic])] += 1
+        return call(*args)
+
+    return counting
 
 
 def _leaves(inputs: Sequence[Any]) -> tuple[int, ...]:

@@ -36,9 +36,16 @@ class GraphBackend:
         engine: what rewrites; None before the first graph, or where nothing is to be.
     """
 
-    def __init__(self, options: Options, label: str = "a compiled function") -> None:
+    def __init__(
+        self,
+        options: Options,
+        label: str = "a compiled function",
+        on_capture: Callable[[Engine], None] | None = None,
+    ) -> None:
+        """Args: `on_capture` is called with the engine after every capture."""
         self.options = options
         self.label = label
+        self.on_capture = on_capture
         self.engine: Engine | None = None
         self._asked = False
         self._lock = threading.Lock()
@@ -69,6 +76,7 @@ class GraphBackend:
         scale = resolve_loss_scale(self.options.loss_scale, low)
         scaling = ModelScaling(scale, self.label, meet)
         engine = Engine(self.options, low, self.label, scaling)
+        engine.on_capture = self.on_capture
         listen(engine)
         return engine
 

@@ -1,0 +1,253 @@
+"""Scripts that know nothing of autoamp, and how a test runs one and looks at it.
+
+A script leaves in `RESULT` what it noted at every step, and the parameters it trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoamp
+from autoamp.api import _coverage
+from autoamp.auto import mode
+from autoamp.inspect.report import Report
+from autoamp.runtime import attach
+from benchmarks.flops import flops_of
+
+FOLDER = Path(__file__).resolve().parent
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is to be known of a script to judge it.
+
+    Attributes:
+        depth: layers in low precision one after another, from the input to the loss.
+        arguments: of its command line.
+        missed: what it does in threads, which the flop counter does not see, as a part
+            of what it does in the main one.
+        learns: its losses are those of training.
+        expected: part of the one message that autoamp logs as a warning.
+    """
+
+    depth: int
+    arguments: tuple[str, ...] = ()
+    missed: int = 0
+    learns: bool = True
+    expected: str = ""
+
+
+SCRIPTS = {
+    "loader": Script(3),
+    "gpt": Script(11),
+    # Its head is called by itself: such a layer is converted only where it pays.
+    "accumulation": Script(3),
+    "gan": Script(4),
+    "wgan_gp": Script(8),  # a penalty on a gradient: the critic's way back as well
+    "lbfgs": Script(2),
+    # Twelve steps.  There is no LSTM kernel in fp16 on a CPU, and none is needed: torch
+    # takes the layer apart there into products and gates, which are in fp16.
+    "lstm": Script(13),
+    "ema": Script(3),
+    "per_sample": Script(2, expected="because of vmap or torch.func"),
+    "threads": Script(3, missed=1, learns=False),
+    "compiled": Script(3, ("aot_eager",)),
+    "ragged": Script(2),
+}
+
+
+@dataclass
+class Seen:
+    """What a run of a script showed."""
+
+    result: dict[str, Any]
+    warned: set[str]
+    models: list[tuple[nn.Module, Report]] = field(default_factory=list)
+    low_flops: int = 0
+    logged: list[str] = field(default_factory=list)
+
+    @property
+    def curves(self) -> dict[str, list[float]]:
+        """The losses, and whatever else was noted at every step."""
+        kinds = {k: v for k, v in self.result.items() if isinstance(v, list)}
+        return {k: v for k, v in kinds.items() if isinstance(v[0], float)}
+
+    @property
+    def skips(self) -> set[str]:
+        """The steps that were skipped, with the op whose gradient overflowed."""
+        scales = [report.loss_scale for _, report in self.models]
+        return {skip for scale in scales if scale for skip in scale.skips}
+
+
+class Forward(TorchDispatchMode):
+    """Counts the flops of what is called in this thread, outside any backward."""
+
+    flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = flops_of(func)
+        # A dot product of vectors is LBFGS's own work, not the model's.
+        counts = formula is not None and func is not torch.ops.aten.dot.default
+        if counts and torch._C._current_graph_task_id() == -1:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def run(
+    name: str, arguments: tuple[str, ...], around: AbstractContextManager[Any]
+) -> tuple[dict[str, Any], set[str]]:
+    """The names a script leaves, and the warnings it gave."""
+    path, before = str(FOLDER / f"{name}.py"), sys.argv
+    sys.argv = [path, *arguments]
+    try:
+        with warnings.catch_warnings(record=True) as caught, around:
+            warnings.simplefilter("always")
+            names = runpy.run_path(path, run_name="__main__")
+    finally:
+        sys.argv = before
+        torch._dynamo.reset()
+    return names, {f"{w.category.__name__}: {w.message}" for w in caught}
+
+
+@functools.cache
+def plain(name: str, left_out: int = 0) -> Seen:
+    """The script in fp32, the first steps of its optimizers left out."""
+    with contextlib.ExitStack() as stack:
+        for owner in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+            stack.enter_context(steps_left_out(owner, left_out))
+        names, warned = run(name, SCRIPTS[name].arguments, nullcontext())
+    return Seen(names["RESULT"], warned)
+
+
+@contextlib.contextmanager
+def steps_left_out(owner: Any, count: int) -> Iterator[None]:
+    """A region in which the first `count` steps of a class of optimizers do nothing.
+
+    What a loss scale does with the first one, where it begins too high.
+    """
+    original, calls = owner.step, itertools.count()
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs) if next(calls) >= count else None
+
+    owner.step = step
+    try:
+        yield
+    finally:
+        owner.step = original
+
+
+@functools.cache
+def autocast(name: str) -> Seen:
+    """Plain autocast in bf16 around the whole script.
+
+    Its cache of weights in low precision ends with the region: left on, no step would
+    have an effect.
+    """
+    region = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    names, warned = run(name, SCRIPTS[name].arguments, region)
+    return Seen(names["RESULT"], warned)
+
+
+def flops_needed(name: str) -> int:
+    with Forward() as count:
+        run(name, SCRIPTS[name].arguments, nullcontext())
+    return count.flops * (1 + SCRIPTS[name].missed)
+
+
+class Listener(logging.Handler):
+    """Keeps the warnings that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+def automatic(name: str, arguments: tuple[str, ...], precision: str) -> Seen:
+    """The script in the automatic mode, and what the mode knows at its end."""
+    listener, others = Listener(), set(attach._engines)
+    logging.getLogger("autoamp").addHandler(listener)
+    autoamp.enable(precision=precision, do_no_harm=False)
+    try:
+        names, warned = run(name, arguments, nullcontext())
+        seen = Seen(names["RESULT"], warned, logged=listener.heard)
+        assert mode._mode is not None
+        for known in mode._mode._known.values():
+            target = known.target() if known.target is not None else None
+            if target is not None and known.engine is not None:
+                seen.models.append((target, autoamp.report(target)))
+        # Those of compiled functions too, which belong to no model.
+        engines = set(attach._engines) - others
+        seen.low_flops = sum(_coverage(engine).low_flops for engine in engines)
+    finally:
+        autoamp.disable()
+        logging.getLogger("autoamp").removeHandler(listener)
+    return seen
+
+
+@functools.cache
+def ours(name: str, precision: str) -> Seen:
+    return automatic(name, SCRIPTS[name].arguments, precision)
+
+
+# -- a process of its own, with nothing but the environment ----------------------------
+
+DRIVER = """
+import json, runpy, sys
+del sys.argv[0]
+names = runpy.run_path(sys.argv[0], run_name="__main__")
+result = names["RESULT"]
+lists = {k: v for k, v in result.items() if isinstance(v, list)}
+curves = {k: v for k, v in lists.items() if isinstance(v[0], float)}
+dtypes = {str(p.dtype) for p in result["params"]}
+print(json.dumps({"dtypes": sorted(dtypes), "start": result.get("start"), **curves}))
+"""
+
+
+def in_a_process(
+    name: str, arguments: tuple[str, ...], precision: str, folder: Path
+) -> tuple[Seen, list[dict[str, Any]]]:
+    """What a script showed that was run by itself, and the reports it left."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("AUTOAMP_")}
+    environ |= {"AUTOAMP_ENABLE": "1", "AUTOAMP_PRECISION": precision}
+    environ |= {"AUTOAMP_DO_NO_HARM": "0", "AUTOAMP_REPORT_DIR": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(FOLDER / f"{name}.py"), *arguments],
+        env={**environ, "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # On stderr there is nothing that is not said by autoamp.
+    lines = done.stderr.splitlines()
+    warned = {line for line in lines if not line.startswith("autoamp: ")}
+    reports = [json.loads(p.read_text()) for p in folder.glob("*/report.json")]
+    return Seen(json.loads(done.stdout), warned), reports

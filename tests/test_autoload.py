@@ -1,0 +1,750 @@
+"""The entry point torch calls, and `enable` and `disable`: what they do, and undo."""
+
+from __future__ import annotations
+
+import code
+import importlib
+import io
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+import autoamp
+import autoamp_autoload
+from autoamp.auto import mode
+from autoamp.runtime import attach, graph_backend
+
+WIDTH = 8
+ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+VARIABLES = {"AUTOAMP_PRECISION": "bf16", "AUTOAMP_DO_NO_HARM": "0"}
+CALL, COMPILE = nn.Module.__call__, torch.compile
+PACKAGE = logging.getLogger("autoamp")
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def lowered(layer: nn.Linear, x: Tensor) -> Tensor:
+    """What the layer gives in bf16."""
+    bias = layer.bias.bfloat16()
+    return nn.functional.linear(x.bfloat16(), layer.weight.bfloat16(), bias).float()
+
+
+def global_state() -> dict[str, Any]:
+    """All that is not an object of the script's own."""
+    return {
+        "call": nn.Module.__call__,
+        "compile": torch.compile,
+        "level": PACKAGE.level,
+        "handlers": [*PACKAGE.handlers],
+        "pre": dict(torch_optimizer._global_optimizer_pre_hooks),
+        "post": dict(torch_optimizer._global_optimizer_post_hooks),
+    }
+
+
+@pytest.fixture(autouse=True)
+def off_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("AUTOAMP_")]:
+        monkeypatch.delenv(name)
+    # What other tests compiled listens to optimizers for as long as it lives.
+    graph_backend._BACKENDS.clear()
+    attach._engines.clear()
+    while attach._hook:
+        attach._hook.pop().remove()
+    level = PACKAGE.level
+    yield
+    autoamp.disable()
+    # Whatever a test leaves armed or patched over.
+    nn.Module.__call__, torch.compile = CALL, COMPILE  # type: ignore[method-assign]
+    PACKAGE.setLevel(level)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(3, WIDTH)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def armed(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in {**VARIABLES, "AUTOAMP_ENABLE": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    autoamp_autoload.autoload()
+
+
+def python(
+    source: str, *flags: str, path: Path | None = None, **variables: str
+) -> tuple[str, list[str]]:
+    """What a script prints, and the lines of its stderr."""
+    environ = {**os.environ, **VARIABLES, **variables}
+    if path is not None:
+        environ["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        [sys.executable, *flags, *(() if source.endswith(".py") else ("-c",)), source],
+        env=environ,
+        cwd="/",  # a checkout's own package would go before an installed one
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr.splitlines()
+
+
+# -- off -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, "", " ", "0", "false", "off", "OFF", "False "])
+def test_off(
+    value: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if value is not None:
+        monkeypatch.setenv("AUTOAMP_ENABLE", value)
+    before = global_state()
+    autoamp_autoload.autoload()
+    assert global_state() == before
+    assert told(caplog) == []
+
+
+IMPORTED = """
+import sys, torch
+heavy = "autoamp networkx rich click torch._dynamo".split()
+found = [name for name in heavy if name in sys.modules]
+print(found, "autoamp_autoload" in sys.modules)
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+print("autoamp" in sys.modules, torch.nn.Module.__call__.__module__)
+"""
+
+
+def test_nothing_heavy_is_imported_until_a_module_is_called(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(IMPORTED)
+    strictly = ("-W", "error")
+    off = "[] True\nFalse torch.nn.modules.module\n"
+    assert python(str(script), *strictly, AUTOAMP_ENABLE="off") == (off, [])
+    out, err = python(str(script), *strictly, AUTOAMP_ENABLE="1")
+    assert out == "[] True\nTrue autoamp.auto.mode\n"
+    (line,) = err
+    assert "Sequential is converted to bf16: 2 of 2 float ops low" in line
+    # The test itself can fail: torch's own switch keeps us out.
+    asked = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "AUTOAMP_ENABLE": "1"}
+    out, err = python(str(script), **asked)
+    assert out == "[] False\nFalse torch.nn.modules.module\n"
+    assert err == []
+
+
+def fastest(what: Callable[[], object], after: Callable[[], object]) -> float:
+    """Seconds, of many rounds."""
+    found = []
+    for _ in range(40):
+        start = time.perf_counter()
+        what()
+        found.append(time.perf_counter() - start)
+        after()
+    return min(found)
+
+
+def test_cost_of_import_and_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loaded() -> None:
+        importlib.import_module("autoamp_autoload")
+
+    def forget() -> None:
+        monkeypatch.delitem(sys.modules, "autoamp_autoload", raising=False)
+
+    def undo() -> None:
+        nn.Module.__call__, torch.compile = CALL, COMPILE  # type: ignore[method-assign]
+
+    forget()
+    cost = {"import": fastest(loaded, forget)}
+    cost["off"] = fastest(autoamp_autoload.autoload, undo)
+    monkeypatch.setenv("AUTOAMP_ENABLE", "1")
+    cost["on"] = fastest(autoamp_autoload.autoload, undo)
+    print({name: f"{1e6 * value:.1f} us" for name, value in cost.items()})
+    assert cost["import"] + max(cost["off"], cost["on"]) < 2e-3
+
+
+# -- on --------------------------------------------------------------------------------
+
+
+def test_first_call_starts_it(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    model = mlp()
+    exact = model(x)
+    armed(monkeypatch)
+    found = model(x)
+    assert autoamp.is_converted(model)
+    assert not torch.equal(found, exact)
+    assert autoamp.report(model).runs == 1
+    autoamp.disable()
+    assert (nn.Module.__call__, torch.compile) == (CALL, COMPILE)
+    assert torch.equal(model(x), exact)
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "-", "\x1b[31m\n", "オン", "x" * 10**5])
+def test_nonsense_is_one_warning(
+    value: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AUTOAMP_ENABLE", value)
+    before = global_state()
+    autoamp_autoload.autoload()
+    assert global_state() == before
+    (line,) = told(caplog)
+    assert "on (1, true, on) nor off (0, false, off, or unset)" in line
+    assert "AUTOAMP_ENABLE=" in line
+    assert line.isprintable()
+    assert len(line) < 300
+
+
+def test_whatever_fails_at_the_start_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, x: Tensor
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("the bridge is out")
+
+    monkeypatch.setattr(mode, "enable_from_environment", fail)
+    model = mlp()
+    exact = model(x)
+    armed(monkeypatch)
+    for _ in range(3):
+        assert torch.equal(model(x), exact)
+    assert torch.compile(mlp(), backend="eager")(x).shape == (3, 4)
+    (line,) = told(caplog)
+    assert line.endswith("runs in fp32: ZeroDivisionError: the bridge is out")
+    assert (nn.Module.__call__, torch.compile) == (CALL, COMPILE)
+
+
+def test_torch_without_compile_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(torch, "compile")
+    armed(monkeypatch)
+    (line,) = told(caplog)
+    assert "AttributeError" in line
+    assert "compile" in line
+    assert nn.Module.__call__ is CALL
+    monkeypatch.undo()
+
+
+RUNS = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+for _ in range(2):
+    model(torch.randn(2, 4)).sum().backward()
+print("ran")
+"""
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "import autoamp.missing",
+        pytest.param("def :", marks=pytest.mark.slow),
+        pytest.param("raise OSError", marks=pytest.mark.slow),
+    ],
+)
+def test_corrupt_installation(broken: str, tmp_path: Path) -> None:
+    (tmp_path / "autoamp").mkdir()
+    (tmp_path / "autoamp" / "__init__.py").write_text(broken)
+    out, err = python(RUNS, "-W", "error", path=tmp_path, AUTOAMP_ENABLE="1")
+    assert out == "ran\n"
+    (line,) = err
+    assert line.startswith("autoamp is off, everything runs in fp32: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["1", "nonsense"])
+def test_closed_stderr_stops_no_script(value: str) -> None:
+    source = f"import os, sys; os.close(2); sys.stderr.close()\n{RUNS}"
+    assert python(source, AUTOAMP_ENABLE=value) == ("ran\n", [])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "nonsense"])
+def test_closed_stderr_stops_nothing(
+    precision: str, monkeypatch: pytest.MonkeyPatch, x: Tensor
+) -> None:
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    model = mlp()
+    armed(monkeypatch, AUTOAMP_PRECISION=precision)
+    model(x)
+    assert autoamp.is_converted(model) is (precision == "bf16")
+
+
+# -- whoever patches what we patch -----------------------------------------------------
+
+
+def test_patched_over_while_armed(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    armed(monkeypatch)
+    seen: list[str] = []
+    call, compile_ = nn.Module.__call__, torch.compile
+
+    def their_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append("call")
+        return call(self, *args, **kwargs)
+
+    def their_compile(*args: Any, **kwargs: Any) -> Any:
+        seen.append("compile")
+        return compile_(*args, **kwargs)
+
+    nn.Module.__call__ = their_call  # type: ignore[method-assign]
+    torch.compile = their_compile
+    weight = torch.randn(WIDTH, WIDTH)
+    function = torch.compile(lambda x: x @ weight, backend="eager")
+    assert seen == ["compile"]
+    low = (x.bfloat16() @ weight.bfloat16()).float()
+    assert torch.equal(function(x), low)
+    model = mlp()
+    model(x)
+    assert seen.count("call") == 1 + 3
+    assert autoamp.is_converted(model)
+    assert (nn.Module.__call__, torch.compile) == (their_call, their_compile)
+    autoamp.disable()
+    assert (nn.Module.__call__, torch.compile) == (their_call, their_compile)
+    assert torch.equal(function(x), x @ weight)
+    other = mlp()
+    other(x)
+    assert not autoamp.is_converted(other)
+    assert torch.equal(torch.compile(lambda x: x + 1, backend="eager")(x), x + 1)
+
+
+def test_names_taken_while_armed(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    armed(monkeypatch)
+    compile_ = torch.compile  # from torch import compile
+    mlp()(x)
+    torch.compile = compile_
+    weight = torch.randn(WIDTH, WIDTH)
+    found = torch.compile(lambda x: x @ weight, backend="eager")(x)
+    assert torch.equal(found, (x.bfloat16() @ weight.bfloat16()).float())
+
+
+def test_disable_before_the_first_call(
+    monkeypatch: pytest.MonkeyPatch, x: Tensor
+) -> None:
+    armed(monkeypatch)
+    autoamp.disable()
+    model = mlp()
+    model(x)
+    assert not autoamp.is_converted(model)
+    assert (nn.Module.__call__, torch.compile) == (CALL, COMPILE)
+
+
+def test_enable_before_the_first_call_is_what_counts(
+    monkeypatch: pytest.MonkeyPatch, x: Tensor
+) -> None:
+    armed(monkeypatch)
+    autoamp.enable(precision="fp16", do_no_harm=False)
+    model = mlp()
+    model(x)
+    assert autoamp.report(model).graphs
+    assert mode._mode is not None
+    options = mode._mode.options
+    assert options is not None
+    assert options.precision == "fp16"
+
+
+def test_disarmed(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    armed(monkeypatch)
+    call = nn.Module.__call__
+    autoamp_autoload.disarm()
+    autoamp_autoload.disarm()
+    assert (nn.Module.__call__, torch.compile) == (CALL, COMPILE)
+    model = mlp()
+    call(model, x)
+    assert not autoamp.is_converted(model)
+
+
+# -- processes and notebooks -----------------------------------------------------------
+
+PROCESSES = """
+import sys, torch, torch.multiprocessing as mp, multiprocessing
+from torch.utils.data import DataLoader, Dataset
+
+class Scaled(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+
+class Data(Dataset):
+    def __init__(self): self.change = Scaled()
+    def __len__(self): return 6
+    def __getitem__(self, i): return self.change(torch.full((4,), float(i)))
+
+def work(queue):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with torch.no_grad():  # no backward: torch has none in a fork after one
+        model(torch.randn(2, 4))
+    import autoamp
+    queue.put((autoamp.is_converted(model), autoamp.report(model).runs))
+
+def main(method):
+    loader = DataLoader(Data(), num_workers=1, multiprocessing_context=method)
+    assert sum(batch.sum() for batch in loader) == 2 * 4 * 15
+    for library in (multiprocessing, mp)[sys.argv[1:] == ["fork", "before"] :]:
+        context = library.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=work, args=(queue,))
+        child.start()
+        print(*queue.get(timeout=40))
+        child.join()
+        assert child.exitcode == 0
+
+if __name__ == "__main__":
+    if sys.argv[2] == "after":
+        work(multiprocessing.SimpleQueue())
+    main(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "when"),
+    [
+        ("fork", "before"),
+        pytest.param("fork", "after", marks=pytest.mark.slow),
+        pytest.param("spawn", "before", marks=pytest.mark.slow),
+    ],
+)
+def test_processes(method: str, when: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROCESSES)
+    done = subprocess.run(
+        [sys.executable, str(script), method, when],
+        # OpenMP's threads do not survive a fork: torch's own bf16 products hang there.
+        env={**os.environ, **VARIABLES, "AUTOAMP_ENABLE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines == ["True 1"] * (1 if (method, when) == ("fork", "before") else 2)
+    assert "warning" not in done.stderr.lower()
+
+
+def test_cells_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    armed(monkeypatch)
+    shell = code.InteractiveInterpreter({"__name__": "__main__"})
+    cells = (
+        "import torch; from torch import nn",
+        "class Net(nn.Linear):\n  def forward(self, x): return super().forward(x)",
+        "net = Net(4, 4); first = net(torch.randn(2, 4))",
+        "torch.optim.SGD(net.parameters(), 0.1).step()",
+        "first.sum().backward(); import autoamp; report = autoamp.report(net)",
+    )
+    for cell in cells:
+        shell.runsource(cell, "<cell>", "exec")
+    assert shell.locals["report"].runs == 1  # type: ignore[index]
+
+
+# -- torch.compile(backend="autoamp") --------------------------------------------------
+
+
+def test_backend_through_its_entry_point(x: Tensor) -> None:
+    assert "autoamp" in torch._dynamo.list_backends()
+    layer = nn.Linear(WIDTH, 4)
+    options = {**ASKED, "backend": "eager"}
+    compiled = torch.compile(layer, backend="autoamp", options=options)
+    assert torch.equal(compiled(x), lowered(layer, x))
+    assert not torch.equal(layer(x), lowered(layer, x))
+
+
+@pytest.mark.parametrize("options", [{"precison": "bf16"}, {"precision": "fp8"}])
+def test_wrong_options_of_the_backend(options: dict[str, str], x: Tensor) -> None:
+    compiled = torch.compile(nn.Linear(WIDTH, 4), backend="autoamp", options=options)
+    with pytest.raises(Exception, match=r"there are allow, |give 'auto', 'fp16'"):
+        compiled(x)
+
+
+# -- enable and disable ----------------------------------------------------------------
+
+
+def trained(model: nn.Module, x: Tensor) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(x).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_disable_puts_everything_back(x: Tensor) -> None:
+    before = global_state()
+    model = mlp()
+    contents, keys = dict(model.__dict__), set(model.state_dict())
+    autoamp.enable(precision="fp16", do_no_harm=False)
+    assert nn.Module.__call__ is not CALL
+    optimizer = trained(model, x)
+    assert autoamp.is_converted(model)
+    assert "step" in vars(optimizer)
+    assert global_state()["pre"] != before["pre"]
+    autoamp.disable()
+    autoamp.disable()
+    assert global_state() == before
+    assert model.__dict__ == contents
+    assert set(model.state_dict()) == keys
+    assert {"step", "step_was_skipped", "_autoamp"}.isdisjoint(vars(optimizer))
+    other = mlp()
+    other(x)
+    assert not autoamp.is_converted(other)
+
+
+def test_logging_is_put_back(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    before = global_state()
+    armed(monkeypatch)
+    mlp()(x)
+    assert PACKAGE.level == logging.INFO
+    assert len(PACKAGE.handlers) == len(before["handlers"]) + 1
+    autoamp.disable()
+    assert global_state() == before
+    PACKAGE.setLevel(logging.ERROR)  # one that somebody set stays
+    armed(monkeypatch)
+    mlp()(x)
+    assert PACKAGE.level == logging.ERROR
+    autoamp.disable()
+    assert PACKAGE.level == logging.ERROR
+
+
+def test_disable_leaves_what_others_put_over_ours(x: Tensor) -> None:
+    autoamp.enable(**ASKED)
+    call, compile_ = nn.Module.__call__, torch.compile
+
+    def their_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *args, **kwargs)
+
+    def their_compile(*args: Any, **kwargs: Any) -> Any:
+        return compile_(*args, **kwargs)
+
+    nn.Module.__call__ = their_call  # type: ignore[method-assign]
+    torch.compile = their_compile
+    model = mlp()
+    exact = lowered(model[0], x)  # type: ignore[arg-type]
+    model(x)
+    assert autoamp.is_converted(model)
+    autoamp.disable()
+    assert nn.Module.__call__ is their_call
+    assert torch.compile is their_compile
+    assert not torch.equal(model[0](x), exact)
+    assert not autoamp.is_converted(model)
+    autoamp.enable(**ASKED)
+    model(x)
+    assert autoamp.report(model).runs == 1
+
+
+def test_enable_twice(x: Tensor) -> None:
+    model = mlp()
+    exact = model(x)
+    autoamp.enable(**ASKED)
+    model(x)
+    patched = nn.Module.__call__
+    autoamp.enable(keep=["*"], **ASKED)
+    assert nn.Module.__call__ is patched, "patched over itself"
+    assert not autoamp.is_converted(model)
+    assert torch.equal(model(x), exact)
+    assert autoamp.is_converted(model)
+    autoamp.disable()
+    assert (nn.Module.__call__, torch.compile) == (CALL, COMPILE)
+
+
+BAD: list[dict[str, Any]] = [
+    {"precison": "bf16"},
+    {"precision": "fp8"},
+    {"rules": "/proc/x"},
+    {"loss_scale": -1},
+    {"unlist": (("allow", "mm"),)},
+    {"report_dir": "/proc/x"},
+    {"report_dir": "~nosuchuser"},
+]
+
+
+@pytest.mark.parametrize("options", BAD, ids=str)
+@pytest.mark.parametrize("on", [True, False])
+def test_bad_options_change_nothing(options: dict[str, Any], on: bool) -> None:
+    if on:
+        autoamp.enable(**ASKED)
+    before, running = global_state(), mode._mode
+    with pytest.raises(autoamp.AutoampError):
+        autoamp.enable(**options)
+    assert global_state() == before
+    assert mode._mode is running
+
+
+@pytest.mark.parametrize("by_environment", [True, False])
+def test_first_call_from_many_threads_converts_once(
+    by_environment: bool, monkeypatch: pytest.MonkeyPatch, x: Tensor
+) -> None:
+    met: list[nn.Module] = []
+    convert = mode.convert_model
+
+    def counted(model: nn.Module, options: Any) -> nn.Module:
+        met.append(model)
+        time.sleep(0.05)  # others arrive
+        return convert(model, options)
+
+    monkeypatch.setattr(mode, "convert_model", counted)
+    model, start = mlp(), threading.Barrier(8)
+    if by_environment:
+        armed(monkeypatch)
+    else:
+        autoamp.enable(**ASKED)
+    found: list[Tensor] = []
+
+    def call() -> None:
+        start.wait()
+        with torch.no_grad():
+            found.append(model(x))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert met == [model]
+    report = autoamp.report(model)
+    assert (len(report.graphs), report.runs) == (1, 8)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+# -- what is left alone ----------------------------------------------------------------
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LazyLinear(16)
+        self.second = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x))
+        return out
+
+
+class OwnCall(nn.Module):
+    """Does something before and after what every module does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().__call__(*args, **kwargs) + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+def quantised(*layers: Any) -> nn.Module:
+    quantise = torch.ao.quantization.quantize_dynamic
+    made: nn.Module = quantise(mlp(), {*layers}, dtype=torch.qint8)
+    return made
+
+
+def scripted() -> nn.Module:
+    made: nn.Module = torch.jit.script(mlp())
+    return made
+
+
+LEFT: dict[str, Callable[[], nn.Module]] = {
+    "loss": nn.LogSoftmax,
+    "transforms": lambda: nn.Sequential(nn.Tanh(), nn.Softmax(-1)),
+    "fp16": lambda: mlp().half(),
+    "bf16": lambda: mlp().bfloat16(),
+    "float64": lambda: mlp().double(),
+    "scripted": scripted,
+    "quantised": lambda: quantised(nn.Linear),
+    "partly quantised": lambda: quantised("0"),
+    "lone layer": lambda: nn.Linear(WIDTH, 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own: what is made here is deprecated
+@pytest.mark.parametrize("name", LEFT)
+def test_runs_as_it_did(name: str, x: Tensor) -> None:
+    model = LEFT[name]()
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    x = x.to(dtype)
+    exact = model(x)
+    contents = {k: v for k, v in model.__dict__.items() if k != "forward"}
+    autoamp.enable(**ASKED)
+    for _ in range(2):
+        found = model(x)
+        assert found.dtype == exact.dtype
+        assert torch.equal(found, exact)
+    if name != "lone layer":
+        assert {k: v for k, v in model.__dict__.items() if k != "forward"} == contents
+
+
+def test_what_a_loss_without_parameters_calls_is_looked_at(x: Tensor) -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = held[0](x).sum()
+            return out
+
+    held = [mlp()]
+    autoamp.enable(**ASKED)
+    Loss()(x).backward()
+    assert autoamp.is_converted(held[0])
+
+
+def test_lazy_modules_are_met_once_they_have_weights(x: Tensor) -> None:
+    model = Lazy()
+    autoamp.enable(**ASKED)
+    model(x)
+    assert not autoamp.is_converted(model)
+    model(x)
+    assert autoamp.report(model).runs == 1
+
+
+def test_a_model_the_user_converted_stays_as_it_is(x: Tensor) -> None:
+    model = autoamp.convert(mlp(), precision="bf16", do_no_harm=False, keep=["0"])
+    expected = model(x)
+    autoamp.enable(**ASKED)
+    assert torch.equal(model(x), expected)
+    assert autoamp.report(model).runs == 2
+    autoamp.disable()
+    assert autoamp.is_converted(model)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_users_own_autocast_is_left_alone(known: bool, x: Tensor) -> None:
+    model = mlp()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    autoamp.enable(precision="fp16", do_no_harm=False)
+    if known:
+        model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+    assert autoamp.is_converted(model) is known
+    model(x)
+    assert autoamp.is_converted(model)
+
+
+def test_a_call_of_their_own_is_kept(x: Tensor) -> None:
+    model = OwnCall()
+    autoamp.enable(**ASKED)
+    found = model(x)
+    assert model.calls == 1
+    assert autoamp.report(model).runs == 1
+    assert torch.equal(found, model.inner(x) + 1)
