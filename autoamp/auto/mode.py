@@ -59,7 +59,7 @@ class _Known:
         engine: of that conversion.
         transparent: what the module calls is looked at in turn.
         lone: it is a single layer, converted only as far as it pays.
-        graphs: how many had been captured when last looked at.
+        graphs: how many had been captured when last looked at; -1 before that.
     """
 
     __slots__ = ("engine", "graphs", "lone", "module", "target", "transparent")
@@ -77,7 +77,7 @@ class _Known:
         self.engine: Engine | None = state.engine if state is not None else None
         self.transparent = transparent
         self.lone = lone
-        self.graphs = 0
+        self.graphs = -1
 
 
 class AutomaticMode:

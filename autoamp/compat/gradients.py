@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,8 +42,10 @@ def check_finite(grad: torch.Tensor, found_inf: torch.Tensor) -> None:
     """Sets `found_inf` (one fp32 element) to 1 where `grad` is not finite.
 
     Any dtype, and sparse: duplicates are summed first, as an optimizer will, which may
-    overflow too.
+    overflow too.  Of a DTensor this rank's own part.
     """
+    if hasattr(grad, "to_local"):
+        grad = grad.to_local()
     if grad.layout == torch.sparse_coo:
         grad = grad.coalesce().values()
     elif grad.layout != torch.strided:
@@ -97,6 +99,24 @@ def active_ddp_group() -> Any:
     ddp = getattr(torch.nn.parallel, "DistributedDataParallel", None)
     active = getattr(ddp, "_active_ddp_module", None)
     return None if active is None else active.process_group
+
+
+def shard_groups(params: Iterable[torch.Tensor]) -> list[Any]:
+    """The process groups over which FSDP has sharded `params`; mostly none.
+
+    The original parameters of FSDP1 tell no group: theirs is taken to be all ranks.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return []
+    meshes, flat = {}, False
+    for p in params:
+        mesh = getattr(p, "device_mesh", None)
+        if mesh is not None:
+            meshes[id(mesh)] = mesh
+        flat = flat or getattr(p, "_fsdp_flattened", False)
+    groups = [g for mesh in meshes.values() for g in mesh.get_all_groups()]
+    return [*groups, distributed.group.WORLD] if flat else groups
 
 
 def reduced_by_ddp(model: torch.nn.Module) -> list[torch.Tensor]:

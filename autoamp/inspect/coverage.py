@@ -35,9 +35,9 @@ class Coverage:
         return 1 - self.calls_aside / self.calls if self.calls else 1.0
 
     @property
-    def share_of_flops(self) -> float:
-        """Flops in low precision, 0 to 1; 1 where there are none."""
-        return self.low_flops / self.flops if self.flops else 1.0
+    def share_of_flops(self) -> float | None:
+        """Flops in low precision, 0 to 1; None where no graph had any."""
+        return self.low_flops / self.flops if self.flops else None
 
 
 def coverage_of(

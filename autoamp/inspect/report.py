@@ -160,7 +160,7 @@ class Report:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
-    def _shares(self) -> dict[str, float] | None:
+    def _shares(self) -> dict[str, float | None] | None:
         found = self.coverage
         if found is None:
             return None

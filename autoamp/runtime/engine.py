@@ -63,11 +63,13 @@ class Tally:
     Attributes:
         calls, aside: calls so far, and those that ran no rewritten graph.
         lowers: some op of some graph is low.
+        announced: its one line of log has been written.
     """
 
     calls: int = 0
     aside: int = 0
     lowers: bool = False
+    announced: bool = False
 
 
 @dataclass
@@ -104,7 +106,6 @@ class Engine:
         skipped: what was not converted.
         differentiated_twice: somebody asked for that of a compiled graph, so the model
             is to be captured again and run as it is.
-        announced: its one line of log has been written.
         tally: of its calls.
         on_capture: called with this after every capture.
     """
@@ -117,7 +118,6 @@ class Engine:
     skipped: list[Skipped] = field(default_factory=list)
     differentiated_twice: bool = False
     tally: Tally = field(default_factory=Tally)
-    announced: bool = False
     on_capture: Callable[[Engine], None] | None = None
     local: _Local = field(default_factory=_Local)
 
@@ -146,9 +146,9 @@ class Engine:
 
     def announce(self) -> None:
         """One line, after the first call that captured anything."""
-        if self.announced or not self.graphs:
+        if self.tally.announced or not self.graphs:
             return
-        self.announced = True
+        self.tally.announced = True
         done = [g.rewritten for g in self.graphs if g.rewritten is not None]
         decisions = [d for r in done for d in r.assignment.decisions.values()]
         scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,12 +22,14 @@ class Evidence:
             thrown away, or passed it on to weights that no graph of ours knows.
         elsewhere: runs for other optimizers, which may have passed something on.
         last: the number to look after next time.
+        shards: the process groups over which FSDP has sharded the weights.
     """
 
     live: Sequence[GraphRun]
     doubtful: Sequence[GraphRun]
     elsewhere: Sequence[GraphRun]
     last: int
+    shards: Sequence[Any] = ()
 
     @property
     def scalings(self) -> list[ModelScaling]:
@@ -44,22 +47,31 @@ def gather(params: Iterable[torch.Tensor], since: int) -> Evidence:
     A run in the same backward that fills no gradients itself, of a piece of a model
     between two graph breaks, counts with the others.  In a backward that fills none at
     all (through a frozen critic) whoever steps next is the one it was for.
+
+    What FSDP gathers for a graph belongs to no optimizer: there every run may be for
+    whoever steps, and the gradients have to tell.
     """
     ids = {id(p) for p in params}
     runs = BACKWARDS.since(since)
     mine = [r for r in runs if r.touches(ids)]
     tasks = {r.task for r in mine}
     mine += [r for r in runs if not r.leaves and r.task in tasks]
-    passing = [r for r in runs if r.origin.passes_on and r.task not in tasks]
+    live: list[GraphRun] = []
+    voided: list[GraphRun] = []
+    for run in mine:
+        (voided if run.voided else live).append(run)
+    last = runs[-1].number if runs else since
+    others = [r for r in runs if r.task not in tasks]
+    shards = compat.shard_groups(params)
+    if shards:
+        return Evidence(live, [*voided, *others], [], last, shards)
+    passing = [r for r in others if r.origin.passes_on]
     filling = {r.task for r in runs if r.leaves}
     return Evidence(
-        [r for r in mine if not r.voided],
-        [
-            *(r for r in mine if r.voided),
-            *(r for r in passing if r.task not in filling),
-        ],
+        live,
+        [*voided, *(r for r in passing if r.task not in filling)],
         [r for r in passing if r.task in filling],
-        runs[-1].number if runs else since,
+        last,
     )
 
 
@@ -79,11 +91,13 @@ def found_inf(
     on_host = all(flag.device.type == "cpu" for flag in past)
     if (
         doubt
+        or evidence.shards
         or _may_be_reduced_by_hand(evidence)
         or (any(bool(f) for f in past) if on_host else past)
     ):
         flags.append(not_finite(p.grad for p in params if p.grad is not None))
-    groups = {id(r.group): r.group for r in evidence.live if r.group is not None}
+    ddp = [r.group for r in evidence.live if r.group is not None]
+    groups = {id(group): group for group in (*ddp, *evidence.shards)}
     result = _any(flags)
     for group in groups.values():
         # Ranks step together or not at all: a rank's own part of the gradients may be

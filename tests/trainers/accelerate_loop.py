@@ -1,0 +1,67 @@
+"""A loop under accelerate that accumulates gradients over two batches."""
+
+import sys
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+OPTIONS = {
+    "mixed": "no",
+    "bad": "-1",
+    "compile": "no",
+    **dict(a.split("=", 1) for a in sys.argv[1:]),
+}
+
+torch.manual_seed(0)
+x = torch.randn(80, 16)
+y = x[:, :4].roll(1, 1) * x[:, 4:8]
+loader = DataLoader(TensorDataset(x, y), batch_size=4)
+model = nn.Sequential(
+    nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()
+)
+model.append(nn.Linear(64, 4))
+inner = model
+if OPTIONS["compile"] == "method":
+    model.compile(backend="aot_eager")
+elif OPTIONS["compile"] == "function":
+    model = torch.compile(model, backend="aot_eager")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)
+accelerator = Accelerator(
+    cpu=True, mixed_precision=OPTIONS["mixed"], gradient_accumulation_steps=2
+)
+steps = accelerator.prepare(model, optimizer, loader, scheduler)
+model, wrapper, loader, scheduler = steps
+
+
+def sum_of_weights():
+    return sum(p.detach().double().sum().item() for p in inner.parameters())
+
+
+losses, weights, rates = [], [sum_of_weights()], []
+for inputs, targets in loader:
+    with accelerator.accumulate(model):
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        bad = len(weights) - 1 == int(OPTIONS["bad"])
+        accelerator.backward(loss * 1e36 if bad else loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        wrapper.step()
+        scheduler.step()
+        wrapper.zero_grad()
+    losses.append(loss.item())
+    if accelerator.sync_gradients:
+        weights.append(sum_of_weights())
+        rates.append(scheduler.get_last_lr()[0])
+
+RESULT = {
+    "losses": losses,
+    "params": dict(inner.named_parameters()),
+    "weights": weights,
+    "rates": rates,
+    "model": inner,
+    "optimizer": optimizer,
+    "wrapper": wrapper,
+}
