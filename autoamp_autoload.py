@@ -99,7 +99,7 @@ def _arm() -> None:
 
 def _started(*stand_ins: Any) -> Any:
     """What a call of a module, and `torch.compile`, go through from now on."""
-    from autoamp.auto.mode import enable_from_environment
+    from autoamp.auto.switch import enable_from_environment
 
     return enable_from_environment(*stand_ins)
 

@@ -4,7 +4,7 @@ Public names are those in `__all__`; everything else may change.
 """
 
 from autoamp.api import convert, is_converted, report, revert, rewrite
-from autoamp.auto.mode import disable, enable
+from autoamp.auto.switch import disable, enable
 from autoamp.errors import (
     AutoampError,
     CaptureError,

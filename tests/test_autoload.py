@@ -22,8 +22,11 @@ from torch.optim import optimizer as torch_optimizer
 
 import autoamp
 import autoamp_autoload
-from autoamp.auto import mode
+from autoamp.auto import mode, switch
+from autoamp.options import Options
 from autoamp.runtime import attach, graph_backend
+from autoamp.runtime import convert as convert_module
+from autoamp.runtime.eligible import choose_precision
 
 WIDTH = 8
 ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
@@ -140,7 +143,7 @@ def test_nothing_heavy_is_imported_until_a_module_is_called(tmp_path: Path) -> N
     off = "[] True\nFalse torch.nn.modules.module\n"
     assert python(str(script), *strictly, AUTOAMP_ENABLE="off") == (off, [])
     out, err = python(str(script), *strictly, AUTOAMP_ENABLE="1")
-    assert out == "[] True\nTrue autoamp.auto.mode\n"
+    assert out == "[] True\nTrue autoamp.auto.switch\n"
     (line,) = err
     assert "Sequential is converted to bf16: 2 of 2 float ops low" in line
     # The test itself can fail: torch's own switch keeps us out.
@@ -217,7 +220,7 @@ def test_whatever_fails_at_the_start_is_one_warning(
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("the bridge is out")
 
-    monkeypatch.setattr(mode, "enable_from_environment", fail)
+    monkeypatch.setattr(switch, "enable_from_environment", fail)
     model = mlp()
     exact = model(x)
     armed(monkeypatch)
@@ -354,8 +357,8 @@ def test_enable_before_the_first_call_is_what_counts(
     model = mlp()
     model(x)
     assert autoamp.report(model).graphs
-    assert mode._mode is not None
-    options = mode._mode.options
+    assert switch._mode is not None
+    options = switch._mode.options
     assert options is not None
     assert options.precision == "fp16"
 
@@ -577,11 +580,11 @@ BAD: list[dict[str, Any]] = [
 def test_bad_options_change_nothing(options: dict[str, Any], on: bool) -> None:
     if on:
         autoamp.enable(**ASKED)
-    before, running = global_state(), mode._mode
+    before, running = global_state(), switch._mode
     with pytest.raises(autoamp.AutoampError):
         autoamp.enable(**options)
     assert global_state() == before
-    assert mode._mode is running
+    assert switch._mode is running
 
 
 @pytest.mark.parametrize("by_environment", [True, False])
@@ -748,3 +751,48 @@ def test_a_call_of_their_own_is_kept(x: Tensor) -> None:
     assert model.calls == 1
     assert autoamp.report(model).runs == 1
     assert torch.equal(found, model.inner(x) + 1)
+
+
+# -- what was declined, and what fails -------------------------------------------------
+
+
+def test_a_model_that_moves_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch, x: Tensor
+) -> None:
+    pays = False
+    asked = choose_precision
+
+    def chosen(model: nn.Module, options: Options) -> tuple[torch.dtype | None, str]:
+        return asked(model, options) if pays else (None, "it cannot pay here")
+
+    monkeypatch.setattr(convert_module, "choose_precision", chosen)
+    autoamp.enable(**ASKED)
+    model = mlp()
+    model(x)
+    pays = True
+    model(x)
+    assert not autoamp.is_converted(model), "asked once for each device"
+    model.to("meta")
+    model(x.to("meta"))
+    model.to_empty(device="cpu")
+    model(x)
+    assert autoamp.is_converted(model)
+
+
+def test_whatever_fails_at_a_conversion_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, x: Tensor
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("the bridge is out")
+
+    monkeypatch.setattr(mode, "convert_model", fail)
+    model = mlp()
+    exact = model(x)
+    autoamp.enable(**ASKED)
+    for _ in range(3):
+        assert torch.equal(model(x), exact)
+    (line,) = told(caplog)
+    assert line.endswith("runs in fp32: ZeroDivisionError: the bridge is out")
+    autoamp.enable(**ASKED, strict=True)
+    with pytest.raises(ZeroDivisionError):
+        model(x)

@@ -152,7 +152,7 @@ def test_many_threads_of_one_model(
     autoamp.enable(report_dir=tmp_path, **ASKED)
     model, together = Net(), threading.Barrier(6)
     model(torch.randn(3, WIDTH))
-    recorder, engine = autoamp.auto.mode._mode.recorder, model._autoamp.engine
+    recorder, engine = autoamp.auto.switch._mode.recorder, model._autoamp.engine
 
     def write() -> None:
         together.wait()

@@ -1,31 +1,23 @@
-"""The automatic mode: `enable`, `disable`, and what a call of a module goes through."""
+"""What a call of a module goes through while the automatic mode is on."""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import autoamp_autoload
 from autoamp import compat
-from autoamp.auto import environment, stderr
 from autoamp.auto.candidates import choose, inside
-from autoamp.auto.compiled import compiling_with
 from autoamp.auto.environment import Settings
-from autoamp.auto.patch import Patch
 from autoamp.auto.record import Recorder
-from autoamp.errors import AutoampError, OptionError
-from autoamp.options import Options
 from autoamp.runtime.attach import retire
-from autoamp.runtime.calls import disabled, under_compilation
+from autoamp.runtime.calls import disabled
 from autoamp.runtime.convert import (
     conversion_of,
     convert_model,
@@ -47,7 +39,7 @@ class _ThisThread(threading.local):
     inside = False
 
 
-_thread = _ThisThread()
+THREAD = _ThisThread()
 
 
 class _Known:
@@ -59,10 +51,20 @@ class _Known:
         engine: of that conversion.
         transparent: what the module calls is looked at in turn.
         lone: it is a single layer, converted only as far as it pays.
+        declined_on: the device on which it could not be converted; None where it was,
+            or was not to be.
         graphs: how many had been captured when last looked at; -1 before that.
     """
 
-    __slots__ = ("engine", "graphs", "lone", "module", "target", "transparent")
+    __slots__ = (
+        "declined_on",
+        "engine",
+        "graphs",
+        "lone",
+        "module",
+        "target",
+        "transparent",
+    )
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class _Known:
         target: nn.Module | None = None,
         transparent: bool = False,
         lone: bool = False,
+        declined_on: torch.device | None = None,
     ) -> None:
         state = conversion_of(target)
         self.module = module
@@ -77,7 +80,19 @@ class _Known:
         self.engine: Engine | None = state.engine if state is not None else None
         self.transparent = transparent
         self.lone = lone
+        self.declined_on = declined_on
         self.graphs = -1
+
+    def has_moved(self) -> bool:
+        """Whether it was declined on another device than it is on now."""
+        if self.declined_on is None:
+            return False
+        module = self.module()
+        return module is not None and _device_of(module) != self.declined_on
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    return next((p.device for p in module.parameters()), None)
 
 
 class AutomaticMode:
@@ -100,9 +115,11 @@ class AutomaticMode:
         known = self._known.get(id(module))
         if known is None or known.module() is not module:
             known = self._meet(module)
+        elif known.engine is None and known.has_moved():
+            known = self._meet_again(module)
         if known is not None and known.transparent:
             return original(module, *args, **kwargs)
-        _thread.inside = True
+        THREAD.inside = True
         try:
             if known is None or known.engine is None:
                 return original(module, *args, **kwargs)
@@ -111,7 +128,7 @@ class AutomaticMode:
                     return original(module, *args, **kwargs)
             result = original(module, *args, **kwargs)
         finally:
-            _thread.inside = False
+            THREAD.inside = False
         if known.graphs != len(known.engine.graphs):
             self._look(known)
         return result
@@ -146,16 +163,27 @@ class AutomaticMode:
             choice = choose(module)
             if not choice.final:
                 return None
-            target = choice.target
-            if target is not None:
-                self._convert(target, choice.only_if_it_pays)
+            if choice.target is not None:
+                self._convert(choice.target, choice.only_if_it_pays)
             place = id(module)
             gone = weakref.ref(module, lambda ref: self._forget(place, ref))
+            ours = self._ours(module)
+            declined = choice.target is not None and ours is None
             known = _Known(
-                gone, self._ours(module), choice.transparent, choice.only_if_it_pays
+                gone,
+                ours,
+                choice.transparent,
+                choice.only_if_it_pays,
+                _device_of(module) if declined else None,
             )
             self._known[place] = known
             return known
+
+    def _meet_again(self, module: nn.Module) -> _Known | None:
+        with self._lock:
+            revert_model(inside(module))  # forgets why it was declined
+            self._known.pop(id(module), None)
+        return self._meet(module)
 
     def _ours(self, module: nn.Module) -> nn.Module | None:
         """What this mode has converted of `module`; also where it is a deep copy."""
@@ -180,10 +208,13 @@ class AutomaticMode:
                 return
         try:
             convert_model(target, options)
-        except AutoampError as error:
+        except Exception as error:  # a script never fails for what it did not ask
             if options.strict:
                 raise
-            logger.warning("autoamp: %s runs in fp32: %s", type(target).__name__, error)
+            problem = f"{type(error).__name__}: {error}"
+            logger.warning(
+                "autoamp: %s runs in fp32: %s", type(target).__name__, problem
+            )
         state = conversion_of(target)
         if state is not None and state.engine is not None:
             self._engines.add(state.engine)
@@ -201,106 +232,3 @@ class AutomaticMode:
             if target is not None:
                 revert_model(target)
             known.engine = None
-
-
-_mode: AutomaticMode | None = None
-_patches: list[Patch] = []
-_switch = threading.RLock()
-
-
-def dispatch(
-    original: Call, module: nn.Module, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """A call of a module: converted first, where it is a model met for the first time.
-
-    Args:
-        original: `nn.Module.__call__` as it was before.
-    """
-    mode = _mode
-    if mode is None or _thread.inside:
-        return original(module, *args, **kwargs)
-    return mode.call(original, module, args, kwargs)
-
-
-def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
-    """Converts every model of this process at its first call, from now on.
-
-    What `AUTOAMP_ENABLE=1` does.  Optimizers are met by themselves.  Called again, the
-    new options hold for models met from then on, and those met before are reverted.
-
-    Args:
-        report_dir: where each captured graph and report is written.
-        **options: as for `convert`.
-
-    Raises:
-        AutoampError: an option cannot be used; nothing was changed.
-    """
-    if "unlist" in options:
-        raise OptionError("unknown option 'unlist'")
-    place = environment.writable(str(report_dir)) if report_dir is not None else None
-    _start(Settings(Options().replace(**options), place))
-
-
-def enable_from_environment(*stand_ins: tuple[Any, Any]) -> list[Any]:
-    """`enable` with what the environment variables say.
-
-    Args:
-        *stand_ins: what waits in the place of `nn.Module.__call__` and `torch.compile`,
-            each with what was there before.
-
-    Returns:
-        What the two are from now on.
-
-    Raises:
-        AutoampError: a variable is unusable; nothing was changed.
-    """
-    settings = environment.read(os.environ)
-    _start(settings, *stand_ins)
-    for sentence in environment.unknown(os.environ):
-        logger.warning("autoamp: %s", sentence)
-    return [patch.ours for patch in _patches]
-
-
-def disable() -> None:
-    """Undoes `enable`: models and optimizers are what they were, and new ones stay so.
-
-    Without effect where the automatic mode is off.
-    """
-    global _mode
-    autoamp_autoload.disarm()
-    with _switch:
-        mode, _mode = _mode, None
-        while _patches:
-            _patches.pop().undo()
-        stderr.fall_silent()
-    if mode is not None:
-        mode.revert_all()
-
-
-def _start(
-    settings: Settings,
-    call: tuple[Any, Any] | None = None,
-    compile_: tuple[Any, Any] | None = None,
-) -> None:
-    global _mode
-    autoamp_autoload.disarm()
-    with _switch:
-        before, _mode = _mode, AutomaticMode(settings)
-        if not _patches:
-            stderr.speak_up()
-            _patches.append(Patch(nn.Module, "__call__", _watching, call))
-            compiling = compiling_with(lambda: _mode)
-            _patches.append(Patch(torch, "compile", compiling, compile_))
-    if before is not None:
-        before.revert_all()
-
-
-def _watching(original: Call) -> Call:
-    """What takes the place of `nn.Module.__call__`."""
-
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if under_compilation() or _thread.inside:
-            return original(self, *args, **kwargs)
-        return dispatch(original, self, args, kwargs)
-
-    return __call__

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.api import _coverage
-from autoamp.auto import mode
+from autoamp.auto import switch
 from autoamp.inspect.report import Report
 from autoamp.runtime import attach
 from benchmarks.flops import flops_of
@@ -197,8 +197,8 @@ def automatic(name: str, arguments: tuple[str, ...], precision: str) -> Seen:
     try:
         names, warned = run(name, arguments, nullcontext())
         seen = Seen(names["RESULT"], warned, logged=listener.heard)
-        assert mode._mode is not None
-        for known in mode._mode._known.values():
+        assert switch._mode is not None
+        for known in switch._mode._known.values():
             target = known.target() if known.target is not None else None
             if target is not None and known.engine is not None:
                 seen.models.append((target, autoamp.report(target)))

@@ -23,7 +23,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import autoamp
-from autoamp.auto import mode
+from autoamp.auto import switch
 from autoamp.inspect.report import Report
 
 FOLDER = Path(__file__).resolve().parent
@@ -123,8 +123,8 @@ def _lines_of(name: str) -> Iterator[list[tuple[int, str]]]:
 
 def _reports() -> list[Report]:
     """Of the models the mode has met and converted."""
-    assert mode._mode is not None
-    targets = [k.target() for k in mode._mode._known.values() if k.target is not None]
+    assert switch._mode is not None
+    targets = [k.target() for k in switch._mode._known.values() if k.target is not None]
     return [autoamp.report(target) for target in targets if target is not None]
 
 

@@ -1,0 +1,118 @@
+"""`enable` and `disable`: the automatic mode of this process, on and off."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import autoamp_autoload
+from autoamp.auto import environment, stderr
+from autoamp.auto.compiled import compiling_with
+from autoamp.auto.environment import Settings
+from autoamp.auto.mode import THREAD, AutomaticMode
+from autoamp.auto.patch import Patch
+from autoamp.errors import OptionError
+from autoamp.options import Options
+from autoamp.runtime.calls import under_compilation
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[..., Any]
+
+_mode: AutomaticMode | None = None
+_patches: list[Patch] = []
+_switch = threading.RLock()
+
+
+def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
+    """Converts every model of this process at its first call, from now on.
+
+    What `AUTOAMP_ENABLE=1` does.  Optimizers are met by themselves.  Called again, the
+    new options hold for models met from then on, and those met before are reverted.
+
+    Args:
+        report_dir: where each captured graph and report is written.
+        **options: as for `convert`.
+
+    Raises:
+        AutoampError: an option cannot be used; nothing was changed.
+    """
+    if "unlist" in options:
+        raise OptionError("unknown option 'unlist'")
+    place = environment.writable(str(report_dir)) if report_dir is not None else None
+    _start(Settings(Options().replace(**options), place))
+
+
+def enable_from_environment(*stand_ins: tuple[Any, Any]) -> list[Any]:
+    """`enable` with what the environment variables say.
+
+    Args:
+        *stand_ins: what waits in the place of `nn.Module.__call__` and `torch.compile`,
+            each with what was there before.
+
+    Returns:
+        What the two are from now on.
+
+    Raises:
+        AutoampError: a variable is unusable; nothing was changed.
+    """
+    settings = environment.read(os.environ)
+    _start(settings, *stand_ins)
+    for sentence in environment.unknown(os.environ):
+        logger.warning("autoamp: %s", sentence)
+    return [patch.ours for patch in _patches]
+
+
+def disable() -> None:
+    """Undoes `enable`: models and optimizers are what they were, and new ones stay so.
+
+    Without effect where the automatic mode is off.
+    """
+    global _mode
+    autoamp_autoload.disarm()
+    with _switch:
+        mode, _mode = _mode, None
+        while _patches:
+            _patches.pop().undo()
+        stderr.fall_silent()
+    if mode is not None:
+        mode.revert_all()
+
+
+def _start(
+    settings: Settings,
+    call: tuple[Any, Any] | None = None,
+    compile_: tuple[Any, Any] | None = None,
+) -> None:
+    global _mode
+    autoamp_autoload.disarm()
+    with _switch:
+        before, _mode = _mode, AutomaticMode(settings)
+        if not _patches:
+            stderr.speak_up()
+            _patches.append(Patch(nn.Module, "__call__", _watching, call))
+            compiling = compiling_with(lambda: _mode)
+            _patches.append(Patch(torch, "compile", compiling, compile_))
+    if before is not None:
+        before.revert_all()
+
+
+def _watching(original: Call) -> Call:
+    """What takes the place of `nn.Module.__call__`."""
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        if under_compilation() or THREAD.inside:
+            return original(self, *args, **kwargs)
+        mode = _mode
+        if mode is None:
+            return original(self, *args, **kwargs)
+        return mode.call(original, self, args, kwargs)
+
+    return __call__
