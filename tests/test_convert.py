@@ -575,6 +575,28 @@ def test_backward_hook_inside_a_torch_container_is_told(
     assert runs(model) == 0
 
 
+class Empty(nn.Module):
+    """Computes nothing for an empty batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor | None) -> Any:
+        return None if x is None else self.inner(x)
+
+
+def test_calls_that_compute_nothing_now_and_then(x: Tensor) -> None:
+    model = convert(Empty(), strict=False)
+    for _ in range(4):
+        assert model(None) is None
+        model(x)
+    coverage = autoamp.report(model).coverage
+    assert coverage is not None
+    assert (coverage.calls, coverage.calls_aside) == (8, 4)
+    assert runs(model) == 4
+
+
 def many_shapes(model: nn.Module) -> None:
     with torch._dynamo.config.patch(
         automatic_dynamic_shapes=False, assume_static_by_default=True

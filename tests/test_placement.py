@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+import autoamp
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.place import assign as assign_module
@@ -193,3 +194,19 @@ def test_storage_that_is_written_has_one_precision() -> None:
     ]
     assert len(written) >= 3
     assert len({n in found.assignment.low for n in written}) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "low"), [((1,), False), ((3,), False), ((4,), True), ((2, 2), True)]
+)
+def test_few_rows_gain_nothing_on_a_cpu(
+    rows: tuple[int, ...], low: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product with a vector is limited by what torch's kernels make of it."""
+    units = {torch.bfloat16: "amx_bf16"}
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    autoamp.convert(model, precision="bf16", strict=True)
+    with torch.no_grad():
+        model(torch.randn(*rows, 256))
+    assert {row.is_low for row in autoamp.report(model).ops} == {low}

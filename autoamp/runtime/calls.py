@@ -36,7 +36,7 @@ _RECOMPILE_LIMIT = 8
 """Dynamo's own, per code object: more graphs than this in a row may mean it was hit."""
 
 _MOST_IN_VAIN = 2
-"""Calls of which nothing was captured before autocast takes over."""
+"""Calls in a row of which nothing was captured before autocast takes over."""
 
 _MOST_COMPILATIONS = 8
 """How often a conversion starts afresh after Dynamo stepped aside."""
@@ -199,6 +199,8 @@ class CompiledCall:
             _thread.inside -= 1
         if local.runs == before:
             self._ran_nothing()
+        else:
+            self._in_vain = 0
         return result
 
     def _may_try_again(self, error: Exception) -> bool:
