@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any, NamedTuple
 
@@ -10,7 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from autoamp import compat
 from autoamp.runtime.convert import conversion_of
+from autoamp.runtime.eligible import parameters_of
 
 
 class Choice(NamedTuple):
@@ -34,9 +37,10 @@ def choose(module: nn.Module) -> Choice:
     target = inside(module)
     if isinstance(target, torch.jit.ScriptModule):
         return Choice()
-    if any(is_lazy(each) for each in (*target.parameters(), *target.buffers())):
+    parameters = parameters_of(target)
+    if any(is_lazy(p) for p in parameters):
         return Choice(final=False)  # its first call makes its weights
-    if not any(p.is_floating_point() for p in target.parameters()):
+    if _is_asynchronous(target) or not any(p.is_floating_point() for p in parameters):
         return Choice(transparent=True)  # a loss, a metric, a transform
     if conversion_of(target) is not None:
         return Choice()  # somebody has said already what is to become of it
@@ -47,13 +51,23 @@ def inside(module: nn.Module) -> nn.Module:
     """The module that wrappers, one in another, finally call."""
     while True:
         held: Any = None
-        if hasattr(module, "_orig_mod") and hasattr(module, "dynamo_ctx"):
+        if compat.is_compiled_module(module):
             held = module._orig_mod
         elif isinstance(module, _wrappers()):
             held = module.module
         if not isinstance(held, nn.Module):
             return module
         module = held
+
+
+def _is_asynchronous(module: nn.Module) -> bool:
+    """Whether its call only begins: what it calls later is looked at by itself."""
+    forward = type(module).forward
+    return (
+        inspect.iscoroutinefunction(forward)
+        or inspect.isgeneratorfunction(forward)
+        or inspect.isasyncgenfunction(forward)
+    )
 
 
 def _wrappers() -> tuple[type[nn.Module], ...]:

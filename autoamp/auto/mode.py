@@ -24,7 +24,7 @@ from autoamp.runtime.convert import (
     models_of,
     revert_model,
 )
-from autoamp.runtime.eligible import choose_precision
+from autoamp.runtime.eligible import choose_precision, parameters_of
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.graph_backend import GraphBackend
 
@@ -92,7 +92,7 @@ class _Known:
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
-    return next((p.device for p in module.parameters()), None)
+    return next((p.device for p in parameters_of(module)), None)
 
 
 class AutomaticMode:
@@ -114,9 +114,9 @@ class AutomaticMode:
         """`original(module, ...)`, where nothing that owns weights is being called."""
         known = self._known.get(id(module))
         if known is None or known.module() is not module:
-            known = self._meet(module)
+            known = self._met(module, self._meet)
         elif known.engine is None and known.has_moved():
-            known = self._meet_again(module)
+            known = self._met(module, self._meet_again)
         if known is not None and known.transparent:
             return original(module, *args, **kwargs)
         THREAD.inside = True
@@ -149,6 +149,25 @@ class AutomaticMode:
             for engine in list(self._engines):
                 for model in models_of(engine):
                     revert_model(model)
+                retire(engine)
+
+    def _met(
+        self, module: nn.Module, meet: Callable[[nn.Module], _Known | None]
+    ) -> _Known | None:
+        """`meet(module)`; a module that cannot even be looked at is left alone."""
+        try:
+            return meet(module)
+        except Exception as error:  # a script never fails for what it did not ask
+            if self.options.strict:
+                raise
+            name, problem = type(module).__name__, f"{type(error).__name__}: {error}"
+            logger.warning("autoamp: %s runs in fp32: %s", name, problem)
+            known = self._known[id(module)] = _Known(self._reference(module))
+            return known
+
+    def _reference(self, module: nn.Module) -> weakref.ref[nn.Module]:
+        place = id(module)
+        return weakref.ref(module, lambda ref: self._forget(place, ref))
 
     def _meet(self, module: nn.Module) -> _Known | None:
         """Decides what becomes of a module; None where it is too early to say."""
@@ -165,18 +184,16 @@ class AutomaticMode:
                 return None
             if choice.target is not None:
                 self._convert(choice.target, choice.only_if_it_pays)
-            place = id(module)
-            gone = weakref.ref(module, lambda ref: self._forget(place, ref))
             ours = self._ours(module)
             declined = choice.target is not None and ours is None
             known = _Known(
-                gone,
+                self._reference(module),
                 ours,
                 choice.transparent,
                 choice.only_if_it_pays,
                 _device_of(module) if declined else None,
             )
-            self._known[place] = known
+            self._known[id(module)] = known
             return known
 
     def _meet_again(self, module: nn.Module) -> _Known | None:
@@ -217,6 +234,7 @@ class AutomaticMode:
             )
         state = conversion_of(target)
         if state is not None and state.engine is not None:
+            state.engine.automatic = True
             self._engines.add(state.engine)
 
     def _look(self, known: _Known) -> None:

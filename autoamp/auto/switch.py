@@ -20,6 +20,7 @@ from autoamp.auto.mode import THREAD, AutomaticMode
 from autoamp.auto.patch import Patch
 from autoamp.errors import OptionError
 from autoamp.options import Options
+from autoamp.runtime.attach import expect_models
 from autoamp.runtime.calls import under_compilation
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def disable() -> None:
         while _patches:
             _patches.pop().undo()
         stderr.fall_silent()
+        expect_models(False)
     if mode is not None:
         mode.revert_all()
 
@@ -97,6 +99,7 @@ def _start(
         before, _mode = _mode, AutomaticMode(settings)
         if not _patches:
             stderr.speak_up()
+            expect_models(True)
             _patches.append(Patch(nn.Module, "__call__", _watching, call))
             compiling = compiling_with(lambda: _mode)
             _patches.append(Patch(torch, "compile", compiling, compile_))

@@ -170,6 +170,16 @@ _transforms_active: Callable[[], bool] = getattr(
 )
 
 
+def is_batch(value: torch.Tensor) -> bool:
+    """Whether `value` stands for several: gradients taken with `is_grads_batched`."""
+    functorch = getattr(torch._C, "_functorch", None)
+    for name in ("is_legacy_batchedtensor", "is_batchedtensor"):
+        ask = getattr(functorch, name, None)
+        if ask is not None and ask(value):
+            return True
+    return False
+
+
 def hides_calls() -> bool:
     """Whether a dispatch mode or jit tracing keeps Dynamo from capturing anything."""
     modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
@@ -177,9 +187,23 @@ def hides_calls() -> bool:
     return bool(modes()) or bool(tracing())
 
 
+def is_compiled_module(module: Any) -> bool:
+    """Whether it is what `torch.compile` makes of a module, which is `_orig_mod`."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+_COMPILERS = ("_dynamo", "_inductor", "_functorch")
+
+
 def is_capture_error(error: Exception) -> bool:
     """Whether Dynamo, or a backend it called, failed; not the model's own code."""
-    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return module.startswith(tuple(f"torch.{name}" for name in _COMPILERS))
 
 
 def capture_errors_suppressed() -> contextlib.AbstractContextManager[None]:

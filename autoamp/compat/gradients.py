@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+
+
+@contextlib.contextmanager
+def saved_tensors_hooks_off() -> Iterator[None]:
+    """A region that the caller's `saved_tensors_hooks` do not see.
+
+    Such as those of a checkpoint round a model's call, which counts what is saved: what
+    tracing saves is nothing of the model's.
+    """
+    hooks: Any = getattr(torch._C, "_autograd", None)
+    top = getattr(hooks, "_top_saved_tensors_default_hooks", None)
+    taken: list[tuple[Any, Any]] = []
+    while top is not None and (pair := top(True)) is not None:
+        taken.append(pair)
+        hooks._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(taken):
+            hooks._push_saved_tensors_default_hooks(*pair)
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -100,9 +100,20 @@ def unscaled(
     """`grad` times `inv_loss_scale`, checked, as a new tensor of the same dtype."""
     if grad.dtype != torch.float32 or grad.layout != torch.strided:
         return plainly_unscaled(grad, inv_loss_scale, found_inf)
-    result = grad.clone()
-    compat.unscale_and_check(result, inv_loss_scale, found_inf)
-    return result
+    return _unscaled_in_place(grad.clone(), inv_loss_scale, found_inf)
+
+
+def _unscaled_in_place(
+    grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
+) -> torch.Tensor:
+    try:
+        compat.unscale_and_check(grad, inv_loss_scale, found_inf)
+    except RuntimeError:
+        if not compat.is_batch(grad):
+            raise
+        # Several at once, which the kernel cannot: no optimizer steps by those.
+        return scaled(grad, inv_loss_scale)
+    return grad
 
 
 def plainly_unscaled(
@@ -123,8 +134,7 @@ def leaving(
     """
     if torch.is_grad_enabled():  # create_graph=True
         return unscale_inside_grad(wide, inv_loss_scale, found_inf)
-    compat.unscale_and_check(wide, inv_loss_scale, found_inf)
-    return wide
+    return _unscaled_in_place(wide, inv_loss_scale, found_inf)
 
 
 def unscale_inside_grad(

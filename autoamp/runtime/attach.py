@@ -33,6 +33,7 @@ _STATE = "_autoamp"
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _hook: list[RemovableHandle] = []
+_expecting: list[bool] = []
 
 
 def boundary_of(optimizer: Optimizer) -> OptimizerBoundary | None:
@@ -132,7 +133,7 @@ def detach_from(model: torch.nn.Module) -> None:
 
     One that holds another converted model's as well is met again at its next step.
     """
-    ids = {id(p) for p in model.parameters()}
+    ids = {id(p) for p in torch.nn.Module.parameters(model)}
     # Or another model's hook would meet the optimizer again, by what is past.
     BACKWARDS.drop(ids)
     for boundary in list(BOUNDARIES):
@@ -161,14 +162,30 @@ def meet(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> None:
 def listen(engine: Engine) -> None:
     """From now on optimizers are met at their first step, while `engine` lives."""
     _engines.add(engine)
-    if not _hook:
-        _hook.append(register_optimizer_step_pre_hook(_before_step))
+    _hear()
 
 
 def stop_listening(engine: Engine) -> None:
     """Takes the hook away with the last engine."""
     _engines.discard(engine)
-    if not _engines and _hook:
+    _hear()
+
+
+def expect_models(coming: bool) -> None:
+    """Whether steps are met before there is any engine.
+
+    A model may be called for the first time inside a step, by its closure.
+    """
+    _expecting[:] = [True] if coming else []
+    _hear()
+
+
+def _hear() -> None:
+    """Registers the hook, or removes it, as need be."""
+    needed = bool(_engines) or bool(_expecting)
+    if needed and not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_before_step))
+    elif not needed and _hook:
         _hook.pop().remove()
 
 
@@ -188,7 +205,8 @@ def _before_step(
     """Called inside every step, with the optimizer itself as `args[0]`."""
     if torch.compiler.is_dynamo_compiling():  # a step the user compiles
         return None
-    if not _engines:  # they were collected, not reverted: the hook cannot go meanwhile
+    # Collected, not reverted: the hook cannot go meanwhile.
+    if not _engines and not (_expecting and closure_of(args[1:], kwargs)):
         return None
     changed = None
     if boundary_of(optimizer) is None:

@@ -138,6 +138,14 @@ class CompiledCall:
         self._as_is = self.engine.runs_as_is
         self._graphs_before = len(self.engine.graphs)
 
+    def renew(self, make_entry: Callable[[], Callable[..., Any]]) -> None:
+        """From now on other code is what is compiled."""
+        with self._lock:
+            self._make_entry = make_entry
+            self._seen.clear()
+            self._by_backend.clear()
+            self._compile()
+
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 
 _STATE = "_autoamp"
 _REPLICATE = "_replicate_for_data_parallel"
+_PICKLE, _COPY = "__getstate__", "__deepcopy__"
+_SCRIPT = "__prepare_scriptable__"
+_OURS = (_STATE, _REPLICATE, _PICKLE, _COPY, _SCRIPT)
+"""What stands in the `__dict__` of a converted model, besides `forward`."""
 
 
 class Conversion:
@@ -87,36 +91,6 @@ class Conversion:
             copy.deepcopy(self.previous, memo),
             copy.deepcopy(self.bound, memo),
         )
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        owner = self.bound.__self__ if self.bound is not None else None
-        return _load_unconverted, (owner, self.previous)
-
-
-def _load_unconverted(
-    model: nn.Module | None, previous: Callable[..., Any] | None
-) -> None:
-    """Makes a model that is being unpickled come out as it was before `convert`.
-
-    The unpickler calls this while `model` is still empty, then `model.__setstate__`.
-    """
-    logger.warning(
-        "autoamp: a model that was pickled while converted is loaded unconverted; "
-        "autoamp.convert(model) converts it again, as the automatic mode does by itself"
-    )
-    if model is None:
-        return
-
-    def set_state(state: Any) -> None:
-        del model.__dict__["__setstate__"]
-        if isinstance(state, dict):
-            for name in (_STATE, _REPLICATE, "forward"):
-                state.pop(name, None)
-            if previous is not None:
-                state["forward"] = previous
-        model.__setstate__(state)
-
-    model.__dict__["__setstate__"] = set_state
 
 
 _CONVERSIONS: weakref.WeakSet[Conversion] = weakref.WeakSet()
@@ -246,7 +220,7 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     if call is not None and all(each.call is not call for each in _CONVERSIONS):
         stop_listening(call.engine)
     if model.__dict__.get("forward") == state.bound:
-        for name in (_STATE, _REPLICATE, "forward"):
+        for name in (*_OURS, "forward"):
             model.__dict__.pop(name, None)
         if state.previous is not None:
             model.__dict__["forward"] = state.previous
@@ -292,6 +266,9 @@ def _install(model: nn.Module) -> Conversion:
     model.__dict__[_STATE] = state
     model.__dict__["forward"] = bound
     model.__dict__[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, model)
+    model.__dict__[_PICKLE] = types.MethodType(__getstate__, model)
+    model.__dict__[_COPY] = types.MethodType(__deepcopy__, model)
+    model.__dict__[_SCRIPT] = types.MethodType(__prepare_scriptable__, model)
     return state
 
 
@@ -307,3 +284,55 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     if self.__dict__.get("forward") == state.bound:
         replica.__dict__["forward"] = types.MethodType(state.bound.__func__, replica)
     return replica
+
+
+# These names, too, are how a copy of a bound method is found again.
+def __getstate__(self: nn.Module) -> Any:  # noqa: N807
+    """What is pickled, and shallowly copied: the model as it was before `convert`.
+
+    So a checkpoint of a whole model loads where there is no autoamp, and a copy never
+    runs the weights of the original.
+    """
+    engine = self.__dict__[_STATE].engine
+    if engine is not None and not engine.automatic:
+        logger.warning(
+            "autoamp: a pickle or shallow copy of %s is made unconverted: it runs in "
+            "fp32 until you call autoamp.convert(copy)",
+            type(self).__name__,
+        )
+    state = _state_by_its_class(self)
+    return _without_ours(state, self) if isinstance(state, dict) else state
+
+
+def _state_by_its_class(model: nn.Module) -> Any:
+    own: Any = type(model).__getstate__
+    return own(model)
+
+
+def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:  # noqa: N807
+    """A deep copy is converted as well, and runs weights of its own."""
+    own = getattr(type(self), _COPY, None)
+    if own is not None:
+        copied: nn.Module = own(self, memo)
+        return copied
+    other = type(self).__new__(type(self))
+    memo[id(self)] = other
+    other.__setstate__(copy.deepcopy(_state_by_its_class(self), memo))
+    return other
+
+
+def __prepare_scriptable__(self: nn.Module) -> nn.Module:  # noqa: N807
+    """What `torch.jit.script` compiles: the model's own code, on the same weights."""
+    plain = type(self).__new__(type(self))
+    plain.__dict__.update(_without_ours(self.__dict__, self))
+    return plain
+
+
+def _without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    kept = {k: v for k, v in state.items() if k not in _OURS}
+    conversion = model.__dict__.get(_STATE)
+    if isinstance(conversion, Conversion) and kept.get("forward") == conversion.bound:
+        del kept["forward"]
+        if conversion.previous is not None:
+            kept["forward"] = conversion.previous
+    return kept

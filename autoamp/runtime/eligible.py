@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
 from autoamp.options import Options
 from autoamp.place.cost import device_of
+
+
+def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """Those of `model`, also where its class has a `parameters` of another meaning."""
+    return list(nn.Module.parameters(model))
 
 
 def unsupported(model: Any) -> str | None:
@@ -25,14 +31,15 @@ def unsupported(model: Any) -> str | None:
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
         return f"{name} is a TorchScript module; convert the model it was made from"
-    if hasattr(model, "_orig_mod") and hasattr(model, "dynamo_ctx"):
+    if compat.is_compiled_module(model):
         return (
             f"{name} is already compiled; convert the model inside it "
             "(model._orig_mod) and compile that, or pass backend='inductor'"
         )
     if type(model).forward is nn.Module.forward and "forward" not in model.__dict__:
         return f"{name} has no forward; convert the module that calls what it holds"
-    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    named = (nn.Module.named_parameters, nn.Module.named_buffers)
+    for path, tensor in [each for names in named for each in names(model)]:
         if tensor.device.type == "meta":
             return (
                 f"{path} of {name} is on the meta device and holds no data; load the "
@@ -48,7 +55,7 @@ def choose_precision(
     reason = _nothing_to_convert(model)
     if reason:
         return None, reason
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in parameters_of(model)), torch.device("cpu"))
     return choose_device_precision(device, options)
 
 
@@ -74,7 +81,7 @@ def _nothing_to_convert(model: nn.Module) -> str:
         package = type(module).__module__.split(".")
         if package[0] in ("torch", "torchao") and "quantized" in package:
             return f"{path or 'the model'} is quantised ({type(module).__name__})"
-    floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    floats = {p.dtype for p in parameters_of(model) if p.is_floating_point()}
     half = floats & set(LOW_DTYPES.values())
     if half and torch.float32 not in floats:
         names = ", ".join(sorted(short_name(d) for d in half))
@@ -85,7 +92,7 @@ def _nothing_to_convert(model: nn.Module) -> str:
     if floats and torch.float32 not in floats:
         names = ", ".join(sorted(short_name(d) for d in floats))
         return f"its parameters are {names}; only fp32 is ever lowered"
-    if not floats and any(p.is_complex() for p in model.parameters()):
+    if not floats and any(p.is_complex() for p in parameters_of(model)):
         return "its parameters are complex; only fp32 is ever lowered"
     return ""
 
@@ -95,7 +102,7 @@ def own_precision(model: nn.Module) -> torch.dtype | None:
 
     fp16 where it has parameters of both: that is the one whose range is short.
     """
-    found = {p.dtype for p in model.parameters()}
+    found = {p.dtype for p in parameters_of(model)}
     return next((d for d in LOW_DTYPES.values() if d in found), None)
 
 

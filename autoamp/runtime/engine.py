@@ -107,6 +107,8 @@ class Engine:
         differentiated_twice: somebody asked for that of a compiled graph, so the model
             is to be captured again and run as it is.
         tally: of its calls.
+        automatic: nobody has asked for it by name: what is copied from the model is
+            converted in turn.
         on_capture: called with this after every capture.
     """
 
@@ -118,6 +120,7 @@ class Engine:
     skipped: list[Skipped] = field(default_factory=list)
     differentiated_twice: bool = False
     tally: Tally = field(default_factory=Tally)
+    automatic: bool = False
     on_capture: Callable[[Engine], None] | None = None
     local: _Local = field(default_factory=_Local)
 
@@ -168,7 +171,7 @@ class Engine:
     ) -> Callable[..., Any]:
         """The Dynamo backend: the callable to run instead of `gm`."""
         try:
-            with compat.autocast_off():
+            with compat.autocast_off(), compat.saved_tensors_hooks_off():
                 run = self._compile(gm, example_inputs)
         except Exception as error:
             if self.options.strict:

@@ -23,7 +23,7 @@ def under_autocast(
     user compiles as one graph, or where Dynamo captures nothing.  A caller that was
     written for fp32 results would trip over half ones.
     """
-    device = next((p.device.type for p in model.parameters()), "cpu")
+    device = next((p.device.type for p in nn.Module.parameters(model)), "cpu")
     # Without a cache: one cast per use, so that a weight's gradient is summed in fp32.
     with torch.autocast(device_type=device, dtype=low, cache_enabled=False):
         result = entry(model, *args, **kwargs)

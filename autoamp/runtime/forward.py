@@ -18,13 +18,21 @@ def make_forward(
 ) -> Callable[..., Any]:
     """The instance's new `forward`; a plain function that takes the instance."""
     entry = plain_entry(owner, existing is None)
+    known = owner.forward
 
     # `wraps` keeps the signature (Trainer and generate read it) and the name "forward",
     # by which bound methods are copied and pickled.
     @functools.wraps(existing if existing is not None else owner.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal entry, known
         state: Any = self._autoamp
         call = state.call
+        if existing is None and type(self).forward is not known:
+            # Somebody has given the class, or the model, another one.
+            known = type(self).forward
+            entry = plain_entry(type(self), of_class=True)
+            if call is not None:
+                call.renew(functools.partial(plain_entry, type(self), True))
         if call is None:
             return entry(self, *args, **kwargs)
         if under_compilation():

@@ -42,7 +42,7 @@ def _loaded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
         bases = {base.__name__ for base in type(module).__mro__}
         if not bases & _LOADABLE or not _was_loaded(module):
             continue
-        for parameter in module.parameters():
+        for parameter in nn.Module.parameters(module):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter

@@ -7,6 +7,7 @@ by one backward (a GAN's generator and critic) share one scale domain from then 
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.loss_scale import LossScale, NoLossScale
+
+logger = logging.getLogger(__name__)
 
 KEPT = 64
 """Runs kept after every known optimizer has read them: one we meet later, at its first
@@ -63,6 +66,7 @@ class ModelScaling:
         label: the model's class name, for messages.
         foreign: an enabled GradScaler steps this model's optimizer: it scales, we do
             not.  None before the first run.
+        stepped: some optimizer with a boundary steps the model's weights.
         skips: why each skipped step was skipped.
     """
 
@@ -77,6 +81,8 @@ class ModelScaling:
         self.domain = ScaleDomain(loss_scale)
         self.label = label
         self.foreign: bool | None = None
+        self.stepped = False
+        self._told = False
         self.skips: list[str] = []
 
     @property
@@ -100,12 +106,34 @@ class ModelScaling:
         if self.foreign is None:
             self.foreign = False
             self._meet(self, leaves)
+        if not self.stepped:
+            self._look_after_itself()
         loss_scale = self.loss_scale
         found: list[torch.Tensor] = []
         for device in devices:
             found += loss_scale.tensors(device)
             found.append(torch.zeros(1, device=device))
         return found
+
+    def _look_after_itself(self) -> None:
+        """Lowers the scale after an overflow where no optimizer's step does.
+
+        A script may step by hand, or only look at gradients.  What it was given by the
+        backward that overflowed is infinite; the next ones are not to be.
+        """
+        for run in BACKWARDS.overflowed(self):
+            run.counted = True
+            self.loss_scale.update(torch.ones(1))
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "autoamp: gradients of %s overflowed at loss scale %g, and no "
+                    "torch.optim optimizer steps its weights, which would skip such a "
+                    "step: the script has been given infinite gradients. The scale is "
+                    "lowered for the next ones; give loss_scale=1, or bf16, to be safe",
+                    self.label,
+                    self.loss_scale.scale,
+                )
 
     def note_skip(self, why: str) -> None:
         """Remembers why a step was skipped, the first few hundred times."""
@@ -249,6 +277,13 @@ class Backwards:
                 return
         for other in older:
             other.voided = True
+
+    def overflowed(self, scaling: ModelScaling) -> list[GraphRun]:
+        """Runs of a model whose overflow nobody has counted, as far as that is free."""
+        with self._lock:
+            late = self.runs[-KEPT:]
+        mine = [r for r in late if r.scaling is scaling and not r.counted]
+        return [run for run in mine if run.overflowed_on_host]
 
     def since(self, number: int) -> list[GraphRun]:
         """The runs reached after `number`."""

@@ -182,6 +182,7 @@ class OptimizerBoundary:
 
     def link(self, scaling: ModelScaling) -> None:
         """Notes that the optimizer steps weights of a model."""
+        scaling.stepped = True
         if scaling not in self.scalings:
             if self.pending and scaling.enabled:
                 self._take([scaling.domain.loss_scale], self.pending)

@@ -1,0 +1,266 @@
+"""What people do with models that the automatic mode must not stumble over."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from tests.metrics import relative_error
+
+WIDTH = 16
+CLOSE = {"bf16": 2.0**-5, "fp16": 2.0**-8}
+"""Four times the dtype's eps: a few roundings follow each other."""
+
+
+@pytest.fixture(params=["bf16", "fp16"])
+def precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    autoamp.enable(precision=request.param, do_no_harm=False)
+    yield request.param
+    autoamp.disable()
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 4))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x).sin()
+
+
+def x_of(rows: int = 8) -> Tensor:
+    return torch.randn(rows, WIDTH)
+
+
+# -- regions recomputed by the script --------------------------------------------------
+
+
+def test_checkpoint_round_a_model(precision: str) -> None:
+    """Each new size, and each new grad mode, is captured under checkpoint's hooks."""
+    model = mlp()
+    for rows in (8, 8, 5, 3):
+        x = x_of(rows)
+        with torch.no_grad():
+            model(x)
+        model.zero_grad()
+        checkpoint(model, x, use_reentrant=False).square().mean().backward()
+        ours = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        with autoamp.disabled():
+            model(x).square().mean().backward()
+        exact = [p.grad for p in model.parameters()]
+        assert relative_error(ours, exact) < CLOSE[precision]
+    coverage = autoamp.report(model).coverage
+    assert coverage is not None
+    assert coverage.calls_aside == 0
+
+
+def test_hooks_of_saved_tensors_see_the_model_only(precision: str) -> None:
+    seen: list[Tensor] = []
+
+    def pack(value: Tensor) -> Tensor:
+        seen.append(value)
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        mlp()(x_of()).sum().backward()
+    assert seen
+    assert {type(value) for value in seen} <= {Tensor, nn.Parameter}
+
+
+# -- steps that begin before the first call --------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_first_call_inside_a_step(kind: Any, precision: str) -> None:
+    """Its first gradients overflow in fp16: they must not be stepped by."""
+    model, x, y = mlp(), x_of(64), 10 * torch.randn(64, 4)
+    optimizer = kind(model.parameters(), lr=1e-4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y, reduction="sum")
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure).detach()) for _ in range(12)]
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert losses[-1] < losses[0]
+    assert autoamp.is_converted(model)
+
+
+# -- classes with ideas of their own ---------------------------------------------------
+
+
+class GroupsOfParameters(Net):
+    def parameters(self, group: str) -> Any:  # type: ignore[override]
+        raise AssertionError("not the library's to call")
+
+
+class Config(Net):
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return {"rate": 1.0}[name]  # a KeyError
+
+
+class Anything(Net):
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return None
+
+
+@pytest.mark.parametrize("kind", [GroupsOfParameters, Config, Anything])
+def test_classes_that_answer_otherwise(kind: type[nn.Module], precision: str) -> None:
+    model, x = kind(), x_of()
+    with autoamp.disabled():
+        exact = kind.forward(model, x)
+    ours = model(x)
+    assert relative_error(ours, exact) < CLOSE[precision]
+    assert not torch.equal(ours, exact)
+    assert autoamp.is_converted(model)
+
+
+class Equal(Net):
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+
+class Later(Net):
+    async def forward(self, x: Tensor) -> Any:
+        await asyncio.sleep(0)
+        return self.inner(x)
+
+
+class Piecewise(Net):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        for row in x:
+            yield self.inner(row)
+
+
+def test_what_can_only_be_left_alone(precision: str) -> None:
+    x = x_of()
+    model: nn.Module = Equal()
+    with autoamp.disabled():
+        exact = Equal.forward(model, x)
+    assert relative_error(model(x), exact) < CLOSE[precision]
+    for_later = Later()
+    assert relative_error(asyncio.run(for_later(x)), for_later.inner(x)) == 0
+    pieces = Piecewise()(x)
+    assert next(pieces).shape == (4,)
+    assert len(list(pieces)) == 7
+
+
+# -- copies, pickles, replaced code ----------------------------------------------------
+
+
+def test_pickles_are_those_of_a_plain_model(precision: str) -> None:
+    model, x = Net(), x_of()
+    names = set(vars(model))
+    model(x)
+    assert autoamp.is_converted(model)
+    pickled = pickle.dumps(model)
+    assert b"autoamp" not in pickled
+    assert set(vars(pickle.loads(pickled))) == names
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    assert b"autoamp" not in saved.getvalue().replace(b"tests.test_odd", b"")
+
+
+def test_a_shallow_copy_runs_its_own_weights(precision: str) -> None:
+    model, x = mlp(), x_of()
+    model(x)
+    other = copy.copy(model)
+    other._modules = dict(model._modules)
+    other._modules["2"] = nn.Linear(64, 4)
+    exact = nn.Sequential.forward(other, x)
+    assert relative_error(other(x), exact) < CLOSE[precision]
+
+
+def test_a_class_with_another_forward(precision: str) -> None:
+    class Changing(Net):
+        pass
+
+    model, x = Changing(), x_of()
+    before = model(x)
+    Changing.forward = lambda self, x: self.inner(x) + 100  # type: ignore[method-assign]
+    after = model(x)
+    assert (after - before).min() > 90
+
+
+def test_several_gradients_at_once(precision: str) -> None:
+    model, x = mlp(), x_of(3)
+    ours = torch.autograd.functional.jacobian(model, x, vectorize=True)
+    with autoamp.disabled():
+        exact = torch.autograd.functional.jacobian(model, x)
+    assert relative_error(ours, exact) < CLOSE[precision]
+
+
+SCRIPTED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+    def forward(self, x):
+        return torch.relu(self.a(x))
+
+m = Net()
+m(torch.randn(2, 4))
+print(torch.jit.script(m)(torch.randn(2, 4)).dtype)
+"""
+
+
+def test_scripting_after_training(tmp_path: Any) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPTED)
+    environ = {"AUTOAMP_ENABLE": "1", "AUTOAMP_DO_NO_HARM": "0", "PATH": "/usr/bin"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(path)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "torch.float32\n", done.stderr
+
+
+def test_steps_by_hand_are_told_of_an_overflow(
+    precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = mlp(), x_of(64)
+    finite = []
+    for _ in range(12):
+        loss = (100 * model(x)).square().mean()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        finite.append(all(g.isfinite().all() for g in grads))
+    assert finite[-1]
+    said = [
+        r.message for r in caplog.records if "overflowed at loss scale" in r.message
+    ]
+    assert len(said) == (0 if all(finite) else 1)
+    assert all(finite) == (precision == "bf16")
