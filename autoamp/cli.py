@@ -20,11 +20,11 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 def _lists(function: Any) -> Any:
     """An option for each of the eight lists."""
     for category in ("clear", "infer", "deny", "allow"):
-        for change, verb in (("remove", "out of"), ("add", "in")):
+        for change, verb in (("remove", "to take out of"), ("add", "to put in")):
             function = click.option(
                 f"--{category}list-{change}",
                 metavar="OPS",
-                help=f"Ops, comma-separated, put {verb} the {category} list.",
+                help=f"Ops, comma-separated, {verb} the {category} list.",
             )(function)
     return function
 

@@ -199,6 +199,34 @@ def test_a_shallow_copy_runs_its_own_weights(precision: str) -> None:
     assert relative_error(other(x), exact) < CLOSE[precision]
 
 
+def test_a_copy_of_the_names_runs_its_own_weights(precision: str) -> None:
+    model, x = Net(), x_of()
+    model(x)
+    other = Net.__new__(Net)
+    other.__dict__.update(model.__dict__)
+    other._modules = {"inner": mlp()}
+    with autoamp.disabled():
+        exact = Net.forward(other, x)
+    assert relative_error(other(x), exact) < CLOSE[precision]
+    assert autoamp.is_converted(model)
+    with autoamp.disabled():
+        exact = Net.forward(model, x)
+    assert relative_error(model(x), exact) < CLOSE[precision]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own
+def test_forward_mode(precision: str) -> None:
+    model, x, tangent = mlp(), x_of(), x_of()
+    model(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        ours = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
+        with autoamp.disabled():
+            exact = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
+    # In bf16 whatever was asked for: nothing scales anything there.
+    assert relative_error(ours, exact) < CLOSE["bf16"]
+
+
 def test_a_class_with_another_forward(precision: str) -> None:
     class Changing(Net):
         pass
@@ -264,3 +292,31 @@ def test_steps_by_hand_are_told_of_an_overflow(
     ]
     assert len(said) == (0 if all(finite) else 1)
     assert all(finite) == (precision == "bf16")
+
+
+class Forces(Net):
+    """Energy and forces: a backward inside the forward."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.requires_grad_()
+        energy = self.inner(x).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy, force
+
+
+def test_a_backward_inside_a_forward(precision: str) -> None:
+    model, x = Forces(), x_of()
+    for _ in range(2):
+        energy, force = model(x.clone())
+        model.zero_grad()
+        (energy + force.square().sum()).mul(1e-2).backward()
+    ours = [force, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    with autoamp.disabled():
+        energy, exact = model(x.clone())
+        (energy + exact.square().sum()).mul(1e-2).backward()
+    theirs = [exact, *(p.grad for p in model.parameters())]
+    assert relative_error(ours, theirs) < CLOSE[precision]
+    report = autoamp.report(model)
+    assert report.skipped == []
+    assert len(report.graphs) == 1

@@ -21,6 +21,7 @@ from autoamp.runtime.calls import disabled
 from autoamp.runtime.convert import (
     conversion_of,
     convert_model,
+    disown,
     models_of,
     revert_model,
 )
@@ -179,6 +180,7 @@ class AutomaticMode:
             known = self._known.get(id(module))
             if known is not None and known.module() is module:
                 return known
+            disown(module)
             choice = choose(module)
             if not choice.final:
                 return None

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch._dynamo
 from torch import fx
+from torch.autograd import forward_ad
 
 _COMPILE_TIME_CONFIG = {
     # Without it nn.LSTM, GRU and RNN give no graph at all, silently.
@@ -161,8 +162,8 @@ def unwrapped_backend(backend: Any) -> Any:
 
 
 def transforms_active() -> bool:
-    """Whether the caller is inside `vmap` or another transform of `torch.func`."""
-    return _transforms_active()
+    """Whether the caller is inside a transform of `torch.func`, or forward-mode AD."""
+    return _transforms_active() or getattr(forward_ad, "_current_level", -1) >= 0
 
 
 _transforms_active: Callable[[], bool] = getattr(

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -31,11 +31,31 @@ def saved_tensors_hooks_off() -> Iterator[None]:
             hooks._push_saved_tensors_default_hooks(*pair)
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def never_captured(function: _F) -> _F:
+    """`function`, which Dynamo leaves alone with all it calls.
+
+    A backward inside a model's forward, for forces say, runs ours under Dynamo's eyes.
+    """
+    try:
+        frames: Any = torch._C._dynamo.eval_frame
+        skip = frames._FrameExecStrategy(
+            frames._FrameAction.SKIP, frames._FrameAction.SKIP
+        )
+        frames.set_code_exec_strategy(cast(Any, function).__code__, skip)
+    except AttributeError:  # an older torch: it captures a little more
+        pass
+    return function
+
+
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` less the argument checks that only functorch transforms need.
 
     A third of the call's time; `apply` itself is used while such a transform is active.
     """
+    never_captured(function.backward)
     apply: Callable[..., Any] = function.apply
     checks = getattr(torch._C, "_are_functorch_transforms_active", None)
     base = getattr(super(torch.autograd.Function, function), "apply", None)

@@ -151,6 +151,7 @@ def scale_inside_grad(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Ten
     return result
 
 
+@compat.never_captured
 def _unscale(
     inv_loss_scale: torch.Tensor, found_inf: torch.Tensor, grad: torch.Tensor
 ) -> torch.Tensor:
@@ -159,12 +160,14 @@ def _unscale(
     return unscaled(grad, inv_loss_scale, found_inf)
 
 
+@compat.never_captured
 def _scale(loss_scale: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled():
         return scale_inside_grad(grad, loss_scale)
     return scaled(grad, loss_scale)
 
 
+@compat.never_captured
 def _scale_one(
     loss_scale: torch.Tensor, place: int, grads: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:

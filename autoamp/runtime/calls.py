@@ -249,9 +249,11 @@ class CompiledCall:
         engine = self.engine
         if engine.options.strict:
             raise CaptureError(f"{engine.label}: {_RAN_NOTHING}")
+        captured_nothing = "Dynamo captured nothing"
+        transforms = "of vmap, torch.func or forward-mode AD"
         engine.note(
             "calls run under torch.autocast instead of rewritten graphs, because "
-            + ("Dynamo captured nothing" if self._gave_up else "of vmap or torch.func")
+            f"{captured_nothing if self._gave_up else transforms}"
         )
         engine.tally.calls += 1
         engine.tally.aside += 1

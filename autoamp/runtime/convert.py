@@ -227,6 +227,20 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     return model
 
 
+def disown(model: nn.Module) -> None:
+    """Takes away what a model has of another's conversion.
+
+    `copy.__dict__.update(model.__dict__)` brings a `forward` bound to the original.
+    """
+    state = model.__dict__.get(_STATE)
+    if not isinstance(state, Conversion) or state.bound is None:
+        return
+    if state.bound.__self__ is not model:
+        plain = _without_ours(model.__dict__, model)
+        model.__dict__.clear()
+        model.__dict__.update(plain)
+
+
 def models_of(engine: Engine) -> list[nn.Module]:
     """The models whose calls go through `engine`: one, and its deep copies."""
     found = [

@@ -68,7 +68,7 @@ SCRIPTS = {
     # takes the layer apart there into products and gates, which are in fp16.
     "lstm": Script(13),
     "ema": Script(3),
-    "per_sample": Script(2, expected="because of vmap or torch.func"),
+    "per_sample": Script(2, expected="because of vmap"),
     "threads": Script(3, missed=1, learns=False),
     "compiled": Script(3, ("aot_eager",)),
     "ragged": Script(2),
