@@ -237,6 +237,7 @@ class AutomaticMode:
         state = conversion_of(target)
         if state is not None and state.engine is not None:
             state.engine.automatic = True
+            state.engine.scaling.cautious = True
             self._engines.add(state.engine)
 
     def _look(self, known: _Known) -> None:
