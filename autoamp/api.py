@@ -16,11 +16,8 @@ from autoamp.options import Options
 from autoamp.pipeline import rewrite_graph
 from autoamp.rules import Rules
 from autoamp.runtime.attach import attached, give_masters
-from autoamp.runtime.convert import (
-    conversion_of,
-    convert_model,
-    revert_model,
-)
+from autoamp.runtime.conversion import conversion_of
+from autoamp.runtime.convert import convert_model, revert_model
 from autoamp.runtime.eligible import choose_graph_precision
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.optimizers import params_of

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
+from rich.progress import track
 from torch import nn
 
 import autoamp
@@ -90,24 +90,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [
         w for w in workloads(True) if w.kind == "training" and options.only in w.name
     ]
-    keep_freed_memory()
+    kept = ", freed memory kept by malloc" if keep_freed_memory() else ""
     lines: list[list[str]] = []
     results: list[dict[str, Any]] = []
-    with Progress(transient=True) as progress:
-        task = progress.add_task("", total=len(wanted))
-        for workload in wanted:
-            progress.update(task, description=workload.name)
-            taken = run(workload, options.rounds)
-            pairs = zip(taken[AUTOMATIC], taken[CONVERTED], strict=True)
-            low, middle, high = statistics.quantiles([a / c for a, c in pairs], n=4)
-            step = statistics.median(taken[CONVERTED]) * 1e3
-            cells = [str(options.rounds), f"{step:.2f}", f"{middle:.3f}"]
-            lines.append([workload.name, *cells, f"{low:.3f} to {high:.3f}"])
-            results.append({"workload": workload.name, "seconds": taken})
-            progress.advance(task)
-            gc.collect()
+    for workload in track(wanted, "training", transient=True):
+        taken = run(workload, options.rounds)
+        pairs = zip(taken[AUTOMATIC], taken[CONVERTED], strict=True)
+        low, middle, high = statistics.quantiles([a / c for a, c in pairs], n=4)
+        step = statistics.median(taken[CONVERTED]) * 1e3
+        cells = [str(options.rounds), f"{step:.2f}", f"{middle:.3f}"]
+        lines.append([workload.name, *cells, f"{low:.3f} to {high:.3f}"])
+        results.append({"workload": workload.name, "seconds": taken})
+        gc.collect()
     line = capability("cpu")
-    note = f"{line}; bf16, small sizes, medians of interleaved rounds"
+    note = f"{line}; bf16, small sizes, medians of interleaved rounds{kept}"
     text = "\n".join([note, "", report.markdown(HEADER, lines)]) + "\n"
     payload = {"capability": line, "results": results}
     report.write(options.out / "automatic-cpu", text, payload)

@@ -81,7 +81,7 @@ def calls(original: nn.Module) -> dict[str, tuple[Call, nn.Module]]:
 
 def refreshed(model: nn.Module) -> int:
     """Weight copies made equal to their weights so far, in all graphs of a model."""
-    from autoamp.runtime.convert import conversion_of
+    from autoamp.runtime.conversion import conversion_of
 
     state = conversion_of(model)
     graphs = state.engine.graphs if state is not None and state.engine else []

@@ -54,8 +54,8 @@ def keep_freed_memory() -> bool:
     """Lets malloc keep what is freed, for this process; whether it could (glibc).
 
     By default every large tensor gets fresh pages, which the kernel zeroes at the first
-    touch: a fifth of a CPU's training step, and much more than the differences looked
-    for in noise.  Servers train with an allocator that keeps its memory.
+    touch: much of a CPU's training step, and more noise than the differences looked
+    for.  Servers train with an allocator that keeps its memory.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(*each) for each in _MALLOPT.items())

@@ -47,6 +47,15 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread for torch: two that wait for each other starve on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
     """Drops compiled code between tests, so that no test meets another's limits."""

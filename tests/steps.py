@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import autoamp
 from autoamp import DynamicLossScale
 from autoamp.runtime.attach import attach
-from autoamp.runtime.convert import conversion_of
+from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.scaling import BACKWARDS, ModelScaling, ScaleDomain
 
 WIDTH = 8

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,9 @@ import torch
 from benchmarks import curves
 from benchmarks.curve_tasks import Chars, Digits
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODES = {mode.name: mode for mode in curves.MODES}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As each run has; two that wait for each other starve on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_command_writes_a_table_and_curves_that_fall(

@@ -11,7 +11,7 @@ import transformers as hf
 from torch import nn
 
 import autoamp
-from autoamp.runtime.convert import conversion_of
+from autoamp.runtime.conversion import conversion_of
 from autoamp.runtime.loaded import own_loaded_weights
 
 

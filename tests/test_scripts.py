@@ -63,17 +63,10 @@ def assert_near(name: str, precision: str, found: Seen) -> None:
         assert found.curves[curve] == pytest.approx(exact, rel=0, abs=allowed), curve
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 both = pytest.mark.parametrize("precision", list(LOW))
 every = pytest.mark.parametrize("name", list(SCRIPTS))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Runs are compared step by step; two threads starve on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @both

@@ -15,8 +15,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import autoamp
 from autoamp.runtime import weights as copies_module
-from autoamp.runtime.convert import conversion_of
-from autoamp.runtime.engine import CapturedGraph
+from autoamp.runtime.captured import CapturedGraph
+from autoamp.runtime.conversion import conversion_of
 from tests.metrics import relative_error
 
 WIDTH = 8

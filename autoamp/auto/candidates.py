@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from autoamp import compat
-from autoamp.runtime.convert import conversion_of
+from autoamp.runtime.conversion import conversion_of, inside_wrappers
 from autoamp.runtime.eligible import parameters_of
 
 
@@ -49,13 +48,15 @@ def choose(module: nn.Module) -> Choice:
 
 def inside(module: nn.Module) -> nn.Module:
     """The module that wrappers, one in another, finally call."""
+    # Not imported for the question: without it there is no sharded model.
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     while True:
-        held: Any = None
-        if compat.is_compiled_module(module):
-            held = module._orig_mod
-        elif isinstance(module, _wrappers()):
-            held = module.module
-        if not isinstance(held, nn.Module):
+        held: Any = inside_wrappers(module)
+        if compat.is_compiled_module(held):
+            held = held._orig_mod
+        elif fsdp is not None and isinstance(held, fsdp.FullyShardedDataParallel):
+            held = held.module
+        if held is module or not isinstance(held, nn.Module):
             return module
         module = held
 
@@ -68,13 +69,6 @@ def _is_asynchronous(module: nn.Module) -> bool:
         or inspect.isgeneratorfunction(forward)
         or inspect.isasyncgenfunction(forward)
     )
-
-
-def _wrappers() -> tuple[type[nn.Module], ...]:
-    # Not imported for the question: without torch.distributed there is none of these.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = () if fsdp is None else (fsdp.FullyShardedDataParallel,)
-    return (DistributedDataParallel, nn.DataParallel, *sharded)
 
 
 def _is_lone_layer(module: nn.Module) -> bool:

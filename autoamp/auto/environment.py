@@ -15,11 +15,12 @@ from autoamp.errors import AutoampError, OptionError, RulesError
 from autoamp.loss_scale import StaticLossScale
 from autoamp.options import BACKENDS, Options
 from autoamp.rules import Rules
+from autoamp_autoload import OFF as _OFF
+from autoamp_autoload import ON as _ON
+from autoamp_autoload import VARIABLE as ENABLE
 
-ENABLE = "AUTOAMP_ENABLE"
 REPORT_DIR = "AUTOAMP_REPORT_DIR"
 _PREFIX = "AUTOAMP_"
-_ON, _OFF = ("1", "true", "on"), ("0", "false", "off")
 _LISTS = ("allow", "deny", "infer", "clear")
 _SHOWN, _TOLD = 100, 1000
 """Characters of a value, and of what is wrong with it, that a message holds."""

@@ -18,14 +18,9 @@ from autoamp.auto.environment import Settings
 from autoamp.auto.record import Recorder
 from autoamp.runtime.attach import retire
 from autoamp.runtime.calls import disabled
-from autoamp.runtime.convert import (
-    conversion_of,
-    convert_model,
-    disown,
-    models_of,
-    revert_model,
-)
-from autoamp.runtime.eligible import choose_precision, parameters_of
+from autoamp.runtime.conversion import conversion_of, disown, models_of
+from autoamp.runtime.convert import convert_model, revert_model
+from autoamp.runtime.eligible import choose_precision
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.graph_backend import GraphBackend
 
@@ -93,7 +88,13 @@ class _Known:
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
-    return next((p.device for p in parameters_of(module)), None)
+    # Asked at every call of a model that was declined: no list of its parameters.
+    return next((p.device for p in nn.Module.parameters(module)), None)
+
+
+def _say_left(module: nn.Module, error: Exception) -> None:
+    problem = f"{type(error).__name__}: {error}"
+    logger.warning("autoamp: %s runs in fp32: %s", type(module).__name__, problem)
 
 
 class AutomaticMode:
@@ -161,8 +162,7 @@ class AutomaticMode:
         except Exception as error:  # a script never fails for what it did not ask
             if self.options.strict:
                 raise
-            name, problem = type(module).__name__, f"{type(error).__name__}: {error}"
-            logger.warning("autoamp: %s runs in fp32: %s", name, problem)
+            _say_left(module, error)
             known = self._known[id(module)] = _Known(self._reference(module))
             return known
 
@@ -230,14 +230,10 @@ class AutomaticMode:
         except Exception as error:  # a script never fails for what it did not ask
             if options.strict:
                 raise
-            problem = f"{type(error).__name__}: {error}"
-            logger.warning(
-                "autoamp: %s runs in fp32: %s", type(target).__name__, problem
-            )
+            _say_left(target, error)
         state = conversion_of(target)
         if state is not None and state.engine is not None:
-            state.engine.automatic = True
-            state.engine.scaling.cautious = True
+            state.engine.scaling.automatic = True
             self._engines.add(state.engine)
 
     def _look(self, known: _Known) -> None:

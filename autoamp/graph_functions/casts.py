@@ -107,7 +107,7 @@ def _scaled_and_rounded(
 
     The product is never in memory as a whole: the logits' gradient is the largest
     tensor of many a step.  A GPU's kernel rounds as it writes; a CPU's makes the
-    product first, five times slower than the cast alone unless it is cut in pieces.
+    product first, far slower than the cast alone unless it is cut in pieces.
     """
     if compat.is_batch(grad):
         return (grad * loss_scale).to(dtype)

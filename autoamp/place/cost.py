@@ -51,8 +51,9 @@ class Device:
     least_rows: int = 1
 
 
-# For 1, 2 and 3 rows torch's bf16 `linear` took 1.06 to 1.38 times fp32's time, 1.17 in
-# the mean, and for 4 rows 0.57 (768 x 3072 and 3072 x 768, Xeon with AMX, torch 2.13).
+# `linear` of 1 to 3 rows takes longer in bf16 than in fp32 on a CPU with AMX: 1.07 to
+# 1.21 times for the products of a GPT-2 block's MLP, of 4 rows 0.67
+# (benchmarks/results/rows-cpu.md).
 _CPU_ROWS = 4
 _FEW_ROWS = 1.17
 

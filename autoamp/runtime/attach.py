@@ -20,6 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from autoamp import compat
+from autoamp.loss_scale import LossScale
+from autoamp.options import Options
 from autoamp.runtime import checkpoint, closures, lbfgs
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.masters import Masters, has_half
@@ -159,10 +161,14 @@ def meet(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> None:
 # -- optimizers nobody named -----------------------------------------------------------
 
 
-def listen(engine: Engine) -> None:
-    """From now on optimizers are met at their first step, while `engine` lives."""
+def new_engine(
+    options: Options, low: torch.dtype, label: str, loss_scale: LossScale
+) -> Engine:
+    """An engine; from now on optimizers are met at their first step, while it lives."""
+    engine = Engine(options, low, label, ModelScaling(loss_scale, label, meet))
     _engines.add(engine)
     _hear()
+    return engine
 
 
 def stop_listening(engine: Engine) -> None:

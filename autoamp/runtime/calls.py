@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import CaptureError
 from autoamp.runtime.engine import Engine
-from autoamp.runtime.fallback import under_autocast
+from autoamp.runtime.fallback import (
+    all_widened,
+    under_autocast,
+    unscaled_dtype,
+)
 from autoamp.runtime.graph_backend import is_ours
 
 logger = logging.getLogger(__name__)
@@ -155,7 +157,7 @@ class CompiledCall:
         if self._gave_up or compat.transforms_active():
             return self._in_region(model, args, kwargs)
         if compat.any_autocast():
-            args, kwargs = _all_widened(args, kwargs)
+            args, kwargs = all_widened(args, kwargs)
             with compat.autocast_off():
                 return self._in_turn(model, args, kwargs)
         return self._in_turn(model, args, kwargs)
@@ -257,7 +259,9 @@ class CompiledCall:
         )
         engine.tally.calls += 1
         engine.tally.aside += 1
-        return under_autocast(model, self._entry, _unscaled(self.low), args, kwargs)
+        return under_autocast(
+            model, self._entry, unscaled_dtype(self.low), args, kwargs
+        )
 
     def compiled_by(self, place: int) -> CompiledCall:
         """What calls go through whose graphs a backend of the user's compiles."""
@@ -321,36 +325,4 @@ class CompiledCall:
             return entry(model, *args, **kwargs)
         if place != _ONE_GRAPH:
             return _apart(self, place, model, args, kwargs)
-        return under_autocast(model, entry, _unscaled(self.low), args, kwargs)
-
-
-def _unscaled(low: torch.dtype) -> torch.dtype:
-    """The dtype for a region where nothing scales the loss.
-
-    Gradients need the range of bf16 there.
-    """
-    return torch.bfloat16 if torch.is_grad_enabled() else low
-
-
-def _all_widened(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, widened; a list or dict stays the caller's own object.
-
-    Unless it holds half tensors: a model may append to a list it is given.
-    """
-
-    def widen(argument: Any) -> Any:
-        leaves = pytree.tree_leaves(argument)
-        if all(_widened(leaf) is leaf for leaf in leaves):
-            return argument
-        return pytree.tree_map(_widened, argument)
-
-    return tuple(map(widen, args)), {k: widen(v) for k, v in kwargs.items()}
-
-
-def _widened(value: Any) -> Any:
-    """Half tensors as fp32: an ambient autocast made them, and its region ends here."""
-    if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES.values():
-        return value.to(torch.float32)
-    return value
+        return under_autocast(model, entry, unscaled_dtype(self.low), args, kwargs)

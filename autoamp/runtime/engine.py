@@ -21,63 +21,14 @@ from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
-from autoamp.runtime.boundary import Boundary, add_boundary
+from autoamp.runtime.boundary import add_boundary
+from autoamp.runtime.captured import CapturedGraph, Skipped, Tally
 from autoamp.runtime.compilers import for_compilers
 from autoamp.runtime.hoist import hoist_weight_casts
 from autoamp.runtime.scaling import GraphRun, ModelScaling, Origin
 from autoamp.runtime.weights import WeightCopies
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class CapturedGraph:
-    """One graph Dynamo captured, and what became of it.
-
-    Attributes:
-        rewritten: the pass's result, or None where it failed.
-        gm: the graph that is run, with weight copies as extra inputs.
-        problem: why the graph runs unconverted; "" where it does not.
-        runs: how often it ran.
-        copies: the weight copies it is given, or None where it needs none.
-        leaves: positions of its inputs that are leaves of autograd's graph.
-        boundary: what loss scaling adds to its inputs.
-        sizes: how often it ran with which values of its symbolic sizes; empty where it
-            has none.
-    """
-
-    rewritten: Rewritten | None
-    gm: fx.GraphModule
-    problem: str = ""
-    runs: int = 0
-    copies: WeightCopies | None = None
-    leaves: tuple[int, ...] = ()
-    boundary: Boundary = field(default_factory=Boundary)
-    sizes: Counter[tuple[int, ...]] = field(default_factory=Counter)
-
-
-@dataclass
-class Tally:
-    """Of one model, whoever compiles its graphs.
-
-    Attributes:
-        calls, aside: calls so far, and those that ran no rewritten graph.
-        lowers: some op of some graph is low.
-        announced: its one line of log has been written.
-    """
-
-    calls: int = 0
-    aside: int = 0
-    lowers: bool = False
-    announced: bool = False
-
-
-@dataclass
-class Skipped:
-    """Something that was not converted, and why."""
-
-    what: str
-    why: str
 
 
 class _Local(threading.local):
@@ -107,9 +58,6 @@ class Engine:
         differentiated_twice: somebody asked for that of a compiled graph, so the model
             is to be captured again and run as it is.
         tally: of its calls.
-        automatic: nobody has asked for it by name: what is copied from the model is
-            converted in turn.
-        on_capture: called with this after every capture.
     """
 
     options: Options
@@ -120,8 +68,6 @@ class Engine:
     skipped: list[Skipped] = field(default_factory=list)
     differentiated_twice: bool = False
     tally: Tally = field(default_factory=Tally)
-    automatic: bool = False
-    on_capture: Callable[[Engine], None] | None = None
     local: _Local = field(default_factory=_Local)
 
     @property
@@ -172,15 +118,12 @@ class Engine:
         """The Dynamo backend: the callable to run instead of `gm`."""
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
-                run = self._compile(gm, example_inputs)
+                return self._compile(gm, example_inputs)
         except Exception as error:
             if self.options.strict:
                 self.local.error = self._strict_error(error)
                 raise self.local.error from error
-            run = self._unconverted(gm, example_inputs, error)
-        if self.on_capture is not None:
-            self.on_capture(self)
-        return run
+            return self._unconverted(gm, example_inputs, error)
 
     def _strict_error(self, error: Exception) -> AutoampError:
         if isinstance(error, AutoampError):
@@ -211,7 +154,8 @@ class Engine:
             self.tally.lowers = True
         else:
             self._note_all_fp32(rewritten)
-        symbolic = [i for i, v in enumerate(example_inputs) if _is_symbolic(v)]
+        inputs = enumerate(example_inputs)
+        symbolic = [i for i, v in inputs if isinstance(v, torch.SymInt)]
         return self._bind(captured, run, slots, symbolic)
 
     def _runner(
@@ -349,10 +293,6 @@ class Engine:
             kinds.count("up"),
             kinds.count("weight"),
         )
-
-
-def _is_symbolic(value: Any) -> bool:
-    return isinstance(value, torch.SymInt)
 
 
 def _counting_sizes(

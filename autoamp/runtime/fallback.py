@@ -1,4 +1,4 @@
-"""What runs where our graphs cannot: the model's own code under `torch.autocast`."""
+"""Autocast: where it stands in for our graphs, and where they meet it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from autoamp.dtypes import LOW_DTYPES
 
 
 def under_autocast(
@@ -34,3 +36,35 @@ def under_autocast(
         return value
 
     return pytree.tree_map(widen, result)
+
+
+def unscaled_dtype(low: torch.dtype) -> torch.dtype:
+    """The dtype for a region where nothing scales the loss.
+
+    Gradients need the range of bf16 there.
+    """
+    return torch.bfloat16 if torch.is_grad_enabled() else low
+
+
+def all_widened(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, widened; a list or dict stays the caller's own object.
+
+    Unless it holds half tensors: a model may append to a list it is given.
+    """
+
+    def widen(argument: Any) -> Any:
+        leaves = pytree.tree_leaves(argument)
+        if all(_widened(leaf) is leaf for leaf in leaves):
+            return argument
+        return pytree.tree_map(_widened, argument)
+
+    return tuple(map(widen, args)), {k: widen(v) for k, v in kwargs.items()}
+
+
+def _widened(value: Any) -> Any:
+    """Half tensors as fp32: an ambient autocast made them, and its region ends here."""
+    if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES.values():
+        return value.to(torch.float32)
+    return value

@@ -17,14 +17,11 @@ from torch import fx
 from autoamp import compat
 from autoamp.loss_scale import resolve_loss_scale
 from autoamp.options import Options
-from autoamp.runtime.attach import listen, meet
+from autoamp.runtime.attach import new_engine
 from autoamp.runtime.eligible import choose_device_precision
 from autoamp.runtime.engine import Engine
-from autoamp.runtime.scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
-
-Backend = Callable[..., Any]
 
 
 class GraphBackend:
@@ -62,6 +59,8 @@ class GraphBackend:
             return compat.compile_with(self.options.backend, gm, example_inputs)
         run = self.engine(gm, example_inputs)
         self.engine.announce()
+        if self.on_capture is not None:
+            self.on_capture(self.engine)
         return run
 
     def _made(self, example_inputs: Sequence[Any]) -> Engine | None:
@@ -74,11 +73,7 @@ class GraphBackend:
             logger.warning("autoamp: %s stays in fp32: %s", self.label, why_not)
             return None
         scale = resolve_loss_scale(self.options.loss_scale, low)
-        scaling = ModelScaling(scale, self.label, meet)
-        engine = Engine(self.options, low, self.label, scaling)
-        engine.on_capture = self.on_capture
-        listen(engine)
-        return engine
+        return new_engine(self.options, low, self.label, scale)
 
 
 def is_ours(backend: Any) -> bool:
@@ -111,6 +106,6 @@ def autoamp_backend(
     chosen = Options().replace(**given)
     try:
         known = _BACKENDS.setdefault(chosen, GraphBackend(chosen))
-    except TypeError:  # an option without a hash: a list of optimizers' own callables
+    except TypeError:  # an option without a hash, such as somebody's loss scale
         known = GraphBackend(chosen)
     return known(gm, example_inputs)

@@ -66,8 +66,8 @@ class ModelScaling:
         label: the model's class name, for messages.
         foreign: an enabled GradScaler steps this model's optimizer: it scales, we do
             not.  None before the first run.
-        cautious: nobody asked for this model by name.  It is not scaled while nobody is
-            known who would skip an overflow, or while anomalies are errors.
+        automatic: nobody asked for this model by name.  It is not scaled while nobody
+            is known who would skip an overflow, or while anomalies are errors.
         stepped: some optimizer with a boundary steps the model's weights.
         skips: why each skipped step was skipped.
     """
@@ -83,7 +83,7 @@ class ModelScaling:
         self.domain = ScaleDomain(loss_scale)
         self.label = label
         self.foreign: bool | None = None
-        self.cautious = False
+        self.automatic = False
         self.stepped = False
         self._told = False
         self.skips: list[str] = []
@@ -112,7 +112,7 @@ class ModelScaling:
         if not self.stepped:
             self._look_after_itself()
         loss_scale = self.loss_scale
-        if self.cautious and (not self.stepped or torch.is_anomaly_enabled()):
+        if self.automatic and (not self.stepped or torch.is_anomaly_enabled()):
             loss_scale = _UNSCALED
         found: list[torch.Tensor] = []
         for device in devices:

@@ -1,0 +1,219 @@
+"""What a converted model carries, and what becomes of it in copies.
+
+All of it stands in the instance's `__dict__`: the class, the parameters and the
+`state_dict` are as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoamp.options import Options
+from autoamp.runtime.calls import CompiledCall
+from autoamp.runtime.captured import Skipped
+from autoamp.runtime.engine import Engine
+from autoamp.runtime.forward import make_forward
+
+logger = logging.getLogger(__name__)
+
+STATE = "_autoamp"
+_REPLICATE = "_replicate_for_data_parallel"
+_PICKLE, _COPY = "__getstate__", "__deepcopy__"
+_SCRIPT = "__prepare_scriptable__"
+OURS = (STATE, _REPLICATE, _PICKLE, _COPY, _SCRIPT)
+"""What stands in the `__dict__` of a converted model, besides `forward`."""
+
+
+class Conversion:
+    """What a converted model carries.
+
+    Attributes:
+        call: what its calls go through, shared by deep copies; None once it is
+            reverted underneath a wrapper that somebody put over our `forward`.
+        previous: the instance's own `forward` where somebody (accelerate, PEFT) had
+            put one; it is called, not replaced.
+        bound: the `forward` that was put on the model.
+        declined: why the model was left as it is.
+    """
+
+    def __init__(
+        self,
+        call: CompiledCall | None = None,
+        previous: Callable[..., Any] | None = None,
+        bound: types.MethodType | None = None,
+        declined: list[Skipped] | None = None,
+    ) -> None:
+        self.call = call
+        self.previous = previous
+        self.bound = bound
+        self.declined = declined or []
+        CONVERSIONS.add(self)
+
+    @property
+    def engine(self) -> Engine | None:
+        """What compiles the model's graphs and keeps their record; None if declined."""
+        return self.call.engine if self.call is not None else None
+
+    @property
+    def options(self) -> Options | None:
+        """What the model was converted with."""
+        return self.call.engine.options if self.call is not None else None
+
+    @property
+    def skipped(self) -> list[Skipped]:
+        """What was not converted, and why."""
+        return self.call.engine.skipped if self.call is not None else self.declined
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
+        return Conversion(
+            self.call,
+            copy.deepcopy(self.previous, memo),
+            copy.deepcopy(self.bound, memo),
+        )
+
+
+CONVERSIONS: weakref.WeakSet[Conversion] = weakref.WeakSet()
+"""Those of all models; deep copies share what their calls go through."""
+
+DECLINED = WeakIdKeyDictionary()
+"""Models left as they are, to their record: nothing is written on the model itself."""
+
+
+def install(model: nn.Module) -> Conversion:
+    """Puts our `forward` on the instance; it passes calls on until it has a `call`."""
+    existing = model.__dict__.get("forward")
+    bound = types.MethodType(make_forward(type(model), existing), model)
+    state = Conversion(None, existing, bound)
+    model.__dict__[STATE] = state
+    model.__dict__["forward"] = bound
+    model.__dict__[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, model)
+    model.__dict__[_PICKLE] = types.MethodType(__getstate__, model)
+    model.__dict__[_COPY] = types.MethodType(__deepcopy__, model)
+    model.__dict__[_SCRIPT] = types.MethodType(__prepare_scriptable__, model)
+    return state
+
+
+# The name is how pickle finds a bound method again.
+def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+    """`nn.DataParallel`'s replica of a converted model, running its own weights.
+
+    A replica is made by copying `__dict__`: its `forward` would be bound to the
+    original.
+    """
+    replica: nn.Module = type(self)._replicate_for_data_parallel(self)
+    state = self.__dict__[STATE]
+    if self.__dict__.get("forward") == state.bound:
+        replica.__dict__["forward"] = types.MethodType(state.bound.__func__, replica)
+    return replica
+
+
+# These names, too, are how a copy of a bound method is found again.
+def __getstate__(self: nn.Module) -> Any:  # noqa: N807
+    """What is pickled, and shallowly copied: the model as it was before `convert`.
+
+    So a checkpoint of a whole model loads where there is no autoamp, and a copy never
+    runs the weights of the original.
+    """
+    engine = self.__dict__[STATE].engine
+    if engine is not None and not engine.scaling.automatic:
+        logger.warning(
+            "autoamp: a pickle or shallow copy of %s is made unconverted: it runs in "
+            "fp32 until you call autoamp.convert(copy)",
+            type(self).__name__,
+        )
+    state = _state_by_its_class(self)
+    return without_ours(state, self) if isinstance(state, dict) else state
+
+
+def _state_by_its_class(model: nn.Module) -> Any:
+    own: Any = type(model).__getstate__
+    return own(model)
+
+
+def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:  # noqa: N807
+    """A deep copy is converted as well, and runs weights of its own."""
+    own = getattr(type(self), _COPY, None)
+    if own is not None:
+        copied: nn.Module = own(self, memo)
+        return copied
+    other = type(self).__new__(type(self))
+    memo[id(self)] = other
+    other.__setstate__(copy.deepcopy(_state_by_its_class(self), memo))
+    return other
+
+
+def __prepare_scriptable__(self: nn.Module) -> nn.Module:  # noqa: N807
+    """What `torch.jit.script` compiles: the model's own code, on the same weights."""
+    plain = type(self).__new__(type(self))
+    plain.__dict__.update(without_ours(self.__dict__, self))
+    return plain
+
+
+def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A copy of `state`, the `__dict__` of `model`, as it was before `install`."""
+    kept = {k: v for k, v in state.items() if k not in OURS}
+    conversion = model.__dict__.get(STATE)
+    if isinstance(conversion, Conversion) and kept.get("forward") == conversion.bound:
+        del kept["forward"]
+        if conversion.previous is not None:
+            kept["forward"] = conversion.previous
+    return kept
+
+
+def uninstall(model: nn.Module) -> None:
+    """Takes away all that `install` has put on the instance."""
+    plain = without_ours(model.__dict__, model)
+    model.__dict__.clear()
+    model.__dict__.update(plain)
+
+
+def disown(model: nn.Module) -> None:
+    """Takes away what a model has of another's conversion.
+
+    `copy.__dict__.update(model.__dict__)` brings a `forward` bound to the original.
+    """
+    state = model.__dict__.get(STATE)
+    if not isinstance(state, Conversion) or state.bound is None:
+        return
+    if state.bound.__self__ is not model:
+        uninstall(model)
+
+
+def models_of(engine: Engine) -> list[nn.Module]:
+    """The models whose calls go through `engine`: one, and its deep copies."""
+    found = [
+        each.bound.__self__
+        for each in list(CONVERSIONS)
+        if each.engine is engine and each.bound is not None
+    ]
+    return [model for model in found if isinstance(model, nn.Module)]
+
+
+def conversion_of(model: Any) -> Conversion | None:
+    """The conversion `model` carries, declined ones included, or None."""
+    if not isinstance(model, nn.Module):
+        return None
+    model = inside_wrappers(model)
+    state = model.__dict__.get(STATE)
+    if not isinstance(state, Conversion) or state.call is None:
+        state = DECLINED.get(model)
+    return state if isinstance(state, Conversion) else None
+
+
+def inside_wrappers(model: Any) -> Any:
+    """The module that `DistributedDataParallel` or `DataParallel` calls, or `model`.
+
+    Their own forward is no model: Dynamo steps aside from it.
+    """
+    while isinstance(model, (DistributedDataParallel, nn.DataParallel)):
+        model = model.module
+    return model
