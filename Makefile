@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint types bench clean
+.PHONY: help setup demo test test-all conformance lint types bench clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -41,10 +41,14 @@ demo: $(VENV)/.ready ## Train a small network in fp32 and in bf16, and show what
 	$(BIN)/python examples/train_digits.py
 
 test: lint types ## Lint, types and the quick tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not gpu"
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not gpu and not conformance"
 
 test-all: lint types ## The same with the slow tests, and the GPU tests where there is a GPU
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+conformance: $(VENV)/.ready ## Every op, every peer's own cases, random programs, a zoo of models, faults
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/conformance \
+	  --trust-table benchmarks/results/trust
 
 lint: $(VENV)/.ready ## ruff
 	$(BIN)/python -m ruff check .
