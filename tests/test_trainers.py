@@ -24,6 +24,7 @@ TRAINERS = {
 WRAPPERS = {
     "data_parallel": ("plain_loop", {"wrap": "data_parallel"}, {"mixed": "bf16"}, 1),
     "averaged": ("plain_loop", {"wrap": "averaged"}, {"mixed": "bf16"}, 2),
+    "peft": ("peft_lora", {}, {"mixed": "bf16"}, 2),
 }
 COMPILED = {
     "method": ("plain_loop", {"wrap": "compile_method"}, {"mixed": "bf16"}, 1),
