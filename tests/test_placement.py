@@ -92,6 +92,36 @@ def test_another_placement_is_applied_at_its_own_cost(placement: str) -> None:
     }
 
 
+class Mixed(nn.Module):
+    """Ops that read what a product made beside an fp32 tensor from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("index", torch.zeros(4, 4).long())
+
+    def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        low = self.fc(x)
+        return [
+            torch.atan2(y, low),
+            y.scatter_add(0, self.index, low),
+            low.sigmoid(),
+            low * self.scale,
+            self.norm(low),
+        ]
+
+
+def test_promote_is_as_wide_as_the_widest_operand_that_promotes() -> None:
+    """A tensor of rank 0 promotes nothing, and a norm is as wide as its data."""
+    options = Options(precision="bf16", placement="promote", do_no_harm=False)
+    x = torch.randn(4, 4)
+    found = rewrite_graph(capture(Mixed()), (x, x), options, torch.bfloat16).assignment
+    wide = {d.op for d in found.decisions.values() if not d.low}
+    assert wide == {"aten::atan2.default", "aten::scatter_add.default"}
+
+
 # -- do no harm ------------------------------------------------------------------------
 
 

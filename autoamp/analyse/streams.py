@@ -140,23 +140,21 @@ def _is_addition(op: str) -> bool:
     return op.partition(".")[0] in ("aten::add", "aten::add_")
 
 
-_PROMOTING = frozenset(
-    f"aten::{name}"
-    for name in ("add", "add_", "sub", "mul", "mul_", "div", "where", "cat", "stack")
-)
-"""Ops as wide as their widest operand; others (norms) are as wide as their data."""
-
-
 def promotes_to_low(facts: Facts, verdicts: Mapping[str, Verdict]) -> set[str]:
-    """Nodes that type promotion, allow ops being low, would leave low."""
+    """Nodes that type promotion, allow ops being low, would leave low.
+
+    An op is as wide as its widest operand; a norm as wide as its data, whatever its
+    parameters.  Operands that are converted or that promote nothing do not count.
+    """
     low: set[str] = set()
     for name, verdict in verdicts.items():
         fact = facts.nodes[name]
-        by_widest = fact.op.partition(".")[0] in _PROMOTING
+        by_data = fact.op.partition(".")[0] in _NORMS
         makers = [
             facts.producer(o.value)
-            for o in fact.operands
-            if by_widest or o.value not in facts.constants
+            for o, mode in zip(fact.operands, verdict.modes, strict=True)
+            if mode in ("same", "follow")
+            and not (by_data and o.value in facts.constants)
         ]
         follows = bool(makers) and all(m in low for m in makers)
         if not verdict.pinned and (verdict.category is Category.ALLOW or follows):
