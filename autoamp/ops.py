@@ -209,14 +209,24 @@ _WRITING_OPERATORS = frozenset(
 )
 
 
+def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
+    """The sub-graphs that a call is handed."""
+    root = node.graph.owning_module
+    operands = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    found = [getattr(root, str(n.target), None) for n in operands]
+    return [body for body in found if isinstance(body, fx.GraphModule)]
+
+
 def has_effect(node: fx.Node) -> bool:
     """Whether a call writes in place or draws random numbers, used or not.
 
     Knows ATen ops by their schema, and the methods, functions and operators of a graph
-    as Dynamo wrote it by their names.
+    as Dynamo wrote it by their names.  A higher-order op does what its bodies do.
     """
     if isinstance(node.target, OpOverload):
         return mutates(node.target) or is_random(node.target)
+    if isinstance(node.target, compat.HigherOrderOperator):
+        return any(has_effect(n) for b in bodies_of(node) for n in b.graph.nodes)
     if not node.op.startswith("call"):
         return False
     name = getattr(node.target, "__name__", str(node.target))

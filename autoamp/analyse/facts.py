@@ -308,21 +308,10 @@ class _Collector:
 
     def _note_writes(self, node: fx.Node) -> None:
         opaque = isinstance(node.target, compat.HigherOrderOperator)
-        if opaque and not self._body_has_effect(node):
+        if opaque and not has_effect(node):
             return
         for value in written_values(node):
             for tensor in tensors_of(value.meta.get("val")):
                 self.writes[_storage(tensor)] += 1
                 if opaque:
                     self.opaque_writes.add(_storage(tensor))
-
-    def _body_has_effect(self, node: fx.Node) -> bool:
-        bodies = [
-            getattr(self.gm, str(n.target), None)
-            for n in node.all_input_nodes
-            if n.op == "get_attr"
-        ]
-        return any(
-            isinstance(b, fx.GraphModule) and any(map(has_effect, b.graph.nodes))
-            for b in bodies
-        )

@@ -18,6 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
+from autoamp.analyse.transforms import fold_transforms
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
 from autoamp.ops import drop_dead
@@ -67,6 +68,7 @@ def _trace(
     gm: fx.GraphModule, fakes: Sequence[Any], mode: compat.FakeTensorMode
 ) -> fx.GraphModule:
     """The ATen graph of `gm`, whose own parameters and buffers stay attributes."""
+    gm = fold_transforms(gm)
     named = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
     fake_named = dict(
         zip(named, compat.fake_inputs([*named.values()], mode), strict=True)

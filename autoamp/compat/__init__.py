@@ -49,6 +49,9 @@ from autoamp.compat.names import (
     GET_DATA,
     MODE_CHANGES,
     SET_GRAD,
+    TRANSFORM_ENTRIES,
+    TRANSFORM_EXITS,
+    WRAP,
 )
 from autoamp.compat.tensors import (
     copy_all,
@@ -87,6 +90,9 @@ __all__ = [
     "GET_DATA",
     "MODE_CHANGES",
     "SET_GRAD",
+    "TRANSFORM_ENTRIES",
+    "TRANSFORM_EXITS",
+    "WRAP",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",

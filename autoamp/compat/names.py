@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._higher_order_ops.wrap
+from torch._functorch import predispatch
 
 # Nodes that change the mode of what follows them in a graph.
 SET_GRAD = torch._C._set_grad_enabled
@@ -14,3 +16,16 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 # What `x.data` is in Dynamo's graphs; the stubs do not know it.
 GET_DATA: Any = getattr(torch._C._autograd, "_get_data_attr")  # noqa: B009
 MODE_CHANGES = frozenset({SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST})
+
+# Where a transform of torch.func starts and ends in Dynamo's graphs.
+TRANSFORM_ENTRIES, TRANSFORM_EXITS = (
+    frozenset(
+        getattr(module, f"_{transform}_{change}_nesting")
+        for module in (torch._C._functorch, predispatch)
+        for transform in ("vmap", "grad", "jvp")
+        if hasattr(module, f"_{transform}_{change}_nesting")
+    )
+    for change in ("increment", "decrement")
+)
+# Calls a sub-graph, and nothing else.
+WRAP = torch.ops.higher_order.wrap
