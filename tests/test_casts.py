@@ -255,3 +255,60 @@ def test_user_casts_are_boundaries(low: str) -> None:
     ]
     assert len(fixed) == 1
     assert not fixed[0].low
+
+
+NEAR_TIES = torch.tensor([[1.001, 1.002, 1.0, 1.003, 0.9, 0.8, 0.7, 0.6]])
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda x: x.topk(2),
+        lambda x: x.sort(descending=True),
+        lambda x: x.max(-1, keepdim=True),
+        lambda x: (x.floor(), x.argmax(-1)),
+        lambda x: (torch.div(x, 0.001, rounding_mode="floor"), x > 1),
+    ],
+    ids=["topk", "sort", "max", "floor", "div"],
+)
+def test_nothing_is_rounded_before_it_is_chosen_or_cut(
+    choose: Callable[[Tensor], Any],
+) -> None:
+    """1.001, 1.002 and 1.003 are one number in bf16."""
+
+    def function(m: Of, x: Tensor) -> tuple[Tensor, Tensor]:
+        chosen, which = choose(x)
+        return torch.outer(chosen[0], chosen[0]), which
+
+    x = NEAR_TIES - 0.002 * (choose(NEAR_TIES)[1].dtype is torch.bool)
+    found = rewritten(function, x)
+    assert found.casts
+    expected = function(Of(function), x)
+    low_copy = choose(x)[0][0].bfloat16().float()
+    assert torch.equal(found.gm(x)[1], expected[1])
+    assert torch.equal(
+        found.gm(x)[0], torch.outer(low_copy, low_copy).bfloat16().float()
+    )
+
+
+@pytest.mark.parametrize("read", [1, 3])
+def test_the_statistics_of_a_norm_are_fp32_where_they_are_read(read: int) -> None:
+    def function(m: Of, x: Tensor) -> Any:
+        found = torch.native_layer_norm(m.fc(x), [WIDTH], None, None, 1e-5)
+        return m.other(found[0]), *found[1:read]
+
+    found = rewritten(function)
+    x = torch.randn(4, WIDTH)
+    assert [t.dtype for t in found.gm(x)] == [torch.float32] * read
+    assert ("native_layer_norm" in found.assignment.low) == (read == 1)
+
+
+def test_running_statistics_made_in_the_graph_get_their_writes() -> None:
+    def function(m: Of, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        mean, var = y.clone(), y.clone()
+        functional.batch_norm(x, mean, var, training=True, momentum=1.0)
+        return mean, m.fc(x)
+
+    x = torch.randint(-3, 4, (4, WIDTH)).float()
+    found = rewritten(function, x, torch.zeros(WIDTH), allow=["clone"])
+    assert torch.equal(found.gm(x, torch.zeros(WIDTH))[0], x.mean(0))

@@ -530,7 +530,8 @@ def test_a_file_is_read_in_full(tmp_path: Path) -> None:
         description = "mine"
         [infer]
         clamp = { reason = "r", restores_given = ["min", "max"], positions = true,
-          accumulates = true, restores = true, taints = true, policy = "p",
+          jumps = true, accumulates = true, restores = true, taints = true,
+          policy = "p",
           no_kernel = ["cpu"], fp32_operands = ["self"], when = [
             { test = "argument_is", argument = "min", value = 0, category = "deny",
               reason = "a" },
@@ -552,6 +553,7 @@ def test_a_file_is_read_in_full(tmp_path: Path) -> None:
         restores_given=("min", "max"),
         taints=True,
         positions=True,
+        jumps=True,
         no_kernel=("cpu",),
         policy="p",
         when=(

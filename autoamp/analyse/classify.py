@@ -194,6 +194,9 @@ def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, low: torch.dtype) -> Ve
         reason = f"torch has no {short_name(low)} kernel of it on {fact.device}"
     assert isinstance(node.target, compat.OpOverload)
     modes = tuple(_rule_mode(rule, node.target, o, fact) for o in fact.operands)
+    if rule.jumps or (category is Category.CLEAR and fact.makes_others):
+        # Rounded first, `topk` would pick others, `floor(2.999)` be 3.
+        modes = tuple("follow" if mode == "same" else mode for mode in modes)
     asks_fp32 = argument(node, "dtype") == HIGH_DTYPE and bool(fact.operands)
     if asks_fp32 and category is not Category.DENY:
         reason = "the model asks for an fp32 result (dtype=torch.float32)"

@@ -31,6 +31,8 @@ class Operand:
     is_scalar: bool
     epoch: int
     """Writes to the value's storage before this read; a cast is stale after one."""
+    is_written: bool = False
+    """Whether the call writes to it: a cast would take the write."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class NodeFacts:
         op: `aten::linear.default`; "" for a node that is not a single torch op.
         is_value: whether it produces one fp32 tensor.
         makes_floats: whether it produces fp32 at all (a tuple counts).
+        makes_others: whether it produces tensors that are not floats (indices).
         operands: its fp32 tensor operands in argument order.
         mixes_floats: whether it reads or makes floats of another dtype.
         reads_others: whether it reads tensors that are not fp32 (indices, masks).
@@ -60,6 +63,7 @@ class NodeFacts:
     op: str
     is_value: bool
     makes_floats: bool
+    makes_others: bool
     operands: tuple[Operand, ...]
     mixes_floats: bool
     reads_others: bool
@@ -184,6 +188,10 @@ def _numel(tensors: list[torch.Tensor]) -> int:
     return sum(math.prod(compat.hint(s) for s in t.shape) for t in tensors)
 
 
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return compat.storage_id(tensor)
 
@@ -269,10 +277,10 @@ class _Collector:
             op=_op_name(node.target),
             is_value=single and bool(floats),
             makes_floats=bool(floats),
+            makes_others=any(not _is_inexact(t) for t in outputs),
             operands=operands,
             mixes_floats=any(
-                (t.is_floating_point() or t.is_complex()) and t.dtype != HIGH_DTYPE
-                for t in (*outputs, *inputs)
+                _is_inexact(t) and t.dtype != HIGH_DTYPE for t in (*outputs, *inputs)
             ),
             reads_others=len(read) < len(inputs),
             numel=_numel(floats),
@@ -293,6 +301,7 @@ class _Collector:
         inputs: list[torch.Tensor] = []
         if node.op in ("placeholder", "get_attr"):
             return (), inputs
+        written = {n.name for n in written_values(node)}
         for name, value in named_arguments(node):
             leaves: list[fx.Node] = []
             fx.node.map_arg(value, leaves.append)
@@ -303,7 +312,10 @@ class _Collector:
                 inputs.append(tensor)
                 if tensor.dtype == HIGH_DTYPE:
                     epoch = self.writes.get(_storage(tensor), 0)
-                    operands.append(Operand(leaf.name, name, tensor.dim() == 0, epoch))
+                    is_scalar, is_written = tensor.dim() == 0, leaf.name in written
+                    operands.append(
+                        Operand(leaf.name, name, is_scalar, epoch, is_written)
+                    )
         return tuple(operands), inputs
 
     def _note_writes(self, node: fx.Node) -> None:

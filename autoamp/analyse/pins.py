@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +27,29 @@ _GATHERS = frozenset(
     {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
 )
 
+_NORMS_WITH_STATISTICS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "native_layer_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "_fused_rms_norm",
+        "_weight_norm_interface",
+        "_native_batch_norm_legit",
+        "_native_batch_norm_legit_functional",
+        "_native_batch_norm_legit_no_training",
+        "_batch_norm_impl_index",
+        "_batch_norm_no_update",
+        "_batch_norm_with_update",
+        "_batch_norm_with_update_functional",
+    )
+)
+"""Norms that give statistics after their output.
+
+For low data torch 2.13 makes these in fp32 or in the low dtype, by device and by the
+dtype of the weight; its fake and meta tensors say other dtypes than kernels give."""
 
 _LIMITED = frozenset(
     {"aten::clamp", "aten::clip", "aten::hardtanh", "aten::nan_to_num"}
@@ -56,7 +80,16 @@ def pin_reason(
         return "a function that is not traced into may write to it"
     if fact.storage in graph.mutated and fact.storage in graph.outside:
         return "writes to, or views, a tensor that exists outside the graph"
+    if base_name(node.target) in _NORMS_WITH_STATISTICS and _reads_beyond_first(node):
+        return "its statistics are read, whose dtype would be the kernel's choice"
     return _sums_gradients_low(node, fact, graph)
+
+
+def _reads_beyond_first(node: fx.Node) -> bool:
+    """Whether anything but the first of a node's results is read."""
+    return not all(
+        user.target is operator.getitem and user.args[1] == 0 for user in node.users
+    )
 
 
 def literal_reason(node: fx.Node, low: torch.dtype) -> str | None:

@@ -64,6 +64,8 @@ class Rule:
             until an op that restores or is allowed.
         positions: The output holds exact integers or coordinates, of which a low
             dtype can tell only the first 2048 (fp16) or 256 (bf16) apart.
+        jumps: The output jumps where the input crosses a number: the op computes in
+            the precision that its operands were made in, and no cast rounds them first.
         no_kernel: Device types for which torch has no kernel in the low dtype,
             forward or backward.
         policy: In a compatibility set, what autocast does beyond the category.
@@ -82,6 +84,7 @@ class Rule:
     restores_given: tuple[str, ...] = ()
     taints: bool = False
     positions: bool = False
+    jumps: bool = False
     no_kernel: tuple[str, ...] = ()
     policy: str = ""
     when: tuple[Condition, ...] = ()
@@ -95,6 +98,7 @@ FACTS = (
     "restores_given",
     "taints",
     "positions",
+    "jumps",
     "no_kernel",
 )
 """Attributes that are facts about an op: a rule that replaces another keeps them."""

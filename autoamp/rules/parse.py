@@ -17,7 +17,7 @@ MAX_BYTES = 1 << 20
 """Largest rules file read: the built-in ones are a tenth of it."""
 
 _META = {"dtype": ("float16", "bfloat16", "any"), "description": None}
-_FLAGS = ("accumulates", "restores", "taints", "positions")
+_FLAGS = ("accumulates", "restores", "taints", "positions", "jumps")
 _NAMES = ("fp32_operands", "no_kernel", "restores_given")
 _ATTRIBUTES = ("reason", "policy", "when", *_FLAGS, *_NAMES)
 _CONDITION = ("test", "value", "argument", "category", "reason")
