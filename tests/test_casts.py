@@ -158,6 +158,39 @@ def test_a_view_of_a_weight_is_repeated_per_use(free: bool) -> None:
     assert kinds(found)["weight" if free else "down"] == (1 if free else 2)
 
 
+def test_a_repeated_view_takes_no_name_of_another() -> None:
+    """The original's nodes keep their names, by which everything is known of them."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        for _ in range(2):
+            turned = m.other.weight.t()
+            x = x @ turned @ turned
+            first, second = m.other.weight.chunk(2)
+            x = torch.cat([x @ first.t(), x @ second.t(), x @ first.t()], -1)[:, 4:]
+        return x
+
+    found = rewritten(function, torch.ones(2, WIDTH), free_weights=True)
+    before = {n.name: n.target for n in found.before.graph.nodes}
+    after = {n.name: n.target for n in found.gm.graph.nodes}
+    assert {n: t for n, t in after.items() if n in before}.items() <= before.items()
+    assert len(after) > len(before)
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_a_norm_stays_fp32_if_its_statistics_are_read(statistics: bool) -> None:
+    """Their dtype differs between CPU, meta and fake kernels where data is low."""
+
+    def function(m: Of, x: Tensor) -> tuple[Tensor, ...]:
+        norm = m.norm
+        found = torch.native_layer_norm(m.fc(x), [WIDTH], norm.weight, norm.bias, 1e-5)
+        return tuple(m.other(found[0]) * f for f in found[: 3 if statistics else 1])
+
+    found = rewritten(function)
+    assert ("native_layer_norm" in found.assignment.low) is not statistics
+    values = found.gm(torch.ones(4, WIDTH))
+    assert {v.dtype for v in values} == {torch.float32}
+
+
 @pytest.mark.parametrize("free", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_the_gradient_of_a_weight_used_often_is_exact(

@@ -105,6 +105,8 @@ class _Emitter:
         self.graph = fx.Graph()
         self.old = {n.name: n for n in gm.graph.nodes}
         self.new: dict[str, fx.Node] = {}
+        self.inserted: set[str] = set()
+        self.names_tried: Counter[str] = Counter()
         self.copies: dict[tuple[str, torch.dtype, int, int], fx.Node] = {}
         self.casts: list[Cast] = []
         self.fakes: dict[Any, torch.Tensor] = {}
@@ -179,7 +181,10 @@ class _Emitter:
         )
 
     def _clone(self, value: fx.Node) -> fx.Node:
-        new = self.graph.call_function(torch.ops.aten.clone.default, (value,))
+        name = self._free_name(f"{value.name}_copy")
+        new = self.graph.create_node(
+            "call_function", torch.ops.aten.clone.default, (value,), {}, name
+        )
         new.meta = {k: v for k, v in value.meta.items() if k != CAST_KIND}
         with self.fake_mode:
             new.meta["val"] = value.meta["val"].clone()
@@ -268,8 +273,9 @@ class _Emitter:
         return uses > (1 if of_weight else MANY_USES)
 
     def _use_of(self, value: str, copy: fx.Node) -> fx.Node:
+        name = self._free_name(f"{copy.name}_use")
         new = self.graph.create_node(
-            "call_function", low_weight, (self.new[value], copy), {}, f"{copy.name}_use"
+            "call_function", low_weight, (self.new[value], copy), {}, name
         )
         new.meta = dict(copy.meta)
         new.meta.pop(CAST_KIND, None)
@@ -308,7 +314,8 @@ class _Emitter:
             return None
         cut = self._repeated(whole, operands[0].value, reader)
         args = (cut, *self.old[value].args[1:])
-        new = self.graph.create_node("call_function", operator.getitem, args, {}, value)
+        name = self._free_name(value)
+        new = self.graph.create_node("call_function", operator.getitem, args, {}, name)
         new.meta = dict(self.new[value].meta)
         return new
 
@@ -320,10 +327,24 @@ class _Emitter:
             source = self._view_per_use(below, reader) or self.new[below]
         old = self.old[view]
         args = fx.map_arg(old.args, lambda n: self._swap(n, below, source))
-        new = self.graph.create_node("call_function", old.target, args, {}, old.name)
+        name = self._free_name(old.name)
+        new = self.graph.create_node("call_function", old.target, args, {}, name)
         new.kwargs = fx.map_arg(old.kwargs, lambda n: self._swap(n, below, source))
         new.meta = dict(self.new[view].meta)
         return new
+
+    def _free_name(self, wanted: str) -> str:
+        """A name for a new node: one that no node has, nor one still to come.
+
+        What is known of a node, and what `verify` compares, is found by its name.
+        """
+        name, count = wanted, self.names_tried[wanted]
+        while name in self.old or name in self.inserted:
+            count += 1
+            name = f"{wanted}_{count}"
+        self.names_tried[wanted] = count
+        self.inserted.add(name)
+        return name
 
     def _swap(self, node: fx.Node, below: str, source: fx.Node) -> fx.Node:
         return source if node.name == below else self.new[node.name]
@@ -353,7 +374,7 @@ class _Emitter:
         written = self.facts.nodes[value].storage in self.facts.mutated
         if kind == "down" and value in self.facts.weights and not written:
             kind = "weight"  # one copy, made before the graph runs, serves every use
-        name = f"{value}_{short_name(dtype)}"
+        name = self._free_name(f"{value}_{short_name(dtype)}")
         if kind == "down" and value in self.extreme:
             new = self.graph.create_node(
                 "call_function", saturating_cast, (at, dtype), {}, name
