@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import Facts, NodeFacts, argument
+from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.verdict import Verdict
 from autoamp.rules import Category
 
@@ -230,9 +230,11 @@ def flops_of(
         size: gives the value of a symbolic size; the one it was captured with.
     """
     name = fact.op.partition("::")[2].partition(".")[0]
+    operands: list[fx.Node] = []  # `all_input_nodes` has an operand read twice once
+    fx.map_arg((node.args, node.kwargs), operands.append)
     shapes = [
         [size(s) for s in n.meta["val"].shape]
-        for n in node.all_input_nodes
+        for n in operands
         if isinstance(n.meta.get("val"), torch.Tensor)
     ]
     result = node.meta.get("val")
@@ -241,9 +243,10 @@ def flops_of(
         numel = math.prod(size(s) for s in result.shape)
     if name in ("linear", "matmul", "mm", "bmm", "mv", "linalg_vecdot", "dot"):
         return 2 * numel * (shapes[0][-1] if shapes and shapes[0] else 1)
-    if name in ("addmm", "baddbmm", "addbmm", "addmv"):
-        first = argument(node, "mat1", argument(node, "batch1", argument(node, "mat")))
-        return 2 * numel * size(first.meta["val"].shape[-1])
+    if name in ("addmm", "baddbmm", "addmv"):
+        return 2 * numel * shapes[1][-1]
+    if name == "addbmm":
+        return 2 * numel * shapes[1][0] * shapes[1][-1]
     if name == "einsum":
         return 2 * numel * max((s for shape in shapes for s in shape), default=1)
     if "conv" in name and len(shapes) > 1:

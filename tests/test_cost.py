@@ -1,0 +1,364 @@
+"""Prices of ops and casts: values worked out by hand, and torch's counter of flops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from autoamp.analyse.classify import classify
+from autoamp.analyse.facts import Facts, collect_facts
+from autoamp.analyse.normalise import normalise
+from autoamp.options import Options
+from autoamp.place.cost import Device, Prices, device_of, flops_of, price_graph
+from tests.strategies import capture
+
+LOW = torch.bfloat16
+RULES = Options(precision="bf16").resolve_rules(LOW)
+attention = functional.scaled_dot_product_attention
+DEVICE = Device("test", 2.0, 100.0, 4.0, 16.0, True)
+"""2 bytes/ns, 100 ns for a launch, 4 flops/ns in fp32 and 16 in the low dtype."""
+
+
+class Of(nn.Module):
+    """A model of one function, with a weight."""
+
+    def __init__(self, function: Callable[..., Any], shape: Sequence[int]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.zeros(*shape))
+
+    def forward(self, *given: Tensor) -> Any:
+        return self.function(*given, self.weight)
+
+
+@dataclass
+class Priced:
+    """A small graph and its prices."""
+
+    nodes: dict[str, fx.Node]
+    facts: Facts
+    prices: Prices
+
+
+def priced(
+    function: Callable[..., Any],
+    *given: Tensor,
+    device: Device = DEVICE,
+    weight: Sequence[int] = (8, 8),
+    train: bool = False,
+    objective: str = "time",
+    do_no_harm: bool = True,
+    free_weights: bool = False,
+) -> Priced:
+    """Prices of `function(*given, weight)`; only the weight may need a gradient."""
+    model = Of(function, weight).requires_grad_(train)
+    gm = normalise(capture(model, len(given)), given).gm
+    facts = collect_facts(gm)
+    prices = price_graph(
+        gm,
+        facts,
+        classify(gm, facts, RULES, LOW, ()).verdicts,
+        device,
+        objective=objective,
+        do_no_harm=do_no_harm,
+        free_weights=free_weights,
+    )
+    return Priced({n.name: n for n in gm.graph.nodes}, facts, prices)
+
+
+def relu(x: Tensor, weight: Tensor) -> Tensor:
+    return x.relu()
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.linear(x, weight)
+
+
+# -- ops -------------------------------------------------------------------------------
+
+
+def test_a_pointwise_op_costs_a_launch_and_its_bytes() -> None:
+    # 32 elements read and 32 written: 256 bytes in fp32, 128 low, at 2 bytes/ns.
+    prices = priced(relu, torch.zeros(4, 8)).prices
+    assert prices.ops == {"relu": (2280, 1640)}
+    assert (prices.device, prices.in_bytes, prices.reward) == (DEVICE, False, 0)
+
+
+def test_training_costs_three_times_as_much() -> None:
+    prices = priced(lambda x, w: w.relu(), torch.zeros(1), train=True).prices
+    # 64 elements read and 64 written; and the launches of the backward.
+    assert prices.ops == {"relu": (3 * 3560, 3 * 2280)}
+
+
+def test_a_product_is_bound_by_its_bytes_or_its_flops() -> None:
+    small = priced(linear, torch.zeros(4, 8)).prices
+    # 32 + 64 + 32 elements; 512 flops take 128 ns in fp32, 32 ns low: less than that.
+    assert small.ops == {"linear": (1000 + 2560, 1000 + 1280)}
+    large = priced(linear, torch.zeros(16, 64), weight=(64, 64)).prices
+    # 131 072 flops; 6144 elements take 12 288 ns in fp32, 6144 ns low.
+    assert large.ops == {"linear": (1000 + 327_680, 1000 + 81_920)}
+
+
+def test_a_view_is_free_and_a_write_is_not() -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone().relu_().t()
+
+    prices = priced(function, torch.zeros(4, 8)).prices
+    assert prices.ops == {"clone": (2280, 1640), "relu_": (2280, 1640), "t": (0, 0)}
+
+
+def test_a_list_of_views_is_priced_by_its_bytes() -> None:
+    """Only what gives one tensor is recognised as a view."""
+    prices = priced(lambda x, w: x.chunk(2)[0].relu(), torch.zeros(4, 8)).prices
+    assert prices.ops["chunk"] == (2280, 1640)
+
+
+def test_every_price_is_at_least_one_unit() -> None:
+    fast = Device("fast", 1e9, 0.0, 1e9, 1e9, True)
+    prices = priced(relu, torch.zeros(4, 8), device=fast).prices
+    assert prices.ops == {"relu": (1, 1)}
+    assert prices.down["x0"] == prices.up["x0"] == 1
+
+
+def test_an_op_whose_label_changes_nothing_costs_one_price() -> None:
+    """A cast the model makes itself reads what comes and gives what it gave."""
+    prices = priced(lambda x, w: x.to(LOW), torch.zeros(4, 8)).prices
+    assert prices.ops == {"to": (1640, 1640)}
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "rows"),
+    [
+        (torch.matmul, [(3, 8), (8, 8)], 3),
+        (torch.mm, [(3, 8), (8, 8)], 3),
+        (functional.linear, [(1, 3, 8), (8, 8)], 3),
+        (functional.linear, [(2, 2, 8), (8, 8)], 4),
+        (functional.linear, [(8,), (8, 8)], 1),
+        (torch.matmul, [(4, 3, 8), (4, 8, 8)], 3),
+        (torch.matmul, [(3, 4, 8), (3, 8, 8)], 4),
+        (torch.addmm, [(8,), (3, 8), (8, 8)], 3),
+        (torch.addmm, [(8,), (4, 8), (8, 8)], 4),
+        (torch.mv, [(9, 8), (8,)], 1),
+        (torch.addmv, [(9,), (9, 8), (8,)], 1),
+        (torch.matmul, [(9, 8), (8,)], 1),
+    ],
+)
+def test_few_rows_cost_more_low(
+    function: Callable[..., Tensor], shapes: list[tuple[int, ...]], rows: int
+) -> None:
+    """Fewer than `least_rows` rows take 1.17 times what they take in fp32."""
+    given = [torch.zeros(s) for s in shapes]
+    for least in (rows, rows + 1):
+        device = Device("test", 2.0, 100.0, 4.0, 16.0, True, least)
+        prices = priced(lambda *a: function(*a[:-1]), *given, device=device).prices
+        ((high, low),) = prices.ops.values()
+        assert low == round(1.17 * high) if rows < least else low < high
+
+
+def test_other_ops_have_no_rows() -> None:
+    device = Device("test", 2.0, 100.0, 4.0, 16.0, True, 1000)
+    prices = priced(relu, torch.zeros(1, 8), device=device).prices
+    assert prices.ops["relu"][1] < prices.ops["relu"][0]
+
+
+# -- casts -----------------------------------------------------------------------------
+
+
+def test_a_cast_reads_four_bytes_and_writes_two() -> None:
+    prices = priced(relu, torch.zeros(4, 8)).prices
+    # 32 elements of 6 bytes take 96 ns.
+    assert prices.down == prices.up == {"x0": 1960, "relu": 1960}
+
+
+def test_a_cast_is_undone_in_the_backward() -> None:
+    prices = priced(lambda x, w: w.relu(), torch.zeros(1), train=True).prices
+    assert prices.down["model_weight"] == prices.up["relu"] == 2 * (1000 + 1920)
+
+
+def test_cached_copies_make_casts_of_weights_free() -> None:
+    paid = priced(linear, torch.zeros(4, 8)).prices
+    free = priced(linear, torch.zeros(4, 8), free_weights=True).prices
+    assert paid.down["model_weight"] == 1000 + 1920
+    assert free.down == paid.down | {"model_weight": 0}
+    assert free.up == paid.up
+
+
+def test_memory_counts_what_the_backward_keeps() -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.linear(x, weight).relu() + x.exp()
+
+    prices = priced(function, torch.zeros(4, 8), train=True, objective="memory").prices
+    assert prices.in_bytes
+    assert prices.ops["linear"] == (4 * 96, 2 * 96)
+    assert prices.ops["relu"] == (4 * 32, 2 * 32)
+    assert prices.ops["exp"] == (0, 0), "nothing is kept of what needs no gradient"
+    # One byte more than nothing, so that a cast for no reason is never free.
+    assert prices.down["linear"] == 1 + 64
+    assert prices.down["x0"] == 1
+
+
+# -- do no harm ------------------------------------------------------------------------
+
+
+def test_the_reward_outweighs_everything_else_together() -> None:
+    given = torch.zeros(4, 8)
+    careful = priced(lambda x, w: linear(x, w).relu(), given).prices
+    told = priced(lambda x, w: linear(x, w).relu(), given, do_no_harm=False).prices
+    everything = sum(a + b for a, b in careful.ops.values())
+    casts = sum(careful.down.values()) + sum(careful.up.values())
+    assert told.reward == 1 + everything + casts
+    high, low = careful.ops["linear"]
+    assert told.ops == careful.ops | {"linear": (high + told.reward, low)}
+
+
+def test_a_device_that_does_not_pay_is_priced_as_if_it_did_when_told_to() -> None:
+    poor = Device("poor", 2.0, 100.0, 4.0, 1.0, False)
+    given = torch.zeros(4, 8)
+    assert priced(relu, given, device=poor).prices.device is poor
+    neutral = priced(relu, given, device=poor, do_no_harm=False).prices.device
+    assert neutral.name == "bytes only, as if low precision paid"
+    assert neutral.pays
+    assert neutral.low_flops_per_ns > neutral.high_flops_per_ns
+    assert priced(relu, given, do_no_harm=False).prices.device is DEVICE
+
+
+# -- flops -----------------------------------------------------------------------------
+
+
+def flops(function: Callable[..., Any], *given: Tensor) -> int:
+    found = priced(lambda *a: function(*a[:-1]), *given)
+    return sum(
+        flops_of(found.nodes[name], found.facts.nodes[name])
+        for name in found.prices.ops
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (torch.mm, [(3, 5), (5, 7)]),
+        (torch.bmm, [(2, 3, 5), (2, 5, 7)]),
+        (torch.matmul, [(2, 1, 3, 5), (4, 5, 7)]),
+        (functional.linear, [(2, 3, 5), (7, 5), (7,)]),
+        (torch.addmm, [(7,), (3, 5), (5, 7)]),
+        (torch.baddbmm, [(2, 3, 7), (2, 3, 5), (2, 5, 7)]),
+        (functional.conv1d, [(2, 4, 9), (6, 4, 3), (6,)]),
+        (functional.conv2d, [(2, 4, 9, 8), (6, 4, 3, 2)]),
+        (partial(functional.conv2d, groups=2), [(2, 4, 9, 8), (6, 2, 3, 2)]),
+        (functional.conv_transpose2d, [(2, 4, 5, 5), (4, 6, 3, 3)]),
+        (partial(functional.conv_transpose1d, stride=2), [(2, 4, 5), (4, 6, 3)]),
+        (lambda x: torch.mm(x, x), [(5, 5)]),
+        (torch.relu, [(3, 5)]),
+    ],
+)
+def test_flops_are_what_torch_counts(
+    function: Callable[..., Any], shapes: list[tuple[int, ...]]
+) -> None:
+    given = [torch.randn(s) for s in shapes]
+    with FlopCounterMode(display=False) as counter:
+        function(*given)
+    assert flops(function, *given) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "expected"),
+    [
+        # torch's counter knows none of these on a CPU: two flops a multiply-add.
+        (attention, [(2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)], 4 * 6 * 5 * 7 * 8),
+        (lambda x: attention(x, x, x), [(2, 3, 5, 8)], 4 * 6 * 5 * 5 * 8),
+        (torch.mv, [(3, 5), (5,)], 2 * 3 * 5),
+        (torch.addmv, [(3,), (3, 5), (5,)], 2 * 3 * 5),
+        (torch.dot, [(5,), (5,)], 2 * 5),
+        (torch.linalg.vecdot, [(3, 5), (3, 5)], 2 * 3 * 5),
+        (torch.addbmm, [(3, 7), (2, 3, 5), (2, 5, 7)], 2 * 2 * 3 * 5 * 7),
+        (lambda a, b: torch.einsum("ij,jk->ik", a, b), [(3, 9), (9, 7)], 2 * 3 * 9 * 7),
+    ],
+)
+def test_flops_by_hand(
+    function: Callable[..., Any], shapes: list[tuple[int, ...]], expected: int
+) -> None:
+    assert flops(function, *(torch.randn(s) for s in shapes)) == expected
+
+
+@pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
+def test_flops_of_an_rnn_are_those_of_its_weights(kind: str, gates: int) -> None:
+    cell = getattr(nn, kind)(5, 6).requires_grad_(False)
+    # Ten steps; each multiplies 5 inputs and 6 states with every gate's 6 rows.
+    assert flops(cell, torch.randn(2, 5, 5)) == 2 * 10 * gates * 6 * (5 + 6)
+
+
+def test_flops_can_be_asked_for_other_sizes() -> None:
+    found = priced(linear, torch.zeros(4, 8))
+    node, fact = found.nodes["linear"], found.facts.nodes["linear"]
+    assert flops_of(node, fact, lambda s: 10 * int(s)) == 2 * 40 * 80 * 80
+
+
+# -- devices ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "low", "name", "pays"),
+    [
+        ((6, 1), torch.float16, "CUDA below 7.0", False),
+        ((7, 0), torch.float16, "CUDA 7.0", True),
+        ((7, 0), torch.bfloat16, "CUDA below 7.0", False),
+        ((7, 5), torch.float16, "CUDA 7.5", True),
+        ((7, 5), torch.bfloat16, "CUDA below 7.0", False),
+        ((8, 0), torch.bfloat16, "CUDA 8.0", True),
+        ((8, 6), torch.float16, "CUDA 8.0", True),
+        ((8, 9), torch.bfloat16, "CUDA 8.9", True),
+        ((9, 0), torch.bfloat16, "CUDA 9.0", True),
+        ((10, 0), torch.bfloat16, "CUDA 10.0", True),
+        ((12, 0), torch.bfloat16, "CUDA 10.0", True),
+    ],
+)
+def test_a_gpu_is_taken_for_the_newest_that_is_not_newer(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    low: torch.dtype,
+    name: str,
+    pays: bool,
+) -> None:
+    asked = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda d: {asked: capability}[d]
+    )
+    found = device_of(asked, low)
+    assert (found.name, found.pays) == (name, pays)
+
+
+@pytest.mark.parametrize(
+    ("units", "name", "pays"),
+    [
+        ({}, "CPU without low-precision units", False),
+        ({LOW: "avx512_bf16"}, "CPU with avx512_bf16", True),
+        ({LOW: "amx_bf16"}, "CPU with AMX", True),
+        ({torch.float16: "amx_fp16"}, "CPU without low-precision units", False),
+    ],
+)
+def test_a_cpu_is_known_by_its_unit_for_the_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+    units: dict[torch.dtype, str],
+    name: str,
+    pays: bool,
+) -> None:
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
+    found = device_of(torch.device("cpu"), LOW)
+    assert (found.name, found.pays) == (name, pays)
+
+
+def test_an_unknown_device_is_neutral(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "bytes only, as if low precision paid"
+    assert device_of(torch.device("meta"), LOW).name == name
+    # A graph made for CUDA, looked at on a machine without.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of(torch.device("cuda"), LOW).name == name
