@@ -129,6 +129,30 @@ def test_a_cast_is_made_anew_after_a_write() -> None:
 # -- weights ---------------------------------------------------------------------------
 
 
+@torch.library.custom_op("autoamp_tests::double_", mutates_args=("x",))
+def double_(x: Tensor) -> None:
+    """Writes to its argument, and gives nothing back."""
+    x.mul_(2)
+
+
+def test_what_an_op_writes_beside_its_result_is_never_cast() -> None:
+    """The op stays fp32; were the storage low, it would write to a cast of it."""
+
+    def forward(m: Of, x: Tensor) -> Tensor:
+        made = m.other(x)
+        double_(made)
+        return m.other(made)
+
+    x = torch.eye(4, WIDTH)
+    model = Of(forward)
+    with torch.no_grad():
+        model.other.weight.copy_(torch.eye(WIDTH).flip(0))
+        found = rewritten(forward, x, model=model)
+        assert torch.equal(found.gm(x), 2 * x)
+    assert dtype(found, "linear") == torch.float32
+    assert dtype(found, "linear_1") == found.low
+
+
 def uses_of_weights(found: Rewritten) -> int:
     return sum(n.target is low_weight for n in found.gm.graph.nodes)
 

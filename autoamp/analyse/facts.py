@@ -100,7 +100,8 @@ class Facts:
     mutated: frozenset[int]
     """Storages written to inside the graph."""
     written_opaquely: frozenset[int]
-    """Those of `mutated` that a sub-graph nobody looks into may write."""
+    """Those of `mutated` that a sub-graph nobody looks into may write, or an op whose
+    result is not what it wrote."""
     outside: frozenset[int]
     """Storages that also exist outside the graph: of inputs and of attributes."""
     element_of: Mapping[str, str] = field(default_factory=dict)
@@ -324,6 +325,7 @@ class _Collector:
             return
         for value in written_values(node):
             for tensor in tensors_of(value.meta.get("val")):
-                self.writes[_storage(tensor)] += 1
-                if opaque:
-                    self.opaque_writes.add(_storage(tensor))
+                storage = _storage(tensor)
+                self.writes[storage] += 1
+                if opaque or self.nodes[node.name].storage != storage:
+                    self.opaque_writes.add(storage)

@@ -77,7 +77,7 @@ def pin_reason(
     if torch.Tag.nondeterministic_seeded in node.target.tags and not fact.operands:
         return "draws random numbers: another dtype would draw others"
     if fact.storage in graph.written_opaquely:
-        return "a function that is not traced into may write to it"
+        return "a function that is not looked into may write to it"
     if fact.storage in graph.mutated and fact.storage in graph.outside:
         return "writes to, or views, a tensor that exists outside the graph"
     if base_name(node.target) in _NORMS_WITH_STATISTICS and _reads_beyond_first(node):
