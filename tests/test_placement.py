@@ -18,6 +18,7 @@ from autoamp.place import assign as assign_module
 from autoamp.place.assign import OUTSIDE, Assignment
 from autoamp.place.mincut import Problem, Solution, energy
 from autoamp.place.policies import POLICIES, project
+from autoamp.rules import Rules
 from tests.strategies import Program, capture, choices, inputs, problems, programs
 
 
@@ -120,6 +121,59 @@ def test_promote_is_as_wide_as_the_widest_operand_that_promotes() -> None:
     found = rewrite_graph(capture(Mixed()), (x, x), options, torch.bfloat16).assignment
     wide = {d.op for d in found.decisions.values() if not d.low}
     assert wide == {"aten::atan2.default", "aten::scatter_add.default"}
+
+
+def test_what_no_list_knows_is_a_wall_to_tensorflow() -> None:
+    """Nothing is painted through it, though between two products it might be low."""
+
+    class Walled(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            known = (x @ y.t()).sqrt()
+            return (known @ x).sin() @ (y.t() @ x)
+
+    for lists, low in (({}, False), ({"infer": ["sin"]}, True)):
+        found = rewritten(
+            Walled(),
+            precision="fp16",
+            rules="tensorflow",
+            placement="tensorflow",
+            **lists,
+        ).assignment
+        by_op = {d.op: d.low for d in found.decisions.values()}
+        assert by_op["aten::sqrt.default"]
+        assert by_op["aten::sin.default"] is low
+
+
+def test_a_square_is_a_product_to_lists_that_know_no_square() -> None:
+    class Squared(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (x * x) @ y.t()
+
+    found = rewritten(Squared(), precision="fp16", rules="tensorflow", do_no_harm=False)
+    assert found.classified.verdicts["mul"].reason == "Mul"
+    found = rewritten(Squared(), precision="fp16", do_no_harm=False)
+    squares = Rules.default("fp16").table["aten::square"]
+    assert found.classified.verdicts["mul"].reason == squares.reason
+
+
+def test_a_boolean_that_only_products_read_is_cast_to_low_at_once() -> None:
+    """TensorFlow retargets such a cast; with another reader it stays what it was."""
+
+    class Masked(nn.Module):
+        def __init__(self, other: bool) -> None:
+            super().__init__()
+            self.other = other
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            mask = (x > 0).float()
+            return mask @ y.t(), mask.exp() if self.other else y + 1
+
+    for other in (False, True):
+        found = rewritten(
+            Masked(other), precision="fp16", rules="tensorflow", placement="tensorflow"
+        ).assignment
+        casts = {d.low for d in found.decisions.values() if d.op == "aten::to.dtype"}
+        assert casts == {not other}
 
 
 # -- do no harm ------------------------------------------------------------------------

@@ -98,11 +98,10 @@ def _rules_by_node(gm: fx.GraphModule, rules: Rules) -> Mapping[str, Rule]:
 
 def _rule_of(node: fx.Node, rules: Rules) -> Rule | None:
     """The rule of a call of a torch op; a product of one value by itself squares it."""
-    target = node.target
-    assert isinstance(target, compat.OpOverload)
-    if target is torch.ops.aten.mul.Tensor and node.args[0] is node.args[1]:
-        target = torch.ops.aten.square.default
-    return rules.lookup(target)
+    rule = None
+    if node.target is torch.ops.aten.mul.Tensor and node.args[0] is node.args[1]:
+        rule = rules.lookup(torch.ops.aten.square.default)
+    return rule or rules.lookup(node.target)
 
 
 @dataclass(frozen=True)

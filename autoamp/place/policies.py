@@ -7,8 +7,9 @@ raising to fp32 what our constraints forbid, so that all are priced alike.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
+from autoamp.analyse.classify import CASTS
 from autoamp.analyse.facts import Facts
 from autoamp.analyse.streams import promotes_to_low
 from autoamp.analyse.verdict import Verdict
@@ -33,28 +34,79 @@ def tensorflow(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
 
     1 allow ops; 2 deny spreads forward over deny, infer and the clear ops that lead to
     them; 3 clear and infer ops between two allow ops; 4 infer ops directly after an
-    allow op (in every mode since TensorFlow 2.21); 5 clear ops next to anything low.
+    allow op (in every mode since TensorFlow 2.21); 5 clear ops next to anything low;
+    6 casts to fp32 that only low ops read.
+
+    An op in no list and a cast stop every pass.  A pinned op is one TensorFlow may not
+    process: it is never painted, though if it is denied it denies what follows.
     """
-    after, before = _edges(facts, verdicts)
-    kind = {n: v.category for n, v in verdicts.items()}
-    deny_like = {n for n, k in kind.items() if k in (Category.DENY, Category.INFER)}
+    kind = {
+        n: v.category
+        for n, v in verdicts.items()
+        if v.listed and facts.nodes[n].op and _base(facts.nodes[n].op) not in CASTS
+    }
+    free = {n for n in kind if not verdicts[n].pinned}
     clear = {n for n, k in kind.items() if k is Category.CLEAR}
-    leads = _reach(deny_like, before, clear)
-    denied = {n for n, k in kind.items() if k is Category.DENY}
-    denied |= _reach(denied, after, deny_like | leads)
-    allow = {n for n, k in kind.items() if k is Category.ALLOW} - denied
-    open_nodes = {n for n in kind if n not in denied and n not in allow}
-    open_nodes = {n for n in open_nodes if kind[n] is not Category.DENY}
-    downstream = _reach(allow, after, open_nodes)
-    low = allow | _reach(allow, before, downstream)
+    after, before = _edges(facts, verdicts)
+    clusters = _written_together(facts, kind)
+
+    denied = _denied(kind, after, before)
+    denied |= {n for c in clusters if denied & c for n in c}
+    allow = {n for n in free - denied if kind[n] is Category.ALLOW}
+    between = {n for n in free - denied - allow if kind[n] is not Category.DENY}
+    low = allow | _reach(allow, before, _reach(allow, after, between))
     for name, category in kind.items():
-        if category is Category.INFER and name not in denied:
+        if category is Category.INFER and name in between:
             makers = before[name]
             if any(m in low for m in makers) and not any(m in denied for m in makers):
                 low.add(name)
-    near = clear - denied
-    low |= _reach(low, _either_way(after, before), near)
-    return frozenset(low)
+    low |= _reach(low, _either_way(after, before), between & clear)
+    low |= {n for c in clusters if low & c and c <= free - denied for n in c}
+    return frozenset(low | _casts_read_low(facts, verdicts, low))
+
+
+def _denied(
+    kind: Mapping[str, Category],
+    after: Mapping[str, set[str]],
+    before: Mapping[str, set[str]],
+) -> set[str]:
+    """Deny ops, and what is downstream of them up to the last deny or infer op."""
+    denied = {n for n, k in kind.items() if k is Category.DENY}
+    deny_like = denied | {n for n, k in kind.items() if k is Category.INFER}
+    clear = {n for n, k in kind.items() if k is Category.CLEAR}
+    leads = _reach(deny_like, before, clear)
+    return denied | _reach(denied, after, deny_like | leads)
+
+
+def _written_together(facts: Facts, kind: Mapping[str, object]) -> list[set[str]]:
+    """What shares a storage that is written to: it can only have one precision.
+
+    TensorFlow's lists of tensors are such; nothing else of its graphs is.
+    """
+    clusters: dict[int, set[str]] = defaultdict(set)
+    for name, fact in facts.nodes.items():
+        if fact.is_value and fact.storage in facts.mutated:
+            clusters[fact.storage].add(facts.producer(name))
+    return [cluster & kind.keys() for cluster in clusters.values()]
+
+
+def _casts_read_low(
+    facts: Facts, verdicts: Mapping[str, Verdict], low: Collection[str]
+) -> set[str]:
+    """Casts to fp32, of booleans, all of whose readers are low."""
+    readers: dict[str, list[bool]] = defaultdict(list)
+    for name in verdicts:
+        for operand in facts.nodes[name].operands:
+            readers[operand.value].append(name in low)
+    return {
+        name
+        for name, verdict in verdicts.items()
+        if _base(facts.nodes[name].op) in CASTS
+        and not (verdict.pinned or facts.nodes[name].operands)
+        and name not in facts.returned
+        and readers[name]
+        and all(readers[name])
+    }
 
 
 POLICIES: dict[str, Callable[[Facts, Mapping[str, Verdict]], frozenset[str]]] = {
@@ -88,15 +140,29 @@ def _split(a: str, b: str, legal: set[str]) -> bool:
 def _edges(
     facts: Facts, verdicts: Mapping[str, Verdict]
 ) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Who reads whom at its own precision; who reads a storage whoever wrote it."""
     after: dict[str, set[str]] = defaultdict(set)
     before: dict[str, set[str]] = defaultdict(set)
-    for name in verdicts:
-        for operand in facts.nodes[name].operands:
-            maker = facts.producer(operand.value)
-            if maker in verdicts:
-                after[maker].add(name)
-                before[name].add(maker)
+    writers: dict[int, set[str]] = defaultdict(set)
+    for name, verdict in verdicts.items():
+        fact = facts.nodes[name]
+        makers = {
+            facts.producer(operand.value)
+            for operand, mode in zip(fact.operands, verdict.modes, strict=True)
+            if mode != "high"
+        }
+        if fact.storage in facts.mutated:
+            makers |= writers[fact.storage]
+            writers[fact.storage].add(name)
+        for maker in makers & verdicts.keys():
+            after[maker].add(name)
+            before[name].add(maker)
     return after, before
+
+
+def _base(op: str) -> str:
+    """`aten::to` of `aten::to.dtype`."""
+    return op.partition(".")[0]
 
 
 def _either_way(
