@@ -31,8 +31,6 @@ class Operand:
     is_scalar: bool
     epoch: int
     """Writes to the value's storage before this read; a cast is stale after one."""
-    is_written: bool = False
-    """Whether the call writes to it: a cast would take the write."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +300,6 @@ class _Collector:
         inputs: list[torch.Tensor] = []
         if node.op in ("placeholder", "get_attr"):
             return (), inputs
-        written = {n.name for n in written_values(node)}
         for name, value in named_arguments(node):
             leaves: list[fx.Node] = []
             fx.node.map_arg(value, leaves.append)
@@ -313,10 +310,7 @@ class _Collector:
                 inputs.append(tensor)
                 if tensor.dtype == HIGH_DTYPE:
                     epoch = self.writes.get(_storage(tensor), 0)
-                    is_scalar, is_written = tensor.dim() == 0, leaf.name in written
-                    operands.append(
-                        Operand(leaf.name, name, is_scalar, epoch, is_written)
-                    )
+                    operands.append(Operand(leaf.name, name, tensor.dim() == 0, epoch))
         return tuple(operands), inputs
 
     def _note_writes(self, node: fx.Node) -> None:

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 import torch._higher_order_ops.wrap
-from torch._functorch import predispatch
+
+_SPELLINGS = [torch._C._functorch]
+try:
+    from torch._functorch import predispatch
+except ImportError:
+    pass  # Dynamo then writes the calls of torch._C
+else:
+    _SPELLINGS.append(predispatch)
 
 # Nodes that change the mode of what follows them in a graph.
 SET_GRAD = torch._C._set_grad_enabled
@@ -21,7 +28,7 @@ MODE_CHANGES = frozenset({SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST})
 TRANSFORM_ENTRIES, TRANSFORM_EXITS = (
     frozenset(
         getattr(module, f"_{transform}_{change}_nesting")
-        for module in (torch._C._functorch, predispatch)
+        for module in _SPELLINGS
         for transform in ("vmap", "grad", "jvp")
         if hasattr(module, f"_{transform}_{change}_nesting")
     )

@@ -132,7 +132,6 @@ def build_problem(
     for value in facts.returned:
         if facts.nodes[value].is_value and _aliases_outside(value, facts):
             pinned[facts.producer(value)] = "is returned, and views another tensor"
-    pinned |= _written_in_fp32(facts, verdicts)
     groups, follows = _casts(facts, verdicts, prices, returned_inside)
     return Problem(
         unary=unary,
@@ -224,19 +223,6 @@ def _ties(facts: Facts, unary: Mapping[str, object]) -> list[tuple[str, str, str
             ties.append((last[fact.storage], maker, why))
         last[fact.storage] = maker
     return ties
-
-
-def _written_in_fp32(facts: Facts, verdicts: Mapping[str, Verdict]) -> dict[str, str]:
-    """The makers of what an op writes to and takes in fp32 only (statistics).
-
-    What it writes to in its own precision its result shares storage with: a tie.
-    """
-    return {
-        facts.producer(operand.value): f"is written to in fp32 by {name}"
-        for name, verdict in verdicts.items()
-        for operand, mode in zip(facts.nodes[name].operands, verdict.modes, strict=True)
-        if operand.is_written and mode == "high"
-    }
 
 
 def _legal_energy(problem: Problem, low: frozenset[str]) -> int:
