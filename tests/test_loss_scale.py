@@ -115,6 +115,42 @@ def test_never_grows_to_infinity() -> None:
     assert float(inverse) == 2.0**-127
 
 
+SEQUENCES = [
+    # TensorFlow's own cases: (first scale, period, factor, finite or not, scales after)
+    (1, 2, 2, "TTTTTT", [1, 2, 2, 4, 4, 8]),
+    (1024, 2, 2, "FFFFFF", [512, 256, 128, 64, 32, 16]),
+    (16, 2, 2, "FFFFFF", [8, 4, 2, 1, 1, 1]),
+    (1, 2, 2, "TTTFT", [1, 2, 2, 1, 1]),
+    (1, 1, 2, "TTTFTT", [2, 4, 8, 4, 8, 16]),
+    (1, 1, 2, "TFTFTFTFT", [2, 1, 2, 1, 2, 1, 2, 1, 2]),
+    (32, 2, 2, "TFTFTFT", [32, 16, 16, 8, 8, 4, 4]),
+    (4, 2, 3, "TTFTT", [4, 12, 4, 4, 12]),
+    (4, 2, 2, "FTTTFTFTTTF", [2, 2, 4, 4, 2, 2, 1, 1, 2, 2, 1]),
+    (
+        LARGEST / 4,
+        2,
+        2,
+        "TTTTTT",
+        [LARGEST / 4, LARGEST / 2, LARGEST / 2, LARGEST, LARGEST, LARGEST],
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "period", "factor", "steps", "after"), SEQUENCES)
+def test_moves_as_tensorflows_dynamic_scale(
+    first: float, period: int, factor: float, steps: str, after: list[float]
+) -> None:
+    scale = DynamicLossScale(
+        first,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=period,
+        min_scale=1.0,
+    )
+    pattern = steps.replace("T", ".").replace("F", "x")
+    assert history(scale, pattern) == pytest.approx(after, rel=2**-23)
+
+
 # -- floor and hysteresis --------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ are counted apart.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autoamp
 from tests.conformance.painting import Case, painted, rewritten
 from tests.conformance.table import Figures
 from tests.conformance.tensorflow_cpp import CPP, UNARY, unary
@@ -151,3 +153,24 @@ def test_the_optimizer_in_the_graph_gets_every_digit() -> None:
     assert (weights["var"] - weights["var"].half()).abs().max() > 0
     assert ((weights["var"] - var).abs() <= allowed).all()
     assert ((found - x @ var).abs() <= error(var)).all()
+
+
+class Squares(torch.nn.Module):
+    """2**20, which fp16 does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1, 1))
+
+    def forward(self) -> Tensor:
+        return (self.weight * 2**10) @ (self.weight * 2**10)
+
+
+def test_on_is_told_by_a_product_that_overflows() -> None:
+    """test_grappler_pass_enabled: inf where the pass is on, and nowhere else."""
+    model = Squares()
+    autoamp.convert(model, precision="fp16", do_no_harm=False, strict=True)
+    assert model().item() == math.inf
+    with autoamp.disabled():
+        assert model().item() == 2**20
+    assert autoamp.revert(model)().item() == 2**20
