@@ -369,3 +369,16 @@ def test_running_statistics_made_in_the_graph_get_their_writes() -> None:
     x = torch.randint(-3, 4, (4, WIDTH)).float()
     found = rewritten(function, x, torch.zeros(WIDTH), allow=["clone"])
     assert torch.equal(found.gm(x, torch.zeros(WIDTH))[0], x.mean(0))
+
+
+def test_pieces_whose_number_is_data_run_low() -> None:
+    """No fake tensor can tell the pieces' sizes; those seen while tracing serve."""
+
+    def function(m: Of, x: Tensor) -> Any:
+        first, second = torch.tensor_split(m.fc(x), torch.tensor(2))
+        return m.other(first), second
+
+    found = rewritten(function)
+    assert "tensor_split" in found.assignment.low
+    x = torch.randn(4, WIDTH)
+    assert [t.shape for t in found.gm(x)] == [(2, WIDTH), (2, WIDTH)]

@@ -159,7 +159,7 @@ class _Emitter:
         new = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         new.meta = dict(node.meta)
         if is_low and fact.makes_floats:
-            new.meta["val"] = self._low_result(new)
+            new.meta["val"] = self._low_result(node.meta["val"])
         return new
 
     def _is_copy_by_layout(self, node: fx.Node, fact: NodeFacts) -> bool:
@@ -216,15 +216,13 @@ class _Emitter:
             return max(-largest(self.low), min(largest(self.low), value))
         return value
 
-    def _low_result(self, new: fx.Node) -> Any:
-        """The fake result of a low op; run for real where it has several outputs."""
-        value = new.meta["val"]
-        if isinstance(value, torch.Tensor):
+    def _low_result(self, value: Any) -> Any:
+        """The fake result of an op that gave `value` in fp32."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._low_result(item) for item in value)
+        if isinstance(value, torch.Tensor) and value.dtype == HIGH_DTYPE:
             return self._fake(value, self.low)
-        with self.fake_mode:
-            args, kwargs = fx.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
-            assert callable(new.target)
-            return new.target(*args, **kwargs)
+        return value
 
     def _fake(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A fake tensor like `like` in `dtype`; one serves all of the same size."""
