@@ -197,7 +197,6 @@ def _returned_and_used(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozens
         v
         for v in facts.returned & read
         if facts.nodes[v].requires_grad
-        and facts.nodes[v].is_value
         and v not in facts.constants
         and facts.nodes[v].storage not in facts.mutated
     )

@@ -1,0 +1,321 @@
+"""What a graph's facts and verdicts become: the problem, the choices, the words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autoamp.analyse.facts import Facts, Operand
+from autoamp.analyse.verdict import Verdict
+from autoamp.errors import PlacementError
+from autoamp.place import assign as assign_module
+from autoamp.place.assign import OUTSIDE, Assignment, assign, build_problem
+from autoamp.place.mincut import CastGroup, Problem, Solution
+from tests.small_facts import fact, facts, graph_of, prices, verdict
+
+
+def problem_of(
+    graph: Facts,
+    verdicts: dict[str, Verdict],
+    returned_inside: frozenset[str] = frozenset(),
+) -> Problem:
+    costs = dict.fromkeys(verdicts, (4, 2))
+    return build_problem(graph, verdicts, prices(graph, costs), returned_inside)
+
+
+def groups(problem: Problem) -> dict[str, CastGroup]:
+    return {group.name: group for group in problem.groups}
+
+
+# -- the problem -----------------------------------------------------------------------
+
+
+def test_ops_have_their_prices_and_what_comes_in_is_fp32() -> None:
+    graph = facts(fact("x"), fact("conv", "x"), constants=["x"])
+    problem = problem_of(graph, {"conv": verdict("allow")})
+    assert problem.unary == {"conv": (4, 2), "x": (0, 0), OUTSIDE: (0, 0)}
+    assert problem.pinned_high == {
+        "x": "comes from outside the graph in fp32",
+        OUTSIDE: "is read in fp32 outside the graph",
+    }
+    assert problem.pinned_low == {}
+    assert groups(problem) == {
+        "x in region 0.0": CastGroup("x in region 0.0", "x", ("conv",), 3, 5)
+    }
+
+
+def test_a_pinned_node_keeps_its_reason() -> None:
+    graph, verdicts = graph_of("deny exp; allow conv exp")
+    problem = problem_of(graph, verdicts)
+    assert problem.pinned_high["exp"] == "deny because"
+    assert "conv" not in problem.pinned_high
+
+
+def test_readers_share_a_cast_within_a_region_and_between_writes() -> None:
+    late = Operand("x", "self", False, 1)
+    graph = facts(
+        fact("x"),
+        fact("a", "x"),
+        fact("b", "x", "x"),
+        fact("c", late),
+        fact("d", "x", region=1),
+    )
+    verdicts = {n: verdict("allow") for n in "acd"}
+    verdicts["b"] = verdict("allow", ("same", "same"))
+    assert {n: g.readers for n, g in groups(problem_of(graph, verdicts)).items()} == {
+        "x in region 0.0": ("a", "b"),
+        "x in region 0.1": ("c",),
+        "x in region 1.0": ("d",),
+    }
+
+
+def test_operands_by_their_modes() -> None:
+    graph = facts(fact("x"), fact("y"), fact("z"), fact("op", "x", "y", "z"))
+    verdicts = {"op": verdict("allow", ("any", "high", "follow"))}
+    problem = problem_of(graph, verdicts)
+    assert {n: g.readers for n, g in groups(problem).items()} == {
+        "y in region 0.0": (OUTSIDE,),
+        "z in region 0.0": ("op",),
+    }
+    assert problem.follows == [("op", "z", "reads the value at its own precision")]
+
+
+def test_an_element_of_a_tuple_is_as_its_maker_is() -> None:
+    graph = facts(
+        fact("split", is_value=False),
+        fact("part", "split"),
+        fact("op", "part"),
+        returned=["part"],
+        element_of={"part": "split"},
+    )
+    verdicts = {"split": verdict("infer", ()), "op": verdict("allow", ("follow",))}
+    problem = problem_of(graph, verdicts)
+    assert [g.value for g in problem.groups] == ["split", "split"]
+    assert problem.follows == [("op", "split", "reads the value at its own precision")]
+
+
+def test_a_result_is_read_in_fp32_after_the_graph() -> None:
+    graph = facts(
+        fact("a"), fact("b"), fact("ids", is_value=False), returned=["b", "a", "ids"]
+    )
+    verdicts = {n: verdict("allow", ()) for n in "ab"}
+    assert list(groups(problem_of(graph, verdicts)).values()) == [
+        CastGroup("a in region -1.-1", "a", (OUTSIDE,), 3, 5),
+        CastGroup("b in region -1.-1", "b", (OUTSIDE,), 3, 5),
+    ]
+
+
+def test_a_tainted_value_is_never_widened() -> None:
+    graph, verdicts = graph_of("allow conv; infer add conv; deny exp add")
+    assert [g.up for g in problem_of(graph, verdicts).groups] == [5, 5]
+    verdicts["add"] = verdict("infer", tainted=True)
+    assert [g.up for g in problem_of(graph, verdicts).groups] == [5, None]
+
+
+def test_readers_of_a_returned_value_share_its_cast() -> None:
+    graph = facts(fact("conv"), fact("exp", "conv"), returned=["conv"])
+    verdicts = {"conv": verdict("allow", (), tainted=True), "exp": verdict("deny")}
+    inside, after = "conv in region 0.0", "conv in region -1.-1"
+    apart = groups(problem_of(graph, verdicts))
+    assert {n: g.up for n, g in apart.items()} == {inside: None, after: None}
+    shared = groups(problem_of(graph, verdicts, "conv"))
+    assert {n: g.up for n, g in shared.items()} == {inside: 0, after: None}
+
+
+def test_views_of_a_storage_that_is_written_are_tied() -> None:
+    graph = facts(
+        fact("x", storage=1),
+        fact("other", storage=2),
+        fact("view", "x", storage=1),
+        fact("mask", "x", storage=1, is_value=False),
+        fact("write", "view", storage=1),
+        fact("unread", "other", storage=2),
+        constants=["x", "other"],
+        mutated=[1],
+    )
+    verdicts = {n: verdict("infer") for n in graph.nodes if graph.nodes[n].operands}
+    why = "shares storage that is written in place"
+    assert problem_of(graph, verdicts).ties == [
+        ("x", "view", why),
+        ("view", "write", why),
+    ]
+
+
+def test_elements_of_one_tuple_are_not_tied_to_their_maker() -> None:
+    graph = facts(
+        fact("split", storage=-1, is_value=False),
+        fact("left", storage=1),
+        fact("right", storage=1),
+        mutated=[1],
+        element_of={"left": "split", "right": "split"},
+    )
+    assert problem_of(graph, {"split": verdict("clear", ())}).ties == []
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_returned_view_of_another_tensor_keeps_its_dtype(outside: bool) -> None:
+    """The caller sees one storage through two tensors; a cast would part them."""
+    graph = facts(
+        fact("a", storage=1),
+        fact("b", storage=1),
+        fact("c", storage=2),
+        returned=["a", "c"] if outside else ["a", "b", "c"],
+        outside=[1] if outside else [],
+    )
+    verdicts = {n: verdict("infer", ()) for n in "abc"}
+    pinned = dict(problem_of(graph, verdicts).pinned_high)
+    del pinned[OUTSIDE]
+    why = "is returned, and views another tensor"
+    assert pinned == ({"a": why} if outside else {"a": why, "b": why})
+
+
+def test_a_pin_of_what_has_no_label_is_left_out() -> None:
+    """An input that is handed back: no op of ours, its dtype is the caller's."""
+    graph = facts(fact("x", storage=1), returned=["x"], outside=[1])
+    assert problem_of(graph, {}).pinned_high.keys() == {OUTSIDE}
+
+
+# -- the assignment --------------------------------------------------------------------
+
+
+def assigned(
+    graph: Facts,
+    verdicts: dict[str, Verdict],
+    ops: dict[str, tuple[int, int]],
+    placement: str = "optimal",
+    reward: int = 0,
+) -> Assignment:
+    return assign(graph, verdicts, prices(graph, ops, reward), placement)
+
+
+CONV_ADD = "allow conv; infer add conv; deny exp add"
+
+
+def test_what_an_assignment_costs() -> None:
+    graph, verdicts = graph_of(CONV_ADD)
+    found = assigned(graph, verdicts, {"conv": (20, 5), "add": (4, 2), "exp": (6, 6)})
+    assert found.low == {"conv", "add"}
+    assert found.cost == found.optimal_cost == 5 + 2 + 5 + 6
+    assert found.all_high_cost == 20 + 4 + 6
+    assert found.policy_costs == {"tensorflow": 18, "promote": 18, "forced": 20}
+    assert (found.facts, found.verdicts) == (graph, verdicts)
+    forced = assigned(
+        graph, verdicts, {"conv": (20, 5), "add": (4, 2), "exp": (6, 6)}, "forced"
+    )
+    assert forced.low == {"conv"}
+    assert (forced.cost, forced.optimal_cost) == (5 + 5 + 4 + 6, 18)
+    assert forced.decisions["add"].low is False
+
+
+@pytest.mark.parametrize(
+    ("ops", "reward", "choices"),
+    [
+        (
+            {"conv": (20, 5), "add": (4, 2)},
+            0,
+            ["predicted to gain more than it casts", "its neighbours are low", ""],
+        ),
+        (
+            {"conv": (20, 5), "add": (2, 9)},
+            0,
+            [
+                "predicted to gain more than it casts",
+                "going low would cost more casts than it saves",
+                "",
+            ],
+        ),
+        (
+            {"conv": (2, 1), "add": (2, 9)},
+            0,
+            [
+                "predicted to gain nothing here",
+                "going low would cost more casts than it saves",
+                "",
+            ],
+        ),
+        (
+            {"conv": (99, 5), "add": (4, 2)},
+            90,
+            [
+                "do_no_harm=False converts it wherever it may be",
+                "its neighbours are low",
+                "",
+            ],
+        ),
+    ],
+)
+def test_choices_are_told_in_words(
+    ops: dict[str, tuple[int, int]], reward: int, choices: list[str]
+) -> None:
+    found = assigned(*graph_of(CONV_ADD), {**ops, "exp": (1, 1)}, reward=reward)
+    assert [d.choice for d in found.decisions.values()] == choices
+
+
+def test_a_decision_repeats_what_is_known() -> None:
+    graph = facts(
+        fact("conv", modules=("net", "net.conv"), source="net.py:3: self.conv(x)"),
+        fact("view", "conv", storage=1),
+        returned=["view"],
+        outside=[1],
+    )
+    verdicts = {
+        "conv": verdict("allow", (), listed=False, origin="bf16.toml"),
+        "view": verdict("clear"),
+    }
+    found = assigned(graph, verdicts, {"conv": (90, 5), "view": (0, 0)}).decisions
+    conv = found["conv"]
+    assert (conv.name, conv.op) == ("conv", "aten::conv.default")
+    assert (conv.category, conv.reason) == (verdicts["conv"].category, "allow because")
+    assert (conv.origin, conv.listed) == ("bf16.toml", False)
+    assert (conv.module, conv.source) == ("net.conv", "net.py:3: self.conv(x)")
+    assert found["view"].listed
+    # Fixed by the graph round it, not by its rule: the reason says so.
+    assert found["view"].reason == "is returned, and views another tensor"
+    assert found["view"].choice == ""
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"requires_grad": False},
+        {"storage": 7},
+        {"constants": ["conv"]},
+        {"returned": []},
+        {"read": False},
+    ],
+)
+def test_only_what_has_a_gradient_is_returned_and_used(changed: dict[str, Any]) -> None:
+    def inside(**changed: Any) -> frozenset[str]:
+        plain = {"requires_grad": True, "storage": 1}
+        own = plain | {k: v for k, v in changed.items() if k in plain}
+        reads = ["conv"] if changed.get("read", True) else []
+        graph = facts(
+            fact("conv", **own),
+            fact("exp", *reads),
+            returned=changed.get("returned", ["conv"]),
+            constants=changed.get("constants", []),
+            mutated=[7],
+        )
+        verdicts = {"exp": verdict("deny", ["same"] * len(reads))}
+        if "constants" not in changed:
+            verdicts = {"conv": verdict("allow", ()), **verdicts}
+        ops = dict.fromkeys(verdicts, (4, 2))
+        return assigned(graph, verdicts, ops).returned_inside
+
+    assert inside() == {"conv"}
+    assert inside(**changed) == set()
+
+
+def test_a_placement_that_breaks_its_own_rules_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, verdicts = graph_of("; ".join(f"deny n{i}" for i in range(10)))
+    broken = Solution(frozenset(verdicts), 0)
+    monkeypatch.setattr(assign_module, "solve", lambda problem: broken)
+    with pytest.raises(PlacementError) as caught:
+        assigned(graph, verdicts, dict.fromkeys(verdicts, (1, 1)))
+    assert str(caught.value) == (
+        "a placement broke its own constraints; this is a bug in autoamp, please "
+        "report it with the graph (low nodes: n0, n1, n2, n3, n4, n5, n6, n7 ...)"
+    )
