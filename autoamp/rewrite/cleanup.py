@@ -16,8 +16,8 @@ def clean_up(gm: fx.GraphModule) -> int:
     grad-mode switches with nothing between them.
     """
     before = len(gm.graph.nodes)
-    _drop_idle_grad_switches(gm.graph)
     drop_dead(gm.graph)
+    _drop_idle_grad_switches(gm.graph)
     gm.graph.lint()
     gm.recompile()
     return before - len(gm.graph.nodes)
@@ -28,16 +28,12 @@ def _drop_idle_grad_switches(graph: fx.Graph) -> None:
 
     Tracing leaves pairs behind: off and on again, with nothing in between.
     """
-    changed = True
-    while changed:
-        changed = False
-        current = torch.is_grad_enabled()
-        for node in list(graph.nodes):
-            if node.target is not compat.SET_GRAD:
-                continue
-            wanted = bool(node.args[0])
-            if wanted == current or node.next.target is compat.SET_GRAD:
-                graph.erase_node(node)
-                changed = True
-            else:
-                current = wanted
+    current = torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.target is not compat.SET_GRAD:
+            continue
+        wanted = bool(node.args[0])
+        if wanted == current or node.next.target is compat.SET_GRAD:
+            graph.erase_node(node)
+        else:
+            current = wanted
