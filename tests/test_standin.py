@@ -1,0 +1,265 @@
+"""Stand-in tensors: true dtypes, sizes and aliasing, whatever the metadata says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autoamp import compat
+from autoamp.errors import VerificationError
+from autoamp.graph_functions import checkpointed
+from autoamp.rewrite.standin import Memo, StandIns, dtypes_of, where
+
+ATEN = torch.ops.aten
+META = torch.device("meta")
+LOW = torch.bfloat16
+
+
+def graph(*calls: tuple[Any, ...], given: Any = None, **attributes: Any) -> StandIns:
+    """The stand-ins of a graph of (name, target, *arguments); strings name nodes.
+
+    A dict at the end of a call holds its keyword arguments.  No call has metadata.
+    """
+    made = fx.Graph()
+    nodes = {"x": made.placeholder("x")}
+    nodes["x"].meta["val"] = torch.zeros(4, 6) if given is None else given
+    for name in attributes:
+        nodes[name] = made.get_attr(name)
+        nodes[name].name = name
+    for name, target, *arguments in calls:
+        kwargs = arguments.pop() if arguments and type(arguments[-1]) is dict else {}
+        args = tuple(nodes.get(a, a) if type(a) is str else a for a in arguments)
+        nodes[name] = made.create_node("call_function", target, args, kwargs, name)
+    made.output([nodes[c[0]] for c in calls])
+    root = nn.Module()
+    for name, value in attributes.items():
+        setattr(root, name, value)
+    return StandIns(fx.GraphModule(root, made), {})
+
+
+def test_dtypes_sizes_and_strides_come_from_running() -> None:
+    run = graph(
+        ("low", ATEN._to_copy.default, "x", {"dtype": torch.bfloat16}),
+        ("turned", ATEN.t.default, "low"),
+        ("sums", ATEN.sum.dim_IntList, "turned", [0]),
+        given=torch.zeros(6, 4).t(),
+    )
+    assert run.values["x"].stride() == (1, 4)
+    turned = run.values["turned"]
+    assert (turned.dtype, turned.shape, turned.stride()) == (LOW, (6, 4), (4, 1))
+    assert run.values["sums"].shape == (4,)
+    assert run.values["output"] == [run.values[n] for n in ("low", "turned", "sums")]
+    assert all(v.device == META for n, v in run.values.items() if n != "output")
+    assert run.nodes.keys() == run.values.keys()
+
+
+def test_views_share_storage_and_copies_do_not() -> None:
+    run = graph(
+        ("view", ATEN.view.default, "x", [24]),
+        ("written", ATEN.neg_.default, "view"),
+        ("copy", ATEN.clone.default, "x"),
+        ("again", ATEN.clone.default, "x"),
+    )
+    storage = {n: compat.storage_id(v) for n, v in run.values.items() if n != "output"}
+    assert storage["x"] == storage["view"] == storage["written"]
+    assert len({storage["x"], storage["copy"], storage["again"]}) == 3
+
+
+def test_what_an_op_gives_is_kept_for_the_next_layer() -> None:
+    calls = 0
+
+    class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, t: Any, a: Any = (), k: Any = None
+        ) -> Any:
+            nonlocal calls
+            calls += op is ATEN.exp.default
+            return op(*a, **(k or {}))
+
+    with Counted():
+        run = graph(
+            ("a", ATEN.exp.default, "x"),
+            ("b", ATEN.exp.default, "a"),  # as before
+            ("turned", ATEN.t.default, "b"),
+            ("c", ATEN.exp.default, "turned"),  # other sizes
+            ("low", ATEN._to_copy.default, "x", {"dtype": LOW}),
+            ("d", ATEN.exp.default, "low"),  # another dtype
+        )
+    assert calls == 3
+    assert run.values["a"] is not run.values["b"]
+    assert run.values["d"].dtype is LOW
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([{"dim": 0, "keepdim": True}], [{"dim": 1, "keepdim": True}]),
+        ([0, True], [0, False]),
+        ([0, True], [1, True]),
+    ],
+)
+def test_other_arguments_give_other_results(
+    first: list[Any], second: list[Any]
+) -> None:
+    run = graph(
+        ("a", ATEN.amax.default, "x", *first), ("b", ATEN.amax.default, "x", *second)
+    )
+    assert run.values["a"].shape != run.values["b"].shape
+
+
+def test_a_number_of_another_type_gives_another_result() -> None:
+    """1, 1.0 and True are equal, and promote differently."""
+    whole = torch.zeros(3, dtype=torch.int32)
+    run = graph(
+        ("a", ATEN.add.Tensor, "x", 1),
+        ("b", ATEN.add.Tensor, "x", 1.0),
+        ("c", ATEN.add.Tensor, "x", True),
+        given=whole,
+    )
+    dtypes = [run.values[n].dtype for n in "abc"]
+    assert dtypes == [torch.int32, torch.float32, torch.int32]
+
+
+def test_devices_are_replaced_wherever_they_are_named() -> None:
+    cpu = torch.device("cpu")
+    run = graph(
+        ("made", ATEN.zeros.default, [2], {"device": cpu}),
+        ("plain", ATEN.ones.default, [2], {"dtype": LOW}),
+        ("moved", ATEN.to.device, "x", cpu, LOW),
+        ("sums", ATEN.add.Tensor, "made", "plain"),
+    )
+    assert {v.device for v in run.values["output"]} == {META}
+    assert run.values["moved"].dtype is LOW
+
+
+def test_nothing_is_recorded_for_autograd() -> None:
+    run = graph(("a", ATEN.exp.default, "x"), given=torch.zeros(2, requires_grad=True))
+    assert not run.values["a"].requires_grad
+
+
+def test_attributes_of_the_model() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.zeros(3, dtype=LOW)
+
+    made = fx.Graph()
+    made.output(made.get_attr("deep.table"))
+    root = nn.Module()
+    root.deep = Deep()
+    run = StandIns(fx.GraphModule(root, made), {})
+    assert run.values["deep_table"].dtype is LOW
+    assert run.values["deep_table"].device == META
+    body = fx.symbolic_trace(nn.ReLU())
+    assert graph(body=body).values["body"] is body
+
+
+def test_recorded_sizes_of_an_attribute_win() -> None:
+    """A parameter is recorded with the symbolic sizes of its run."""
+    made = fx.Graph()
+    table = made.get_attr("table")
+    table.meta["val"] = torch.zeros(5)
+    made.output(table)
+    root = nn.Module()
+    root.table = torch.zeros(3)
+    run = StandIns(fx.GraphModule(root, made), {})
+    assert run.values["table"].shape == (5,)
+
+
+def test_a_change_of_mode_has_no_value() -> None:
+    run = graph(("off", compat.SET_GRAD, False), ("a", ATEN.exp.default, "x"))
+    assert torch.is_grad_enabled()
+    assert run.values["off"] is None
+
+
+def test_a_checkpointed_region_is_run() -> None:
+    body = fx.symbolic_trace(lambda x: x.to(torch.bfloat16))
+    run = graph(("a", checkpointed, "body", "x"), body=body)
+    assert (run.values["a"].dtype, run.values["a"].device) == (LOW, META)
+
+
+def recorded(target: Any, *args: Any, value: Any) -> Any:
+    """The stand-in for a call whose recorded value is `value`."""
+    made = fx.Graph()
+    x = made.placeholder("x")
+    x.meta["val"] = torch.zeros(4, 6)
+    call = made.call_function(target, (x, *args))
+    call.meta["val"] = value
+    made.output(call)
+    return StandIns(fx.GraphModule({}, made), {}).values[call.name]
+
+
+def test_what_depends_on_the_data_is_taken_as_recorded() -> None:
+    found = recorded(ATEN.nonzero.default, value=torch.zeros(7, 2, dtype=torch.long))
+    assert (found.shape, found.dtype, found.device) == ((7, 2), torch.long, META)
+    assert recorded(ATEN._local_scalar_dense.default, value=1.5) == 1.5
+
+
+def test_what_torch_does_not_look_into_is_taken_as_recorded() -> None:
+    function = torch.ops.higher_order.cond
+    first, second = recorded(
+        function, value=(torch.zeros(2), torch.zeros(3, dtype=LOW))
+    )
+    assert (first.shape, second.dtype, second.device) == ((2,), LOW, META)
+
+
+def test_symbolic_sizes_have_the_value_of_the_capture() -> None:
+    mode = torch._subclasses.FakeTensorMode(
+        shape_env=torch.fx.experimental.symbolic_shapes.ShapeEnv()
+    )
+    fake = mode.from_tensor(torch.zeros(5, 6).t(), static_shapes=False)
+    assert isinstance(fake.shape[1], torch.SymInt)
+    run = graph(given=fake)
+    assert (run.values["x"].shape, run.values["x"].stride()) == ((6, 5), (1, 6))
+    assert graph(given=fake.shape[1]).values["x"] == 5
+    assert graph(given=[fake.shape[1], 2.5]).values["x"] == [5, 2.5]
+
+
+def test_a_sparse_tensor_stands_as_a_dense_one() -> None:
+    value = torch.zeros(3, 4, dtype=LOW).to_sparse()
+    found = graph(given=value).values["x"]
+    assert (found.layout, found.shape, found.dtype) == (torch.strided, (3, 4), LOW)
+    assert found.device == META
+
+
+def test_an_op_that_fails_is_named_with_its_line() -> None:
+    made = fx.Graph()
+    x = made.placeholder("x")
+    x.meta["val"] = torch.zeros(4, 6)
+    call = made.call_function(ATEN.mm.default, (x, x))
+    call.meta["stack_trace"] = 'File "net.py", line 3, in forward\n    x @ x\n'
+    made.output(call)
+    with pytest.raises(VerificationError) as caught:
+        StandIns(fx.GraphModule({}, made), {})
+    assert str(caught.value).startswith(
+        "mm_default (aten.mm.default, at x @ x) fails on its operands: RuntimeError: "
+    )
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_node_is_named_without_a_line_where_it_has_none() -> None:
+    x = fx.Graph().placeholder("x")
+    assert where(x) == "x (x)"
+
+
+def test_dtypes_of_a_nest() -> None:
+    low, high = torch.zeros(1, dtype=LOW), torch.zeros(1)
+    assert dtypes_of(low) == [LOW]
+    assert dtypes_of([low, (high, 3), None]) == [LOW, torch.float32]
+    assert dtypes_of(None) == []
+
+
+def test_a_memo_is_shared_between_graphs() -> None:
+    memo: Memo = {}
+    gm = fx.symbolic_trace(nn.Identity())
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        x = next(iter(gm.graph.nodes))
+        x.meta["val"] = torch.zeros(2)
+        gm.graph.output_node().args = (gm.graph.call_function(ATEN.exp.default, (x,)),)
+    StandIns(gm, memo)
+    assert len(memo) == 1
+    StandIns(gm, memo)
+    assert len(memo) == 1
