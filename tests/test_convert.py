@@ -11,6 +11,7 @@ import pickle
 import threading
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -444,6 +445,45 @@ def test_eight_threads_at_the_first_call_make_one_capture(x: Tensor) -> None:
     with autoamp.disabled():
         exact = model(x)
     assert all(is_rounded(y, exact) for y in results)
+
+
+class Particular(nn.Module):
+    """Refuses three rows, as code that looks at its arguments does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            raise ValueError("three rows")
+        return self.fc(x).relu()
+
+
+@pytest.mark.parametrize("first", ["good", "bad"])
+def test_calls_after_one_that_raises_are_converted(first: str, x: Tensor) -> None:
+    model = convert(Particular())
+    for good in [first == "good", False, True, False, True, True]:
+        if good:
+            model(x)
+        else:
+            with pytest.raises(ValueError, match="three rows"):
+                model(x[:3])
+    assert runs(model) == 3 + (first == "good")
+    assert len(autoamp.report(model).graphs) == 1
+
+
+def test_models_trained_in_eight_threads_are_captured_once_each(x: Tensor) -> None:
+    models = [convert(mlp()) for _ in range(8)]
+
+    def train(model: nn.Module) -> None:
+        for _ in range(10):
+            model(x).sum().backward()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(train, models))
+    assert [runs(model) for model in models] == [10] * 8
+    assert [len(autoamp.report(model).graphs) for model in models] == [1] * 8
 
 
 def test_disabled_is_nested_and_of_this_thread(x: Tensor) -> None:

@@ -125,7 +125,6 @@ def test_a_view_may_be_repeated_under_other_names() -> None:
 
 
 def test_a_piece_may_be_taken_again_under_another_name() -> None:
-    relu = ATEN.relu.default
     chunk = ("chunk", ATEN.chunk.default, "x", 2)
     before = graph(
         chunk,

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoamp.compat.capture import (
     capture_errors_suppressed,
-    compile_entry,
     compile_with,
     hides_calls,
     is_batch,
@@ -26,6 +25,7 @@ from autoamp.compat.device import (
     autocast_off,
     cpu_low_precision_units,
 )
+from autoamp.compat.entry import CompiledEntry
 from autoamp.compat.gradients import (
     accumulate_in,
     active_ddp_group,
@@ -93,6 +93,7 @@ __all__ = [
     "TRANSFORM_ENTRIES",
     "TRANSFORM_EXITS",
     "WRAP",
+    "CompiledEntry",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
@@ -104,7 +105,6 @@ __all__ = [
     "backward_id",
     "capture_errors_suppressed",
     "check_finite",
-    "compile_entry",
     "compile_with",
     "copy_all",
     "cpu_low_precision_units",

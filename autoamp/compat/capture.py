@@ -1,97 +1,15 @@
-"""Dynamo and inductor."""
+"""What is compiled with what, and where the caller stands in it."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import logging
-import types
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch._dynamo
 from torch import fx
 from torch.autograd import forward_ad
-
-_COMPILE_TIME_CONFIG = {
-    # Without it nn.LSTM, GRU and RNN give no graph at all, silently.
-    "allow_rnn": True,
-    # DDPOptimizer would call the backend once per bucket with fake tensors; the eager
-    # back end has per-op autograd, so DDP overlaps without any splitting.
-    "optimize_ddp": False,
-    # By default a hook registered after the capture is never called.
-    "skip_nnmodule_hook_guards": False,
-}
-
-
-def _configure_while_compiling(callback: Any) -> None:
-    """Makes Dynamo's frame callback run under `_COMPILE_TIME_CONFIG`.
-
-    The callback runs only when a frame is compiled, so a converted call pays nothing
-    for it and torch's configuration is what the user set everywhere else.  (The class
-    of this one object is replaced: the C side walks the object's own attributes, and a
-    wrapping object crashes it.)
-    """
-    base = type(callback)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(_COMPILE_TIME_CONFIG), _quietly():
-            return base.__call__(self, *args, **kwargs)
-
-    callback.__class__ = type(base.__name__, (base,), {"__call__": call})
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Keeps from the user what Dynamo says to people who asked for it."""
-    with warnings.catch_warnings():
-        # Dynamo looks at `.grad` of every input.  It hides the warning, but not from a
-        # filter that makes it an error, and the error would end the capture.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
-        _ITEM_LOGGER.addFilter(_is_worth_saying)
-        try:
-            yield
-        finally:
-            _ITEM_LOGGER.removeFilter(_is_worth_saying)
-
-
-_ITEM_LOGGER = logging.getLogger("torch._dynamo.variables.tensor")
-
-
-def _is_worth_saying(record: logging.LogRecord) -> bool:
-    """Not how to avoid a graph break at `.item()`, with a page of stack."""
-    return "Graph break from `Tensor.item()`" not in str(record.msg)
-
-
-def compile_entry(
-    entry: types.FunctionType, backend: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`entry` compiled by Dynamo with `backend` and recompile limits of its own.
-
-    Dynamo counts recompiles per code object, shared by every function of one source:
-    two dozen models converted through the same lambda would exhaust the limit of 8 and
-    then run fp32 without a word.  `isolate_recompiles` (torch >= 2.13) gives each
-    compiled entry its own count; a fresh code object does so for the entry itself on
-    older versions.
-    """
-    fresh = types.FunctionType(
-        entry.__code__.replace(co_name=entry.__code__.co_name),
-        entry.__globals__,
-        entry.__name__,
-        entry.__defaults__,
-        entry.__closure__,
-    )
-    optional: dict[str, Any] = {}
-    # `torch._dynamo.optimize` takes whatever `torch.compile` does, unnamed.
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        optional["isolate_recompiles"] = True
-    context: Any = torch._dynamo.optimize(backend=backend, **optional)
-    if hasattr(context, "callback"):  # absent where TORCHDYNAMO_DISABLE is set
-        _configure_while_compiling(context.callback)
-    compiled: Callable[..., Any] = context(fresh)
-    return compiled
 
 
 def compile_with(

@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from autoamp.compat.entry import set_frames_action
+
 
 @contextlib.contextmanager
 def saved_tensors_hooks_off() -> Iterator[None]:
@@ -39,14 +41,7 @@ def never_captured(function: _F) -> _F:
 
     A backward inside a model's forward, for forces say, runs ours under Dynamo's eyes.
     """
-    try:
-        frames: Any = torch._C._dynamo.eval_frame
-        skip = frames._FrameExecStrategy(
-            frames._FrameAction.SKIP, frames._FrameAction.SKIP
-        )
-        frames.set_code_exec_strategy(cast(Any, function).__code__, skip)
-    except AttributeError:  # an older torch: it captures a little more
-        pass
+    set_frames_action(cast(Any, function).__code__, "SKIP")
     return function
 
 

@@ -135,7 +135,7 @@ class CompiledCall:
     def _compile(self) -> None:
         self._entry = self._make_entry()
         assert isinstance(self._entry, types.FunctionType)
-        self._compiled = compat.compile_entry(self._entry, self.engine)
+        self._compiled = compat.CompiledEntry(self._entry, self.engine)
         self._compilations += 1
         self._as_is = self.engine.runs_as_is
         self._graphs_before = len(self.engine.graphs)

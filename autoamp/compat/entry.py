@@ -1,0 +1,138 @@
+"""The compiled entry of a model: Dynamo's, with limits and chances of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+
+_COMPILE_TIME_CONFIG = {
+    # Without it nn.LSTM, GRU and RNN give no graph at all, silently.
+    "allow_rnn": True,
+    # DDPOptimizer would call the backend once per bucket with fake tensors; the eager
+    # back end has per-op autograd, so DDP overlaps without any splitting.
+    "optimize_ddp": False,
+    # By default a hook registered after the capture is never called.
+    "skip_nnmodule_hook_guards": False,
+}
+
+_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+
+
+class CompiledEntry:
+    """A function compiled by Dynamo with `backend`, and recompile limits of its own.
+
+    Dynamo counts recompiles per code object, shared by every function of one source:
+    two dozen models converted through the same lambda would exhaust the limit of 8 and
+    then run fp32 without a word.  The entry gets a fresh code object; of code that
+    models share, a submodule's after a graph break, what others have compiled is not
+    counted.  (`isolate_recompiles` of torch 2.13 would count so too, but it is one
+    number for all threads: models called in two at once recompile without end.)
+    """
+
+    def __init__(self, entry: types.FunctionType, backend: Callable[..., Any]) -> None:
+        fresh = types.FunctionType(
+            entry.__code__.replace(co_name=entry.__code__.co_name),
+            entry.__globals__,
+            entry.__name__,
+            entry.__defaults__,
+            entry.__closure__,
+        )
+        self._skipped: list[types.CodeType] = []
+        context: Any = torch._dynamo.optimize(backend=backend)
+        if hasattr(context, "callback"):  # absent where TORCHDYNAMO_DISABLE is set
+            _configure_while_compiling(context.callback, backend, self._skipped)
+        self._compiled: Callable[..., Any] = context(fresh)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The call, compiled; where it raises, Dynamo is to look at its code again.
+
+        A frame that raises while it is traced (`if x.isnan().any(): raise`, and bad
+        arguments) is one that Dynamo would leave to Python from then on, good arguments
+        or not.
+        """
+        before = len(self._skipped)
+        try:
+            return self._compiled(*args, **kwargs)
+        except Exception:
+            for code in self._skipped[before:]:
+                set_frames_action(code, "DEFAULT")
+            del self._skipped[before:]
+            raise
+
+
+def _configure_while_compiling(
+    callback: Any, backend: Callable[..., Any], skipped: list[types.CodeType]
+) -> None:
+    """Makes Dynamo's frame callback run under our configuration.
+
+    The callback runs only when a frame is compiled, so a converted call pays nothing
+    for it and torch's configuration is what the user set everywhere else.  (The class
+    of this one object is replaced: the C side walks the object's own attributes, and a
+    wrapping object crashes it.)
+
+    Args:
+        skipped: what is left to Python from now on is added.
+    """
+    base = type(callback)
+
+    def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        code = frame.f_code
+        others = _entries_of_others(code, backend)
+        config = torch._dynamo.config
+        limits = {name: getattr(config, name) + others for name in _LIMITS}
+        with config.patch({**_COMPILE_TIME_CONFIG, **limits}), _quietly():
+            found = base.__call__(self, frame, *args, **kwargs)
+        if found.guarded_code is None and found.apply_to_code:
+            if others and found.frame_exec_strategy.cur_action.name == "RUN_ONLY":
+                found.apply_to_code = False  # our limit is not theirs
+            else:
+                skipped.append(code)
+        return found
+
+    callback.__class__ = type(base.__name__, (base,), {"__call__": call})
+
+
+def _entries_of_others(code: types.CodeType, backend: Callable[..., Any]) -> int:
+    """How often `code` was compiled with another backend than `backend`."""
+    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
+    return sum(entry.backend is not backend for entry in entries)
+
+
+def set_frames_action(code: types.CodeType, name: str) -> None:
+    """What becomes of frames of `code`, and of those they call: "DEFAULT" or "SKIP"."""
+    try:
+        frames: Any = torch._C._dynamo.eval_frame
+        action = getattr(frames._FrameAction, name)
+        strategy = frames._FrameExecStrategy(action, action)
+        frames.set_code_exec_strategy(code, strategy)
+    except AttributeError:  # an older torch: it captures a little more, or less
+        pass
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keeps from the user what Dynamo says to people who asked for it."""
+    with warnings.catch_warnings():
+        # Dynamo looks at `.grad` of every input.  It hides the warning, but not from a
+        # filter that makes it an error, and the error would end the capture.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
+        _ITEM_LOGGER.addFilter(_is_worth_saying)
+        try:
+            yield
+        finally:
+            _ITEM_LOGGER.removeFilter(_is_worth_saying)
+
+
+_ITEM_LOGGER = logging.getLogger("torch._dynamo.variables.tensor")
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    """Not how to avoid a graph break at `.item()`, with a page of stack."""
+    return "Graph break from `Tensor.item()`" not in str(record.msg)
