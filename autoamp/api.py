@@ -115,7 +115,7 @@ def revert(model: nn.Module) -> nn.Module:
 def is_converted(model: object) -> bool:
     """Whether calls of `model` go through rewritten graphs."""
     state = conversion_of(model)
-    return state is not None and state.engine is not None
+    return state is not None and state.engine is not None and state.bound is not None
 
 
 def report(model: nn.Module) -> Report:

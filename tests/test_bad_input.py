@@ -335,6 +335,20 @@ def test_strict_raises_where_the_pass_fails() -> None:
 
 
 @pytest.mark.usefixtures("failing_pass")
+def test_an_error_that_dynamo_swallows_is_not_raised_for_another_call() -> None:
+    model, x = mlp(), torch.randn(3, WIDTH)
+    autoamp.convert(model, strict=True, **BF16)
+    with (
+        torch._dynamo.config.patch(suppress_errors=True),
+        pytest.raises(autoamp.AutoampError),
+    ):
+        model(x)
+    with pytest.raises(RuntimeError, match="must have same reduction dim") as caught:
+        model(torch.randn(3, WIDTH + 1))
+    assert not isinstance(caught.value, autoamp.AutoampError)
+
+
+@pytest.mark.usefixtures("failing_pass")
 def test_strict_example_inputs_leave_the_model_as_it_was() -> None:
     model, x = mlp(), torch.randn(3, WIDTH)
     contents = dict(model.__dict__)

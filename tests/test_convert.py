@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import io
 import logging
 import pickle
 import threading
 import types
+import unittest.mock
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -385,6 +387,45 @@ def test_wrapper_put_over_a_converted_model_survives(x: Tensor) -> None:
     assert model.__dict__["forward"] is wrapper
     assert torch.equal(model(x), 10 * exact)
     assert is_rounded(convert(model)(x), 10 * exact)
+
+
+@pytest.mark.parametrize("how", ["replaced", "deleted"])
+def test_a_forward_that_is_taken_away_is_told_once_and_converted_again(
+    how: str, x: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = convert(mlp())
+    contents = set(mlp().__dict__)
+    model(x)
+    if how == "replaced":
+        model.forward = lambda x: 2 * nn.Sequential.forward(model, x)
+    else:
+        del model.forward
+    exact = model(x)
+    (line,) = told(caplog)
+    assert "forward was replaced or deleted" in line
+    assert "forward was replaced" in str(autoamp.report(model))
+    assert not autoamp.is_converted(model)
+
+    convert(model)
+    assert is_rounded(model(x), exact)
+    assert runs(model) == 1
+    autoamp.revert(model)
+    assert torch.equal(model(x), exact)
+    assert set(model.__dict__) - {"forward"} == contents
+    assert ("forward" in model.__dict__) == (how == "replaced")
+
+
+def test_a_forward_that_is_wrapped_or_put_back_is_not_told(
+    x: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = convert(mlp())
+    with unittest.mock.patch.object(model, "forward", wraps=model.forward):
+        model(x)
+    model(x)
+    autoamp.revert(model)
+    del model
+    gc.collect()
+    assert told(caplog) == []
 
 
 def test_submodule_then_its_parent(x: Tensor) -> None:

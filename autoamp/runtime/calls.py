@@ -187,7 +187,7 @@ class CompiledCall:
         engine = self.engine
         engine.tally.calls += 1
         local = engine.local
-        before = local.runs
+        before, local.error = local.runs, None
         _thread.inside += 1
         try:
             if self._suppress:

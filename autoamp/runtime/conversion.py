@@ -33,6 +33,12 @@ OURS = (STATE, _REPLICATE, _PICKLE, _COPY, _SCRIPT)
 """What stands in the `__dict__` of a converted model, besides `forward`."""
 
 
+_REPLACED = (
+    "its forward was replaced or deleted after it was converted, so that calls run in "
+    "fp32; call autoamp.convert(model) again to convert the new one"
+)
+
+
 class Conversion:
     """What a converted model carries.
 
@@ -41,7 +47,6 @@ class Conversion:
             reverted underneath a wrapper that somebody put over our `forward`.
         previous: the instance's own `forward` where somebody (accelerate, PEFT) had
             put one; it is called, not replaced.
-        bound: the `forward` that was put on the model.
         declined: why the model was left as it is.
     """
 
@@ -54,9 +59,31 @@ class Conversion:
     ) -> None:
         self.call = call
         self.previous = previous
-        self.bound = bound
         self.declined = declined or []
+        self._bound: weakref.ref[types.MethodType] | None = None
+        if bound is not None:
+            self.bind(bound)
         CONVERSIONS.add(self)
+
+    @property
+    def bound(self) -> types.MethodType | None:
+        """The `forward` that was put on the model; None once nobody holds it."""
+        return self._bound() if self._bound is not None else None
+
+    def bind(self, bound: types.MethodType) -> None:
+        """Notes the model's `forward`, which the model alone is to hold.
+
+        Whoever replaces it without keeping it, `model.forward = other`, has taken the
+        model's calls away from us, and this is the only sign of it.
+        """
+        this = weakref.ref(self)
+
+        def gone(_: weakref.ref[types.MethodType]) -> None:
+            conversion = this()
+            if conversion is not None and conversion.engine is not None:
+                conversion.engine.note(_REPLACED)
+
+        self._bound = weakref.ref(bound, gone)
 
     @property
     def engine(self) -> Engine | None:
@@ -111,8 +138,9 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     """
     replica: nn.Module = type(self)._replicate_for_data_parallel(self)
     state = self.__dict__[STATE]
-    if self.__dict__.get("forward") == state.bound:
-        replica.__dict__["forward"] = types.MethodType(state.bound.__func__, replica)
+    bound = state.bound
+    if bound is not None and self.__dict__.get("forward") == bound:
+        replica.__dict__["forward"] = types.MethodType(bound.__func__, replica)
     return replica
 
 
@@ -162,7 +190,9 @@ def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A copy of `state`, the `__dict__` of `model`, as it was before `install`."""
     kept = {k: v for k, v in state.items() if k not in OURS}
     conversion = model.__dict__.get(STATE)
-    if isinstance(conversion, Conversion) and kept.get("forward") == conversion.bound:
+    if not isinstance(conversion, Conversion) or conversion.bound is None:
+        return kept
+    if kept.get("forward") == conversion.bound:
         del kept["forward"]
         if conversion.previous is not None:
             kept["forward"] = conversion.previous
@@ -182,19 +212,15 @@ def disown(model: nn.Module) -> None:
     `copy.__dict__.update(model.__dict__)` brings a `forward` bound to the original.
     """
     state = model.__dict__.get(STATE)
-    if not isinstance(state, Conversion) or state.bound is None:
-        return
-    if state.bound.__self__ is not model:
+    bound = state.bound if isinstance(state, Conversion) else None
+    if bound is not None and bound.__self__ is not model:
         uninstall(model)
 
 
 def models_of(engine: Engine) -> list[nn.Module]:
     """The models whose calls go through `engine`: one, and its deep copies."""
-    found = [
-        each.bound.__self__
-        for each in list(CONVERSIONS)
-        if each.engine is engine and each.bound is not None
-    ]
+    bounds = [each.bound for each in list(CONVERSIONS) if each.engine is engine]
+    found = [bound.__self__ for bound in bounds if bound is not None]
     return [model for model in found if isinstance(model, nn.Module)]
 
 

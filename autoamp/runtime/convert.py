@@ -80,6 +80,9 @@ def convert_model(
         return model
     own_loaded_weights(model)
     state = model.__dict__.get(STATE)
+    if isinstance(state, Conversion) and state.bound is None:  # `forward` was replaced
+        revert_model(model, optimizers=False)
+        state = None
     fresh = not isinstance(state, Conversion)
     if not isinstance(state, Conversion):
         state = install(model)
@@ -150,6 +153,6 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     call, state.call = state.call, None
     if call is not None and all(each.call is not call for each in CONVERSIONS):
         stop_listening(call.engine)
-    if model.__dict__.get("forward") == state.bound:
+    if state.bound is None or model.__dict__.get("forward") == state.bound:
         uninstall(model)
     return model
