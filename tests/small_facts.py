@@ -23,6 +23,7 @@ def fact(name: str, *reads: str | Operand, **changed: Any) -> NodeFacts:
         "op": f"aten::{name}.default",
         "is_value": True,
         "makes_floats": True,
+        "makes_others": False,
         "operands": operands,
         "mixes_floats": False,
         "reads_others": False,
