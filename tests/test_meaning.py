@@ -179,3 +179,32 @@ def test_a_list_given_under_autocast_stays_the_callers() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         converted(torch.randn(4, WIDTH), seen)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda h: torch.randint_like(h, 3),
+        lambda h: torch.linspace(h[0, 0], h[0, 1], h.shape[-1]),
+    ],
+    ids=["randint_like", "linspace"],
+)
+def test_what_torch_makes_below_autograd_has_no_gradient(
+    draw: Callable[[Tensor], Tensor],
+) -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc(x)
+            return h + draw(h)
+
+    model, x = Draws(), torch.ones(2, 4)
+    model(x).sum().backward()
+    expected = model.fc.weight.grad
+    model.zero_grad()
+    autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+    model(x).sum().backward()
+    assert torch.equal(model.fc.weight.grad, expected)

@@ -94,8 +94,10 @@ def _trace(
     for name, body in lowering.bodies.items():
         setattr(traced, name, body)
     _placeholders_to_attributes(traced, named)
-    for node in traced.graph.nodes:
+    for node in list(traced.graph.nodes):
         _drop_our_frames(node)
+        if _refuses_backward(node, mode):
+            _detach_operands(traced.graph, node)
     drop_dead(traced.graph)
     traced.recompile()
     return traced
@@ -111,6 +113,42 @@ def _drop_our_frames(node: fx.Node) -> None:
         node.meta["stack_trace"] = trace
     else:
         node.meta.pop("stack_trace", None)
+
+
+def _refuses_backward(node: fx.Node, mode: compat.FakeTensorMode) -> bool:
+    """Whether it is a factory whose result would be of a derivative torch lacks.
+
+    Torch's functions that take tensor options call their op below autograd
+    (`torch.randint_like`, `linspace` of tensors); the op itself, which is what a trace
+    records, would take part in the backward, only to raise there.
+    """
+    target = node.target
+    if not isinstance(target, compat.OpOverload) or not node.all_input_nodes:
+        return False
+    if not any(a.name == "pin_memory" for a in target._schema.arguments):
+        return False
+    with mode, torch.enable_grad(), compat.outside_trace():
+        args, kwargs = fx.map_arg((node.args, node.kwargs), _as_leaf)
+        result = target(*args, **kwargs)
+    maker = getattr(result, "grad_fn", None)
+    return maker is not None and maker.name().endswith("::NotImplemented")
+
+
+def _as_leaf(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
+
+
+def _detach_operands(graph: fx.Graph, node: fx.Node) -> None:
+    for operand in node.all_input_nodes:
+        with graph.inserting_before(node):
+            apart = graph.call_function(torch.ops.aten.detach.default, (operand,))
+        apart.meta = dict(node.meta)
+        with torch.no_grad():
+            apart.meta["val"] = operand.meta["val"].detach()
+        node.replace_input_with(operand, apart)
 
 
 def _placeholders_to_attributes(
