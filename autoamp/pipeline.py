@@ -71,16 +71,17 @@ def rewrite_graph(
     start = time.perf_counter()
     normalised = normalise(gm, example_inputs)
     seconds = {"normalise": time.perf_counter() - start}
-    return _rewrite(normalised, options, low, free_weights, seconds)
+    return rewrite_normalised(normalised, options, low, free_weights, seconds)
 
 
-def _rewrite(
+def rewrite_normalised(
     normalised: Normalised,
     options: Options,
     low: torch.dtype,
     free_weights: bool,
     seconds: dict[str, float],
 ) -> Rewritten:
+    """The passes after `normalise`; `seconds` is added to."""
     before = normalised.gm
     bodies = _rewrite_bodies(normalised, options, low)
     timed = _Timer(seconds)
@@ -145,7 +146,7 @@ def _rewrite_bodies(
         if not (isinstance(body, fx.GraphModule) and body.meta.get(LOWERED_BODY)):
             continue
         inner = Normalised(body, (), normalised.fake_mode)
-        rewritten = _rewrite(inner, options, low, False, {})
+        rewritten = rewrite_normalised(inner, options, low, False, {})
         setattr(normalised.gm, name, rewritten.gm)
         found.append(rewritten)
     return tuple(found)

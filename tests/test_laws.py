@@ -524,6 +524,34 @@ def test_a_write_to_a_copy_reaches_nothing_else(
     assert alias_relations(ours.result, ()) == alias_relations(expected.result, ())
 
 
+class ReturnsViews(nn.Module):
+    """Returns views of an input and of one activation, which it reads low as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        rows = x.view(2, 2, WIDTH).unbind(0)
+        h = self.fc(rows[0])
+        turned = h.t()
+        product = self.fc(rows[1]) @ turned
+        with torch.no_grad():
+            first = h[0]
+        return rows[1][0], product, turned[:4], first
+
+
+def test_returned_views_share_memory_as_they_did() -> None:
+    """Of a view that is low they would be views of a cast, and rounded."""
+    model, given = ReturnsViews(), inputs(grad=False)
+    gm = autoamp.rewrite(capture(model), given, precision="bf16", do_no_harm=False)
+    assert casts_of(gm)
+    expected = alias_relations(model(*given), given)
+    assert alias_relations(gm(*given), given) == expected
+    assert expected[0] == (True, False, False, False, True, False)
+    assert expected[2] == (False, False, True, True, False, False)
+
+
 def test_law_7_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that took a write for no event would read the stale cast."""
     steps = [("linear", 1, 1), ("write_view", 1, 1), ("linear", 1, 1)]

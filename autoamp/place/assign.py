@@ -129,9 +129,8 @@ def build_problem(
         pinned[name] = "comes from outside the graph in fp32"
     unary[OUTSIDE] = (0, 0)
     pinned[OUTSIDE] = "is read in fp32 outside the graph"
-    for value in facts.returned:
-        if facts.nodes[value].is_value and _aliases_outside(value, facts):
-            pinned[facts.producer(value)] = "is returned, and views another tensor"
+    why = "is returned, or viewed by what is, and shares memory with another tensor"
+    pinned |= dict.fromkeys(_returned_aliases(facts), why)
     groups, follows = _casts(facts, verdicts, prices, returned_inside)
     return Problem(
         unary=unary,
@@ -202,11 +201,39 @@ def _returned_and_used(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozens
     )
 
 
-def _aliases_outside(value: str, facts: Facts) -> bool:
-    """Whether a returned value shares storage with an input or another output."""
+def _returned_aliases(facts: Facts) -> set[str]:
+    """Nodes that must be fp32 for returned tensors to share memory as they did.
+
+    With inputs, attributes and each other: a view of a cast is a view of nothing else.
+    """
+    sharing: dict[int, list[str]] = defaultdict(list)
+    for value in sorted(facts.returned):
+        if facts.nodes[value].is_value:
+            sharing[facts.nodes[value].storage].append(value)
+    found: set[str] = set()
+    for storage, values in sharing.items():
+        if storage not in facts.outside and len(values) == 1:
+            continue
+        chains = [_views_down_to(value, facts) for value in values]
+        found.update(facts.producer(value) for value in values)
+        found.update(view for views, _ in chains for view in views)
+        # A cast of what they all view serves them all, within one region.
+        if len({facts.nodes[views[-1]].region for views, _ in chains if views}) > 1:
+            found.update(base for _, base in chains)
+    return found
+
+
+def _views_down_to(value: str, facts: Facts) -> tuple[list[str], str]:
+    """The makers of `value` and of what it is a view of; the last of them apart."""
     storage = facts.nodes[value].storage
-    twins = sum(facts.nodes[v].storage == storage for v in facts.returned)
-    return storage in facts.outside or twins > 1
+    views: list[str] = []
+    while True:
+        maker = facts.producer(value)
+        below = (o.value for o in facts.nodes[maker].operands)
+        value = next((v for v in below if facts.nodes[v].storage == storage), "")
+        if not value:
+            return views, maker
+        views.append(maker)
 
 
 def _ties(facts: Facts, unary: Mapping[str, object]) -> list[tuple[str, str, str]]:
