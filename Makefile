@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all conformance lint types bench clean
+.PHONY: help setup demo test test-all conformance mutants lint types bench clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -49,6 +49,11 @@ test-all: lint types ## The same with the slow tests, and the GPU tests where th
 conformance: $(VENV)/.ready ## Every op, every peer's own cases, random programs, a zoo of models, faults
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/conformance \
 	  --trust-table benchmarks/results/trust
+
+mutants: $(VENV)/.ready ## Which faults planted in place/ and rewrite/ the tests find (hours)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	  --constraint constraints.txt --editable '.[mutation]'
+	$(BIN)/python -m benchmarks.mutation
 
 lint: $(VENV)/.ready ## ruff
 	$(BIN)/python -m ruff check .

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import Facts, collect_facts
 from autoamp.analyse.normalise import normalise
+from autoamp.analyse.verdict import Mode
 from autoamp.options import Options
 from autoamp.place.cost import Device, Prices, device_of, flops_of, price_graph
 from tests.strategies import capture
@@ -57,15 +58,19 @@ def priced(
     objective: str = "time",
     do_no_harm: bool = True,
     free_weights: bool = False,
+    modes: tuple[Mode, ...] = (),
 ) -> Priced:
     """Prices of `function(*given, weight)`; only the weight may need a gradient."""
     model = Of(function, weight).requires_grad_(train)
     gm = normalise(capture(model, len(given)), given).gm
     facts = collect_facts(gm)
+    verdicts = classify(gm, facts, RULES, LOW, ()).verdicts
+    if modes:
+        verdicts = {n: replace(v, modes=modes) for n, v in verdicts.items()}
     prices = price_graph(
         gm,
         facts,
-        classify(gm, facts, RULES, LOW, ()).verdicts,
+        verdicts,
         device,
         objective=objective,
         do_no_harm=do_no_harm,
@@ -128,10 +133,15 @@ def test_every_price_is_at_least_one_unit() -> None:
     assert prices.down["x0"] == prices.up["x0"] == 1
 
 
-def test_an_op_whose_label_changes_nothing_costs_one_price() -> None:
-    """A cast the model makes itself reads what comes and gives what it gave."""
-    prices = priced(lambda x, w: x.to(LOW), torch.zeros(4, 8)).prices
-    assert prices.ops == {"to": (1640, 1640)}
+@pytest.mark.parametrize(
+    ("modes", "low"), [(("any",), 1440), (("high",), 1440), (("same",), 1220)]
+)
+def test_an_op_whose_label_changes_nothing_costs_one_price(
+    modes: tuple[Mode, ...], low: int
+) -> None:
+    """Its results are no floats, and it reads what it reads whatever its label."""
+    prices = priced(lambda x, w: x.argmax(), torch.zeros(22), modes=modes).prices
+    assert prices.ops == {"argmax": (1440, low)}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.verdict import Verdict
+from autoamp.ops import split_key
 from autoamp.rules import Category
 
 UNIT_NS = 0.1
@@ -206,7 +207,7 @@ def _is_free(node: fx.Node) -> bool:
 
 def _rows(node: fx.Node, fact: NodeFacts) -> float:
     """Rows of a matrix product's first operand; no limit for any other op."""
-    name = fact.op.partition("::")[2].partition(".")[0]
+    _, name, _ = split_key(fact.op)
     shape: Any = getattr(node.meta.get("val"), "shape", ())
     if name not in ("linear", "matmul", "mm", "addmm", "mv", "addmv"):
         return math.inf
@@ -229,7 +230,7 @@ def flops_of(
     Args:
         size: gives the value of a symbolic size; the one it was captured with.
     """
-    name = fact.op.partition("::")[2].partition(".")[0]
+    _, name, _ = split_key(fact.op)
     operands: list[fx.Node] = []  # `all_input_nodes` has an operand read twice once
     fx.map_arg((node.args, node.kwargs), operands.append)
     shapes = [

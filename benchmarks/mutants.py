@@ -1,0 +1,169 @@
+"""What mutation testing does to a source file: its mutants, and putting one in place.
+
+The mutations are mutmut's (of numbers, strings, operators, arguments, assignments, ...)
+in the bodies of functions and methods.  mutmut leaves decorated functions alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libcst import ClassDef, CSTNode, FunctionDef, Module, metadata, parse_module
+from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
+from mutmut.mutation.mutators import mutation_operators
+from mutmut.mutation.pragma_handling import IgnoredCode
+
+NOTHING_IGNORED = IgnoredCode(set(), set(), set())
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file.
+
+    Attributes:
+        path: the file, below the top of the repository.
+        function: the function or method it is in.
+        line: where it starts, in the file as it is.
+        change: the lines taken away and put in, as a diff has them.
+        twin: 1, or which of several that read the same.
+        code: the whole file, changed.
+    """
+
+    path: str
+    function: str
+    line: int
+    change: str
+    twin: int
+    code: str
+
+    @property
+    def key(self) -> str:
+        """What tells it from every other mutant, and lasts when lines move."""
+        twin = f" #{self.twin}" if self.twin > 1 else ""
+        return f"{self.path}::{self.function}{twin}\n{self.change}"
+
+
+def mutants(path: Path, root: Path) -> list[Mutant]:
+    """Every mutant of the file `path`, in the order of its lines."""
+    wrapper = metadata.MetadataWrapper(parse_module(path.read_text()))
+    visitor = MutationVisitor(mutation_operators, NOTHING_IGNORED)
+    module = wrapper.visit(visitor)
+    positions = wrapper.resolve(metadata.PositionProvider)
+    statements = _statements(module)
+    found = []
+    twins: Counter[str] = Counter()
+    for mutation in visitor.mutations:
+        function = mutation.contained_by_top_level_function
+        if not isinstance(function, FunctionDef):
+            continue
+        whole = statements[function]
+        changed = deep_replace(whole, mutation.original_node, mutation.mutated_node)
+        assert isinstance(changed, CSTNode)
+        old, new = module.code_for_node(whole), module.code_for_node(changed)
+        assert module.code.count(old) == 1
+        change = _difference(old, new)
+        twins[function.name.value + change] += 1
+        found.append(
+            Mutant(
+                str(path.relative_to(root)),
+                function.name.value,
+                positions[mutation.original_node].start.line,
+                change,
+                twins[function.name.value + change],
+                module.code.replace(old, new),
+            )
+        )
+    return sorted(found, key=lambda m: m.line)
+
+
+def _statements(module: Module) -> dict[CSTNode, CSTNode]:
+    """The statement of the file that each function or method is, or is in."""
+    found: dict[CSTNode, CSTNode] = {}
+    for statement in module.body:
+        found[statement] = statement
+        if isinstance(statement, ClassDef):
+            found.update(dict.fromkeys(statement.body.body, statement))
+    return found
+
+
+def _difference(before: str, after: str) -> str:
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
+    return "\n".join(f"{x[0]} {x[1:].strip()}" for x in [*lines][2:] if x[0] != "@")
+
+
+def put_in_place(path: str, code: str | ast.Module) -> types.ModuleType:
+    """Gives every function of the module imported from `path` its code in `code`.
+
+    Functions stay the objects they are, so whoever imported them runs the new code.
+    """
+    name = path.removesuffix(".py").replace("/", ".")
+    module = importlib.import_module(name)
+    changed = types.ModuleType(name)
+    changed.__file__ = module.__file__
+    exec(compile(code, path, "exec"), changed.__dict__)
+    mine = dict(functions(vars(module), name))
+    for key, new in functions(vars(changed), name):
+        old = mine[key]
+        old.__code__ = new.__code__
+        old.__defaults__, old.__kwdefaults__ = new.__defaults__, new.__kwdefaults__
+    return module
+
+
+class _Watched(ast.NodeTransformer):
+    """Puts a call of `_hit(line)` before each statement of each function."""
+
+    def __init__(self) -> None:
+        self.lines: list[int] = []
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node, ast.Module | ast.ClassDef):
+            return node
+        for block in ("body", "orelse", "finalbody"):
+            statements = getattr(node, block, None)
+            if isinstance(statements, list) and statements:
+                watched = [x for s in statements for x in (self._hit(s), s)]
+                setattr(node, block, watched)
+        if isinstance(node, ast.FunctionDef):
+            node.body.insert(0, self._hit(node))
+        return node
+
+    def _hit(self, statement: ast.stmt) -> ast.stmt:
+        self.lines.append(statement.lineno)
+        call = ast.parse(f"_hit({statement.lineno})").body[0]
+        return ast.copy_location(call, statement)
+
+
+def watch(path: Path, root: Path, hit: Callable[[int], object]) -> list[int]:
+    """Has `hit` called with the line of each statement of `path` about to run.
+
+    Gives the lines at which statements start.
+    """
+    watched = _Watched()
+    tree = watched.visit(ast.parse(path.read_text()))
+    assert isinstance(tree, ast.Module)
+    module = put_in_place(str(path.relative_to(root)), ast.fix_missing_locations(tree))
+    vars(module)["_hit"] = hit
+    return sorted(set(watched.lines))
+
+
+def functions(
+    namespace: Any, module: str, at: str = ""
+) -> Iterator[tuple[str, types.FunctionType]]:
+    """(qualified name, function) of what is written in `module`, methods included."""
+    for name, value in namespace.items():
+        plain = getattr(value, "__func__", getattr(value, "func", value))
+        if getattr(plain, "__module__", None) != module:
+            continue
+        if isinstance(plain, types.FunctionType):
+            yield at + name, plain
+        elif isinstance(plain, type):
+            yield from functions(vars(plain), module, f"{at}{name}.")

@@ -1,0 +1,327 @@
+"""`python -m benchmarks.mutation`: which faults in the layers that decide go unnoticed.
+
+Every mutant of `autoamp/place` and `autoamp/rewrite` (or a sample of them) is put in
+place in a fork of one pytest session, which has torch imported and the tests collected;
+there the tests that reach the changed line run until one fails: those of the file's
+own test file first, and fast ones before slow ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import importlib
+import json
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import tomllib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from . import report
+from .mutants import Mutant, mutants, put_in_place, watch
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = ("autoamp/place", "autoamp/rewrite")
+TESTS = (
+    "mincut",
+    "policies",
+    "cost",
+    "assign",
+    "placement",
+    "casts",
+    "casts_rules",
+    "cleanup",
+    "standin",
+    "verify",
+    "verify_rules",
+    "rewrite_api",
+)
+"""Test files, of `tests/test_*.py`, whose subject these layers are."""
+
+JUDGED = Path(__file__).parent / "survivors.toml"
+"""What was found on looking at the mutants that survive."""
+
+WANTED = 0.85
+"""Share of the mutants that the tests must kill."""
+
+OUTCOMES = ("killed", "timed out", "not covered", "survived")
+SEED = "autoamp"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Where statements start, which tests reach each, the CPU seconds of each test."""
+
+    starts: dict[str, list[int]]
+    reached: dict[tuple[str, int], list[str]]
+    seconds: dict[str, float]
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """The tests that reach the statement a mutant is in."""
+        starts = self.starts[mutant.path]
+        start = starts[bisect_right(starts, mutant.line) - 1]
+        return self.reached.get((mutant.path, start), [])
+
+
+def in_fork(job: Callable[[], Any], limit: float) -> Any:
+    """What `job` gives, run in a fork of this process; None after `limit` seconds."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        with os.fdopen(writing, "wb") as pipe:
+            pickle.dump(job(), pipe)
+            pipe.flush()
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        if select.select([pipe], [], [], limit)[0]:
+            sent = pipe.read()
+        else:
+            os.kill(child, signal.SIGKILL)
+            sent = pickle.dumps(None)
+    os.waitpid(child, 0)
+    return pickle.loads(sent) if sent else "crashed"
+
+
+class Session:
+    """A pytest plugin: collects as usual, then runs mutants instead of tests."""
+
+    def __init__(
+        self, chosen: Sequence[Mutant], budget: float, done: Callable[..., None]
+    ) -> None:
+        self.chosen = chosen
+        self.budget = budget
+        self.done = done
+        self.failure = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keeps what went wrong in a test."""
+        if report.failed:
+            self.failure = f"{report.nodeid}\n{report.longreprtext}"
+
+    def run_tests(self, items: Sequence[pytest.Item]) -> str:
+        """What went wrong in the first of `items` that fails."""
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            if self.failure:
+                break
+        return self.failure
+
+    def find_lines(self, items: Sequence[pytest.Item], files: Sequence[str]) -> Lines:
+        """Runs every test once and watches which statements it reaches."""
+        seen: set[tuple[str, int]] = set()
+        reached: dict[tuple[str, int], list[str]] = {}
+        starts = {
+            file: watch(ROOT / file, ROOT, lambda n, f=file: seen.add((f, n)))
+            for file in files
+        }
+        seconds: dict[str, float] = {}
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            seen.clear()
+            began = time.process_time()
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            seconds[item.nodeid] = time.process_time() - began
+            for place in seen:
+                reached.setdefault(place, []).append(item.nodeid)
+        return Lines(starts, reached, seconds)
+
+    def _within_budget(
+        self, items: Sequence[pytest.Item], seconds: dict[str, float], path: str = "/"
+    ) -> list[pytest.Item]:
+        """Those of `items` to run: the file's own first, fast before slow."""
+        own = f"test_{Path(path).stem}"
+        ordered = sorted(items, key=lambda i: (own not in i.nodeid, seconds[i.nodeid]))
+        spent = accumulate(seconds[i.nodeid] for i in ordered)
+        return [i for i, s in zip(ordered, spent, strict=True) if s <= self.budget]
+
+    def pytest_configure(self) -> None:
+        """One order of examples, and no search for the smallest that fails."""
+        import hypothesis  # not before pytest has: it rewrites the plugin's asserts
+
+        phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+        hypothesis.settings.register_profile(
+            "mutation",
+            hypothesis.settings.get_profile("ci"),
+            phases=phases,
+            report_multiple_bugs=False,
+        )
+        hypothesis.settings.load_profile("mutation")
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Finds the tests for each line, then goes through the mutants."""
+        items = {i.nodeid: i for i in session.items}
+        torch.set_num_threads(1)
+        _warm_up()
+        gc.collect()
+        gc.freeze()
+        files = sorted({m.path for m in self.chosen})
+        lines = in_fork(lambda: self.find_lines(session.items, files), 3600)
+        every = self._within_budget(session.items, lines.seconds)
+        if failure := in_fork(lambda: self.run_tests(every), 3600):
+            raise pytest.UsageError(f"fails without a mutant: {failure}")
+        for mutant in self.chosen:
+            known = [items[i] for i in lines.tests(mutant)]
+            known = self._within_budget(known, lines.seconds, mutant.path)
+            start = time.perf_counter()
+            limit = 60 + 20 * sum(lines.seconds[i.nodeid] for i in known)
+            outcome, by = self.outcome(mutant, known, limit)
+            seconds = time.perf_counter() - start
+            self.done(mutant, outcome, by, seconds)
+        return True
+
+    def outcome(
+        self, mutant: Mutant, items: Sequence[pytest.Item], limit: float
+    ) -> tuple[str, str]:
+        """What became of a mutant, and the test that killed it."""
+        if not items:
+            return "not covered", ""
+
+        def job() -> str:
+            put_in_place(mutant.path, mutant.code)
+            return self.run_tests(items)
+
+        failure = in_fork(job, limit)
+        if failure is None:
+            return "timed out", ""
+        return ("killed", failure.splitlines()[0]) if failure else ("survived", "")
+
+
+def _warm_up() -> None:
+    """Sends a graph through the pass, so that no fork pays for first imports.
+
+    No backward: autograd's threads do not live through a fork.
+    """
+    from autoamp.options import Options
+    from autoamp.pipeline import rewrite_graph
+
+    model = torch.fx.symbolic_trace(torch.nn.Linear(8, 8).requires_grad_(False))
+    options = Options(precision="bf16", do_no_harm=False)
+    rewrite_graph(model, [torch.randn(8, 8)], options, torch.bfloat16)
+    importlib.import_module("torch._dynamo")
+
+
+def choose(share: float, paths: Sequence[Path]) -> list[Mutant]:
+    """A `share` of the mutants of each file, always the same ones while they exist."""
+
+    def place(mutant: Mutant) -> bytes:
+        return hashlib.sha256(f"{SEED} {mutant.key}".encode()).digest()
+
+    chosen: list[Mutant] = []
+    for path in paths:
+        every = sorted(mutants(path, ROOT), key=place)
+        chosen += sorted(every[: round(share * len(every))], key=lambda m: m.line)
+    return chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the mutants and writes the table; 1 if too many survive."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutation")
+    parser.add_argument("--share", type=float, default=1.0, help="of each file")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=60.0,
+        help="CPU seconds of tests a mutant",
+    )
+    parser.add_argument("--only", default="", help="files whose path has this in it")
+    parser.add_argument("--again", action="store_true", help="only the unkilled ones")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "mutation")
+    options = parser.parse_args(arguments)
+    paths = [p for layer in LAYERS for p in sorted((ROOT / layer).glob("*.py"))]
+    paths = [p for p in paths if options.only in str(p.relative_to(ROOT))]
+    chosen = choose(options.share, paths)
+    known = _read(options.out.with_suffix(".json")) if options.again else {}
+    found = {m.key: known[m.key] for m in chosen if m.key in known}
+
+    def done(mutant: Mutant, outcome: str, by: str, seconds: float) -> None:
+        found[mutant.key] = {"outcome": outcome, "by": by}
+        where = f"{mutant.path}:{mutant.line}"
+        print(f"{where} {outcome} {seconds:.1f} s {by}", file=sys.stderr, flush=True)
+        if outcome not in ("killed", "timed out"):
+            print(mutant.change, file=sys.stderr, flush=True)
+        _write(options.out, chosen, found, options.share)
+
+    os.environ["CI"] = "1"
+    todo = [
+        m
+        for m in chosen
+        if found.get(m.key, {}).get("outcome") not in ("killed", "timed out")
+    ]
+    files = [f for f in (f"tests/test_{t}.py" for t in TESTS) if (ROOT / f).exists()]
+    silent = ("-p", "no:cacheprovider", "-p", "no:terminal", "-o", "timeout=0", "-s")
+    wanted = ("-m", "not slow and not gpu", "-k", "not process")
+    code = pytest.main(
+        [*silent, *wanted, *files], plugins=[Session(todo, options.budget, done)]
+    )
+    if code:
+        return int(code)
+    text, killed = table(chosen, found, options.share)
+    options.out.with_suffix(".md").write_text(text)
+    print(text)
+    return 1 if killed < WANTED else 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    return {e.pop("key"): e for e in json.loads(path.read_text())["mutants"]}
+
+
+def _write(
+    out: Path, chosen: Sequence[Mutant], found: dict[str, Any], share: float
+) -> None:
+    """What is known so far, so that a run that is broken off can be gone on with."""
+    known = [{"key": m.key} | found[m.key] for m in chosen if m.key in found]
+    data = {"share": share, "mutants": known}
+    out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def table(
+    chosen: Sequence[Mutant], found: dict[str, Any], share: float
+) -> tuple[str, float]:
+    """The table in Markdown, and the share that is killed."""
+    judged = {
+        f"{s['in']}\n{s['change']}": s["verdict"]
+        for s in tomllib.loads(JUDGED.read_text()).get("survivor", [])
+    }
+    paths = list(dict.fromkeys(m.path for m in chosen))
+    rows = []
+    for path in [*paths, "autoamp/"]:
+        here = [found[m.key]["outcome"] for m in chosen if m.path.startswith(path)]
+        counts = [here.count(o) for o in OUTCOMES]
+        part = (counts[0] + counts[1]) / max(len(here), 1)
+        name = path if path.endswith(".py") else "all"
+        rows.append((name, str(len(here)), *map(str, counts), f"{100 * part:.1f} %"))
+    left = [m for m in chosen if found[m.key]["outcome"] in OUTCOMES[2:]]
+    lines = []
+    for mutant in left:
+        verdict = judged.get(mutant.key, "not looked at")
+        change = " → ".join(f"`{x[2:]}`" for x in mutant.change.splitlines())
+        lines.append(f"- {mutant.path}:{mutant.line} {change}: {verdict}")
+    header = ("file", "mutants", *OUTCOMES, "share killed")
+    sample = "every mutant" if share == 1 else f"a seeded sample of {share:.0%} a file"
+    intro = f"Mutants of mutmut, {sample}; a mutant that never ends is killed too."
+    text = "\n\n".join(
+        [intro, report.markdown(header, rows), "## Survivors", "\n".join(lines)]
+    )
+    return text + "\n", 1 - len(left) / max(len(chosen), 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
