@@ -262,3 +262,24 @@ def test_gradients_of_many_uses_meet_in_fp32(
         assert use.args[1].name == casts[0].name
         assert use.name.startswith(f"{casts[0].name}_use")
         assert CAST_KIND not in use.meta
+
+
+def test_a_cast_is_in_the_module_and_at_the_line_of_what_it_casts() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).exp()
+
+    x = torch.zeros(4, WIDTH)
+    gm = torch.export.export(Net(), (x,)).module()
+    assert isinstance(gm, fx.GraphModule)
+    options = Options(precision="fp16", do_no_harm=False, deny=("exp",))
+    found = rewrite_graph(gm, (x,), options, torch.float16)
+    by_name = {n.name: n for n in found.gm.graph.nodes}
+    linear, cast = by_name["linear"], by_name["linear_fp32"]
+    assert "self.fc(x)" in linear.stack_trace
+    assert cast.stack_trace == linear.stack_trace
+    assert cast.meta["nn_module_stack"] == linear.meta["nn_module_stack"]
