@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, currently_in_test_context, note
+from hypothesis import currently_in_test_context, note
 from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
@@ -37,6 +34,7 @@ from autoamp.place.cost import Device
 from autoamp.rewrite import casts
 from autoamp.rewrite.verify import Verifier
 from autoamp.rules import Category, Rule, Rules
+from tests.conformance.exploring import explore
 from tests.conformance.graphs import TRAINED, Built, Recipe, attributes, inputs, recipes
 from tests.conformance.moves import EXACT, MOVES
 from tests.conformance.table import Figures
@@ -50,29 +48,6 @@ EXAMPLES = 20
 STEPS = 250
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def fuzz_seed() -> int:
-    asked = os.environ.get("AUTOAMP_FUZZ_SEED", "0")
-    return random.SystemRandom().randrange(2**31) if asked == "random" else int(asked)
-
-
-SEED = fuzz_seed()
-
-
-def explore(
-    check: Callable[..., None], seed: str, examples: int, *given: st.SearchStrategy[Any]
-) -> None:
-    """Runs `check` on `examples` drawn from `seed`; a failing one is shrunk."""
-    run = hypothesis.given(*given)(check)
-    settings = hypothesis.settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),  # graphs are large, and meant to be
-    )
-    hypothesis.seed(f"{SEED}/{seed}")(settings(run))()
 
 
 # -- what is drawn ---------------------------------------------------------------------

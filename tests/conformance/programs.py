@@ -1,0 +1,319 @@
+"""Random models to convert whole: layers inside layers, as a person would write them.
+
+A model is a tree of layers; a layer is a tuple of its name and, for some, other layers:
+`("residual", (("norm",), ("attention",)))`.  It prints as that tree, and hypothesis
+shrinks it to the fewest layers that still fail.  Every layer takes (batch, length,
+WIDTH) to the same, for any batch and length, and about keeps the scale of what it is
+given, so that any tree is a model whose gradients neither die nor explode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, HEADS, WORDS, CLASSES = 16, 2, 11, 5
+
+Layer = tuple[Any, ...]
+
+
+class Leaf(nn.Module):
+    """A layer without layers inside: one function of itself and what it is given."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, Tensor):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def _linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def _attend(m: Any, x: Tensor) -> Tensor:
+    shape = (*x.shape[:2], HEADS, WIDTH // HEADS)
+    q, k, v = (part.view(shape).transpose(1, 2) for part in m.qkv(x).chunk(3, -1))
+    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return m.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+def _attend_by_hand(m: Any, x: Tensor) -> Tensor:
+    scores = m.q(x) @ m.k(x).transpose(1, 2) / WIDTH**0.5
+    ahead = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    scores = scores.masked_fill(ahead, torch.finfo(x.dtype).min)
+    return scores.softmax(-1) @ m.v(x)
+
+
+def _convolve(m: Any, x: Tensor) -> Tensor:
+    return m.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+def _convolve_image(m: Any, x: Tensor) -> Tensor:
+    return m.norm(m.conv(x.unsqueeze(1))).mean(1)
+
+
+def _feed_forward(m: Any, x: Tensor) -> Tensor:
+    return m.down(functional.gelu(m.up(x)))
+
+
+def _tied(m: Any, x: Tensor) -> Tensor:
+    return m.fc(torch.tanh(functional.linear(x, m.fc.weight.t())))
+
+
+def _count(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    with torch.no_grad():
+        m.running.lerp_(x.detach().mean((0, 1)), 0.1)
+    return x - m.running
+
+
+def _write(m: Any, x: Tensor) -> Tensor:
+    y = m.fc(x)
+    y[..., : WIDTH // 2] *= 0.5
+    y[:, 0] = x[:, -1]
+    return y.add_(x)
+
+
+def _quiet(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(m.fc(x))
+    return x * gate + m.other(x)
+
+
+def _full(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return m.other(torch.tanh(m.fc(x.to(m.fc.weight.dtype))))
+
+
+def _user_low(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x).to(torch.bfloat16).to(x.dtype) + x
+
+
+def _user_double(m: Any, x: Tensor) -> Tensor:
+    return m.fc(x).double().softmax(-1).to(x.dtype) * WIDTH**0.5
+
+
+def _branch_on_data(m: Any, x: Tensor) -> Tensor:
+    # What decides is far from where it would change its mind, whatever the rounding.
+    if x.shape[0] > 0 and m.turn.item() % 2 == 0:
+        return m.fc(x)
+    return torch.tanh(m.other(x))
+
+
+def _cond(m: Any, x: Tensor) -> Tensor:
+    if x.dtype == torch.float64:  # the oracle, whose modes `cond` cannot run under
+        return m.first(x)
+    return torch.cond(m.turn % 2 == 0, m.first, m.second, (x,))
+
+
+def _loop(m: Any, x: Tensor) -> Tensor:
+    state = x[:, 0]
+    seen = []
+    for i in range(3):
+        state = torch.tanh(m.fc(state) + m.other(x[:, i % x.shape[1]]))
+        seen.append(state)
+    return x + torch.stack(seen, 1).mean(1, keepdim=True)
+
+
+def _look_up(m: Any, x: Tensor) -> Tensor:
+    words = torch.arange(x.shape[1]) % WORDS
+    return x + m.table(words)
+
+
+def _choose(m: Any, x: Tensor) -> Tensor:
+    return torch.where(m.fc(x) > 0, x, m.other(x))
+
+
+def _gather(m: Any, x: Tensor) -> Tensor:
+    order = torch.arange(x.shape[1]).flip(0)
+    return m.fc(x)[:, order] + x.index_select(1, order)
+
+
+def _recur(m: Any, x: Tensor) -> Tensor:
+    return m.rnn(x)[0]
+
+
+def _reduce(m: Any, x: Tensor) -> Tensor:
+    y = m.fc(x)
+    return (
+        y
+        - y.mean(-1, keepdim=True)
+        + y.amax(1, keepdim=True)
+        - y.logsumexp(-1)[..., None]
+    )
+
+
+def _low_rank(m: Any, x: Tensor) -> Tensor:
+    return torch.einsum("bld,dr,re->ble", x, m.left, m.left.t()) / 2
+
+
+def _two(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    """A leaf of two linear layers."""
+    return lambda: Leaf(function, fc=_linear(), other=_linear())
+
+
+LEAVES: dict[str, Callable[[], nn.Module]] = {
+    "linear": _linear,
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "rms_norm": lambda: nn.RMSNorm(WIDTH),
+    "dropout": lambda: nn.Dropout(0.3),
+    "feed_forward": lambda: Leaf(
+        _feed_forward, up=nn.Linear(WIDTH, 4 * WIDTH), down=nn.Linear(4 * WIDTH, WIDTH)
+    ),
+    "attention": lambda: Leaf(_attend, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=_linear()),
+    "attention_by_hand": lambda: Leaf(
+        _attend_by_hand, q=_linear(), k=_linear(), v=_linear()
+    ),
+    "conv": lambda: Leaf(_convolve, conv=nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
+    "image": lambda: Leaf(
+        _convolve_image, conv=nn.Conv2d(1, 4, 3, padding=1), norm=nn.BatchNorm2d(4)
+    ),
+    "batch_norm": lambda: Leaf(_convolve, conv=nn.BatchNorm1d(WIDTH)),
+    "group_norm": lambda: Leaf(_convolve, conv=nn.GroupNorm(4, WIDTH)),
+    # Not a GRU: Dynamo makes a graph of it for every length, with any back end.
+    "lstm": lambda: Leaf(_recur, rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+    "tied": lambda: Leaf(_tied, fc=_linear()),
+    "count": lambda: Leaf(
+        _count, running=torch.zeros(WIDTH), calls=torch.zeros((), dtype=torch.long)
+    ),
+    "write": lambda: Leaf(_write, fc=_linear()),
+    "quiet": _two(_quiet),
+    "full": _two(_full),
+    "user_low": lambda: Leaf(_user_low, fc=_linear()),
+    "user_double": lambda: Leaf(_user_double, fc=_linear()),
+    "branch_on_data": lambda: Leaf(
+        _branch_on_data, fc=_linear(), other=_linear(), turn=torch.zeros(())
+    ),
+    "cond": lambda: Leaf(
+        _cond, first=_linear(), second=_linear(), turn=torch.zeros(())
+    ),
+    "loop": _two(_loop),
+    "look_up": lambda: Leaf(_look_up, table=nn.Embedding(WORDS, WIDTH)),
+    "choose": _two(_choose),
+    "gather": lambda: Leaf(_gather, fc=_linear()),
+    "reduce": lambda: Leaf(_reduce, fc=_linear()),
+    "low_rank": lambda: Leaf(_low_rank, left=nn.Parameter(torch.randn(WIDTH, 4) / 2)),
+}
+
+
+class Nested(nn.Module):
+    """A layer made of layers, which it calls in one of several ways."""
+
+    def __init__(self, how: str, layers: tuple[Layer, ...]) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(build(layer) for layer in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "residual":
+            return x + self.chain(x)
+        if self.how == "repeat":
+            return self.chain(self.chain(x))
+        if self.how == "parallel":
+            return sum(layer(x) for layer in self.layers) / len(self.layers) ** 0.5
+        if self.how == "gated":
+            return torch.sigmoid(x) * self.chain(x)
+        if self.how == "checkpoint" and self.training:
+            return checkpoint(self.chain, x, use_reentrant=False)
+        return self.chain(x)
+
+    def chain(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+NESTINGS = ("residual", "parallel", "repeat", "gated", "checkpoint")
+
+
+def build(layer: Layer) -> nn.Module:
+    name, *inside = layer
+    return Nested(name, inside[0]) if inside else LEAVES[name]()
+
+
+@dataclass
+class Outcome:
+    """One of the ways a model returns what it has found."""
+
+    logits: Tensor
+    hidden: Tensor
+    best: Tensor
+
+
+torch.utils._pytree.register_dataclass(Outcome)
+
+RETURNS = ("tensor", "tuple", "dict", "dataclass", "loss")
+
+
+class Model(nn.Module):
+    """Words to vectors, the layers, a head whose weight may be the table's."""
+
+    def __init__(self, layers: tuple[Layer, ...], returns: str, shared: bool) -> None:
+        super().__init__()
+        self.tree, self.returns, self.shared = layers, returns, shared
+        self.table = nn.Embedding(WORDS, WIDTH)
+        self.body = Nested("chain", layers)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        if shared:
+            self.head.weight = self.table.weight
+
+    def forward(self, words: Tensor, values: Tensor) -> Any:
+        hidden = self.norm(self.body(self.table(words) + values))
+        logits = self.head(hidden)
+        best = logits.argmax(-1)
+        if self.returns == "tensor":
+            return logits
+        if self.returns == "tuple":
+            return logits, [hidden, best]
+        if self.returns == "dict":
+            return {"logits": logits, "pooled": hidden.mean(1), "best": best}
+        if self.returns == "dataclass":
+            return Outcome(logits, hidden, best)
+        return functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+    def __repr__(self) -> str:
+        return f"Model({self.tree!r}, {self.returns!r}, shared={self.shared})"
+
+
+def trees() -> st.SearchStrategy[tuple[Layer, ...]]:
+    leaf = st.tuples(st.sampled_from(list(LEAVES)))
+
+    def nested(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        some = st.lists(inside, min_size=1, max_size=3).map(tuple)
+        return st.tuples(st.sampled_from(NESTINGS), some)
+
+    layers = st.recursive(leaf, nested, max_leaves=6)
+    return st.lists(layers, min_size=1, max_size=5).map(tuple)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """A model with weights that are the same for the same tree."""
+    tree = draw(trees())
+    returns, shared = draw(st.sampled_from(RETURNS)), draw(st.booleans())
+    torch.manual_seed(draw(st.integers(0, 99)))
+    return Model(tree, returns, shared)
+
+
+def batch(rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Words, and vectors that go with them."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(0, WORDS, (rows, length), generator=generator)
+    return words, torch.randn(rows, length, WIDTH, generator=generator)
