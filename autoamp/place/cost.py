@@ -211,7 +211,7 @@ def _rows(node: fx.Node, fact: NodeFacts) -> float:
     shape: Any = getattr(node.meta.get("val"), "shape", ())
     if name not in ("linear", "matmul", "mm", "addmm", "mv", "addmv"):
         return math.inf
-    if name in ("mv", "addmv") or len(shape) < 2:
+    if len(shape) < 2:
         return 1
     second = node.args[1 if name != "addmm" else 2] if len(node.args) > 1 else None
     batched = isinstance(second, fx.Node) and len(second.meta["val"].shape) > 2
