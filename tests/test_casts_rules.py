@@ -111,6 +111,15 @@ def test_a_tensor_of_whole_numbers_is_made_as_it_was() -> None:
     assert the(found, ATEN.ones.default).kwargs["dtype"] is torch.long
 
 
+def test_other_arguments_stay_as_they_were() -> None:
+    def function(m: Of, x: Tensor) -> Tensor:
+        return m.other(functional.gelu(m.fc(x), approximate="tanh"))
+
+    gelu = the(rewritten(function, allow=("gelu",)), ATEN.gelu.default)
+    assert gelu.meta["val"].dtype is torch.float16
+    assert gelu.kwargs == {"approximate": "tanh"}
+
+
 # -- results ---------------------------------------------------------------------------
 
 
@@ -233,8 +242,22 @@ def test_a_copy_that_is_written_stays_a_copy(write: bool) -> None:
     x = torch.arange(32.0).view(4, WIDTH)
     found = rewritten(function, x, **lists)
     assert the(found, ATEN.reshape.default).meta["val"].dtype is torch.float16
+    assert len(nodes(found, ATEN.clone.default)) == write, "a view stays a view"
     for got, expected in zip(found.gm(x), function(Of(function), x), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("op", ["clone", "relu"])
+def test_what_copies_anyway_is_not_copied_again(op: str) -> None:
+    def function(m: Of, x: Tensor) -> Tensor:
+        left = x[:, :4]
+        own = getattr(left, op)().neg_()
+        low = functional.linear(left, m.other.weight[:4, :4])
+        return low + functional.linear(own, m.fc.weight[:4, :4])
+
+    found = rewritten(function, allow=(op, "neg_", "slice"))
+    assert the(found, ATEN.neg_.default).meta["val"].dtype is torch.float16
+    assert len(nodes(found, ATEN.clone.default)) == (op == "clone")
 
 
 # -- many uses -------------------------------------------------------------------------

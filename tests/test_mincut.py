@@ -222,6 +222,25 @@ def test_a_contradiction_is_told_as_the_chain() -> None:
     )
 
 
+def test_a_chain_follows_ties_both_ways_and_casts_up() -> None:
+    problem = Problem(
+        unary=dict.fromkeys(["conv", "view", "relu_", "exp"], (1, 1)),
+        pinned_low={"conv": "the user allows conv2d"},
+        pinned_high={"exp": "the user denies exp"},
+        groups=[CastGroup("conv's", "conv", ("view",), 3, None)],
+        ties=[("view", "relu_", "is written in place"), ("exp", "relu_", "views it")],
+    )
+    with pytest.raises(PlacementError) as caught:
+        solve(problem)
+    assert str(caught.value) == (
+        "contradictory constraints: conv must be low (the user allows conv2d); "
+        "then view as well (conv must not be cast up); "
+        "then relu_ as well (is written in place); "
+        "then exp as well (views it); "
+        "but exp must stay fp32 (the user denies exp). Drop one of the two."
+    )
+
+
 def test_a_variable_pinned_both_ways_is_its_own_chain() -> None:
     problem = Problem({"a": (1, 1)}, {"a": "denied"}, {"a": "allowed"})
     with pytest.raises(PlacementError, match=r"a must be low \(allowed\); but a must"):
