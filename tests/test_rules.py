@@ -668,6 +668,23 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
         Rules.load(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[deny]\nmm = " + "9" * 5000, "not a TOML file"),
+        ("a" + ".a" * 10**5 + " = 1", "line 1 has more than 100 dots"),
+    ],
+    ids=["integer", "key"],
+)
+def test_what_would_overwhelm_the_reader_is_refused(
+    text: str, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "large.toml"
+    path.write_text(text)
+    with pytest.raises(RulesError, match=words):
+        Rules.load(path)
+
+
 @pytest.mark.parametrize(("extra", "fits"), [(0, True), (1, False)])
 def test_the_size_limit_is_where_it_says(
     tmp_path: Path, extra: int, fits: bool

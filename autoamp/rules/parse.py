@@ -16,6 +16,9 @@ from autoamp.rules.model import TESTS, Category, Condition, ConditionValue, Rule
 MAX_BYTES = 1 << 20
 """Largest rules file read: the built-in ones are a tenth of it."""
 
+MAX_DOTS = 100
+"""Most dots on a line."""
+
 _META = {"dtype": ("float16", "bfloat16", "any"), "description": None}
 _FLAGS = ("accumulates", "restores", "taints", "positions", "jumps")
 _NAMES = ("fp32_operands", "no_kernel", "restores_given")
@@ -54,26 +57,44 @@ def read(path: Path, *, builtin: bool) -> tuple[dict[str, str], dict[str, Rule]]
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        status = path.stat()
-        if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-            raise RulesError(
-                f"{path}: cannot be read (it is a device or a pipe, not a file); give "
-                "the path of a TOML file, or the name of a built-in set"
-            )
-        size = status.st_size
-        if size > MAX_BYTES:
-            raise RulesError(
-                f"{path}: {size} bytes, but a rules file has at most {MAX_BYTES}; "
-                "give the path of a TOML file of op rules"
-            )
-        return tomllib.loads(path.read_bytes().decode("utf-8"))
+        text = _read_bytes(path).decode("utf-8")
+        _refuse_deep_keys(path, text)
+        return tomllib.loads(text)
     except OSError as error:
         raise RulesError(
             f"{path}: cannot be read ({error.strerror}); give the path of a TOML "
             "file, or the name of a built-in set"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except RulesError:
+        raise
+    except (ValueError, RecursionError) as error:  # an integer of 5000 digits, too
         raise RulesError(f"{path}: not a TOML file: {error}") from error
+
+
+def _read_bytes(path: Path) -> bytes:
+    status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
+        raise RulesError(
+            f"{path}: cannot be read (it is a device or a pipe, not a file); give "
+            "the path of a TOML file, or the name of a built-in set"
+        )
+    size = status.st_size
+    if size > MAX_BYTES:
+        raise RulesError(
+            f"{path}: {size} bytes, but a rules file has at most {MAX_BYTES}; "
+            "give the path of a TOML file of op rules"
+        )
+    return path.read_bytes()
+
+
+def _refuse_deep_keys(path: Path, text: str) -> None:
+    """A key of a million parts keeps `tomllib` busy for hours; keys end with a line."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > MAX_DOTS:
+            raise RulesError(
+                f"{path}: line {number} has more than {MAX_DOTS} dots; keys of a rules "
+                "file have two at most, and a reason is a sentence"
+            )
 
 
 def _meta(path: Path, meta: dict[str, Any]) -> dict[str, str]:
