@@ -21,6 +21,7 @@ from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.plain import plain
 from autoamp.runtime.boundary import add_boundary
 from autoamp.runtime.captured import CapturedGraph, Skipped, Tally
 from autoamp.runtime.compilers import for_compilers
@@ -148,15 +149,16 @@ class Engine:
         if self.scaling.enabled:
             captured.boundary = add_boundary(bound, rewritten, leaves)
         run = self._runner(captured, example_inputs, slots)
+        inputs = enumerate(example_inputs)
+        symbolic = [i for i, v in inputs if isinstance(v, torch.SymInt)]
+        call = self._bind(captured, run, slots, symbolic)
         self.graphs.append(captured)
         self._log(captured)
         if any(d.low for d in rewritten.assignment.decisions.values()):
             self.tally.lowers = True
         else:
             self._note_all_fp32(rewritten)
-        inputs = enumerate(example_inputs)
-        symbolic = [i for i, v in inputs if isinstance(v, torch.SymInt)]
-        return self._bind(captured, run, slots, symbolic)
+        return call
 
     def _runner(
         self, captured: CapturedGraph, example_inputs: Sequence[Any], slots: list[int]
@@ -251,7 +253,7 @@ class Engine:
     def _unconverted(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], error: Exception
     ) -> Callable[..., Any]:
-        problem = f"{type(error).__name__}: {error}"
+        problem = plain(f"{type(error).__name__}: {error}")
         logger.warning(
             "autoamp: a graph of %s runs in fp32, because the pass failed on it: %s",
             self.label,
