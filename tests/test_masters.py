@@ -577,7 +577,15 @@ def test_tied_and_foreign_parameters_are_saved_once() -> None:
         (lambda m: m.pop("0.bias"), "missing 0.bias"),
         (lambda m: m.update(head=torch.ones(1)), "extra head"),
         (lambda m: m.update({"0.bias": torch.ones(2)}), r"0.bias is \(2,\).* \(16,\)"),
-        (lambda m: m.update({"0.bias": 3}), "0.bias is no float tensor"),
+        (lambda m: m.update({"0.bias": 3}), "0.bias is no dense float tensor"),
+        (
+            lambda m: m.update({"0.bias": m["0.bias"].to("meta")}),
+            "0.bias is no dense float tensor",
+        ),
+        (
+            lambda m: m.update({"0.bias": m["0.bias"].to_sparse()}),
+            "0.bias is no dense float tensor",
+        ),
     ],
 )
 def test_masters_that_do_not_fit_change_nothing(

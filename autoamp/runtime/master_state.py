@@ -23,8 +23,8 @@ def check_masters(saved: Any, named: Mapping[str, torch.Tensor]) -> None:
     problems = [f"missing {name}" for name in named if name not in saved]
     problems += [f"extra {name}" for name in saved if name not in named]
     for name, value in saved.items():
-        if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
-            problems.append(f"{name} is no float tensor")
+        if not _is_dense_float(value):
+            problems.append(f"{name} is no dense float tensor")
         elif name in named and value.shape != named[name].shape:
             shapes = tuple(value.shape), tuple(named[name].shape)
             problems.append(f"{name} is {shapes[0]}, here it is {shapes[1]}")
@@ -35,6 +35,15 @@ def check_masters(saved: Any, named: Mapping[str, torch.Tensor]) -> None:
             f"the model it was saved with, or remove state[{KEY!r}] to begin with the "
             "half-precision weights"
         )
+
+
+def _is_dense_float(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+    )
 
 
 def in_dtype(state: Any, dtype: torch.dtype, key: Any = None) -> Any:
