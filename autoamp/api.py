@@ -14,6 +14,7 @@ from autoamp.inspect.coverage import Coverage, coverage_of
 from autoamp.inspect.report import LossScaleReport, Report
 from autoamp.options import Options
 from autoamp.pipeline import rewrite_graph
+from autoamp.plain import class_name
 from autoamp.rules import Rules
 from autoamp.runtime.attach import attached, give_masters
 from autoamp.runtime.conversion import conversion_of
@@ -132,7 +133,7 @@ def report(model: nn.Module) -> Report:
     if state.engine is not None:
         return report_of(state.engine)
     skipped = [(s.what, s.why) for s in state.skipped]
-    return Report(type(model).__name__, (), (), skipped)
+    return Report(class_name(model), (), (), skipped)
 
 
 def report_of(engine: Engine) -> Report:
@@ -194,7 +195,7 @@ def _loss_scale(scaling: ModelScaling) -> LossScaleReport | None:
         return None
     scale = scaling.domain.loss_scale
     return LossScaleReport(
-        kind=type(scale).__name__,
+        kind=class_name(scale),
         scale=scale.scale,
         growth_tracker=scale.growth_tracker,
         skipped_steps=scale.skipped_steps,

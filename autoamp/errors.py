@@ -1,14 +1,22 @@
-"""Every error this package raises on purpose.  Imports nothing."""
+"""Every error this package raises on purpose."""
 
 from __future__ import annotations
+
+from autoamp.plain import plain
+
+_MOST = 4000
+"""Characters of a message."""
 
 
 class AutoampError(Exception):
     """Base of every error raised on purpose by autoamp.
 
     The message says what went wrong, where (module path, op, source line) and what
-    to do about it.
+    to do about it.  It may quote anything a user or a file holds.
     """
+
+    def __str__(self) -> str:
+        return plain(super().__str__(), _MOST)
 
 
 class OptionError(AutoampError, ValueError):

@@ -14,6 +14,7 @@ REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "autoamp"
 
 LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"plain"}),
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),
     frozenset({"graph_functions", "loss_scale", "ops"}),

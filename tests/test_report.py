@@ -416,6 +416,15 @@ def test_skipped_things_are_shown_with_their_reason() -> None:
     assert json.loads(report.to_json())["skipped"][0]["what"] == "graph 7"
 
 
+def test_names_cannot_steer_a_terminal() -> None:
+    kind = type("N\x1b[31m\u202et\n", (Net,), {})
+    model = autoamp.convert(kind(), precision="bf16", do_no_harm=False)
+    report = autoamp.report(model)
+    for shown in (repr(report), str(report), report.to_json()):
+        assert shown.replace("\n", "").isprintable()
+    assert report.label == "N\\x1b[31m\\u202et\\n"
+
+
 def test_a_declined_model_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "cpu_low_precision_units", dict)
     model = Net()

@@ -15,6 +15,7 @@ from torch import nn
 
 from autoamp import compat
 from autoamp.options import Options
+from autoamp.plain import plain_line
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.graph_backend import GraphBackend
 
@@ -74,7 +75,7 @@ def compiling_with(
                 inner = compat.resolved_backend(backend, mode, options, dynamic)
             if inner is None or automatic is None:
                 return plain
-            name = getattr(model, "__qualname__", type(model).__name__)
+            name = plain_line(getattr(model, "__qualname__", type(model).__name__))
             rewriting = GraphBackend(
                 automatic.options.replace(backend=inner),
                 f"{name}()",

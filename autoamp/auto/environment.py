@@ -14,6 +14,7 @@ from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
 from autoamp.loss_scale import StaticLossScale
 from autoamp.options import BACKENDS, Options
+from autoamp.plain import plain_line
 from autoamp.rules import Rules
 from autoamp_autoload import OFF as _OFF
 from autoamp_autoload import ON as _ON
@@ -62,10 +63,7 @@ def read(environ: Mapping[str, str]) -> Settings:
 def _told(name: str, value: str, problem: str) -> str:
     """One line: values, and the paths in messages, may hold anything, at any length."""
     shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
-    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in problem)
-    if len(plain) > _TOLD:
-        plain = f"{plain[: _TOLD // 2]} ... {plain[-_TOLD // 2 :]}"
-    return f"{name}={shown!r}: {plain}"
+    return f"{name}={shown!r}: {plain_line(problem, _TOLD)}"
 
 
 def unknown(environ: Mapping[str, str]) -> list[str]:

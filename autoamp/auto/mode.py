@@ -16,6 +16,7 @@ from autoamp import compat
 from autoamp.auto.candidates import choose, inside
 from autoamp.auto.environment import Settings
 from autoamp.auto.record import Recorder
+from autoamp.plain import class_name, plain
 from autoamp.runtime.attach import retire
 from autoamp.runtime.calls import disabled
 from autoamp.runtime.conversion import conversion_of, disown, models_of
@@ -93,8 +94,8 @@ def _device_of(module: nn.Module) -> torch.device | None:
 
 
 def _say_left(module: nn.Module, error: Exception) -> None:
-    problem = f"{type(error).__name__}: {error}"
-    logger.warning("autoamp: %s runs in fp32: %s", type(module).__name__, problem)
+    problem = plain(f"{type(error).__name__}: {error}")
+    logger.warning("autoamp: %s runs in fp32: %s", class_name(module), problem)
 
 
 class AutomaticMode:
@@ -223,7 +224,7 @@ class AutomaticMode:
             options = replace(options, do_no_harm=True)
             low, why_not = choose_precision(target, options)
             if low is None:
-                logger.debug("autoamp: %s: %s", type(target).__name__, why_not)
+                logger.debug("autoamp: %s: %s", class_name(target), why_not)
                 return
         try:
             convert_model(target, options)

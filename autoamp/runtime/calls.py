@@ -14,6 +14,7 @@ from torch import nn
 
 from autoamp import compat
 from autoamp.errors import CaptureError
+from autoamp.plain import plain_line
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.fallback import (
     all_widened,
@@ -240,7 +241,7 @@ class CompiledCall:
         (line, *_) = [*str(error).strip().splitlines(), ""]
         self.engine.note(
             "Dynamo failed on a part of the model, which is left as it is: "
-            f"{type(error).__name__}: {line}"
+            f"{type(error).__name__}: {plain_line(line)}"
         )
         return result
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.options import Options
+from autoamp.plain import class_name
 from autoamp.runtime.calls import CompiledCall
 from autoamp.runtime.captured import Skipped
 from autoamp.runtime.engine import Engine
@@ -156,7 +157,7 @@ def __getstate__(self: nn.Module) -> Any:  # noqa: N807
         logger.warning(
             "autoamp: a pickle or shallow copy of %s is made unconverted: it runs in "
             "fp32 until you call autoamp.convert(copy)",
-            type(self).__name__,
+            class_name(self),
         )
     state = _state_by_its_class(self)
     return without_ours(state, self) if isinstance(state, dict) else state

@@ -18,6 +18,7 @@ from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.loss_scale import NoLossScale, resolve_loss_scale
 from autoamp.options import Options
+from autoamp.plain import class_name
 from autoamp.runtime.attach import detach_from, new_engine, stop_listening
 from autoamp.runtime.calls import CompiledCall
 from autoamp.runtime.captured import Skipped
@@ -62,7 +63,7 @@ def convert_model(
     if example_inputs is not None and not isinstance(example_inputs, tuple):
         raise OptionError("example_inputs must be a tuple of the model's arguments")
     low, why_not = choose_precision(model, options)
-    label = type(model).__name__
+    label = class_name(model)
     own = own_precision(model) if masters else None
     notes = [] if own is None else [Skipped(label, _with_masters(own))]
     scale = resolve_loss_scale(options.loss_scale, _shortest(own, low))

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
+from autoamp.plain import class_name
 from autoamp.runtime.master_state import KEY, check_masters, in_dtype, restored
 from autoamp.runtime.optimizers import params_of
 
@@ -245,7 +246,7 @@ class Masters:
             logger.warning(
                 "autoamp: gradients of half-precision parameters of the %s stay in "
                 "their own dtype until it steps: %s",
-                type(self.optimizer).__name__,
+                class_name(self.optimizer),
                 why,
             )
 

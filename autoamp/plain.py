@@ -1,0 +1,25 @@
+"""Text made of other people's names and values, safe to show.  Imports nothing.
+
+Class names, paths, fields of a checkpoint may hold anything: escape sequences of a
+terminal, marks that turn the direction of writing, a megabyte.
+"""
+
+from __future__ import annotations
+
+
+def plain(text: str, most: int = 10**6) -> str:
+    """`text` in printable characters and line ends, cut in the middle beyond `most`."""
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    if len(shown) > most:
+        shown = f"{shown[: most // 2 - 5]} ... {shown[-most // 2 :]}"
+    return shown
+
+
+def plain_line(text: str, most: int = 10**6) -> str:
+    """`plain` on one line."""
+    return plain(text.replace("\n", "\\n"), most)
+
+
+def class_name(of: object) -> str:
+    """What the class of an object is called, for messages and reports."""
+    return plain_line(type(of).__name__, 100)
