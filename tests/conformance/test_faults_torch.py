@@ -1,0 +1,311 @@
+"""Another torch: private functions that are missing, and ops it does not have.
+
+Every name of torch that autoamp/compat looks for is taken away once, and the fallback
+does its work.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp import compat
+from autoamp.compat import capture, device, entry, gradients, tensors, tracing
+from tests.conformance.table import Figures
+from tests.steps import BF16, FP16, assert_same, mlp, weights_of
+
+COMPAT = Path(compat.__file__).parent
+
+# -- taken away one by one -------------------------------------------------------------
+
+ABSENT = (
+    "_lazy_clone",
+    "_data_address",
+    "_storage_Use_Count",
+    "_use_count",
+    "_len_torch_dispatch_stack",
+    "_current_level",
+    "_functorch",
+    "_autograd",
+    "_top_saved_tensors_default_hooks",
+    "_active_ddp_module",
+    "_current_graph_task_id",
+)
+"""What a model that trains meets."""
+
+
+def hide(patch: pytest.MonkeyPatch, *names: str) -> None:
+    """Lets compat find `names` nowhere; torch itself still does, and needs them."""
+
+    def getattr_(owner: Any, name: str, *default: Any) -> Any:
+        return default[0] if name in names else getattr(owner, name, *default)
+
+    def hasattr_(owner: Any, name: str) -> bool:
+        return name not in names and hasattr(owner, name)
+
+    for module in (capture, device, entry, gradients, tensors, tracing):
+        patch.setattr(module, "getattr", getattr_, raising=False)
+        patch.setattr(module, "hasattr", hasattr_, raising=False)
+
+
+def trained(options: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+    """Weights after a few steps, micro-batches and a write behind everybody's back."""
+    torch.manual_seed(0)
+    model = autoamp.convert(mlp(), **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(4):
+        optimizer.zero_grad()
+        for _ in range(2):
+            model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        if step == 2:
+            next(model.parameters()).data.mul_(0.5)
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    assert autoamp.report(model).skipped == []
+    return weights_of(model), autoamp.report(model).runs
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[dict[str, Tensor], int]:
+    return trained(BF16)
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_training_is_the_same_without(
+    name: str,
+    expected: tuple[dict[str, Tensor], int],
+    monkeypatch: pytest.MonkeyPatch,
+    figures: Figures,
+) -> None:
+    hide(monkeypatch, name)
+    assert_same(trained(BF16), expected)
+    figures.count("names taken away")
+
+
+def test_make_fx_of_an_older_torch(
+    expected: tuple[dict[str, Tensor], int],
+    monkeypatch: pytest.MonkeyPatch,
+    figures: Figures,
+) -> None:
+    made = []
+
+    def make_fx(
+        run: Callable[..., Any],
+        tracing_mode: str,
+        pre_dispatch: bool,
+        _allow_non_fake_inputs: bool,
+        _error_on_data_dependent_ops: bool,
+    ) -> Any:
+        made.append(run)
+        return whole(
+            run,
+            tracing_mode=tracing_mode,
+            pre_dispatch=pre_dispatch,
+            _allow_non_fake_inputs=_allow_non_fake_inputs,
+            _error_on_data_dependent_ops=_error_on_data_dependent_ops,
+        )
+
+    whole = tracing.make_fx
+    monkeypatch.setattr(tracing, "make_fx", make_fx)
+    assert_same(trained(BF16), expected)
+    assert made
+    figures.count("names taken away")
+
+
+# -- single functions ------------------------------------------------------------------
+
+
+def no_backends(patch: pytest.MonkeyPatch) -> None:
+    hide(patch, "_TorchCompileInductorWrapper", "_TorchCompileWrapper")
+    assert capture.resolved_backend("eager", None, None, None) is None
+
+
+def no_translator(patch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    patch.delattr(InstructionTranslator, "current_tx")
+    assert capture.tracing_backend() == (None, False)
+
+
+def no_functorch(patch: pytest.MonkeyPatch) -> None:
+    hide(patch, "_functorch")
+    assert not capture.is_batch(torch.ones(2))
+
+
+def no_batches(patch: pytest.MonkeyPatch) -> None:
+    hide(patch, "is_legacy_batchedtensor", "is_batchedtensor")
+    assert not capture.is_batch(torch.ones(2))
+
+
+def no_levels(patch: pytest.MonkeyPatch) -> None:
+    hide(patch, "_current_level")
+    assert not capture.transforms_active()
+
+
+def no_units(patch: pytest.MonkeyPatch) -> None:
+    units = [n for n in vars(torch.cpu) if n.startswith("_is_a") and "supported" in n]
+    assert len(units) > 2
+    hide(patch, *units)
+    assert compat.cpu_low_precision_units.__wrapped__() == {}
+
+
+def no_strategies(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+    assert gradients.never_captured(no_units) is no_units
+
+
+def no_transforms(patch: pytest.MonkeyPatch) -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2 * g
+
+    assert gradients.direct_apply(Double) != Double.apply
+    hide(patch, "_are_functorch_transforms_active")
+    assert gradients.direct_apply(Double) == Double.apply
+
+
+def no_grad_dtype(patch: pytest.MonkeyPatch) -> None:
+    hide(patch, "grad_dtype")
+    half = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    assert not gradients.accumulate_in(half, torch.float32)
+
+
+def no_ddp(patch: pytest.MonkeyPatch) -> None:
+    hide(patch, "DistributedDataParallel")
+    assert gradients.active_ddp_group() is None
+    assert gradients.reduced_by_ddp(mlp()) == []
+
+
+def no_task_id(patch: pytest.MonkeyPatch) -> None:
+    hide(patch, "_current_graph_task_id")
+    assert not gradients.inside_backward()
+
+
+def no_addresses(patch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2)
+    hide(patch, "_data_address")
+    assert tensors.data_addresses([x]) == [x.data_ptr()]
+    assert tensors.lazy_clone(x) is None
+
+
+def no_hints(patch: pytest.MonkeyPatch) -> None:
+    class Plain:
+        """A size whose shape environment answers nothing."""
+
+        node = None
+
+    assert tracing.hint(Plain()) == 1
+    assert tracing.size_with(Plain(), {}) == 1
+
+
+def no_sources(patch: pytest.MonkeyPatch) -> None:
+    graph = torch.fx.Graph()
+    first, second = graph.placeholder("a"), graph.placeholder("b")
+    graph.output((first, second))
+
+    class Source:
+        def name(self) -> str:  # a method, as in older versions
+            return "L['x']"
+
+    first._dynamo_source = Source()  # type: ignore[attr-defined]
+    assert not hasattr(second, "_dynamo_source")
+    gm = torch.fx.GraphModule(nn.Module(), graph)
+    assert tracing.placeholder_sources(gm) == ["L['x']", ""]
+
+
+ALONE = [
+    no_backends,
+    no_translator,
+    no_functorch,
+    no_batches,
+    no_levels,
+    no_units,
+    no_strategies,
+    no_transforms,
+    no_grad_dtype,
+    no_ddp,
+    no_task_id,
+    no_addresses,
+    no_hints,
+    no_sources,
+]
+
+
+@pytest.mark.parametrize("check", ALONE)
+def test_fallback(
+    check: Callable[[pytest.MonkeyPatch], None], figures: Figures
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        check(patch)
+    figures.count("fallbacks alone")
+
+
+_ASKED = re.compile(r'(?:getattr|hasattr)\(\s*[^()]*?(?:\([^()]*\))?,\s*"(\w+)"')
+_NOT_OF_TORCH = {
+    # Of a tensor, a node or an optimizer, which has them or not: tests elsewhere.
+    *("to_local", "device_mesh", "_fsdp_flattened", "found_inf", "grad_dtype"),
+    *("callback", "error_on_graph_break", "tensor_source", "node", "shape_env"),
+    *("hint", "expr", "subs", "apply", "_get_data_attr", "__name__", "_dynamo_source"),
+}
+
+
+def test_every_name_compat_asks_for_is_taken_away_here() -> None:
+    asked = {
+        name
+        for file in COMPAT.glob("*.py")
+        for name in _ASKED.findall(file.read_text())
+    }
+    here = inspect.getsource(inspect.getmodule(test_fallback))  # type: ignore[arg-type]
+    missing = {name for name in asked if f'"{name}"' not in here}
+    assert len(asked) > 15
+    assert not missing
+
+
+# -- ops that are missing --------------------------------------------------------------
+
+
+def test_ops_this_torch_lacks_are_left_out_of_the_lists(
+    monkeypatch: pytest.MonkeyPatch, figures: Figures
+) -> None:
+    """The built-in rules name them; the model runs, and says what has no rule."""
+    from autoamp.rules import parse, table
+
+    gone = ("aten::linear", "aten::tanh", "aten::scaled_dot_product_attention")
+    model, x = mlp(), torch.randn(4, 8)
+    exact = model(x)
+    exists = parse.exists
+    monkeypatch.setattr(parse, "exists", lambda op: op not in gone and exists(op))
+    table._load_builtin.cache_clear()
+    try:
+        autoamp.convert(model, **FP16)
+        y = model(x)
+        y.sum().backward()
+        report = autoamp.report(model)
+        unlisted = {row.op for row in report.ops if not row.listed}
+        assert unlisted == {f"{op}.default" for op in gone[:2]}
+        assert not any(row.is_low for row in report.ops if "linear" in row.op)
+        assert "Ops in no list" in str(report)
+        assert torch.allclose(y, exact)
+        figures.count("ops taken away", len(gone))
+    finally:
+        monkeypatch.undo()
+        table._load_builtin.cache_clear()
+    again = autoamp.convert(copy.deepcopy(model), **BF16)
+    again(x)
+    assert any(row.is_low for row in autoamp.report(again).ops)
