@@ -731,3 +731,10 @@ def test_the_packaged_copy_goes_before_the_checkout(tmp_path: Path) -> None:
     (checkout / "fp16.toml").unlink()
     with pytest.raises(RulesError, match=r"missing .*_rules.*rules.*reinstall"):
         directory((packaged, checkout))
+
+
+def test_a_listed_in_place_op_keeps_the_facts_of_its_plain_form() -> None:
+    rules = Rules.default("fp16").with_lists(allow=["rrelu_"])
+    rule = rules.lookup(aten.rrelu_.default)
+    assert rule is not None
+    assert (rule.category, rule.no_kernel) == (Category.ALLOW, ("cpu",))

@@ -158,11 +158,8 @@ class Rules:
     def _search(self, target: OpOverload) -> Rule | None:
         if any(argument.is_out for argument in target._schema.arguments):
             return None
-        names = [base_name(target)]
-        if names[0].endswith("_") and not names[0].endswith("__"):
-            names.append(names[0].removesuffix("_"))
         overload = split_key(op_name(target))[2]
-        for name in names:
+        for name in _own_and_plain(base_name(target)):
             for key in (f"{name}.{overload}", name):
                 if key in self.table:
                     return self.table[key]
@@ -171,6 +168,13 @@ class Rules:
     def names(self, category: Category | str) -> tuple[str, ...]:
         """The ops of a category, sorted."""
         return tuple(sorted(k for k, r in self.table.items() if r.category == category))
+
+
+def _own_and_plain(name: str) -> tuple[str, ...]:
+    """The name of an op, and of its plain form if it works in place."""
+    if name.endswith("_") and not name.endswith("__"):
+        return name, name.removesuffix("_")
+    return (name,)
 
 
 @cache
@@ -193,7 +197,9 @@ def _lay_over(below: Rules, above: Iterable[Rule]) -> dict[str, Rule]:
     for rule in sorted(above, key=lambda r: bool(split_key(r.op)[2])):
         namespace, name, overload = split_key(rule.op)
         base = f"{namespace}::{name}"
-        replaced = below.table.get(rule.op) or below.table.get(base)
+        replaced = below.table.get(rule.op)
+        for known in _own_and_plain(base):
+            replaced = replaced or below.table.get(known)
         if not overload:
             for key in [k for k in table if k.startswith(f"{base}.")]:
                 replaced = replaced or table[key]
