@@ -6,11 +6,13 @@ what it counted or measured by the fixture `figures`; a part is one file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from _pytest.terminal import TerminalReporter
 
 from benchmarks import report
@@ -48,6 +50,21 @@ def part_of(item: pytest.Item) -> str:
 def figures(record_property: Callable[[str, Any], None]) -> table.Figures:
     """Counts, added up over a part's tests, and worst cases, of which one is kept."""
     return table.Figures(record_property)
+
+
+@pytest.fixture
+def torch_quiet() -> Iterator[None]:
+    """For torch's own database of ops: its warnings, and what it leaves unwritten.
+
+    The warnings are of deprecated ops and of layouts in beta.  In deterministic mode
+    `empty` fills its memory, so that two runs of it can be compared.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with warnings.catch_warnings():
+        for kind in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.simplefilter("ignore", kind)
+        yield
+    torch.use_deterministic_algorithms(False)
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:

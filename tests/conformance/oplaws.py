@@ -1,0 +1,188 @@
+"""The laws that a rewritten call of an op keeps, whatever the op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from autoamp.ops import base_name, is_random
+from autoamp.options import Options
+from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.rules import Category, Rule, Rules
+from tests.conformance.opinfo import Outcome, dense, graph_of, plain, run
+from tests.conformance.rounding import error_over_bound, exact_and_drawn
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Given = Callable[[], Sequence[Tensor]]
+Finish = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What one rewritten module was found to do.
+
+    Attributes:
+        precision: which of `LOW`.
+        found: the rewrite.
+        error: its largest error over its bound; None where its numbers have none.
+    """
+
+    precision: str
+    found: Rewritten
+    error: float | None
+
+    @property
+    def ran_low(self) -> set[str]:
+        """The ops that ran low, the copies around them aside."""
+        low = self.found.assignment.low
+        return ops_of(self.found.before, low.__contains__) - {"aten::clone"}
+
+
+def rewritten(
+    model: nn.Module, given: Sequence[Tensor], precision: str, **lists: Any
+) -> Rewritten:
+    """`model` rewritten to run low wherever the rules let it."""
+    options = Options(precision=precision, do_no_harm=False, strict=True, **lists)
+    graph = graph_of(model, len(given))
+    return rewrite_graph(graph, given, options, LOW[precision])
+
+
+def check(
+    model: nn.Module,
+    given: Given,
+    finish: Finish,
+    precision: str,
+    *,
+    exact_inputs: bool = False,
+    numbers: Callable[[Rewritten], bool] = lambda _: True,
+    **lists: Any,
+) -> Checked:
+    """Rewrites `model`; asserts structure, dtypes, aliases, integers and numbers.
+
+    Args:
+        given: makes the inputs anew.
+        finish: what turns the result into something a gradient is defined of.
+        exact_inputs: whether the low dtype holds the inputs exactly.
+        numbers: whether a rewrite's numbers have a bound.
+        **lists: options of the rewrite.
+    """
+    expected = run_as_graph(model, given(), finish)
+    found = rewritten(model, given(), precision, **lists)
+    ours = run(found.gm, given(), finish)
+    same_kind(ours, expected)
+    if not found.assignment.low:
+        same_bits(ours, expected)
+        return Checked(precision, found, 0.0)
+    if draws(found.before) or not numbers(found):
+        return Checked(precision, found, None)
+    same_integers(ours, expected)
+    exact, drawn = exact_and_drawn(found, given(), finish, exact_inputs)
+    error, where = error_over_bound(ours, expected, exact, drawn, LOW[precision])
+    assert error <= 1, f"{precision}: {where}; ran low: {sorted(found.assignment.low)}"
+    return Checked(precision, found, error)
+
+
+def check_denied(model: nn.Module, given: Given, finish: Finish) -> Rewritten:
+    """Every op denied: asserts that nothing is cast and every bit is the same."""
+    expected = run_as_graph(model, given(), finish)
+    free = rewritten(model, given(), "bf16")
+    met = ops_of(free.before, lambda _: True)
+    table = {
+        op: Rule(op, Category.DENY, "everything is denied", "test")
+        for op in [*Rules.default("bf16").table, *met]
+    }
+    rules = Rules("deny everything", table)
+    found = rewritten(model, given(), "bf16", rules=rules)
+    assert not found.casts
+    ours = run(found.gm, given(), finish)
+    same_kind(ours, expected)
+    same_bits(ours, expected)
+    return free
+
+
+def run_as_graph(
+    model: nn.Module, given: Sequence[Tensor], finish: Finish = lambda r: r
+) -> Outcome:
+    """Runs `model` itself, with the structure of results that an FX graph can give."""
+    return run(lambda *tensors: plain(model(*tensors)), given, finish)
+
+
+def ops_of(gm: fx.GraphModule, wanted: Callable[[str], bool]) -> set[str]:
+    """The ops of the nodes whose names are `wanted`."""
+    return {
+        base_name(node.target)
+        for node in gm.graph.nodes
+        if isinstance(node.target, OpOverload) and wanted(node.name)
+    }
+
+
+def free_ops(found: Rewritten) -> list[str]:
+    """The ops of a graph that the rules let run low."""
+    verdicts = found.classified.verdicts
+    free = {name for name, verdict in verdicts.items() if not verdict.pinned}
+    return sorted(ops_of(found.before, free.__contains__))
+
+
+def draws(gm: fx.GraphModule) -> bool:
+    """Whether an ATen graph may draw random numbers."""
+    targets = [n.target for n in gm.graph.nodes if isinstance(n.target, OpOverload)]
+    return any(map(is_random, targets))
+
+
+# -- comparing two runs ----------------------------------------------------------------
+
+
+def same_kind(ours: Outcome, expected: Outcome) -> None:
+    """Asserts equal structure, types, dtypes, shapes, layouts and aliases.
+
+    Gradients are there where they were, none of them in a low dtype.
+    """
+    spec = pytree.tree_structure(expected.result)
+    assert pytree.tree_structure(ours.result) == spec
+    assert (ours.gradients is None) == (expected.gradients is None), ours.refused
+    for (what, a), (_, b) in zip(ours.tensors(), expected.tensors(), strict=True):
+        assert type(a) is type(b), what
+        if not isinstance(b, Tensor):
+            continue
+        assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), what
+        assert a.requires_grad == b.requires_grad, what
+    assert shared(ours) == shared(expected)
+    for gradient in ours.gradients or ():
+        assert gradient is None or gradient.dtype not in LOW.values()
+
+
+def shared(outcome: Outcome) -> list[list[bool]]:
+    """Which results and inputs share storage with which."""
+    found = [
+        t.untyped_storage().data_ptr()
+        for what, t in outcome.tensors()
+        if what != "gradient" and isinstance(t, Tensor) and t.layout is torch.strided
+    ]
+    return [[bool(a) and a == b for b in found] for a in found]
+
+
+def same_bits(ours: Outcome, expected: Outcome) -> None:
+    """Asserts that every number is the same."""
+    for (what, a), (_, b) in zip(ours.tensors(), expected.tensors(), strict=True):
+        assert _equal(a, b), what
+
+
+def same_integers(ours: Outcome, expected: Outcome) -> None:
+    """Asserts that every number that is not a float is the same."""
+    for (what, a), (_, b) in zip(ours.tensors(), expected.tensors(), strict=True):
+        if not (isinstance(a, Tensor) and a.is_floating_point()):
+            assert _equal(a, b), f"{what}, which is not of floats, changed"
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return bool(a == b) or repr(a) == repr(b) == "nan"
+    a, b = dense(a.detach()), dense(b.detach())
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
