@@ -160,6 +160,41 @@ def test_rows_and_sums_may_grow_after_the_capture() -> None:
         assert relative_error(converted(x), plain(x)) < CLOSE
 
 
+def test_an_lstm_may_change_its_sizes() -> None:
+    """Of symbolic sizes its fake result is that of a decomposition."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+            self.fc = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.rnn(x)[0])
+
+    model = Recurrent()
+    original = copy.deepcopy(model)
+    autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+    for shape in ((3, 4), (2, 5), (5, 6)):
+        x = torch.randn(*shape, WIDTH)
+        assert relative_error(model(x), original(x)) < CLOSE
+
+
+def test_a_tensor_made_inside_a_checkpoint() -> None:
+    """The verifier's stand-ins have a device of their own, in the region as outside."""
+
+    def masked(mod: Of, x: Tensor) -> Tensor:
+        ahead = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        return (mod.fc(x) @ mod.other(x).t()).masked_fill(ahead, 0.0)
+
+    def function(mod: Of, x: Tensor) -> Tensor:
+        return checkpoint(masked, mod, x, use_reentrant=False)
+
+    original, model = pair(function)
+    x = torch.randn(4, WIDTH)
+    assert relative_error(model(x), original(x)) < CLOSE
+
+
 def test_a_hook_registered_after_the_capture_is_called() -> None:
     plain, converted = pair(lambda m, x: m.other(m.fc(x)))
     x = torch.randn(4, WIDTH)

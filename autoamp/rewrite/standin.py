@@ -23,9 +23,13 @@ Memo = dict[Any, Any]
 class StandIns:
     """The graph run on stand-in tensors: static shapes, no data, true dtypes."""
 
-    def __init__(self, gm: fx.GraphModule, memo: Memo) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, memo: Memo, given: tuple[Any, ...] | None = None
+    ) -> None:
+        """Runs `gm` on stand-ins for its inputs, or on those that are given."""
         self.gm = gm
         self.memo = memo
+        self.given = None if given is None else iter(given)
         self.values: dict[str, Any] = {}
         self.nodes = {n.name: n for n in gm.graph.nodes}
         with torch.no_grad():
@@ -35,6 +39,8 @@ class StandIns:
     def _value(self, node: fx.Node) -> Any:
         if node.op == "output":
             return fx.map_arg(node.args[0], lambda n: self.values[n.name])
+        if node.op == "placeholder" and self.given is not None:
+            return next(self.given)
         if node.op == "placeholder":
             return _stand_in(node.meta.get("val"))
         if node.op == "get_attr":
@@ -49,7 +55,8 @@ class StandIns:
         args: Any = fx.map_arg(node.args, lambda n: self.values[n.name])
         kwargs: Any = fx.map_arg(node.kwargs, lambda n: self.values[n.name])
         if node.target is checkpointed:
-            return self.values[str(node.args[0])](*args[1:])
+            body = self.values[str(node.args[0])]
+            return StandIns(body, self.memo, args[1:]).values["output"]
         try:
             return self._call(node.target, args, kwargs)
         except Exception as error:
