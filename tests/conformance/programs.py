@@ -186,7 +186,6 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     ),
     "batch_norm": lambda: Leaf(_convolve, conv=nn.BatchNorm1d(WIDTH)),
     "group_norm": lambda: Leaf(_convolve, conv=nn.GroupNorm(4, WIDTH)),
-    # Not a GRU: Dynamo makes a graph of it for every length, with any back end.
     "lstm": lambda: Leaf(_recur, rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True)),
     "tied": lambda: Leaf(_tied, fc=_linear()),
     "count": lambda: Leaf(
