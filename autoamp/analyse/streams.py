@@ -18,6 +18,7 @@ from collections.abc import Mapping
 
 from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.verdict import Verdict
+from autoamp.ops import is_pointwise, overloads
 from autoamp.rules import Category
 
 RESIDUAL = (
@@ -80,8 +81,11 @@ def _repeated_norms(facts: Facts, verdicts: Mapping[str, Verdict]) -> set[str]:
 
 
 def _only_moves(op: str, verdict: Verdict) -> bool:
+    """Whether what is normalised still is so; after a relu it is not."""
     return "dropout" in op or (
-        verdict.category is Category.CLEAR and len(verdict.modes) == 1
+        verdict.category is Category.CLEAR
+        and len(verdict.modes) == 1
+        and not any(is_pointwise(overload) for overload in overloads(op))
     )
 
 
