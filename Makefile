@@ -11,9 +11,10 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
+ZOO := $(shell grep -E '^(pillow|timm|torchvision)==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all conformance mutants lint types bench clean
+.PHONY: help setup zoo demo test test-all conformance mutants lint types bench clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -35,7 +36,17 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable '.[tests,lint]'
 	@touch $@
 
+# In a folder of their own (tests/zoo/site.py): what is beside torch in the environment
+# would import this torchvision, whose operators need CUDA.
+$(VENV)/.zoo: $(VENV)/.ready constraints.txt
+	rm -rf $(VENV)/zoo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --constraint constraints.txt --target $(VENV)/zoo $(ZOO)
+	@touch $@
+
 setup: $(VENV)/.ready ## Make .venv with everything in it
+
+zoo: $(VENV)/.zoo ## Fetch timm and torchvision, for the conformance tests alone
 
 demo: $(VENV)/.ready ## Train a small network in fp32 and in bf16, and show what changed
 	$(BIN)/python examples/train_digits.py
@@ -46,7 +57,7 @@ test: lint types ## Lint, types and the quick tests
 test-all: lint types ## The same with the slow tests, and the GPU tests where there is a GPU
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-conformance: $(VENV)/.ready ## Every op, every peer's own cases, random programs, a zoo of models, faults
+conformance: $(VENV)/.ready $(VENV)/.zoo ## Every op, every peer's own cases, random programs, a zoo of models, faults
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/conformance \
 	  --trust-table benchmarks/results/trust
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from . import report
 from .capability import capability
-from .metrics import Comparison, Figures, compare_with_autocast
+from .metrics import MARGIN, Comparison, Figures, compare_with_autocast
 
 KNOWN: dict[tuple[str, str], str] = {
     ("straight_through", "casts"): (
@@ -35,12 +35,14 @@ def unknown_shortfalls(record: Comparison) -> list[str]:
     return [s for s in shortfalls(record) if not s.startswith(tuple(known))]
 
 
-def shortfalls(record: Comparison) -> list[str]:
+def shortfalls(
+    record: Comparison, *, margin: float = MARGIN, spare_bytes: int = 0
+) -> list[str]:
     """Where the converted model misses what is promised; empty if nowhere.
 
-    Errors may be 1.25 times autocast's (`Comparison.error_limit`); everything else must
-    be no worse than autocast's.  What autocast ran is not compared where it can run the
-    case only with oneDNN switched off.
+    Errors may be `margin` times autocast's (`Comparison.error_limit`), and
+    `spare_bytes` more saved; everything else must be no worse than autocast's.  What
+    autocast ran is not compared where it cannot run the case as it is.
     """
     ours, amp = record.converted, record.autocast
     found: list[str] = []
@@ -54,7 +56,8 @@ def shortfalls(record: Comparison) -> list[str]:
         f"a forward ran no rewritten graph: runs gained {ours.runs_gained}",
     )
     for kind in ("output", "grad"):
-        error, limit = getattr(ours, f"{kind}_error"), record.error_limit(kind)
+        error = getattr(ours, f"{kind}_error")
+        limit = record.error_limit(kind, margin)
         expect(error <= limit, f"{kind} error {error:.3g} > {limit:.3g}")
     expect(
         ours.output_dtypes == record.fp32.output_dtypes,
@@ -62,16 +65,17 @@ def shortfalls(record: Comparison) -> list[str]:
     )
     if record.autocast_failure:
         return found
+    # Not the low flops: what nobody reads is not run at all (a pooler without a head).
     expect(
-        ours.counts.low_flops >= amp.counts.low_flops,
-        f"low flops {ours.counts.low_flops} < autocast's {amp.counts.low_flops}",
+        ours.counts.high_flops <= amp.counts.high_flops,
+        f"fp32 flops {ours.counts.high_flops} > autocast's {amp.counts.high_flops}",
     )
     expect(
         ours.counts.total_casts <= amp.counts.total_casts,
         f"casts {ours.counts.total_casts} > autocast's {amp.counts.total_casts}",
     )
     expect(
-        ours.saved.total <= amp.saved.total,
+        ours.saved.total <= amp.saved.total + spare_bytes,
         f"saved bytes {ours.saved.total} > autocast's {amp.saved.total}",
     )
     return found

@@ -75,6 +75,11 @@ class Counts:
         return sum(n for dtype, n in self.flops.items() if dtype in LOW)
 
     @property
+    def high_flops(self) -> int:
+        """The other flops of matmul, convolution and attention."""
+        return self.flops.total() - self.low_flops
+
+    @property
     def low_share(self) -> float:
         """`low_flops` as a share of all flops counted; 0.0 where there are none."""
         return self.low_flops / max(1, self.flops.total())

@@ -167,7 +167,7 @@ def test_a_model_left_alone_falls_short() -> None:
     record = compare_with_autocast(case, lambda model: model, runs=lambda _: 0)
     found = "\n".join(shortfalls(record))
     assert "mlp: a forward ran no rewritten graph: runs gained (0, 0, 0, 0, 0" in found
-    assert "low flops 0 < autocast's 292864" in found
+    assert "fp32 flops 292864 > autocast's 0" in found
     assert "error" not in found
 
 
@@ -180,8 +180,8 @@ def test_every_promise_can_be_broken() -> None:
         runs_gained=(1, 2),
     )
     assert not shortfalls(dataclasses.replace(record, converted=good))
-    fewer = copy.deepcopy(good.counts)
-    fewer.flops[torch.bfloat16] -= 1
+    higher = copy.deepcopy(good.counts)
+    higher.flops[torch.float32] += 1
     more = copy.deepcopy(good.counts)
     more.refreshes += 1
     broken = {
@@ -189,7 +189,7 @@ def test_every_promise_can_be_broken() -> None:
         "output error": {"output_error": 1.3 * good.output_error},
         "grad error": {"grad_error": 1.3 * good.grad_error},
         "output dtypes": {"output_dtypes": (torch.bfloat16,)},
-        "low flops": {"counts": fewer},
+        "fp32 flops": {"counts": higher},
         "casts": {"counts": more},
         "saved bytes": {
             "saved": dataclasses.replace(good.saved, total=good.saved.total + 1)

@@ -143,7 +143,7 @@ def pins(lines: list[str]) -> dict[str, str]:
 CONSTRAINTS = pins((REPO / "constraints.txt").read_text().splitlines())
 
 
-@pytest.mark.parametrize("extra", ["tests", "lint", "mutation"])
+@pytest.mark.parametrize("extra", ["tests", "lint", "mutation", "zoo"])
 def test_extras_pin_what_the_constraints_pin(extra: str) -> None:
     wanted = PROJECT["optional-dependencies"][extra]
     pinned = pins(wanted)

@@ -1,0 +1,272 @@
+"""Models of transformers that look or listen: images, speech, image and text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.models.case import Args, Case, distance, generator, labelled, tokens
+
+from .tiny import VOCAB, tiny
+
+SIDE = 32
+LABELS = 5
+
+_PATCHES = {"image_size": SIDE, "patch_size": 8, "num_labels": LABELS}
+_SWIN = {
+    "image_size": SIDE,
+    "patch_size": 4,
+    "embed_dim": 24,
+    "depths": [1, 1],
+    "num_heads": [2, 4],
+    "window_size": 4,
+    "num_labels": LABELS,
+}
+
+IMAGES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("vit", "ViTForImageClassification", _PATCHES),
+    ("deit", "DeiTForImageClassification", _PATCHES),
+    (
+        "beit",
+        "BeitForImageClassification",
+        {**_PATCHES, "use_relative_position_bias": True},
+    ),
+    ("dinov2", "Dinov2ForImageClassification", {**_PATCHES, "mlp_ratio": 2}),
+    ("swin", "SwinForImageClassification", _SWIN),
+    ("swinv2", "Swinv2ForImageClassification", _SWIN),
+    (
+        "hiera",
+        "HieraForImageClassification",
+        {
+            "image_size": [SIDE, SIDE],
+            "embed_dim": 16,
+            "depths": [1, 1, 1],
+            "num_heads": [1, 2, 4],
+            "num_query_pool": 2,
+            "patch_stride": [4, 4],
+            "masked_unit_size": [4, 4],
+            "num_labels": LABELS,
+        },
+    ),
+    (
+        "convnextv2",
+        "ConvNextV2ForImageClassification",
+        {
+            "image_size": SIDE,
+            "hidden_sizes": [16, 32],
+            "depths": [1, 1],
+            "num_stages": 2,
+            "num_labels": LABELS,
+        },
+    ),
+    (
+        "focalnet",
+        "FocalNetForImageClassification",
+        {
+            "image_size": SIDE,
+            "embed_dim": 16,
+            "depths": [1, 1],
+            "hidden_sizes": [16, 32],
+            "focal_levels": [2, 2],
+            "focal_windows": [3, 3],
+            "num_labels": LABELS,
+        },
+    ),
+    (
+        "segformer",
+        "SegformerForSemanticSegmentation",
+        {
+            "hidden_sizes": [8, 16, 24, 32],
+            "depths": [1, 1, 1, 1],
+            "num_attention_heads": [1, 2, 2, 4],
+            "decoder_hidden_size": 32,
+            "num_labels": LABELS,
+        },
+    ),
+    (
+        "mobilevit",
+        "MobileViTForImageClassification",
+        {
+            "image_size": SIDE,
+            "hidden_sizes": [16, 20, 24],
+            "neck_hidden_sizes": [8, 8, 12, 16, 20, 24, 32],
+            "num_labels": LABELS,
+            "num_attention_heads": 2,
+        },
+    ),
+    (
+        "dpt",
+        "DPTForDepthEstimation",
+        {
+            **_PATCHES,
+            "num_hidden_layers": 4,
+            "backbone_out_indices": [0, 1, 2, 3],
+            "neck_hidden_sizes": [8, 8, 16, 16],
+            "fusion_hidden_size": 8,
+            "is_hybrid": False,
+        },
+    ),
+    (
+        "yolos",
+        "YolosForObjectDetection",
+        {**_PATCHES, "image_size": [SIDE, SIDE], "num_detection_tokens": 5},
+    ),
+)
+
+_CONV = {
+    "conv_dim": [16, 16, 16],
+    "conv_stride": [5, 2, 2],
+    "conv_kernel": [10, 3, 3],
+    "num_feat_extract_layers": 3,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "mask_time_prob": 0.0,
+    "apply_spec_augment": False,
+    "layerdrop": 0.0,
+    "ctc_loss_reduction": "mean",
+}
+
+SPEECH: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("wav2vec2", "Wav2Vec2ForCTC", _CONV),
+    ("wavlm", "WavLMForCTC", _CONV),
+)
+
+
+def _pictures(seed: int) -> Args:
+    images = torch.randn(2, 3, SIDE, SIDE, generator=generator(seed))
+    return (), {"pixel_values": images}
+
+
+def _sound(seed: int) -> Args:
+    sound = torch.randn(2, 800, generator=generator(seed))
+    return (), {
+        "input_values": sound,
+        "labels": 3 + tokens(seed, 2, 6, vocab=VOCAB - 3),
+    }
+
+
+def _mel(seed: int) -> Args:
+    mel = torch.randn(2, 16, 32, generator=generator(seed))
+    return (), {"input_features": mel, "labels": tokens(seed, 2, 8, vocab=VOCAB)}
+
+
+def _whisper() -> nn.Module:
+    return tiny(
+        "WhisperForConditionalGeneration",
+        num_mel_bins=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_source_positions=16,
+        max_target_positions=16,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+
+
+def _two_towers(model: str) -> Callable[[], nn.Module]:
+    text = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "projection_size": 48,
+    }
+    vision = {
+        "image_size": SIDE,
+        "patch_size": 8,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    return lambda: tiny(model, text_config=text, vision_config=vision)
+
+
+def _pairs(seed: int) -> Args:
+    images = torch.randn(2, 3, SIDE, SIDE, generator=generator(seed))
+    ids = tokens(seed, 2, 12, vocab=VOCAB - 3) + 3
+    ids[:, -1] = 2
+    return (), {
+        "input_ids": ids,
+        "pixel_values": images,
+        "attention_mask": torch.ones_like(ids),
+    }
+
+
+def _scores(output: Any) -> Tensor:
+    return distance(
+        [output["logits_per_image"], output["text_embeds"], output["image_embeds"]]
+    )
+
+
+def _logits(output: Any) -> Tensor:
+    for name in ("logits", "predicted_depth"):
+        if name in output:
+            return distance(output[name])
+    raise KeyError(name)
+
+
+def _detections(output: Any) -> Tensor:
+    return distance([output["logits"], output["pred_boxes"]])
+
+
+def _detr() -> nn.Module:
+    import transformers
+
+    backbone = transformers.ResNetConfig(
+        embedding_size=8,
+        hidden_sizes=[8, 16],
+        depths=[1, 1],
+        layer_type="basic",
+        out_features=["stage2"],
+    )
+    return tiny(
+        "DetrForObjectDetection",
+        backbone_config=backbone,
+        use_timm_backbone=False,
+        num_queries=5,
+        d_model=48,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+    )
+
+
+def _build(model: str, settings: dict[str, Any]) -> Callable[[], nn.Module]:
+    return lambda: tiny(model, **settings)
+
+
+CASES = (
+    *(
+        Case(
+            name,
+            _build(model, settings),
+            _pictures,
+            _detections if name == "yolos" else _logits,
+        )
+        for name, model, settings in IMAGES
+    ),
+    *(
+        Case(name, _build(model, settings), _sound, labelled)
+        for name, model, settings in SPEECH
+    ),
+    Case("whisper", _whisper, _mel, labelled),
+    Case("detr", _detr, _pictures, _detections),
+    Case("clip", _two_towers("CLIPModel"), _pairs, _scores),
+    Case("siglip", _two_towers("SiglipModel"), _pairs, _scores),
+)

@@ -1,0 +1,49 @@
+"""Models of transformers made small: what every config is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import nn
+
+VOCAB = 96
+TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+    "use_cache": False,
+}
+
+
+def tiny(model: str, **settings: Any) -> nn.Module:
+    """The named class with small random weights and no dropout."""
+    cls = getattr(transformers, model)
+    made: nn.Module = cls(config_of(cls, settings))
+    return made
+
+
+def config_of(cls: Any, settings: dict[str, Any]) -> Any:
+    """`TINY`, as far as the config knows it, and `settings` laid over it."""
+    config = cls.config_class
+    spelling = config.attribute_map
+    known = {
+        f: TINY[name] for name in TINY if _knows(config, f := spelling.get(name, name))
+    }
+    made = config(**known | settings)
+    for name, value in vars(made).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(made, name, 0.0)
+    return made
+
+
+def _knows(config: Any, name: str) -> bool:
+    return any(name in getattr(base, "__annotations__", {}) for base in config.__mro__)
