@@ -12,6 +12,7 @@ import click
 from autoamp.auto import environment
 from autoamp.errors import AutoampError
 from autoamp.inspect.devices import devices, versions
+from autoamp.plain import plain_line
 
 _LAUNCHED = {"AUTOAMP_ENABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -88,7 +89,7 @@ def env() -> None:
 
 def _variables() -> list[str]:
     given = sorted(k for k in os.environ if k.startswith("AUTOAMP_"))
-    lines = [f"{name}={os.environ[name]!r}" for name in given]
+    lines = [f"{plain_line(name)}={os.environ[name]!r}" for name in given]
     try:
         environment.read(os.environ)
     except AutoampError as error:

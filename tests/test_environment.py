@@ -320,6 +320,8 @@ def test_variables_that_are_none_of_ours() -> None:
     (sentence,) = unknown({"AUTOAMP_" + "ZQ" * 10**5: ""})
     assert all(name in sentence for name in ALL)
     assert len(sentence) < 1000
+    (sentence,) = unknown({"AUTOAMP_\x1b[31m\n": ""})
+    assert sentence.startswith("AUTOAMP_\\x1b[31m\\n is no variable")
     (sentence,) = unknown({"AUTOAMP_ENABLE": "yes"})
     assert sentence.startswith("AUTOAMP_ENABLE='yes': give one of 1, true, on, 0")
 

@@ -76,7 +76,7 @@ def unknown(environ: Mapping[str, str]) -> list[str]:
         found.append(_told(ENABLE, enable, f"give one of {valid}"))
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in known:
-            shown = name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..."
+            shown = plain_line(name, _SHOWN)
             close = difflib.get_close_matches(shown, known, 1) or known
             found.append(
                 f"{shown} is no variable of autoamp; did you mean {', '.join(close)}?"
