@@ -287,6 +287,40 @@ def test_gradients_of_many_uses_meet_in_fp32(
         assert CAST_KIND not in use.meta
 
 
+@pytest.mark.parametrize("free", [True, False])
+@pytest.mark.parametrize("piece", [True, False])
+def test_a_view_of_a_weight_is_repeated_in_later_regions_too(
+    free: bool, piece: bool
+) -> None:
+    """The view's cast serves them: a use of it has its gradient from the weight."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        view = m.other.weight.chunk(2, 1)[0] if piece else m.other.weight.t()
+        total = sum(x @ view for _ in range(150))
+        with torch.no_grad():
+            constant = x @ view
+        return total + constant + sum(x @ view for _ in range(150))
+
+    model = Of(function)
+    gm, x = capture(model, 1), torch.ones(1, WIDTH)
+    options = Options(precision="bf16", do_no_harm=False)
+    found = rewrite_graph(gm, (x,), options, torch.bfloat16, free_weights=free)
+    copies = [c.value for c in found.casts if c.value == "model_other_weight"]
+    assert copies == ["model_other_weight"]
+    products = nodes(found, ATEN.matmul.default)
+    assert len({n.args[1] for n in products}) == 301
+    assert len(nodes(found, low_weight)) == 300
+    found.gm(x).sum().backward()
+    half = model.other.weight.grad[:, : WIDTH // 2]
+    assert half.unique().tolist() == [300.0]
+
+
+def test_the_models_own_cast_reads_what_comes() -> None:
+    found = rewritten(lambda m, x: m.fc(x).to(torch.float16) + 1)
+    assert the(found, ATEN.to.dtype).args[0].name == "linear"
+    assert {c.kind for c in found.casts} == {"down", "weight"}
+
+
 def test_a_cast_is_in_the_module_and_at_the_line_of_what_it_casts() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -135,6 +135,14 @@ def test_devices_are_replaced_wherever_they_are_named() -> None:
     assert run.values["moved"].dtype is LOW
 
 
+def test_a_view_is_made_with_all_its_arguments() -> None:
+    layout = {"memory_format": torch.channels_last}
+    run = graph(
+        ("turned", ATEN.contiguous.default, "x", layout), given=torch.zeros(2, 3, 4, 5)
+    )
+    assert run.values["turned"].stride() == (60, 1, 15, 3)
+
+
 def test_nothing_is_recorded_for_autograd() -> None:
     run = graph(("a", ATEN.exp.default, "x"), given=torch.zeros(2, requires_grad=True))
     assert not run.values["a"].requires_grad

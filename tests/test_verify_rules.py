@@ -397,6 +397,12 @@ def test_a_cast_is_not_read_in_another_region() -> None:
     )
     again = graph(OFF, ON, using("x"))
     assert "another grad-mode" in refused(again, graph(LOW_X, OFF, ON, using("low")))
+    assert "another grad-mode" in refused(again, graph(OFF, LOW_X, ON, using("low")))
+
+
+def test_a_use_of_a_weight_may_read_a_cast_made_in_another_region() -> None:
+    use = ("use", low_weight, "x", "low")
+    verify(graph(OFF, using("x")), graph(LOW_X, OFF, use, using("use")))
 
 
 def test_a_returned_cast_is_read_by_all() -> None:

@@ -289,7 +289,6 @@ class _Emitter:
         weight = self.weight_storage.get(fact.storage)
         if (
             weight is None
-            or value in self.facts.constants
             or not (fact.requires_grad and reader.requires_grad)
             or fact.storage in self.facts.mutated
             or self.low_reads[value, fact.region, 0] < 2
@@ -320,7 +319,8 @@ class _Emitter:
     def _repeated(self, view: str, below: str, reader: NodeFacts) -> fx.Node:
         """View op `view` of `below` again, down to a use of the weight of its own."""
         if below in self.facts.constants:
-            source = self._use_of(below, self._low_copy(below, reader))
+            region = self.facts.nodes[view].region  # where the view's own cast is
+            source = self._use_of(below, self.copies[below, self.low, region, 0])
         else:
             source = self._view_per_use(below, reader) or self.new[below]
         old = self.old[view]
@@ -346,12 +346,6 @@ class _Emitter:
 
     def _swap(self, node: fx.Node, below: str, source: fx.Node) -> fx.Node:
         return source if node.name == below else self.new[node.name]
-
-    def _low_copy(self, value: str, reader: NodeFacts) -> fx.Node:
-        key = (value, self.low, reader.region, 0)
-        if key not in self.copies:
-            self.copies[key] = self._cast(value, self.low)
-        return self.copies[key]
 
     def _returned(self, node: fx.Node) -> fx.Node:
         new = self.new[node.name]

@@ -18,7 +18,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import saturating_cast
+from autoamp.graph_functions import low_weight, saturating_cast
 from autoamp.rewrite.standin import Memo, StandIns, dtypes_of, where
 
 _CONVERTS = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
@@ -274,7 +274,8 @@ def _no_stale_casts(
                     "cast of a tensor that was written to since"
                 )
             crosses = regions.get(source.name, region) != region
-            if crosses and source.name not in returned:
+            # A use of a weight has its gradient from the weight, not through the cast.
+            if crosses and source.name not in returned and node.target != low_weight:
                 raise VerificationError(
                     f"{where(node)} reads {source.name}, a cast made in another "
                     "grad-mode or autocast region"
