@@ -54,7 +54,7 @@ demo: $(VENV)/.ready ## Train a small network in fp32 and in bf16, and show what
 test: lint types ## Lint, types and the quick tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not gpu and not conformance"
 
-test-all: lint types ## The same with the slow tests, and the GPU tests where there is a GPU
+test-all: lint types $(VENV)/.zoo ## The same with the slow tests, and the GPU tests where there is a GPU
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 conformance: $(VENV)/.ready $(VENV)/.zoo ## Every op, every peer's own cases, random programs, a zoo of models, faults
