@@ -157,6 +157,11 @@ def mutates(target: OpOverload) -> bool:
     return bool(mutated_arguments(target))
 
 
+def is_out_variant(target: OpOverload) -> bool:
+    """Whether `target` writes its result to what it is given as `out=`."""
+    return any(argument.is_out for argument in target._schema.arguments)
+
+
 def is_inplace(target: OpOverload) -> bool:
     """Whether `target` writes and returns its first argument, as `add_` does."""
     arguments, returns = target._schema.arguments, target._schema.returns

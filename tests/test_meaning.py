@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from tests.metrics import relative_error
+from tests.strategies import capture
 
 WIDTH = 8
 CLOSE = 0.02  # rounding of two layers; what is tested here is off by 0.3 and more
@@ -243,3 +244,32 @@ def test_what_torch_makes_below_autograd_has_no_gradient(
     autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
     model(x).sum().backward()
     assert torch.equal(model.fc.weight.grad, expected)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h, out: torch.special.zeta(h, h, out=out),
+        lambda h, out: torch.zeros(h.shape, out=out),
+        lambda h, out: torch.sort(h, out=(out, torch.zeros(h.shape).long()))[0],
+    ],
+    ids=["no low kernel", "factory", "two results"],
+)
+def test_out_variants_write_fp32_into_what_they_are_given(
+    write: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            out = torch.zeros_like(x).clone()
+            return write(x.clone(), out) @ x, out.clone() @ x
+
+    x = torch.full((2, 2), 2.0)
+    gm = autoamp.rewrite(
+        capture(Writes(), 1),
+        (x,),
+        precision="bf16",
+        do_no_harm=False,
+        allow=["clone", "zeros_like"],
+    )
+    for found, expected in zip(gm(x), Writes()(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=3 * 2**-8, atol=0)

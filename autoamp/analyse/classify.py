@@ -28,7 +28,7 @@ from autoamp.analyse.taint import POSITION, RANGE, Taints, spread_taints
 from autoamp.analyse.verdict import Mode, Verdict
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.graph_functions import checkpointed
-from autoamp.ops import base_name, is_pointwise, is_view
+from autoamp.ops import base_name, is_out_variant, is_pointwise, is_view
 from autoamp.rules import Category, Rule, Rules
 
 CASTS = frozenset({"aten::to", "aten::_to_copy"})
@@ -122,6 +122,9 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
         return _user_cast(node, fact, under.facts)
     if node.target in _BITS:
         reason = "reads the bits of its operand: another dtype has others"
+        return Verdict(Category.DENY, reason, "autoamp", True, _all("same", fact))
+    if is_out_variant(node.target):
+        reason = "writes into a tensor it is given (out=), as the user made it"
         return Verdict(Category.DENY, reason, "autoamp", True, _all("same", fact))
     rule = _rule_of(node, under.rules)
     if rule is None:

@@ -32,7 +32,7 @@ from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.verdict import Mode
 from autoamp.dtypes import HIGH_DTYPE, largest, short_name
 from autoamp.graph_functions import low_weight, saturating_cast
-from autoamp.ops import base_name, is_view
+from autoamp.ops import base_name, is_out_variant, is_view
 from autoamp.place.assign import Assignment
 
 CAST_KIND = "autoamp_cast"
@@ -205,6 +205,7 @@ class _Emitter:
             args = tuple(self._adapt(a) for a in args)
             kwargs = {k: self._adapt(v) for k, v in kwargs.items()}
         makes_data = base_name(node.target) in FACTORIES
+        makes_data &= not is_out_variant(node.target)
         if makes_data and self.facts.nodes[node.name].makes_floats:
             kwargs = {**kwargs, "dtype": self.low if is_low else HIGH_DTYPE}
         return args, kwargs

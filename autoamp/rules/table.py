@@ -14,7 +14,14 @@ from torch._ops import OpOverload
 
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import RulesError
-from autoamp.ops import base_name, exists, op_name, parse_op_name, split_key
+from autoamp.ops import (
+    base_name,
+    exists,
+    is_out_variant,
+    op_name,
+    parse_op_name,
+    split_key,
+)
 from autoamp.rules.files import BUILTIN, builtin_path
 from autoamp.rules.model import FACTS, Category, Rule
 from autoamp.rules.parse import read, unknown_op
@@ -156,7 +163,7 @@ class Rules:
         return self._found[target]
 
     def _search(self, target: OpOverload) -> Rule | None:
-        if any(argument.is_out for argument in target._schema.arguments):
+        if is_out_variant(target):
             return None
         overload = split_key(op_name(target))[2]
         for name in _own_and_plain(base_name(target)):
