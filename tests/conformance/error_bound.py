@@ -177,7 +177,9 @@ def worst(found: Sequence[Any], is_exact: Exact) -> float:
     for i, (ours, theirs) in enumerate(zip(found, is_exact.results, strict=True)):
         if not _floats(ours) or not ours.numel():
             continue
-        error = (ours.double() - theirs.detach()).abs().flatten().nan_to_num(0.0)
+        error = (
+            (ours.detach().double() - theirs.detach()).abs().flatten().nan_to_num(0.0)
+        )
         element = int(error.argmax())
         if error[element] > 0:
             bound = is_exact.bound(i, element)
