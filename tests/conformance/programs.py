@@ -24,20 +24,15 @@ WIDTH, HEADS, WORDS, CLASSES = 16, 2, 11, 5
 Layer = tuple[Any, ...]
 
 
-class Leaf(nn.Module):
-    """A layer without layers inside: one function of itself and what it is given."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            if isinstance(part, Tensor):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
+def _leaf(function: Callable[[Any, Tensor], Tensor], **parts: Any) -> nn.Module:
+    """A layer with no layers inside, of a class whose `forward` is `function`."""
+    layer = type(function.__name__.strip("_"), (nn.Module,), {"forward": function})()
+    for name, part in parts.items():
+        if isinstance(part, nn.Parameter) or not isinstance(part, Tensor):
+            setattr(layer, name, part)
+        else:
+            layer.register_buffer(name, part)
+    return layer
 
 
 def _linear() -> nn.Linear:
@@ -163,7 +158,7 @@ def _low_rank(m: Any, x: Tensor) -> Tensor:
 
 def _two(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
     """A leaf of two linear layers."""
-    return lambda: Leaf(function, fc=_linear(), other=_linear())
+    return lambda: _leaf(function, fc=_linear(), other=_linear())
 
 
 LEAVES: dict[str, Callable[[], nn.Module]] = {
@@ -173,41 +168,41 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: nn.LayerNorm(WIDTH),
     "rms_norm": lambda: nn.RMSNorm(WIDTH),
     "dropout": lambda: nn.Dropout(0.3),
-    "feed_forward": lambda: Leaf(
+    "feed_forward": lambda: _leaf(
         _feed_forward, up=nn.Linear(WIDTH, 4 * WIDTH), down=nn.Linear(4 * WIDTH, WIDTH)
     ),
-    "attention": lambda: Leaf(_attend, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=_linear()),
-    "attention_by_hand": lambda: Leaf(
+    "attention": lambda: _leaf(_attend, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=_linear()),
+    "attention_by_hand": lambda: _leaf(
         _attend_by_hand, q=_linear(), k=_linear(), v=_linear()
     ),
-    "conv": lambda: Leaf(_convolve, conv=nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
-    "image": lambda: Leaf(
+    "conv": lambda: _leaf(_convolve, conv=nn.Conv1d(WIDTH, WIDTH, 3, padding=1)),
+    "image": lambda: _leaf(
         _convolve_image, conv=nn.Conv2d(1, 4, 3, padding=1), norm=nn.BatchNorm2d(4)
     ),
-    "batch_norm": lambda: Leaf(_convolve, conv=nn.BatchNorm1d(WIDTH)),
-    "group_norm": lambda: Leaf(_convolve, conv=nn.GroupNorm(4, WIDTH)),
-    "lstm": lambda: Leaf(_recur, rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True)),
-    "tied": lambda: Leaf(_tied, fc=_linear()),
-    "count": lambda: Leaf(
+    "batch_norm": lambda: _leaf(_convolve, conv=nn.BatchNorm1d(WIDTH)),
+    "group_norm": lambda: _leaf(_convolve, conv=nn.GroupNorm(4, WIDTH)),
+    "lstm": lambda: _leaf(_recur, rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+    "tied": lambda: _leaf(_tied, fc=_linear()),
+    "count": lambda: _leaf(
         _count, running=torch.zeros(WIDTH), calls=torch.zeros((), dtype=torch.long)
     ),
-    "write": lambda: Leaf(_write, fc=_linear()),
+    "write": lambda: _leaf(_write, fc=_linear()),
     "quiet": _two(_quiet),
     "full": _two(_full),
-    "user_low": lambda: Leaf(_user_low, fc=_linear()),
-    "user_double": lambda: Leaf(_user_double, fc=_linear()),
-    "branch_on_data": lambda: Leaf(
+    "user_low": lambda: _leaf(_user_low, fc=_linear()),
+    "user_double": lambda: _leaf(_user_double, fc=_linear()),
+    "branch_on_data": lambda: _leaf(
         _branch_on_data, fc=_linear(), other=_linear(), turn=torch.zeros(())
     ),
-    "cond": lambda: Leaf(
+    "cond": lambda: _leaf(
         _cond, first=_linear(), second=_linear(), turn=torch.zeros(())
     ),
     "loop": _two(_loop),
-    "look_up": lambda: Leaf(_look_up, table=nn.Embedding(WORDS, WIDTH)),
+    "look_up": lambda: _leaf(_look_up, table=nn.Embedding(WORDS, WIDTH)),
     "choose": _two(_choose),
-    "gather": lambda: Leaf(_gather, fc=_linear()),
-    "reduce": lambda: Leaf(_reduce, fc=_linear()),
-    "low_rank": lambda: Leaf(_low_rank, left=nn.Parameter(torch.randn(WIDTH, 4) / 2)),
+    "gather": lambda: _leaf(_gather, fc=_linear()),
+    "reduce": lambda: _leaf(_reduce, fc=_linear()),
+    "low_rank": lambda: _leaf(_low_rank, left=nn.Parameter(torch.randn(WIDTH, 4) / 2)),
 }
 
 
