@@ -129,7 +129,7 @@ def _training_bf16(case: ModelCase, row: Row) -> None:
         row.autocast_failures["bf16"] = record.autocast_failure
     spare = _bytes_of_repeated_norms(report)
     found = shortfalls(record, margin=MARGIN, spare_bytes=spare)
-    if row.saved[0] > row.saved[1] + spare:
+    if not record.autocast_failure and row.saved[0] > row.saved[1] + spare:
         row.saved_for_memory = _saved_for_memory(case)
         if row.saved_for_memory <= row.saved[1] + spare:
             found = [s for s in found if "saved bytes" not in s]

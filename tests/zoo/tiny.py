@@ -25,9 +25,16 @@ TINY = {
 
 
 def tiny(model: str, **settings: Any) -> nn.Module:
-    """The named class with small random weights and no dropout."""
+    """The named class with small random weights and no dropout.
+
+    Tokens and tables that start as zeros are drawn as well: the slope of a LayerNorm at
+    zero is 1e6, which no trained model has.
+    """
     cls = getattr(transformers, model)
     made: nn.Module = cls(config_of(cls, settings))
+    for p in made.parameters():
+        if p.dim() > 1 and not p.any():
+            nn.init.normal_(p, std=0.02)
     return made
 
 
