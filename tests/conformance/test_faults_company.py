@@ -255,3 +255,48 @@ def test_converted_reverted_and_converted_again_in_training(named: bool) -> None
         assert autoamp.is_converted(model) is low
     assert "step" not in optimizer.__dict__
     assert int(next(iter(optimizer.state.values()))["step"]) == 6 * STEPS
+
+
+# -- the recompile limit ---------------------------------------------------------------
+
+
+class Breaks(nn.Module):
+    """Of two graphs, of which the second's code belongs to all models of the class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x)
+        torch._dynamo.graph_break()
+        return self.fc(torch.tanh(h))
+
+
+def outer() -> nn.Module:
+    return nn.Sequential(Breaks())
+
+
+def test_calls_past_the_recompile_limit_are_right_and_told(figures: Figures) -> None:
+    """And the limit one model has met is not another's, though they share code."""
+    limit = torch._dynamo.config.recompile_limit
+    static = torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False, assume_static_by_default=True
+    )
+    first = autoamp.convert(outer(), **{**BF16, "strict": False})
+    second = autoamp.convert(outer(), **BF16)
+    with static:
+        first(torch.randn(2, 8))
+        graphs = autoamp.report(first).runs
+        assert graphs > 1
+        for rows in [*range(2, limit + 5), 2, 3, limit + 4]:
+            assert off_by(first, torch.randn(rows, 8)) < ERROR
+        assert any("recompile limit" in why for _, why in autoamp.report(first).skipped)
+        before = autoamp.report(first).runs
+        assert off_by(first, torch.randn(2, 8)) > 0
+        assert autoamp.report(first).runs > before, "what was captured runs no more"
+        for rows in range(2, limit + 1):
+            second(torch.randn(rows, 8))
+    assert autoamp.report(second).runs == graphs * (limit - 1)
+    assert autoamp.report(second).skipped == []
+    figures.count("calls past the limit", 5)
