@@ -21,6 +21,7 @@ import sys
 import time
 import tomllib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -216,17 +217,22 @@ def _warm_up() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def choose(share: float, paths: Sequence[Path]) -> list[Mutant]:
-    """A `share` of the mutants of each file, always the same ones while they exist."""
+def choose(share: float, paths: Sequence[Path]) -> tuple[list[Mutant], Counter[str]]:
+    """A `share` of the mutants of each file, and how many mutants each file has.
+
+    It is always the same ones while they exist, and of a larger share a part.
+    """
 
     def place(mutant: Mutant) -> bytes:
         return hashlib.sha256(f"{SEED} {mutant.key}".encode()).digest()
 
     chosen: list[Mutant] = []
+    numbers: Counter[str] = Counter()
     for path in paths:
         every = sorted(mutants(path, ROOT), key=place)
+        numbers.update(m.path for m in every)
         chosen += sorted(every[: round(share * len(every))], key=lambda m: m.line)
-    return chosen
+    return chosen, numbers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -241,12 +247,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", default="", help="files whose path has this in it")
     parser.add_argument("--again", action="store_true", help="only the unkilled ones")
+    parser.add_argument("--table", action="store_true", help="of what is known; no run")
     parser.add_argument("--out", type=Path, default=report.RESULTS / "mutation")
     options = parser.parse_args(arguments)
     paths = [p for layer in LAYERS for p in sorted((ROOT / layer).glob("*.py"))]
     paths = [p for p in paths if options.only in str(p.relative_to(ROOT))]
-    chosen = choose(options.share, paths)
-    known = _read(options.out.with_suffix(".json")) if options.again else {}
+    chosen, numbers = choose(options.share, paths)
+    keep = options.again or options.table
+    known = _read(options.out.with_suffix(".json")) if keep else {}
     found = {m.key: known[m.key] for m in chosen if m.key in known}
 
     def done(mutant: Mutant, outcome: str, by: str, seconds: float) -> None:
@@ -255,14 +263,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{where} {outcome} {seconds:.1f} s {by}", file=sys.stderr, flush=True)
         if outcome not in ("killed", "timed out"):
             print(mutant.change, file=sys.stderr, flush=True)
-        _write(options.out, chosen, found, options.share)
+        _write(options.out, chosen, found)
 
+    if options.table:
+        return _finish(options.out, chosen, numbers, found)
     os.environ["CI"] = "1"
     todo = [
         m
         for m in chosen
         if found.get(m.key, {}).get("outcome") not in ("killed", "timed out")
     ]
+    todo.sort(key=lambda m: m.key not in found)  # those that survived before
     files = [f for f in (f"tests/test_{t}.py" for t in TESTS) if (ROOT / f).exists()]
     silent = ("-p", "no:cacheprovider", "-p", "no:terminal", "-o", "timeout=0", "-s")
     wanted = ("-m", "not slow and not gpu", "-k", "not process")
@@ -271,8 +282,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if code:
         return int(code)
-    text, killed = table(chosen, found, options.share)
-    options.out.with_suffix(".md").write_text(text)
+    return _finish(options.out, chosen, numbers, found)
+
+
+def _finish(
+    out: Path, chosen: Sequence[Mutant], numbers: Counter[str], found: dict[str, Any]
+) -> int:
+    """Writes and prints the table of those that were run; 1 if too few were killed."""
+    text, killed = table([m for m in chosen if m.key in found], numbers, found)
+    out.with_suffix(".md").write_text(text)
     print(text)
     return 1 if killed < WANTED else 0
 
@@ -283,44 +301,54 @@ def _read(path: Path) -> dict[str, Any]:
     return {e.pop("key"): e for e in json.loads(path.read_text())["mutants"]}
 
 
-def _write(
-    out: Path, chosen: Sequence[Mutant], found: dict[str, Any], share: float
-) -> None:
+def _write(out: Path, chosen: Sequence[Mutant], found: dict[str, Any]) -> None:
     """What is known so far, so that a run that is broken off can be gone on with."""
     known = [{"key": m.key} | found[m.key] for m in chosen if m.key in found]
-    data = {"share": share, "mutants": known}
+    data = {"mutants": known}
     out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
 
 
 def table(
-    chosen: Sequence[Mutant], found: dict[str, Any], share: float
+    run: Sequence[Mutant], numbers: Counter[str], found: dict[str, Any]
 ) -> tuple[str, float]:
-    """The table in Markdown, and the share that is killed."""
+    """The table in Markdown of the mutants that were run, and the share killed."""
+    rows = []
+    for path in [*numbers, ""]:
+        here = [found[m.key]["outcome"] for m in run if path in ("", m.path)]
+        counts = [here.count(o) for o in OUTCOMES]
+        killed = (counts[0] + counts[1]) / max(len(here), 1)
+        total = numbers[path] if path else numbers.total()
+        cells = map(str, (total, len(here), *counts))
+        rows.append((path or "all", *cells, f"{100 * killed:.1f} %"))
+    header = ("file", "mutants", "run", *OUTCOMES, "share killed")
+    intro = (
+        "Mutants of mutmut; those that were run are a seeded sample of each file.  One "
+        "that never ends is killed too."
+    )
+    text = "\n\n".join(
+        [
+            intro,
+            report.markdown(header, rows),
+            "## What was not killed, and why",
+            "\n".join(_survivors(run, found)),
+        ]
+    )
+    return text + "\n", killed
+
+
+def _survivors(run: Sequence[Mutant], found: dict[str, Any]) -> list[str]:
+    """A line on each mutant that no test kills, with what looking at it gave."""
     judged = {
         f"{s['in']}\n{s['change']}": s["verdict"]
         for s in tomllib.loads(JUDGED.read_text()).get("survivor", [])
     }
-    paths = list(dict.fromkeys(m.path for m in chosen))
-    rows = []
-    for path in [*paths, "autoamp/"]:
-        here = [found[m.key]["outcome"] for m in chosen if m.path.startswith(path)]
-        counts = [here.count(o) for o in OUTCOMES]
-        part = (counts[0] + counts[1]) / max(len(here), 1)
-        name = path if path.endswith(".py") else "all"
-        rows.append((name, str(len(here)), *map(str, counts), f"{100 * part:.1f} %"))
-    left = [m for m in chosen if found[m.key]["outcome"] in OUTCOMES[2:]]
     lines = []
-    for mutant in left:
-        verdict = judged.get(mutant.key, "not looked at")
-        change = " → ".join(f"`{x[2:]}`" for x in mutant.change.splitlines())
-        lines.append(f"- {mutant.path}:{mutant.line} {change}: {verdict}")
-    header = ("file", "mutants", *OUTCOMES, "share killed")
-    sample = "every mutant" if share == 1 else f"a seeded sample of {share:.0%} a file"
-    intro = f"Mutants of mutmut, {sample}; a mutant that never ends is killed too."
-    text = "\n\n".join(
-        [intro, report.markdown(header, rows), "## Survivors", "\n".join(lines)]
-    )
-    return text + "\n", 1 - len(left) / max(len(chosen), 1)
+    for mutant in run:
+        if found[mutant.key]["outcome"] in OUTCOMES[2:]:
+            change = " → ".join(f"`{x[2:]}`" for x in mutant.change.splitlines())
+            verdict = judged.get(mutant.key, "not looked at")
+            lines.append(f"- {mutant.path}, `{mutant.function}`: {change}: {verdict}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -134,14 +134,21 @@ def test_every_price_is_at_least_one_unit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("modes", "low"), [(("any",), 1440), (("high",), 1440), (("same",), 1220)]
+    ("modes", "low"),
+    [
+        (("any", "any"), 1880),
+        (("high", "high"), 1880),
+        (("any", "high"), 1880),
+        (("same", "same"), 1440),
+    ],
 )
 def test_an_op_whose_label_changes_nothing_costs_one_price(
     modes: tuple[Mode, ...], low: int
 ) -> None:
     """Its results are no floats, and it reads what it reads whatever its label."""
-    prices = priced(lambda x, w: x.argmax(), torch.zeros(22), modes=modes).prices
-    assert prices.ops == {"argmax": (1440, low)}
+    x = torch.zeros(22)
+    prices = priced(lambda x, y, w: x > y, x, x.clone(), modes=modes).prices
+    assert prices.ops == {"gt": (1880, low)}
 
 
 @pytest.mark.parametrize(
