@@ -223,6 +223,22 @@ def first(info: ModuleInfo, training: bool) -> Iterator[Sample]:
             return
 
 
+@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
+def test_recurrent_modules_are_low_only_where_torch_runs_them_in_half(
+    kind: type[torch.nn.RNNBase],
+) -> None:
+    """Plain torch in half says; torch 2.13 runs all three, so none is skipped above."""
+    model, x = kind(4, 4), torch.randn(3, 2, 4)
+    try:
+        copy.deepcopy(model).half()(x.half())
+        kernel = True
+    except RuntimeError:
+        kernel = False
+    autoamp.convert(model, precision="fp16", do_no_harm=False, strict=True)
+    model(x)
+    assert {row.is_low for row in autoamp.report(model).ops} <= {False, kernel}
+
+
 def test_every_module_of_torch_is_there() -> None:
     assert len(MODULES) >= 114
 
