@@ -31,6 +31,14 @@ _SCORES = (
     "fp32 under autocast up to the softmax; here they stay low: 1.3 times autocast's "
     "error over twelve batches and three sets of weights"
 )
+_FUNCTION = (
+    "its activation is a custom autograd.Function, which gets the fp32 values it was "
+    "captured with; autocast hands it bf16"
+)
+_LAYER_SCALE = (
+    "a branch is multiplied by a weight and added, in fp32, to the residual: the branch "
+    "is cast first and saved so, where type promotion reads, and saves, it in bf16"
+)
 _SCAN = (
     "captured, transformers runs an associative scan, whose states are all saved, "
     "where under autocast it runs a loop over the sequence"
@@ -45,6 +53,10 @@ KNOWN: dict[tuple[str, str], str] = {
     ("swinv2", "grad error"): _SCORES,
     ("funnel", "grad error"): _CHANCE,
     ("mamba", "saved bytes"): _SCAN,
+    ("bloom", "saved bytes"): _FUNCTION,
+    ("tv_convnext", "saved bytes"): _LAYER_SCALE,
+    ("timm_convnext", "saved bytes"): _LAYER_SCALE,
+    ("timm_poolformer", "saved bytes"): _LAYER_SCALE,
 }
 """Shortfalls we know of and keep, with the reason: (model, how the message begins)."""
 

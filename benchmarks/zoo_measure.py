@@ -127,7 +127,7 @@ def _training_bf16(case: ModelCase, row: Row) -> None:
         row.errors[f"bf16 {kind}"] = Pair(error, getattr(amp, f"{kind}_error"), limit)
     if record.autocast_failure:
         row.autocast_failures["bf16"] = record.autocast_failure
-    spare = _bytes_of_repeated_norms(report)
+    spare = _bytes_of_exact_norms(report)
     found = shortfalls(record, margin=MARGIN, spare_bytes=spare)
     if not record.autocast_failure and row.saved[0] > row.saved[1] + spare:
         row.saved_for_memory = _saved_for_memory(case)
@@ -151,16 +151,17 @@ def _saved_for_memory(case: ModelCase) -> int:
     return saved_bytes(forward, model.parameters()).total
 
 
-def _bytes_of_repeated_norms(report: Any) -> int:
-    """What norms of norms save more for their accuracy than autocast does.
+def _bytes_of_exact_norms(report: Any) -> int:
+    """What norms save more than under autocast where a rule keeps them fp32.
 
-    They are kept fp32 (docs/how-it-works.md), reading and writing four bytes an element
-    each; what they read is saved in four bytes an element where autocast saves two.
+    Norms of norms, and layer_norm over many rows on a CPU (docs/how-it-works.md): they
+    read and write four bytes an element each, and save what they read in four bytes an
+    element where autocast saves it in two.
     """
     return sum(
         row.bytes // 4
         for row in report.ops
-        if row.origin == "surroundings" and "norm" in row.op
+        if row.origin in ("surroundings", "autoamp") and "norm" in row.op
     )
 
 
