@@ -36,8 +36,12 @@ _FUNCTION = (
     "captured with; autocast hands it bf16"
 )
 _LAYER_SCALE = (
-    "a branch is multiplied by a weight and added, in fp32, to the residual: the branch "
-    "is cast first and saved so, where type promotion reads, and saves, it in bf16"
+    "a branch is multiplied by a weight and added, in fp32, to the residual: the "
+    "branch is cast first and saved so, where type promotion reads and saves it in bf16"
+)
+_EXACT_NORMS = (
+    "five of its layer_norms are over 256 rows or more, where a rule keeps them fp32 "
+    "on a CPU, whose kernel sums the weight's gradient in the low dtype: one cast more"
 )
 _SCAN = (
     "captured, transformers runs an associative scan, whose states are all saved, "
@@ -54,6 +58,7 @@ KNOWN: dict[tuple[str, str], str] = {
     ("funnel", "grad error"): _CHANCE,
     ("mamba", "saved bytes"): _SCAN,
     ("bloom", "saved bytes"): _FUNCTION,
+    ("timm_swin", "casts"): _EXACT_NORMS,
     ("tv_convnext", "saved bytes"): _LAYER_SCALE,
     ("timm_convnext", "saved bytes"): _LAYER_SCALE,
     ("timm_poolformer", "saved bytes"): _LAYER_SCALE,

@@ -11,6 +11,7 @@ from torch import nn
 from tests.models.case import Case, distance, normal
 
 from . import site
+from .tiny import without_zeros
 
 LABELS = 5
 SIDE = 32
@@ -87,8 +88,7 @@ def _named(name: str, settings: dict[str, Any]) -> Callable[[], nn.Module]:
         site.activate()
         import timm
 
-        made: nn.Module = timm.create_model(name, num_classes=LABELS, **settings)
-        return made
+        return without_zeros(timm.create_model(name, num_classes=LABELS, **settings))
 
     return build
 
@@ -102,8 +102,7 @@ def _classed(
         given = settings
         if "token_mixers" in given:
             given = {**given, "token_mixers": getattr(found, given["token_mixers"])}
-        made: nn.Module = getattr(found, name)(num_classes=LABELS, **given)
-        return made
+        return without_zeros(getattr(found, name)(num_classes=LABELS, **given))
 
     return build
 

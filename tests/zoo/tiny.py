@@ -25,17 +25,21 @@ TINY = {
 
 
 def tiny(model: str, **settings: Any) -> nn.Module:
-    """The named class with small random weights and no dropout.
-
-    Tokens and tables that start as zeros are drawn as well: the slope of a LayerNorm at
-    zero is 1e6, which no trained model has.
-    """
+    """The named class with small random weights and no dropout."""
     cls = getattr(transformers, model)
-    made: nn.Module = cls(config_of(cls, settings))
-    for p in made.parameters():
+    return without_zeros(cls(config_of(cls, settings)))
+
+
+def without_zeros(model: nn.Module) -> nn.Module:
+    """`model`, with the tables that start as zeros drawn as well.
+
+    Behind a head of zeros nothing gets a gradient, and the slope of a LayerNorm at a
+    token of zeros is 1e6, which no trained model has.
+    """
+    for p in model.parameters():
         if p.dim() > 1 and not p.any():
             nn.init.normal_(p, std=0.02)
-    return made
+    return model
 
 
 def config_of(cls: Any, settings: dict[str, Any]) -> Any:
