@@ -81,17 +81,21 @@ def _configure_while_compiling(
         skipped: what is left to Python from now on is added.
     """
     base = type(callback)
+    exceeded: dict[types.CodeType, Any] = {}
 
     def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         code = frame.f_code
+        if code in exceeded:
+            return exceeded[code]
         others = _entries_of_others(code, backend)
         config = torch._dynamo.config
         limits = {name: getattr(config, name) + others for name in _LIMITS}
         with config.patch({**_COMPILE_TIME_CONFIG, **limits}), _quietly():
             found = base.__call__(self, frame, *args, **kwargs)
         if found.guarded_code is None and found.apply_to_code:
-            if others and found.frame_exec_strategy.cur_action.name == "RUN_ONLY":
+            if found.frame_exec_strategy.cur_action.name == "RUN_ONLY":
                 found.apply_to_code = False  # our limit is not theirs
+                exceeded[code] = found
             else:
                 skipped.append(code)
         return found
