@@ -124,8 +124,13 @@ class Session:
                 break
         return self.failure
 
-    def find_lines(self, items: Sequence[pytest.Item], files: Sequence[str]) -> Lines:
-        """Runs every test once and watches which statements it reaches."""
+    def find_lines(
+        self, items: Sequence[pytest.Item], files: Sequence[str]
+    ) -> Lines | str:
+        """Runs every test once and watches which statements it reaches.
+
+        Gives what went wrong instead where one fails.
+        """
         seen: set[tuple[str, int]] = set()
         reached: dict[tuple[str, int], list[str]] = {}
         starts = {
@@ -140,6 +145,8 @@ class Session:
             seconds[item.nodeid] = time.process_time() - began
             for place in seen:
                 reached.setdefault(place, []).append(item.nodeid)
+        if self.failure:
+            return self.failure
         return Lines(starts, reached, seconds)
 
     def _within_budget(
@@ -173,6 +180,8 @@ class Session:
         gc.freeze()
         files = sorted({m.path for m in self.chosen})
         lines = in_fork(lambda: self.find_lines(session.items, files), 3600)
+        if not isinstance(lines, Lines):
+            raise pytest.UsageError(f"fails without a mutant: {lines}")
         every = self._within_budget(session.items, lines.seconds)
         if failure := in_fork(lambda: self.run_tests(every), 3600):
             raise pytest.UsageError(f"fails without a mutant: {failure}")

@@ -296,10 +296,10 @@ def test_a_view_of_a_weight_is_repeated_in_later_regions_too(
 
     def function(m: Of, x: Tensor) -> Tensor:
         view = m.other.weight.chunk(2, 1)[0] if piece else m.other.weight.t()
-        total = sum(x @ view for _ in range(150))
+        total = sum(x @ view for _ in range(3))
         with torch.no_grad():
             constant = x @ view
-        return total + constant + sum(x @ view for _ in range(150))
+        return total + constant + sum(x @ view for _ in range(3))
 
     model = Of(function)
     gm, x = capture(model, 1), torch.ones(1, WIDTH)
@@ -308,11 +308,11 @@ def test_a_view_of_a_weight_is_repeated_in_later_regions_too(
     copies = [c.value for c in found.casts if c.value == "model_other_weight"]
     assert copies == ["model_other_weight"]
     products = nodes(found, ATEN.matmul.default)
-    assert len({n.args[1] for n in products}) == 301
-    assert len(nodes(found, low_weight)) == 300
+    assert len({n.args[1] for n in products}) == 7
+    assert len(nodes(found, low_weight)) == 6
     found.gm(x).sum().backward()
     half = model.other.weight.grad[:, : WIDTH // 2]
-    assert half.unique().tolist() == [300.0]
+    assert half.unique().tolist() == [6.0]
 
 
 def test_the_models_own_cast_reads_what_comes() -> None:
