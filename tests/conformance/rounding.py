@@ -155,13 +155,17 @@ def _widened(value: Any) -> Any:
 
 def widened(given: Sequence[Tensor]) -> list[Tensor]:
     """Copies of fp32 tensors as float64, of complex64 as complex128."""
-    return [
-        t.detach()
-        .clone()
-        .to(_WIDER.get(t.dtype, t.dtype))
-        .requires_grad_(t.requires_grad)
-        for t in given
-    ]
+    return [_wide_copy(t.detach()).requires_grad_(t.requires_grad) for t in given]
+
+
+def _wide_copy(tensor: Tensor) -> Tensor:
+    dtype = _WIDER.get(tensor.dtype, tensor.dtype)
+    if tensor.layout is not torch.strided:
+        return tensor.clone().to(dtype)
+    # The whole storage, for `as_strided` to read beyond the tensor as it did.
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = tensor.as_strided((size,), (1,), 0).to(dtype, copy=True)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def exact_and_drawn(
