@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import report
 
 PART, SUM, WORST = "part", "sum:", "worst:"
-HEADER = ("part", "tests", "failed", "skipped", "counted", "worst", "seconds")
+HEADER = ("part", "tests", "failed", "skipped", "seconds")
 
 
 class Figures:
@@ -71,24 +71,23 @@ def _reason(skipped: Any) -> str:
 
 
 def markdown(parts: Mapping[str, Part]) -> str:
-    """The table, then why anything was skipped and what failed."""
+    """The table, then what was counted, why anything was skipped, and what failed."""
     rows = [
         (
             name,
             str(part.passed + len(part.failed)),
             str(len(part.failed)),
             str(part.skipped.total()),
-            ", ".join(f"{n} {kind}" for kind, n in part.counted.items()),
-            ", ".join(f"{kind} {x:.3g}" for kind, x in part.worst.items()),
             f"{part.seconds:.0f}",
         )
         for name, part in parts.items()
     ]
-    notes = [
-        f"- {name}: skipped {n}: {why}"
-        for name, part in parts.items()
-        for why, n in part.skipped.items()
-    ]
+    notes = []
+    for name, part in parts.items():
+        found = [f"{n} {kind}" for kind, n in part.counted.items()]
+        found += [f"{kind} {x:.3g} at worst" for kind, x in part.worst.items()]
+        notes += [f"- {name}: {', '.join(found)}"] if found else []
+        notes += [f"- {name}: skipped {n}: {why}" for why, n in part.skipped.items()]
     notes += [f"- failed: {node}" for part in parts.values() for node in part.failed]
     return "\n".join([report.markdown(HEADER, rows), "", *notes])
 
