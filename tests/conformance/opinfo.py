@@ -180,16 +180,6 @@ def copied(value: Any) -> Any:
     return value.clone() if copies and value.dtype == torch.float32 else value
 
 
-def graph_of(model: nn.Module, arity: int) -> fx.GraphModule:
-    """A graph that calls `model`; the pass traces through it."""
-    root = nn.Module()
-    root.add_module("model", model)
-    graph = fx.Graph()
-    arguments = tuple(graph.placeholder(f"x{i}") for i in range(arity))
-    graph.output(graph.call_module("model", arguments))
-    return fx.GraphModule(root, graph)
-
-
 def traced(model: nn.Module, given: Sequence[Tensor]) -> fx.GraphModule | None:
     """Torch's own trace of the call, or None.
 

@@ -15,8 +15,9 @@ from autoamp.ops import base_name, is_random
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.rules import Category, Rule, Rules
-from tests.conformance.opinfo import Outcome, dense, graph_of, plain, run
+from tests.conformance.opinfo import Outcome, dense, plain, run
 from tests.conformance.rounding import error_over_bound, exact_and_drawn
+from tests.strategies import capture
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -50,7 +51,7 @@ def rewritten(
 ) -> Rewritten:
     """`model` rewritten to run low wherever the rules let it."""
     options = Options(precision=precision, do_no_harm=False, strict=True, **lists)
-    graph = graph_of(model, len(given))
+    graph = capture(model, len(given))
     return rewrite_graph(graph, given, options, LOW[precision])
 
 
