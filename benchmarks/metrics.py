@@ -49,7 +49,7 @@ SEEDS = (0, 1, 2, 3)
 """Batches per comparison; with one or two, the error of a batch is mostly chance."""
 
 MARGIN = 1.25
-"""How many times autocast's error a converted model's may be, unless told otherwise."""
+"""How many times autocast's error a converted model's may be."""
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -100,16 +100,16 @@ class Comparison:
     converted: Figures
     autocast_failure: str = ""
 
-    def error_limit(self, kind: str, margin: float = MARGIN) -> float:
+    def error_limit(self, kind: str) -> float:
         """The largest "output" or "grad" error allowed of the converted model.
 
-        `margin` times autocast's; and where rounding the weights alone is worse than
+        `MARGIN` times autocast's; and where rounding the weights alone is worse than
         autocast (a chaotic network, or one whose weights autocast does not touch),
-        `margin` times that, since nothing that lowers weights can stay below it.
+        `MARGIN` times that, since nothing that lowers weights can stay below it.
         """
         field = f"{kind}_error"
         peers = (self.rounded, self.autocast)
-        return margin * max(getattr(peer, field) for peer in peers)
+        return MARGIN * max(getattr(peer, field) for peer in peers)
 
 
 def measure(

@@ -26,11 +26,6 @@ _WEIGHTS = (
     "its elementwise weights are read from the bf16 copies kept between calls, which "
     "autograd then holds on to; autocast reads those weights in fp32"
 )
-_SCORES = (
-    "cosine attention scales its scores by an fp32 tensor, so promotion keeps them "
-    "fp32 under autocast up to the softmax; here they stay low: 1.3 times autocast's "
-    "error over twelve batches and three sets of weights"
-)
 _FUNCTION = (
     "its activation is a custom autograd.Function, which gets the fp32 values it was "
     "captured with; autocast hands it bf16"
@@ -47,15 +42,8 @@ _SCAN = (
     "captured, transformers runs an associative scan, whose states are all saved, "
     "where under autocast it runs a loop over the sequence"
 )
-_CHANCE = (
-    "over twelve batches and three sets of weights 0.95, 1.02 and 1.00 times "
-    "autocast's; these four batches are a draw"
-)
-
 KNOWN: dict[tuple[str, str], str] = {
     ("convnextv2", "saved bytes"): _WEIGHTS,
-    ("swinv2", "grad error"): _SCORES,
-    ("funnel", "grad error"): _CHANCE,
     ("mamba", "saved bytes"): _SCAN,
     ("bloom", "saved bytes"): _FUNCTION,
     ("timm_swin", "casts"): _EXACT_NORMS,

@@ -268,6 +268,31 @@ def test_residual_sums_stay_fp32() -> None:
     )
 
 
+@pytest.mark.parametrize("what", ["table", "norm", "token"])
+def test_what_begins_a_residual_stream_stays_fp32(what: str) -> None:
+    """Also where its weights are frozen, and would cost nothing low."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        if what == "table":
+            x = m.table(torch.arange(6))
+        elif what == "norm":
+            x = m.norm(m.table(torch.arange(6)))
+        else:
+            x = torch.cat([m.table.weight[:1], m.other(x)])
+        x = x + m.fc(x).relu()
+        return m.other(x)
+
+    model = Of(function)
+    model.requires_grad_(False)
+    found = rewritten(function, model=model, free_weights=True)
+    name = {"table": "embedding", "norm": "layer_norm", "token": "cat"}[what]
+    for op in (name, "add"):
+        assert dtype(found, op) is torch.float32
+        assert "residual stream" in found.assignment.decisions[op].reason
+    asked = rewritten(function, model=model, free_weights=True, allow=[name])
+    assert not asked.classified.verdicts[name].pinned
+
+
 def test_a_users_allow_outranks_the_residual_stream() -> None:
     def function(m: Of, x: Tensor) -> Tensor:
         return m.other(x + m.fc(m.norm(x)))

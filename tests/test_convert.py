@@ -638,13 +638,26 @@ def test_a_call_past_the_graphs_raises_under_strict(
     model(x)
 
 
-def test_backward_hook_inside_a_torch_container_is_told(
+class Uncapturable(nn.Module):
+    """A graph break in a loop, and no layer: no graph is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.eye(8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            if x.sum() > 1e9:
+                break
+            x = x @ weight
+        return x
+
+
+def test_a_model_that_dynamo_captures_nothing_of_is_told(
     x: Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Dynamo breaks at the hook, inside a loop of torch's own code: no graph is left.
-    model = mlp()
-    model[0].register_full_backward_hook(lambda *_: None)
-    exact = model(x.requires_grad_())
+    model = Uncapturable()
+    exact = model(x)
     convert(model, strict=False)
     for _ in range(2):
         assert torch.equal(model(x), exact)
@@ -654,6 +667,16 @@ def test_backward_hook_inside_a_torch_container_is_told(
     assert "ran no rewritten graph" in first
     assert "under torch.autocast" in second
     assert runs(model) == 0
+
+
+def test_backward_hook_inside_a_torch_container(x: Tensor) -> None:
+    # Dynamo breaks at the hook, inside a loop of torch's own code: layer by layer then.
+    model = mlp()
+    model[0].register_full_backward_hook(lambda *_: None)
+    exact = model(x.requires_grad_())
+    convert(model)
+    assert is_rounded(model(x), exact)
+    assert runs(model) == 2
 
 
 class Empty(nn.Module):

@@ -25,6 +25,10 @@ RESIDUAL = (
     "adds a low-precision branch to a full-precision sum that flows on (a residual "
     "stream): rounding the sum would lose small updates"
 )
+BEGINNING = (
+    "makes a full-precision value that low-precision branches are added to (a residual "
+    "stream): rounded here, it would be so in every later layer"
+)
 REPEATED_NORM = (
     "normalises what is normalised already: its gradient is a small difference, which "
     "rounding would drown"
@@ -41,8 +45,7 @@ def precious(facts: Facts, verdicts: Mapping[str, Verdict]) -> dict[str, str]:
     """Infer ops whose result is worth fp32 for what surrounds them, with the reason."""
     found = dict.fromkeys(_of_weights(facts, verdicts), OF_WEIGHTS)
     found |= dict.fromkeys(_repeated_norms(facts, verdicts), REPEATED_NORM)
-    found |= dict.fromkeys(residual_sums(facts, verdicts), RESIDUAL)
-    return found
+    return found | _residual_streams(facts, verdicts)
 
 
 def _of_weights(facts: Facts, verdicts: Mapping[str, Verdict]) -> set[str]:
@@ -89,12 +92,12 @@ def _only_moves(op: str, verdict: Verdict) -> bool:
     )
 
 
-def residual_sums(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
-    """The additions that update a full-precision stream with a low branch."""
+def _residual_streams(facts: Facts, verdicts: Mapping[str, Verdict]) -> dict[str, str]:
+    """The additions of a low branch to a full-precision stream, and what begins it."""
     promoted = promotes_to_low(facts, verdicts)
     computed = _computed_by_allow_ops(facts, verdicts)
     readers = _reader_counts(facts, verdicts)
-    found: set[str] = set()
+    sums: set[str] = set()
     streams: list[str] = []
     for name, verdict in verdicts.items():
         asked = verdict.category is Category.ALLOW  # the user moved it there
@@ -110,9 +113,10 @@ def residual_sums(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[st
                 and stream not in facts.weights
                 and _forks(stream, facts, verdicts, readers)
             ):
-                found.add(name)
+                sums.add(name)
                 streams.append(stream)
-    return frozenset(found | _beginnings(streams, facts, verdicts, promoted))
+    beginnings = _beginnings(streams, facts, verdicts, promoted)
+    return dict.fromkeys(beginnings, BEGINNING) | dict.fromkeys(sums, RESIDUAL)
 
 
 def _beginnings(
@@ -121,7 +125,15 @@ def _beginnings(
     verdicts: Mapping[str, Verdict],
     promoted: set[str],
 ) -> set[str]:
-    """Additions above streams that make their first value (positions to embeddings)."""
+    """Ops above streams that make their first value.
+
+    Embeddings, additions (positions to embeddings), what joins them to others (a class
+    token to patches), and the norms of a network whose sums flow on normalised.  Not
+    where type promotion would leave them low, as what follows a product alone.
+
+    Seen on the two-layer BART of the zoo in inference, where low weights cost nothing:
+    its hidden states were off by 34 times what torch.autocast's are.
+    """
     found: set[str] = set()
     seen: set[str] = set()
     frontier = list(streams)
@@ -131,12 +143,19 @@ def _beginnings(
         if verdict is None or verdict.pinned or maker in promoted or maker in seen:
             continue
         seen.add(maker)
-        op = facts.nodes[maker].op
-        if _is_addition(op):
-            found.add(maker)
-        elif verdict.category is not Category.CLEAR and "dropout" not in op:
+        fact = facts.nodes[maker]
+        data = [o.value for o in fact.operands]
+        if fact.op.partition(".")[0] in _NORMS:
+            data = data[:1]
+        elif verdict.category is Category.CLEAR or "dropout" in fact.op:
+            if len(data) == 1 and data[0] not in facts.weights:
+                frontier += data
+                continue
+        elif not _is_addition(fact.op):
             continue
-        frontier.extend(o.value for o in facts.nodes[maker].operands)
+        if verdict.category is not Category.ALLOW:  # where the user moved it
+            found.add(maker)
+        frontier += data
     return found
 
 

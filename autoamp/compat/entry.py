@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from torch import nn
+
+from autoamp.compat.layers import MOST_SIZES, layer_captured, layer_left
 
 _COMPILE_TIME_CONFIG = {
     # Without it nn.LSTM, GRU and RNN give no graph at all, silently.
@@ -21,6 +24,8 @@ _COMPILE_TIME_CONFIG = {
     # By default a hook registered after the capture is never called.
     "skip_nnmodule_hook_guards": False,
 }
+
+_SUPPRESSED = "an error was suppressed during compilation"
 
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
@@ -36,7 +41,13 @@ class CompiledEntry:
     number for all threads: models called in two at once recompile without end.)
     """
 
-    def __init__(self, entry: types.FunctionType, backend: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        entry: types.FunctionType,
+        backend: Callable[..., Any],
+        leave: Callable[[types.CodeType], None],
+    ) -> None:
+        """Args: `leave` is told of methods of modules that are left to Python."""
         fresh = types.FunctionType(
             entry.__code__.replace(co_name=entry.__code__.co_name),
             entry.__globals__,
@@ -47,7 +58,7 @@ class CompiledEntry:
         self._skipped: list[types.CodeType] = []
         context: Any = torch._dynamo.optimize(backend=backend)
         if hasattr(context, "callback"):  # absent where TORCHDYNAMO_DISABLE is set
-            _configure_while_compiling(context.callback, backend, self._skipped)
+            _configure_while_compiling(context.callback, backend, self._skipped, leave)
         self._compiled: Callable[..., Any] = context(fresh)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +79,10 @@ class CompiledEntry:
 
 
 def _configure_while_compiling(
-    callback: Any, backend: Callable[..., Any], skipped: list[types.CodeType]
+    callback: Any,
+    backend: Callable[..., Any],
+    skipped: list[types.CodeType],
+    leave: Callable[[types.CodeType], None],
 ) -> None:
     """Makes Dynamo's frame callback run under our configuration.
 
@@ -79,6 +93,8 @@ def _configure_while_compiling(
 
     Args:
         skipped: what is left to Python from now on is added.
+        leave: called with those of it that are methods of modules, after a graph break
+            that Dynamo could not go on from.
     """
     base = type(callback)
     exceeded: dict[types.CodeType, Any] = {}
@@ -92,15 +108,26 @@ def _configure_while_compiling(
         limits = {name: getattr(config, name) + others for name in _LIMITS}
         with config.patch({**_COMPILE_TIME_CONFIG, **limits}), _quietly():
             found = base.__call__(self, frame, *args, **kwargs)
+            if layer_left(frame, found):
+                raised = {name: limit + MOST_SIZES for name, limit in limits.items()}
+                with config.patch(raised):
+                    found = layer_captured(self, frame, *args, **kwargs) or found
         if found.guarded_code is None and found.apply_to_code:
             if found.frame_exec_strategy.cur_action.name == "RUN_ONLY":
                 found.apply_to_code = False  # our limit is not theirs
                 exceeded[code] = found
             else:
                 skipped.append(code)
+                if _gave_up_on_module(frame, found):
+                    leave(code)
         return found
 
     callback.__class__ = type(base.__name__, (base,), {"__call__": call})
+
+
+def _gave_up_on_module(frame: Any, found: Any) -> bool:
+    failed = getattr(found, "skip_reason", None) == _SUPPRESSED  # new in torch 2.13
+    return failed and isinstance(frame.f_locals.get("self"), nn.Module)
 
 
 def _entries_of_others(code: types.CodeType, backend: Callable[..., Any]) -> int:

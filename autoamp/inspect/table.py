@@ -19,7 +19,7 @@ from rich.text import Text
 from autoamp.inspect.costs import ALL_FP32, OURS, Costs, amount, in_bytes
 from autoamp.inspect.fp32 import stayed_fp32
 from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
-from autoamp.inspect.text import counted, op_title
+from autoamp.inspect.text import counted, op_title, shorten
 
 _LISTED = 8
 _REWARD_NOTE = (
@@ -265,7 +265,7 @@ def _skipped(skipped: Sequence[tuple[str, str]]) -> Iterator[RenderableType]:
     heading = Rule(Text("not converted, and why", "bold"), align="left")
     yield Padding(heading, (1, 0, 0, 0))
     for what, why in skipped:
-        yield Text.assemble((what, "bold"), f": {why}")
+        yield Text.assemble((shorten(what), "bold"), f": {why}")
 
 
 def _table(first: str, *columns: str) -> Table:

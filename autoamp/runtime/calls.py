@@ -136,7 +136,9 @@ class CompiledCall:
     def _compile(self) -> None:
         self._entry = self._make_entry()
         assert isinstance(self._entry, types.FunctionType)
-        self._compiled = compat.CompiledEntry(self._entry, self.engine)
+        self._compiled = compat.CompiledEntry(
+            self._entry, self.engine, self.engine.left
+        )
         self._compilations += 1
         self._as_is = self.engine.runs_as_is
         self._graphs_before = len(self.engine.graphs)

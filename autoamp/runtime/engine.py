@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
-from autoamp.plain import plain
+from autoamp.plain import plain, plain_line
 from autoamp.runtime.boundary import add_boundary
 from autoamp.runtime.captured import CapturedGraph, Skipped, Tally
 from autoamp.runtime.compilers import for_compilers
@@ -30,6 +31,13 @@ from autoamp.runtime.scaling import GraphRun, ModelScaling, Origin
 from autoamp.runtime.weights import WeightCopies
 
 logger = logging.getLogger(__name__)
+
+
+_LEFT = (
+    "Dynamo leaves it to Python, after a graph break it cannot go on from (in a loop, "
+    "a `with`, a `try`); what it calls is captured by itself, and operations written "
+    "in it run in fp32. TORCH_LOGS=graph_breaks tells more"
+)
 
 
 class _Local(threading.local):
@@ -93,6 +101,13 @@ class Engine:
         if not any(s.why == why for s in self.skipped):
             self.skipped.append(Skipped(self.label, why))
             logger.warning("autoamp: %s: %s", self.label, why)
+
+    def left(self, code: types.CodeType) -> None:
+        """Keeps for the report that Dynamo leaves a function to Python."""
+        place = plain_line(f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}")
+        found = Skipped(place, _LEFT)
+        if found not in self.skipped:
+            self.skipped.append(found)
 
     def announce(self) -> None:
         """One line, after the first call that captured anything."""

@@ -120,7 +120,14 @@ class Builder:
         return pool[-1 - index % len(pool)]
 
     def bound(self, node: fx.Node) -> fx.Node:
-        """`node` cut off, so that whole numbers stay exact in any dtype."""
+        """`node` cut off, so that whole numbers stay exact in any dtype.
+
+        No other step reads `node` itself, and no graph returns it.
+        """
+        self.made.remove(node)
+        for pool in self.pools.values():
+            if node in pool:
+                pool.remove(node)
         return self(ATEN.clamp.default, node, -MOST, MOST)
 
     def writable(self, node: fx.Node) -> fx.Node:

@@ -86,9 +86,14 @@ def _write_row(b: Builder, k: int, x: Node) -> None:
     b(ATEN.neg_.default, b(ATEN.select.int, b.writable(x), 1, k % LENGTH))
 
 
+def _contiguous(b: Builder, x: Node) -> Node:
+    if x.meta["val"].is_contiguous():
+        return x
+    return b(ATEN.clone.default, x, memory_format=torch.contiguous_format)
+
+
 def _write_flat(b: Builder, k: int, x: Node) -> None:
-    if not x.meta["val"].is_contiguous():
-        x = b(ATEN.clone.default, x, memory_format=torch.contiguous_format)
+    x = _contiguous(b, x)
     b(ATEN.zero_.default, b(ATEN.slice.Tensor, b(ATEN.view.default, x, [-1]), 0, k, 60))
 
 
@@ -168,6 +173,9 @@ def _batch_norm(b: Builder, k: int, x: Node) -> None:
     w = b.weights
     training = bool(k % 2)
     statistics = (w["mean"], w["variance"], training, 0.1, 1e-5, False)
+    # For a permuted input torch's kernel and its stand-in give other strides, and a
+    # view of the result traces that does not run (torch.compile refuses it as well).
+    x = _contiguous(b, x)
     b(ATEN.batch_norm.default, x, w["shift"], w["shift"], *statistics)
 
 

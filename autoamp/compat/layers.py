@@ -1,0 +1,54 @@
+"""Layers of torch.nn called from code that Dynamo has left to Python.
+
+A graph break in a loop, or inside a `with` or `try`, makes Dynamo leave the whole
+function to Python.  It then looks at what the function calls, but starts no graph in a
+file of torch's own: a head called there (`self.lm_head(x)`), or a list of
+`nn.TransformerEncoderLayer`, would run in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch._dynamo.convert_frame
+from torch import nn
+
+MOST_SIZES = 64
+"""Graphs of one layer class in one model: all its layers share one code object."""
+
+_IN_TORCH = "frame is in the Dynamo skipfiles list"
+
+
+def layer_left(frame: Any, found: Any) -> bool:
+    """Whether Dynamo has passed over `frame` for being torch's, and it is a layer's.
+
+    Args:
+        frame: what Dynamo's callback was given.
+        found: what it returned.
+    """
+    if getattr(found, "skip_reason", None) != _IN_TORCH:  # not there in torch 2.11
+        return False
+    layer = frame.f_locals.get("self")
+    if not isinstance(layer, nn.Module):
+        return False
+    forward: Any = type(layer).forward
+    return (
+        getattr(forward, "__code__", None) is frame.f_code
+        and forward.__module__.startswith("torch.nn.modules.")
+        and any(p.is_floating_point() for p in layer.parameters())
+    )
+
+
+def layer_captured(callback: Any, frame: Any, cache_entry: Any, state: Any) -> Any:
+    """What Dynamo makes of a layer's frame; None where this torch cannot be asked."""
+    dynamo: Any = torch._dynamo.convert_frame
+    try:
+        inner = callback._torchdynamo_orig_backend
+        lock, modes_off = dynamo.compile_lock, dynamo._disable_current_modes
+        watched = dynamo.is_in_any_mode_without_ignore_compile_internals()
+    except AttributeError:
+        return None
+    if torch._dynamo.config.disable or watched:
+        return None
+    with lock, modes_off():
+        return inner(frame, cache_entry, callback.hooks, state, skip=1)

@@ -1,0 +1,83 @@
+"""Layers of torch.nn called in functions that Dynamo leaves to Python."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from benchmarks.counting import count_ops
+from benchmarks.errors import relative_error
+
+WIDTH = 16
+PRODUCTS = 8
+"""One after another on the way through the model below."""
+
+
+class Looping(nn.Module):
+    """What is computed in `forward` is never in a graph: the break is in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.deep = nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, WIDTH))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if x.sum() > 1e9:
+                break
+            x = x + layer(x).relu()
+        return self.head(self.net(self.deep(x)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_layers_are_low_where_their_caller_is_left_to_python(precision: str) -> None:
+    """No further off than a rounding to bf16 before every product."""
+    torch.manual_seed(0)
+    model = Looping()
+    plain = copy.deepcopy(model)
+    autoamp.convert(model, precision=precision, do_no_harm=False, strict=True)
+    for batch in (2, 3):
+        x = torch.randn(batch, 4, WIDTH)
+        model.zero_grad()
+        plain.zero_grad()
+        outputs, expected = model(x), plain(x)
+        outputs.square().mean().backward()
+        expected.square().mean().backward()
+        assert outputs.dtype is torch.float32
+        assert relative_error(outputs, expected) < PRODUCTS * 2**-8
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert ours.grad.dtype is torch.float32
+            assert relative_error(ours.grad, theirs.grad) < 2 * PRODUCTS * 2**-8
+    counts = count_ops(lambda: model(x), model.parameters())
+    assert counts.low_flops
+    assert not counts.high_flops
+
+
+def test_each_layer_is_given_its_own_weights() -> None:
+    """Layers of one size share a graph."""
+    model = Looping()
+    with torch.no_grad():
+        for i, layer in enumerate(model.layers):
+            layer.weight.copy_(torch.eye(WIDTH))
+            layer.bias.fill_(i)
+    seen: list[Tensor] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *given: seen.append(given[2] - given[1][0]))
+    autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+    model(torch.ones(2, 4, WIDTH))
+    assert [t.unique().tolist() for t in seen] == [[0.0], [1.0], [2.0]]
+
+
+def test_the_report_names_what_is_left_to_python() -> None:
+    model = autoamp.convert(Looping(), precision="bf16", do_no_harm=False)
+    model(torch.randn(2, 4, WIDTH))
+    ((what, why),) = autoamp.report(model).skipped
+    assert f"{__file__}:" in what
+    assert "leaves it to Python" in why
