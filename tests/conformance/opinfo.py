@@ -171,7 +171,10 @@ class Wrapped(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         given = [copied(t) for t in tensors] if self.inputs else tensors
-        return pytree.tree_map(copied, self.inner(*given))
+        result = self.inner(*given)
+        # Rebuilt by pytree a `torch.Size` is a tuple, but not where Dynamo traces that.
+        sized = isinstance(result, torch.Size)
+        return result if sized else pytree.tree_map(copied, result)
 
 
 def copied(value: Any) -> Any:
