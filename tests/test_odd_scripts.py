@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
@@ -298,6 +299,44 @@ def test_anomalies_are_not_those_of_the_scale(precision: str) -> None:
             optimizer.zero_grad()
             model(x).square().sum().backward()
             optimizer.step()
+
+
+def test_clipping_that_wants_finite_gradients(precision: str) -> None:
+    """While the loss scale finds its place, whole steps are skipped, and no error."""
+    model, x = mlp(), x_of(64)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    before, skipped = copy.deepcopy(model.state_dict()), []
+    for _ in range(12):
+        optimizer.zero_grad()
+        (100 * model(x)).square().mean().backward()
+        for part in (model, model[2]):
+            clip_grad_norm_(part.parameters(), 1.0, error_if_nonfinite=True)
+        torch.nn.utils.get_total_norm(
+            [p.grad for p in model.parameters()], error_if_nonfinite=True
+        )
+        optimizer.step()
+        skipped.append(bool(getattr(optimizer, "step_was_skipped", False)))
+    assert not skipped[-1]
+    assert skipped[0] == (precision == "fp16")
+    assert not torch.equal(model[2].weight, before["2.weight"])
+
+
+def test_clipping_still_refuses_what_is_infinite_by_itself(precision: str) -> None:
+    model, x = mlp(), x_of()
+    model(x).sum().backward()
+    weight = torch.ones(3, requires_grad=True)
+    weight.grad = torch.full((3,), torch.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
+
+
+def test_clipping_is_put_back() -> None:
+    original = torch.nn.utils.clip_grad._get_total_norm
+    autoamp.enable()
+    assert torch.nn.utils.clip_grad._get_total_norm is not original
+    autoamp.disable()
+    assert torch.nn.utils.clip_grad._get_total_norm is original
+    assert torch.nn.utils.get_total_norm is original
 
 
 def test_a_model_converted_by_name_tells_of_an_overflow_nobody_skips(

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 import autoamp_autoload
+from autoamp import compat
 from autoamp.auto import environment, stderr
+from autoamp.auto.clipping import tolerating
 from autoamp.auto.compiled import compiling_with
 from autoamp.auto.environment import Settings
 from autoamp.auto.mode import THREAD, AutomaticMode
@@ -68,7 +70,7 @@ def enable_from_environment(*stand_ins: tuple[Any, Any]) -> list[Any]:
     _start(settings, *stand_ins)
     for sentence in environment.unknown(os.environ):
         logger.warning("autoamp: %s", sentence)
-    return [patch.ours for patch in _patches]
+    return [patch.ours for patch in _patches[: len(stand_ins)]]
 
 
 def disable() -> None:
@@ -103,6 +105,10 @@ def _start(
             _patches.append(Patch(nn.Module, "__call__", _watching, call))
             compiling = compiling_with(lambda: _mode)
             _patches.append(Patch(torch, "compile", compiling, compile_))
+            if compat.TOTAL_NORM is not None:
+                _patches.append(Patch(*compat.TOTAL_NORM, tolerating))
+            if hasattr(torch.nn.utils, "get_total_norm"):
+                _patches.append(Patch(torch.nn.utils, "get_total_norm", tolerating))
     if before is not None:
         before.revert_all()
 

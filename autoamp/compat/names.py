@@ -36,3 +36,10 @@ TRANSFORM_ENTRIES, TRANSFORM_EXITS = (
 )
 # Calls a sub-graph, and nothing else.
 WRAP = torch.ops.higher_order.wrap
+
+# The name by which `clip_grad_norm_` calls what it takes the norm with, if it has one.
+TOTAL_NORM: tuple[Any, str] | None = (
+    (torch.nn.utils.clip_grad, "_get_total_norm")
+    if hasattr(torch.nn.utils.clip_grad, "_get_total_norm")
+    else None
+)

@@ -290,6 +290,15 @@ class Backwards:
         mine = [r for r in late if r.scaling is scaling and not r.counted]
         return [run for run in mine if run.overflowed_on_host]
 
+    def any_overflowed(self) -> bool:
+        """Whether gradients that are there now hold an overflow; waits for the device.
+
+        Until the next backward those of a step that was just skipped still do.
+        """
+        with self._lock:
+            runs = [r for r in self.runs if not r.voided]
+        return any(bool(flag) for run in runs for flag in run.found_inf)
+
     def since(self, number: int) -> list[GraphRun]:
         """The runs reached after `number`."""
         with self._lock:
