@@ -17,8 +17,9 @@ from autoamp.errors import VerificationError
 from autoamp.options import Options
 from autoamp.place.assign import Assignment, assign
 from autoamp.place.cost import device_of, price_graph
-from autoamp.rewrite.casts import Cast, insert_casts
+from autoamp.rewrite.casts import insert_casts
 from autoamp.rewrite.cleanup import clean_up
+from autoamp.rewrite.emitted import Cast
 from autoamp.rewrite.verify import Verifier
 
 _T = TypeVar("_T")

@@ -15,7 +15,7 @@ from autoamp.dtypes import parse_low_dtype
 from autoamp.graph_functions import low_weight, saturating_cast
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
-from autoamp.rewrite.casts import CAST_KIND, Cast
+from autoamp.rewrite.emitted import CAST_KIND, Cast
 from tests.strategies import capture
 
 ATEN = torch.ops.aten

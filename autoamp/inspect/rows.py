@@ -15,7 +15,7 @@ from autoamp.analyse.facts import NodeFacts
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.pipeline import Rewritten
 from autoamp.place.assign import Decision
-from autoamp.rewrite.casts import CAST_KIND
+from autoamp.rewrite.emitted import CAST_KIND
 
 
 @dataclass(frozen=True)

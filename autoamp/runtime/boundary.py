@@ -33,7 +33,7 @@ from autoamp.graph_functions import (
     unscale_half_leaf,
 )
 from autoamp.pipeline import Rewritten
-from autoamp.rewrite.casts import CAST_KIND
+from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.runtime.flow import GraphFlow
 from autoamp.runtime.unscaled import true_values
 

@@ -14,7 +14,7 @@ from autoamp.analyse.facts import named_arguments, written_values
 from autoamp.compat import OpOverload
 from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, base_name, is_inplace
 from autoamp.pipeline import Rewritten
-from autoamp.rewrite.casts import CAST_KIND
+from autoamp.rewrite.emitted import CAST_KIND
 
 _CUTS = frozenset({torch.ops.aten.detach.default})
 """Ops that share memory and through which no gradient flows."""

@@ -9,7 +9,7 @@ from torch import fx
 
 from autoamp.graph_functions import checkpointed, low_weight
 from autoamp.pipeline import Rewritten
-from autoamp.rewrite.casts import CAST_KIND
+from autoamp.rewrite.emitted import CAST_KIND
 
 
 @dataclass

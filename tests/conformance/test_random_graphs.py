@@ -32,6 +32,7 @@ from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_normalised
 from autoamp.place.cost import Device
 from autoamp.rewrite import casts
+from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.verify import Verifier
 from autoamp.rules import Category, Rule, Rules
 from tests.conformance.exploring import explore
@@ -105,7 +106,7 @@ def cost_of(found: Rewritten) -> int:
     for node in found.gm.graph.nodes:
         if node.name in prices.ops:
             total += prices.ops[node.name][node.name in found.assignment.low]
-        elif casts.CAST_KIND in node.meta:
+        elif CAST_KIND in node.meta:
             source = node.all_input_nodes[0]
             while source.name not in before:
                 source = source.all_input_nodes[0]

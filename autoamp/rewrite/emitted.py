@@ -1,0 +1,154 @@
+"""The graph that is being emitted: nodes by their old names, and the casts so far."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.facts import Facts
+from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.graph_functions import low_weight, saturating_cast
+
+CAST_KIND = "autoamp_cast"
+"""Set in the `meta` of every inserted cast: "weight", "down" or "up"."""
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One inserted cast.
+
+    Attributes:
+        name: its node.
+        kind: "weight", "down" or "up".
+        value: the node it casts.
+        dtype: what it casts to.
+        bytes: bytes it writes (a hint where the size is symbolic).
+    """
+
+    name: str
+    kind: str
+    value: str
+    dtype: torch.dtype
+    bytes: int
+
+
+class Emitted:
+    """A graph that grows.
+
+    Attributes:
+        graph: what has been emitted.
+        old, new: nodes of the graph before, and what stands for each in this one.
+        casts: those inserted, in graph order.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        facts: Facts,
+        extreme: frozenset[str],
+        fake_mode: compat.FakeTensorMode,
+    ) -> None:
+        """Args: `extreme` holds values whose casts saturate."""
+        self.graph = fx.Graph()
+        self.old = {n.name: n for n in gm.graph.nodes}
+        self.new: dict[str, fx.Node] = {}
+        self.casts: list[Cast] = []
+        self._facts = facts
+        self._extreme = extreme
+        self._fake_mode = fake_mode
+        self._fakes: dict[Any, torch.Tensor] = {}
+        self._inserted: set[str] = set()
+        self._names_tried: Counter[str] = Counter()
+
+    def insert(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str,
+        like: fx.Node,
+    ) -> fx.Node:
+        """A call that the graph before did not have, its `meta` that of `like`."""
+        new = self.graph.create_node(
+            "call_function", target, args, kwargs, self._free_name(name)
+        )
+        new.meta = {k: v for k, v in like.meta.items() if k != CAST_KIND}
+        return new
+
+    def cast(self, value: str, dtype: torch.dtype) -> fx.Node:
+        """A cast of what stands for `value` now."""
+        at = self.new[value]
+        kind = "up" if dtype == HIGH_DTYPE else "down"
+        written = self._facts.nodes[value].storage in self._facts.mutated
+        if kind == "down" and value in self._facts.weights and not written:
+            kind = "weight"  # one copy, made before the graph runs, serves every use
+        name = self._free_name(f"{value}_{short_name(dtype)}")
+        if kind == "down" and value in self._extreme:
+            new = self.graph.create_node(
+                "call_function", saturating_cast, (at, dtype), {}, name
+            )
+        else:
+            new = self.graph.create_node(
+                "call_function", _CAST, (at,), {"dtype": dtype}, name
+            )
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in at.meta:
+                new.meta[key] = at.meta[key]
+        new.meta["val"] = self.fake(at.meta["val"], dtype)
+        new.meta[CAST_KIND] = kind
+        numel = self._facts.nodes[value].numel
+        self.casts.append(Cast(new.name, kind, value, dtype, numel * dtype.itemsize))
+        return new
+
+    def use_of(self, value: str, copy: fx.Node) -> fx.Node:
+        """One use of a low `copy` of `value`, with a gradient of its own."""
+        return self.insert(
+            low_weight, (self.new[value], copy), {}, f"{copy.name}_use", copy
+        )
+
+    def clone(self, value: fx.Node) -> fx.Node:
+        """A copy of `value`, laid out alike."""
+        clone = torch.ops.aten.clone.default
+        new = self.insert(clone, (value,), {}, f"{value.name}_copy", value)
+        with self._fake_mode:
+            new.meta["val"] = value.meta["val"].clone()
+        return new
+
+    def fake(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A fake tensor like `like` in `dtype`; one serves all of the same size."""
+        sizes = (*like.shape, *like.stride())
+        static = all(type(size) is int for size in sizes)
+        key = (sizes, dtype, like.device) if static else None
+        if key in self._fakes:
+            return self._fakes[key]
+        with self._fake_mode:
+            made = like.to(dtype)
+        if key is not None:
+            self._fakes[key] = made
+        return made
+
+    def _free_name(self, wanted: str) -> str:
+        """A name for a new node: one that no node has, nor one still to come.
+
+        What is known of a node, and what `verify` compares, is found by its name.
+        """
+        name, count = wanted, self._names_tried[wanted]
+        while name in self.old or name in self._inserted:
+            count += 1
+            name = f"{wanted}_{count}"
+        self._names_tried[wanted] = count
+        self._inserted.add(name)
+        return name
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """The dtype of a node's value; None where it is no tensor."""
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,120 @@
+"""Uses of low values whose gradients are summed in fp32, use by use.
+
+A value read several times gets the sum of its readers' gradients, in its own dtype.  For
+weights, and values read very often, that must not be a low one: each use then gets an
+autograd node of its own (`low_weight`), behind which they meet in fp32.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from autoamp.analyse.facts import NodeFacts
+from autoamp.place.assign import Assignment
+from autoamp.rewrite.emitted import Emitted, dtype_of
+
+MANY_USES = 8
+"""Uses of one cast beyond which its gradients are summed in fp32, use by use.
+
+Summing n terms in bf16 (8 bits) may lose n/2 units of the last place of the largest;
+up to 8 terms that stays within what one more rounding of the result costs.  (Autocast,
+which casts per use, always sums in fp32.)"""
+
+Copies = dict[tuple[str, torch.dtype, int, int], fx.Node]
+"""Casts that readers share: of a value, to a dtype, in a region, after some writes."""
+
+
+class Uses:
+    """Knows which uses stand apart, and repeats views of weights for them."""
+
+    def __init__(
+        self, emitted: Emitted, assignment: Assignment, low: torch.dtype, copies: Copies
+    ) -> None:
+        """Args: `copies` is looked up as it grows."""
+        self._emitted = emitted
+        self._facts = facts = assignment.facts
+        self._verdicts = assignment.verdicts
+        self._low = low
+        self._copies = copies
+        self._weight_storage = {
+            facts.nodes[w].storage: w for w in sorted(facts.weights, reverse=True)
+        }
+        self._low_reads = _count_low_reads(assignment)
+
+    def stand_apart(self, value: str, reader: NodeFacts, epoch: int) -> bool:
+        """Whether each use of a shared cast needs an autograd node of its own."""
+        if not (self._facts.nodes[value].requires_grad and reader.requires_grad):
+            return False
+        uses = self._low_reads[value, reader.region, epoch]
+        of_weight = self._facts.nodes[value].storage in self._weight_storage
+        return uses > (1 if of_weight else MANY_USES)
+
+    def view_of_weight(self, value: str, reader: NodeFacts) -> fx.Node | None:
+        """A fresh view chain for one use of a low view of a weight, or None.
+
+        `w.t()` computed once and used often would sum its gradients in low precision
+        where the uses meet; repeating the view (no data moves) lets them meet in fp32.
+        """
+        fact = self._facts.nodes[value]
+        weight = self._weight_storage.get(fact.storage)
+        if (
+            weight is None
+            or not (fact.requires_grad and reader.requires_grad)
+            or fact.storage in self._facts.mutated
+            or self._low_reads[value, fact.region, 0] < 2
+            or dtype_of(self._emitted.new[value]) != self._low
+        ):
+            return None
+        if value in self._facts.element_of:
+            return self._piece_of_weight(value, reader)
+        operands = fact.operands
+        maker = self._emitted.new[value]
+        if len(operands) != 1 or maker.op != "call_function":
+            return None
+        return self._repeated(value, operands[0].value, reader)
+
+    def _piece_of_weight(self, value: str, reader: NodeFacts) -> fx.Node | None:
+        """The same for one of the pieces `chunk` or `split` cut a weight into."""
+        whole = self._facts.element_of[value]
+        operands = self._facts.nodes[whole].operands
+        if len(operands) != 1 or whole not in self._verdicts:
+            return None
+        cut = self._repeated(whole, operands[0].value, reader)
+        args = (cut, *self._emitted.old[value].args[1:])
+        like = self._emitted.new[value]
+        return self._emitted.insert(operator.getitem, args, {}, value, like)
+
+    def _repeated(self, view: str, below: str, reader: NodeFacts) -> fx.Node:
+        """View op `view` of `below` again, down to a use of the weight of its own."""
+        emitted = self._emitted
+        if below in self._facts.constants:
+            region = self._facts.nodes[view].region  # where the view's own cast is
+            copy = self._copies[below, self._low, region, 0]
+            source = emitted.use_of(below, copy)
+        else:
+            source = self.view_of_weight(below, reader) or emitted.new[below]
+
+        def swap(node: fx.Node) -> fx.Node:
+            return source if node.name == below else emitted.new[node.name]
+
+        old = emitted.old[view]
+        args, kwargs = fx.map_arg((old.args, old.kwargs), swap)
+        return emitted.insert(old.target, args, kwargs, old.name, emitted.new[view])
+
+
+def _count_low_reads(assignment: Assignment) -> Mapping[tuple[str, int, int], int]:
+    """How many reads of each value, per region and epoch, are in the low dtype."""
+    counts: Counter[tuple[str, int, int]] = Counter()
+    for name, verdict in assignment.verdicts.items():
+        if name not in assignment.low:
+            continue
+        fact = assignment.facts.nodes[name]
+        for operand, mode in zip(fact.operands, verdict.modes, strict=True):
+            if mode in ("same", "follow"):
+                counts[operand.value, fact.region, operand.epoch] += 1
+    return counts
