@@ -6,6 +6,7 @@ metadata the rewrite wrote.
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -70,14 +71,25 @@ class StandIns:
         if not isinstance(target, compat.OpOverload):
             return target(*args, **kwargs)
         args = tuple(_META if isinstance(a, torch.device) else a for a in args)
-        if any(a.name == "device" and a.kwarg_only for a in target._schema.arguments):
+        if _takes_device(target):
             kwargs = {**kwargs, "device": _META}
-        if any(a.alias_info is not None for a in target._schema.arguments):
+        if _shares_memory(target):
             return target(*args, **kwargs)  # what shares storage must go on to share it
         key = (target, _signature(args), _signature(kwargs))
         if key not in self.memo:
             self.memo[key] = target(*args, **kwargs)
         return _stand_in(self.memo[key])
+
+
+# Asked at every node; torch makes a schema's arguments anew each time.
+@functools.cache
+def _takes_device(target: compat.OpOverload) -> bool:
+    return any(a.name == "device" and a.kwarg_only for a in target._schema.arguments)
+
+
+@functools.cache
+def _shares_memory(target: compat.OpOverload) -> bool:
+    return any(a.alias_info is not None for a in target._schema.arguments)
 
 
 def _signature(value: Any) -> Any:
