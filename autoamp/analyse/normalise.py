@@ -212,7 +212,7 @@ class _Lowering(fx.Interpreter):
         """A checkpointed region: its body becomes an ATen graph of its own."""
         body, *operands = args
         with compat.outside_trace():
-            result = body(*operands)
+            result = _InPlace(body).run(*operands)
             lowered = _trace(body, operands, self.mode)
         _restore_placeholders(lowered, body, tuple(operands))
         lowered.meta[LOWERED_BODY] = True
@@ -256,6 +256,20 @@ class _Lowering(fx.Interpreter):
         graph = fx.Graph()
         graph.output(graph.graph_copy(body.graph, {}))
         return compat.module_proxy(name, fx.GraphModule(body, graph))
+
+
+class _InPlace(fx.Interpreter):
+    """Runs checkpointed regions as if they were not.
+
+    Torch's own op runs them under a mode that knows no other higher-order op, such as
+    the branches of `torch.cond`.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is compat.CHECKPOINT:
+            body, *operands = args
+            return _InPlace(body).run(*operands)
+        return super().call_function(target, args, kwargs)
 
 
 def _proxies(values: Any) -> list[tuple[torch.Tensor, Any]]:

@@ -132,8 +132,12 @@ def _gave_up_on_module(frame: Any, found: Any) -> bool:
 
 def _entries_of_others(code: types.CodeType, backend: Callable[..., Any]) -> int:
     """How often `code` was compiled with another backend than `backend`."""
-    entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
-    return sum(entry.backend is not backend for entry in entries)
+    entries: Any = getattr(
+        torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None
+    )
+    if entries is None:  # models of one class then share a limit
+        return 0
+    return sum(entry.backend is not backend for entry in entries(code))
 
 
 def set_frames_action(code: types.CodeType, name: str) -> None:

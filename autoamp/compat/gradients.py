@@ -126,7 +126,10 @@ def accumulate_in(param: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def backward_id() -> int:
-    """A number that tells the backward pass that is running from all others."""
+    """A number that tells the backward pass that is running from all others.
+
+    Without a fallback: `torch.utils.checkpoint` itself has no other.
+    """
     return int(torch._C._current_graph_task_id())
 
 

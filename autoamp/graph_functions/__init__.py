@@ -17,7 +17,7 @@ from autoamp.graph_functions.casts import (
     scaled_result,
 )
 from autoamp.graph_functions.half import unscale_half_leaf
-from autoamp.graph_functions.regions import checkpointed
+from autoamp.graph_functions.regions import checkpoint_as_python_does, checkpointed
 from autoamp.graph_functions.traceable import (
     FOR_COMPILERS,
     traced_scale_grad_,
@@ -27,6 +27,7 @@ from autoamp.graph_functions.traceable import (
 __all__ = [
     "FOR_COMPILERS",
     "LEAF_FUNCTIONS",
+    "checkpoint_as_python_does",
     "checkpointed",
     "low_weight",
     "low_weight_unscaled",

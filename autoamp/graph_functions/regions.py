@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils.checkpoint import checkpoint
+
+from autoamp import compat
 
 
 def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -33,3 +36,19 @@ def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
         preserve_rng_state=options.get("preserve_rng_state", True),
         determinism_check=options.get("determinism_check", "default"),
     )
+
+
+def checkpoint_as_python_does(gm: fx.GraphModule) -> None:
+    """Makes the checkpointed regions of a captured graph ready to be run as they are.
+
+    Changes `gm` and the graphs inside it, whose `tag_activation_checkpoint` is for
+    AOT's eyes: run by itself it knows no other higher-order op inside a region either.
+    """
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.find_nodes(
+            op="call_function", target=compat.CHECKPOINT
+        ):
+            node.target = checkpointed
+        module.recompile()

@@ -1,8 +1,8 @@
 """Uses of low values whose gradients are summed in fp32, use by use.
 
-A value read several times gets the sum of its readers' gradients, in its own dtype.  For
-weights, and values read very often, that must not be a low one: each use then gets an
-autograd node of its own (`low_weight`), behind which they meet in fp32.
+A value read several times gets the sum of its readers' gradients, in its own dtype.
+For weights, and values read very often, that must not be a low one: each use then gets
+an autograd node of its own (`low_weight`), behind which they meet in fp32.
 """
 
 from __future__ import annotations

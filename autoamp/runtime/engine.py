@@ -20,6 +20,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError
+from autoamp.graph_functions import checkpoint_as_python_does
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.plain import plain, plain_line
@@ -278,6 +279,8 @@ class Engine:
         self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", problem))
         local = self.local
         backend = "eager" if self.runs_as_is else self.options.backend
+        if backend == "eager":
+            checkpoint_as_python_does(gm)
         run = compat.compile_with(backend, gm, example_inputs)
 
         def call(*args: Any) -> Any:

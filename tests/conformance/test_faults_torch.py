@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat
-from autoamp.compat import capture, device, entry, gradients, tensors, tracing
+from autoamp.compat import (
+    capture,
+    device,
+    entry,
+    gradients,
+    layers,
+    tensors,
+    tracing,
+)
 from tests.conformance.table import Figures
 from tests.steps import BF16, FP16, assert_same, mlp, weights_of
 
@@ -52,7 +60,7 @@ def hide(patch: pytest.MonkeyPatch, *names: str) -> None:
     def hasattr_(owner: Any, name: str) -> bool:
         return name not in names and hasattr(owner, name)
 
-    for module in (capture, device, entry, gradients, tensors, tracing):
+    for module in (capture, device, entry, gradients, layers, tensors, tracing):
         patch.setattr(module, "getattr", getattr_, raising=False)
         patch.setattr(module, "hasattr", hasattr_, raising=False)
 
@@ -229,7 +237,39 @@ def no_sources(patch: pytest.MonkeyPatch) -> None:
     assert tracing.placeholder_sources(gm) == ["L['x']", ""]
 
 
+def no_skip_reasons(patch: pytest.MonkeyPatch) -> None:
+    """Then no layer is captured by itself, and nobody is told of what is left."""
+
+    class Frame:
+        f_code = nn.Linear.forward.__code__
+        f_locals: ClassVar = {"self": nn.Linear(2, 2)}
+
+    class Skipped:
+        skip_reason = layers._IN_TORCH
+
+    assert layers.layer_left(Frame, Skipped)
+    hide(patch, "skip_reason")
+    assert not layers.layer_left(Frame, Skipped)
+    assert not entry._gave_up_on_module(Frame, Skipped)
+    assert layers.layer_captured(object(), Frame, None, None) is None
+
+
+def no_entries(patch: pytest.MonkeyPatch) -> None:
+    hide(patch, "_debug_get_cache_entry_list")
+    assert entry._entries_of_others(no_entries.__code__, mlp) == 0
+
+
+def no_total_norm(patch: pytest.MonkeyPatch) -> None:
+    assert compat.TOTAL_NORM is not None
+    patch.setattr(compat, "TOTAL_NORM", None)
+    autoamp.enable()
+    autoamp.disable()
+
+
 ALONE = [
+    no_skip_reasons,
+    no_entries,
+    no_total_norm,
     no_backends,
     no_translator,
     no_functorch,
@@ -262,6 +302,7 @@ _NOT_OF_TORCH = {
     *("to_local", "device_mesh", "_fsdp_flattened", "found_inf", "grad_dtype"),
     *("callback", "error_on_graph_break", "tensor_source", "node", "shape_env"),
     *("hint", "expr", "subs", "apply", "_get_data_attr", "__name__", "_dynamo_source"),
+    "__code__",
 }
 
 

@@ -257,7 +257,8 @@ def run_backward(
             if not any(why in str(error) for why in _REFUSALS):
                 raise
             return None, None
-    gradients = {name: leaf.grad for name, leaf in leaves.items()}
+    # A buffer that was written to is no leaf any more.
+    gradients = {n: leaf.grad if leaf.is_leaf else None for n, leaf in leaves.items()}
     return results, gradients | {"x0": given[0].grad}
 
 

@@ -1,0 +1,79 @@
+"""Checkpointed regions inside a converted model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from autoamp import pipeline
+from benchmarks.errors import relative_error
+
+WIDTH = 8
+
+
+class Regions(nn.Module):
+    """A region in a region, around dropout or a branch of `torch.cond`."""
+
+    def __init__(self, branches: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+        self.branches = branches
+        self.turn: Tensor
+        self.register_buffer("turn", torch.ones((), dtype=torch.long))
+
+    def inner(self, x: Tensor) -> Tensor:
+        if not self.branches:
+            return self.dropout(self.first(x))
+        result: Tensor = torch.cond(
+            self.turn == 1,
+            lambda x: self.first(x).relu(),
+            lambda x: self.second(x).tanh(),
+            (x,),
+        )
+        return result
+
+    def outer(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(self.outer, x, use_reentrant=False)).cos()
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    model(x).sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_regions_in_regions(branches: bool) -> None:
+    model, x = Regions(branches), torch.randn(4, WIDTH)
+    expected = gradients(model, x)
+    autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+    # three products, each with its operands and its result rounded, and back again
+    assert relative_error(gradients(model, x), expected) < 18 * 2**-9
+    assert "bf16" in {row.precision for row in autoamp.report(model).ops}
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_regions_of_a_graph_the_pass_failed_on(
+    branches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run as in the model: the same dropout mask twice, and branches too."""
+    model, x = Regions(branches), torch.randn(4, WIDTH)
+    expected = gradients(model, x)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(pipeline, "collect_facts", fail)
+    autoamp.convert(model, precision="bf16", do_no_harm=False)
+    assert relative_error(gradients(model, x), expected) == 0
+    ((_, why),) = autoamp.report(model).skipped
+    assert "planted" in why
