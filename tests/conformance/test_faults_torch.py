@@ -261,6 +261,7 @@ def no_entries(patch: pytest.MonkeyPatch) -> None:
 
 def no_total_norm(patch: pytest.MonkeyPatch) -> None:
     assert compat.TOTAL_NORM is not None
+    assert compat.TOTAL_NORM[1] == "_get_total_norm"
     patch.setattr(compat, "TOTAL_NORM", None)
     autoamp.enable()
     autoamp.disable()
