@@ -48,8 +48,6 @@ KNOWN: dict[tuple[str, str], str] = {
     ("bloom", "saved bytes"): _FUNCTION,
     ("timm_swin", "casts"): _EXACT_NORMS,
     ("tv_convnext", "saved bytes"): _LAYER_SCALE,
-    ("timm_convnext", "saved bytes"): _LAYER_SCALE,
-    ("timm_poolformer", "saved bytes"): _LAYER_SCALE,
 }
 """Shortfalls we know of and keep, with the reason: (model, how the message begins)."""
 

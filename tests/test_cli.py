@@ -107,6 +107,8 @@ def test_interrupts_and_missing_scripts_are_pythons_own(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import time; print('up', flush=True); time.sleep(60)"
     )
+    # In the background of a shell it is ignored here, and the child would inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = subprocess.Popen(
         [*AUTOAMP, "run", "script.py"],
         cwd=tmp_path,
@@ -114,6 +116,7 @@ def test_interrupts_and_missing_scripts_are_pythons_own(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
+    signal.signal(signal.SIGINT, before)
     assert running.stdout is not None
     assert running.stdout.readline() == "up\n"
     running.send_signal(signal.SIGINT)
