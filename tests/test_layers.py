@@ -81,3 +81,46 @@ def test_the_report_names_what_is_left_to_python() -> None:
     ((what, why),) = autoamp.report(model).skipped
     assert f"{__file__}:" in what
     assert "leaves it to Python" in why
+
+
+class Guarded(Looping):
+    """Its loop is in a region in which the model wants fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if x.sum() > 1e9:
+                break
+            with torch.autocast("cpu", enabled=False):
+                x = x + self.net(layer(x))
+        return self.head(x)
+
+
+def test_layers_stay_fp32_where_the_model_switches_autocast_off() -> None:
+    torch.manual_seed(0)
+    model, x = Guarded(), torch.randn(2, 4, WIDTH)
+    seen: list[Tensor] = []
+    model.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model(x)
+    autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+    for _ in range(2):
+        with torch.autocast("cpu", enabled=False):  # the caller's is not the model's
+            model(x)
+    exact, *ours = seen
+    assert all(torch.equal(each, exact) for each in ours)
+    assert [row.op for row in autoamp.report(model).ops if row.precision == "bf16"] == [
+        "aten::linear.default"
+    ]
+    assert any(
+        "switched autocast off" in why for _, why in autoamp.report(model).skipped
+    )
+
+
+def test_autocast_switched_off_round_a_compiled_model_is_the_callers() -> None:
+    """Scripts have `with torch.autocast("cuda", enabled=args.amp)`."""
+    compiled = torch.compile(
+        nn.Linear(WIDTH, WIDTH), backend="autoamp", options={"do_no_harm": False}
+    )
+    x = torch.randn(4, WIDTH)
+    with torch.autocast("cpu", enabled=False):
+        counts = count_ops(lambda: compiled(x))
+    assert counts.low_flops

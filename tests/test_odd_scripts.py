@@ -312,8 +312,9 @@ def test_clipping_that_wants_finite_gradients(precision: str) -> None:
         for part in (model, model[2]):
             clip_grad_norm_(part.parameters(), 1.0, error_if_nonfinite=True)
         torch.nn.utils.get_total_norm(
-            [p.grad for p in model.parameters()], error_if_nonfinite=True
+            (p.grad for p in model.parameters()), error_if_nonfinite=True
         )
+        torch.nn.utils.get_total_norm(model[0].weight.grad, error_if_nonfinite=True)
         optimizer.step()
         skipped.append(bool(getattr(optimizer, "step_was_skipped", False)))
     assert not skipped[-1]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from autoamp.runtime.scaling import BACKWARDS
 
 Norm = Callable[..., Any]
@@ -28,11 +30,13 @@ def tolerating(original: Norm) -> Norm:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Any:
+        if not isinstance(tensors, torch.Tensor):
+            tensors = list(tensors)  # asked twice
         try:
             return original(tensors, norm_type, error_if_nonfinite, foreach)
         except RuntimeError:
             if not error_if_nonfinite or not BACKWARDS.any_overflowed():
                 raise
-        return original(list(tensors), norm_type, False, foreach)
+        return original(tensors, norm_type, False, foreach)
 
     return total_norm

@@ -22,6 +22,7 @@ from autoamp.compat.capture import (
 )
 from autoamp.compat.device import (
     any_autocast,
+    autocast_nesting,
     autocast_off,
     cpu_low_precision_units,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "accumulate_in",
     "active_ddp_group",
     "any_autocast",
+    "autocast_nesting",
     "autocast_off",
     "backward_id",
     "capture_errors_suppressed",

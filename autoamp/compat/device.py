@@ -35,6 +35,13 @@ def any_autocast() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
+def autocast_nesting() -> int:
+    """In how many `torch.autocast` regions the caller is, those that are off too."""
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return nesting - 1
+
+
 @contextlib.contextmanager
 def autocast_off() -> Iterator[None]:
     """A region in which no ambient `torch.autocast` is on."""

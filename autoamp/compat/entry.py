@@ -126,8 +126,11 @@ def _configure_while_compiling(
 
 
 def _gave_up_on_module(frame: Any, found: Any) -> bool:
-    failed = getattr(found, "skip_reason", None) == _SUPPRESSED  # new in torch 2.13
-    return failed and isinstance(frame.f_locals.get("self"), nn.Module)
+    failed = (
+        getattr(found, "skip_reason", None) == _SUPPRESSED
+    )  # an older one says none
+    first = (*frame.f_code.co_varnames, "self")[0]
+    return failed and isinstance(frame.f_locals.get(first), nn.Module)
 
 
 def _entries_of_others(code: types.CodeType, backend: Callable[..., Any]) -> int:

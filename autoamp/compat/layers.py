@@ -26,7 +26,7 @@ def layer_left(frame: Any, found: Any) -> bool:
         frame: what Dynamo's callback was given.
         found: what it returned.
     """
-    if getattr(found, "skip_reason", None) != _IN_TORCH:  # not there in torch 2.11
+    if getattr(found, "skip_reason", None) != _IN_TORCH:  # an older torch says none
         return False
     layer = frame.f_locals.get("self")
     if not isinstance(layer, nn.Module):

@@ -191,6 +191,7 @@ class CompiledCall:
         engine.tally.calls += 1
         local = engine.local
         before, local.error = local.runs, None
+        local.regions = compat.autocast_nesting()
         _thread.inside += 1
         try:
             if self._suppress:

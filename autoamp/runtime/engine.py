@@ -6,6 +6,7 @@ Given a captured graph it runs the pass and returns what is to be called instead
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import types
 import weakref
@@ -41,6 +42,12 @@ _LEFT = (
 )
 
 
+_SWITCHED_OFF = (
+    "the model calls it where it has switched autocast off (`torch.autocast(..., "
+    "enabled=False)`), in a function that Dynamo leaves to Python: it stays fp32"
+)
+
+
 class _Local(threading.local):
     """What happened in this thread.
 
@@ -48,9 +55,11 @@ class _Local(threading.local):
         runs: graphs run, those the pass failed on too, which are reported by
             themselves: a call that adds none went past us.
         error: what we raised under `strict`; Dynamo wraps it in an error of its own.
+        regions: in how many autocast regions the model was called, where that counts.
     """
 
     runs = 0
+    regions = sys.maxsize
     error: AutoampError | None = None
 
 
@@ -133,6 +142,8 @@ class Engine:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """The Dynamo backend: the callable to run instead of `gm`."""
+        if not compat.any_autocast() and compat.autocast_nesting() > self.local.regions:
+            return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
                 return self._compile(gm, example_inputs)
@@ -275,6 +286,12 @@ class Engine:
             self.label,
             problem,
         )
+        return self._as_it_is(gm, example_inputs, problem)
+
+    def _as_it_is(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], problem: str
+    ) -> Callable[..., Any]:
+        """The graph in fp32, reported with the reason."""
         self.graphs.append(CapturedGraph(None, gm, problem))
         self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", problem))
         local = self.local
