@@ -15,7 +15,7 @@ from autoamp.dtypes import parse_low_dtype
 from autoamp.graph_functions import low_weight, saturating_cast
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
-from autoamp.rewrite.emitted import CAST_KIND, Cast
+from autoamp.rewrite.emitted import CAST_KIND, Cast, dtype_of
 from tests.strategies import capture
 
 ATEN = torch.ops.aten
@@ -340,3 +340,37 @@ def test_a_cast_is_in_the_module_and_at_the_line_of_what_it_casts() -> None:
     assert "self.fc(x)" in linear.stack_trace
     assert cast.stack_trace == linear.stack_trace
     assert cast.meta["nn_module_stack"] == linear.meta["nn_module_stack"]
+
+
+def test_views_of_a_weight_that_are_repeated_keep_their_names() -> None:
+    """A piece of a view of a weight: each use goes back to one of the weight."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        piece = m.other.weight.t().chunk(2, 1)[0]
+        return sum(x @ piece for _ in range(3))
+
+    gm, x = capture(Of(function), 1), torch.ones(1, WIDTH)
+    options = Options(precision="fp16", do_no_harm=False)
+    found = rewrite_graph(gm, (x,), options, torch.float16, free_weights=True)
+    for count, product in enumerate(nodes(found, ATEN.matmul.default), 1):
+        piece = product.args[1]
+        cut, turned = piece.args[0], piece.args[0].args[0]
+        assert (piece.name, cut.name, turned.name) == (
+            f"getitem_{count}",
+            f"chunk_{count}",
+            f"t_{count}",
+        )
+        (use,) = turned.args
+        assert use.target is low_weight
+        assert use.name.startswith("model_other_weight_fp16_use")
+    assert count == 3
+
+
+def test_what_is_no_tensor_has_no_dtype() -> None:
+    graph = fx.Graph()
+    size, tensor = graph.placeholder("size"), graph.placeholder("tensor")
+    assert dtype_of(size) is None
+    size.meta["val"] = 3
+    tensor.meta["val"] = torch.ones(2, dtype=torch.bfloat16)
+    assert dtype_of(size) is None
+    assert dtype_of(tensor) is torch.bfloat16

@@ -70,34 +70,35 @@ class Uses:
             or dtype_of(self._emitted.new[value]) != self._low
         ):
             return None
-        if value in self._facts.element_of:
-            return self._piece_of_weight(value, reader)
-        operands = fact.operands
-        maker = self._emitted.new[value]
-        if len(operands) != 1 or maker.op != "call_function":
-            return None
-        return self._repeated(value, operands[0].value, reader)
+        return self._again(value)
 
-    def _piece_of_weight(self, value: str, reader: NodeFacts) -> fx.Node | None:
-        """The same for one of the pieces `chunk` or `split` cut a weight into."""
-        whole = self._facts.element_of[value]
-        operands = self._facts.nodes[whole].operands
-        if len(operands) != 1 or whole not in self._verdicts:
+    def _again(self, value: str) -> fx.Node | None:
+        """Low view `value` once more; None where it is none that can be repeated."""
+        facts, emitted = self._facts, self._emitted
+        view = facts.element_of.get(value, value)  # a piece is one of what `chunk` cut
+        operands = facts.nodes[view].operands
+        maker = emitted.new[view]
+        if (
+            len(operands) != 1
+            or view not in self._verdicts
+            or maker.op != "call_function"
+        ):
             return None
-        cut = self._repeated(whole, operands[0].value, reader)
-        args = (cut, *self._emitted.old[value].args[1:])
-        like = self._emitted.new[value]
-        return self._emitted.insert(operator.getitem, args, {}, value, like)
+        again = self._repeated(view, operands[0].value)
+        if view == value:
+            return again
+        args = (again, *emitted.old[value].args[1:])
+        return emitted.insert(operator.getitem, args, {}, value, emitted.new[value])
 
-    def _repeated(self, view: str, below: str, reader: NodeFacts) -> fx.Node:
-        """View op `view` of `below` again, down to a use of the weight of its own."""
+    def _repeated(self, view: str, below: str) -> fx.Node:
+        """View op `view` of `below` again, down to a use of its own of what was cast."""
         emitted = self._emitted
-        if below in self._facts.constants:
+        if dtype_of(emitted.new[below]) == self._low:
+            source = self._again(below) or emitted.new[below]
+        else:
             region = self._facts.nodes[view].region  # where the view's own cast is
             copy = self._copies[below, self._low, region, 0]
             source = emitted.use_of(below, copy)
-        else:
-            source = self.view_of_weight(below, reader) or emitted.new[below]
 
         def swap(node: fx.Node) -> fx.Node:
             return source if node.name == below else emitted.new[node.name]

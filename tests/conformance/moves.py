@@ -47,7 +47,10 @@ def _turned_weight(b: Builder, k: int, x: Node) -> None:
 
 
 def _cut_weight(b: Builder, k: int, x: Node) -> None:
-    left, right = b.items(b(ATEN.chunk.default, _weight(b, k), 2))
+    weight = _weight(b, k)
+    if k % 2:
+        weight = b(ATEN.t.default, weight)
+    left, right = b.items(b(ATEN.chunk.default, weight, 2))
     both = [b(ATEN.linear.default, x, w, None) for w in (left, right, left)]
     b(ATEN.cat.default, both[1:], -1)
 
