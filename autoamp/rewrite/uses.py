@@ -91,7 +91,7 @@ class Uses:
         return emitted.insert(operator.getitem, args, {}, value, emitted.new[value])
 
     def _repeated(self, view: str, below: str) -> fx.Node:
-        """View op `view` of `below` again, down to a use of its own of what was cast."""
+        """View op `view` of `below` again, down to its own use of what was cast."""
         emitted = self._emitted
         if dtype_of(emitted.new[below]) == self._low:
             source = self._again(below) or emitted.new[below]
