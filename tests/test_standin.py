@@ -135,6 +135,11 @@ def test_devices_are_replaced_wherever_they_are_named() -> None:
     assert run.values["moved"].dtype is LOW
 
 
+def test_a_function_that_is_no_op_gets_all_its_arguments() -> None:
+    run = graph(("made", torch.zeros_like, "x", {"dtype": torch.bfloat16}))
+    assert run.values["made"].dtype is torch.bfloat16
+
+
 def test_a_view_is_made_with_all_its_arguments() -> None:
     layout = {"memory_format": torch.channels_last}
     run = graph(
