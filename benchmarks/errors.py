@@ -86,6 +86,33 @@ def training_step(
     return Step(kept, grads, buffers, value.item())
 
 
+def scaled_step(
+    model: nn.Module,
+    loss: Loss,
+    batch: Batch,
+    scale: float,
+    *,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    seed: int = 0,
+) -> Step:
+    """A step whose loss is multiplied by `scale` and whose gradients are divided by it.
+
+    As `torch.amp.GradScaler` does; the gradients are fp32, whatever the model's are.
+    """
+
+    def scaled(output: Any) -> Tensor:
+        return loss(output) * scale
+
+    step = training_step(model, scaled, batch, context=context, seed=seed)
+    grads = {name: grad.float() / scale for name, grad in step.grads.items()}
+    return Step(step.output, grads, step.buffers, step.loss / scale)
+
+
+def has_finite_grads(step: Step) -> bool:
+    """Whether no gradient of a step has overflowed."""
+    return all(bool(grad.isfinite().all()) for grad in step.grads.values())
+
+
 def output_and_grad_errors(
     steps: Sequence[Step], references: Sequence[Step]
 ) -> tuple[float, float]:

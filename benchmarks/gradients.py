@@ -16,13 +16,18 @@ from typing import Any
 
 import torch
 from rich.progress import track
-from torch import Tensor
 
 import autoamp
 
 from . import report
 from .capability import capability
-from .errors import Step, output_and_grad_errors, training_step
+from .errors import (
+    Step,
+    has_finite_grads,
+    output_and_grad_errors,
+    scaled_step,
+    training_step,
+)
 from .metrics import SEEDS, ModelCase
 
 SCALES = (2.0**15, 2.0**12, 2.0**9, 1.0)
@@ -39,7 +44,7 @@ def compare(case: ModelCase) -> dict[str, Any]:
             way: [_step(case, seed, scale, way=way) for seed in SEEDS]
             for way in ("autoamp", "GradScaler")
         }
-        if all(_finite(step) for steps in found.values() for step in steps):
+        if all(has_finite_grads(step) for steps in found.values() for step in steps):
             break
     errors = {w: output_and_grad_errors(s, exact)[1] for w, s in found.items()}
     return {"model": case.name, "loss scale": scale, **errors}
@@ -55,18 +60,8 @@ def _step(case: ModelCase, seed: int, scale: float, *, way: str) -> Step:
         model = autoamp.convert(model, **options, do_no_harm=False, strict=True)
         return training_step(model, case.loss, batch)
 
-    def loss(output: Any) -> Tensor:
-        value: Tensor = case.loss(output)
-        return value * scale
-
     region = partial(torch.autocast, "cpu", torch.float16)
-    step = training_step(model, loss, batch, context=region)
-    unscaled = {name: grad / scale for name, grad in step.grads.items()}
-    return Step(step.output, unscaled, step.buffers, step.loss)
-
-
-def _finite(step: Step) -> bool:
-    return all(bool(grad.isfinite().all()) for grad in step.grads.values())
+    return scaled_step(model, case.loss, batch, scale, context=region)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -178,7 +178,7 @@ def compare_with_autocast(
     def autocast() -> AbstractContextManager[Any]:
         return torch.autocast(device, dtype)
 
-    rounded = take(_rounded(original, dtype), references)
+    rounded = take(with_rounded_weights(original, dtype), references)
     failure = ""
     try:
         amp = take(copy.deepcopy(original), references, context=autocast)
@@ -213,7 +213,8 @@ def to_device(batch: Batch, device: str) -> Batch:
     return moved
 
 
-def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def with_rounded_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy whose fp32 weights have been through `dtype`; it computes in fp32."""
     model = copy.deepcopy(model)
     with torch.no_grad():
         for p in model.parameters():

@@ -128,11 +128,18 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Where autocast failed, and what fell short."""
+    """Where autocast failed, what had a second look, and what fell short."""
     found = [
         f"- † {row.name}, {when}: autocast fails: {why}"
         for row in rows
         for when, why in row.autocast_failures.items()
+    ]
+    found += [
+        f"- {row.name}, {kind} error: medians of {pair.batches} batches, ours "
+        f"{pair.ours:.2e}, autocast's {pair.autocast:.2e}"
+        for row in rows
+        for kind, pair in row.errors.items()
+        if pair.batches is not None
     ]
     return found + [f"- {s}" for row in rows for s in row.shortfalls]
 

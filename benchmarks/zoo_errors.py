@@ -18,8 +18,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from .errors import Step, output_and_grad_errors, relative_error, training_step
-from .metrics import ModelCase, without_onednn
+from .errors import (
+    Step,
+    has_finite_grads,
+    output_and_grad_errors,
+    relative_error,
+    scaled_step,
+    training_step,
+)
+from .metrics import ModelCase, with_rounded_weights, without_onednn
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SHORT = {BF16: "bf16", FP16: "fp16"}
@@ -57,7 +64,9 @@ class Pair:
         return self.ours / self.limit if self.limit else float(self.ours > 0)
 
 
-def pair(ours: float, autocast: float, rounded: float, *, batches: Any = None) -> Pair:
+def pair(
+    ours: float, autocast: float, rounded: float, *, batches: int | None = None
+) -> Pair:
     """An error and its limit, `MARGIN` times the larger of the peers'."""
     peers = [e for e in (autocast, rounded) if math.isfinite(e)]
     return Pair(ours, autocast, MARGIN * max(peers, default=0.0), batches)
@@ -114,7 +123,9 @@ def asked(case: ModelCase, dtype: torch.dtype, seeds: Sequence[int]) -> Taken:
     run = partial(outputs, case, seeds)
     amp, failure = _peer(run, original, dtype)
     ours = run(convert(copy.deepcopy(original), dtype))
-    return Taken(run(original), ours, amp, run(_rounded(original, dtype)), failure)
+    return Taken(
+        run(original), ours, amp, run(with_rounded_weights(original, dtype)), failure
+    )
 
 
 def outputs(
@@ -147,7 +158,7 @@ def trained(case: ModelCase, dtype: torch.dtype, seeds: Sequence[int]) -> Taken:
         run(copy.deepcopy(original)),
         ours,
         amp,
-        run(_rounded(original, dtype)),
+        run(with_rounded_weights(original, dtype)),
         failure,
         settled.scale,
         gradients_of(settled.model),
@@ -201,8 +212,7 @@ def _finite(
     """Autocast's steps at the largest loss scale at which it stays finite."""
     while True:
         found = steps(model, context, scale)
-        finite = all(g.isfinite().all() for s in found for g in s.grads.values())
-        if finite or scale <= 1:
+        if all(map(has_finite_grads, found)) or scale <= 1:
             return found
         scale /= 2
 
@@ -214,19 +224,13 @@ def _steps(
     context: Context = nullcontext,
     scale: float = 1.0,
 ) -> list[Step]:
-    """Steps whose loss is multiplied by `scale`, and their gradients divided."""
-    found = []
-    for seed in seeds:
-        step = training_step(
-            model,
-            lambda output: case.loss(output) * scale,
-            case.inputs(seed),
-            context=context,
-            seed=seed,
+    """A step on each batch, all at one loss scale."""
+    return [
+        scaled_step(
+            model, case.loss, case.inputs(seed), scale, context=context, seed=seed
         )
-        grads = {name: grad.float() / scale for name, grad in step.grads.items()}
-        found.append(Step(step.output, grads, step.buffers, step.loss / scale))
-    return found
+        for seed in seeds
+    ]
 
 
 # -- the models ------------------------------------------------------------------------
@@ -247,15 +251,6 @@ def autocast(dtype: torch.dtype) -> Context:
     return lambda: torch.autocast("cpu", dtype)
 
 
-def _whole(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    return copy.deepcopy(model).to(dtype)
-
-
-def _rounded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy whose weights have been through `dtype`; it computes in fp32."""
-    return _whole(model, dtype).float()
-
-
 def _peer(
     run: Callable[[nn.Module, Context], list[Any]], model: nn.Module, dtype: torch.dtype
 ) -> tuple[list[Any], str]:
@@ -269,4 +264,4 @@ def _peer(
         with without_onednn():
             return run(copy.deepcopy(model), context), failure
     except RuntimeError:
-        return run(_whole(model, dtype), nullcontext), failure
+        return run(copy.deepcopy(model).to(dtype), nullcontext), failure

@@ -90,14 +90,14 @@ class Emitted:
         if kind == "down" and value in self._facts.weights and not written:
             kind = "weight"  # one copy, made before the graph runs, serves every use
         name = self._free_name(f"{value}_{short_name(dtype)}")
-        if kind == "down" and value in self._extreme:
-            new = self.graph.create_node(
-                "call_function", saturating_cast, (at, dtype), {}, name
-            )
-        else:
-            new = self.graph.create_node(
-                "call_function", _CAST, (at,), {"dtype": dtype}, name
-            )
+        saturates = kind == "down" and value in self._extreme
+        new = self.graph.create_node(
+            "call_function",
+            saturating_cast if saturates else _CAST,
+            (at, dtype) if saturates else (at,),
+            {} if saturates else {"dtype": dtype},
+            name,
+        )
         for key in ("nn_module_stack", "stack_trace"):
             if key in at.meta:
                 new.meta[key] = at.meta[key]

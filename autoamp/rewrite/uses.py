@@ -41,9 +41,7 @@ class Uses:
         self._verdicts = assignment.verdicts
         self._low = low
         self._copies = copies
-        self._weight_storage = {
-            facts.nodes[w].storage: w for w in sorted(facts.weights, reverse=True)
-        }
+        self._weight_storage = {facts.nodes[w].storage for w in facts.weights}
         self._low_reads = _count_low_reads(assignment)
 
     def stand_apart(self, value: str, reader: NodeFacts, epoch: int) -> bool:
@@ -61,9 +59,8 @@ class Uses:
         where the uses meet; repeating the view (no data moves) lets them meet in fp32.
         """
         fact = self._facts.nodes[value]
-        weight = self._weight_storage.get(fact.storage)
         if (
-            weight is None
+            fact.storage not in self._weight_storage
             or not (fact.requires_grad and reader.requires_grad)
             or fact.storage in self._facts.mutated
             or self._low_reads[value, fact.region, 0] < 2
