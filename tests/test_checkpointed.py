@@ -56,8 +56,9 @@ def test_regions_in_regions(branches: bool) -> None:
     model, x = Regions(branches), torch.randn(4, WIDTH)
     expected = gradients(model, x)
     autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
-    # three products, each with its operands and its result rounded, and back again
-    assert relative_error(gradients(model, x), expected) < 18 * 2**-9
+    # Two products, and four in the backward, each with operands and result rounded.
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    assert relative_error(gradients(model, x), expected) < 6 * 3 * unit
     assert "bf16" in {row.precision for row in autoamp.report(model).ops}
 
 
