@@ -104,8 +104,13 @@ def scaled_step(
         return loss(output) * scale
 
     step = training_step(model, scaled, batch, context=context, seed=seed)
-    grads = {name: grad.float() / scale for name, grad in step.grads.items()}
+    grads = {name: _wide(grad) / scale for name, grad in step.grads.items()}
     return Step(step.output, grads, step.buffers, step.loss / scale)
+
+
+def _wide(grad: Tensor) -> Tensor:
+    """fp32, or complex64: of a half a quotient would underflow."""
+    return grad.to(torch.promote_types(grad.dtype, torch.float32))
 
 
 def has_finite_grads(step: Step) -> bool:

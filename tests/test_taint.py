@@ -15,6 +15,7 @@ from autoamp.errors import RulesError
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.rules import Rules
+from tests.metrics import relative_error
 from tests.strategies import capture
 
 WIDTH = 8
@@ -278,6 +279,69 @@ def test_literals_beyond_the_range_are_clamped(precision: str, literal: float) -
         lambda m, x, k: m.fc(x).masked_fill(k, float("-inf")).clone(), *given
     )
     assert infinite.gm(*given).isinf().all()
+
+
+# -- size ------------------------------------------------------------------------------
+
+HUGE = 5e5
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.fc(x * 1e-6),
+        lambda m, x: m.fc(functional.layer_norm(x, (WIDTH,))),
+        lambda m, x: m.fc(functional.batch_norm(x, None, None, training=True)),
+        lambda m, x: m.fc(torch.softmax(x * 1e-6, -1)),
+        lambda m, x: m.fc(torch.cat([x, x], 1)[:, 1 : WIDTH + 1].relu() * 1e-6),
+        lambda m, x: m.fc(functional.layer_norm(x + m.other(x / HUGE), (WIDTH,))),
+    ],
+    ids=["scaled", "norm", "batch", "softmax", "moved", "stream"],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_data_beyond_the_range_is_rounded_after_it_is_brought_into_it(
+    function: Callable[..., Any], grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under torch.autocast; cast first it would be infinite."""
+    x = (1 + torch.rand(64, WIDTH)) * HUGE
+    found = rewritten(function, x, grad=grad)
+    expected = found.before(x)
+    assert "linear" in found.assignment.low
+    # Operands and result of a product are rounded, in one case of two.
+    assert relative_error(found.gm(x), expected) < 6 * torch.finfo(torch.half).eps / 2
+    monkeypatch.setattr("autoamp.analyse.classify.AMPLE", 0.0)
+    assert not rewritten(function, x, grad=grad).gm(x).isfinite().all()
+
+
+def test_what_bounds_data_is_the_last_to_be_held() -> None:
+    def function(m: Of, x: Tensor) -> Tensor:
+        return m.fc(functional.layer_norm(x, (WIDTH,)).relu())
+
+    found = rewritten(function)
+    assert forced(found, "layer_norm")
+    assert "(x0)" in found.assignment.decisions["layer_norm"].reason
+    assert "relu" in found.assignment.low
+    assert "layer_norm" in rewritten(function, precision="bf16").assignment.low
+    asked = rewritten(function, allow=["layer_norm"])
+    assert "layer_norm" in asked.assignment.low
+
+
+def test_statistics_and_masks_hold_nothing() -> None:
+    """What stays fp32 beside low data, and what saturates, is rounded by no cast."""
+
+    def normalised(m: Of, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return m.other(functional.batch_norm(m.fc(x), mean, var))
+
+    given = (torch.randn(4, WIDTH), torch.zeros(WIDTH), torch.ones(WIDTH))
+    assert "batch_norm" in rewritten(normalised, *given).assignment.low
+
+    def masked(m: Of, x: Tensor, mask: Tensor) -> Tensor:
+        scores = m.fc(x) @ m.other(x).t()
+        return (scores + mask).softmax(-1) @ x
+
+    mask = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
+    found = rewritten(masked, torch.randn(4, WIDTH), mask)
+    assert {"add", "softmax"} <= found.assignment.low
 
 
 def test_taint_can_fail() -> None:

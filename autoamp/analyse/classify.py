@@ -24,9 +24,9 @@ from autoamp.analyse.facts import (
 )
 from autoamp.analyse.pins import LAYER_NORMS, literal_reason, pin_reason
 from autoamp.analyse.streams import precious
-from autoamp.analyse.taint import POSITION, RANGE, Taints, spread_taints
+from autoamp.analyse.taint import POSITION, RANGE, SIZE, Taints, spread_taints
 from autoamp.analyse.verdict import Mode, Verdict
-from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.dtypes import HIGH_DTYPE, largest, short_name
 from autoamp.graph_functions import checkpointed
 from autoamp.ops import base_name, is_out_variant, is_pointwise, is_view
 from autoamp.rules import Category, Rule, Rules
@@ -36,6 +36,8 @@ _MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
 _BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
 _CPU_MIXED = LAYER_NORMS | {"aten::group_norm", "aten::native_group_norm"}
 """Norms whose CPU kernels take fp32 parameters beside low data; CUDA's do not."""
+AMPLE = 1e30
+"""A largest number beyond which nothing in a network goes: bf16's, not fp16's."""
 _FILLED = ("zeros", "ones", "full", "empty")
 FACTORIES = frozenset(
     ["aten::eye", "aten::scalar_tensor"]
@@ -76,12 +78,22 @@ def classify(
         if nodes[name].target is operator.getitem and name in facts.element_of:
             continue
         verdicts[name] = _verdict(nodes[name], fact, under)
-    taints = spread_taints(gm, facts, verdicts, _rules_by_node(gm, rules), low)
+    by_node = _rules_by_node(gm, rules)
+    taints = spread_taints(gm, facts, verdicts, by_node, low)
     verdicts = {n: _with_taint(v, facts.nodes[n], taints) for n, v in verdicts.items()}
-    for name, reason in precious(facts, verdicts).items():
+    worth = precious(facts, verdicts)
+    for name, reason in worth.reasons.items():
         verdicts[name] = replace(
             verdicts[name], pinned=True, reason=reason, origin="surroundings"
         )
+    if largest(low) < AMPLE:
+        unbounded = (facts.constants - facts.weights) | worth.streams
+        sizes = spread_taints(
+            gm, facts, verdicts, by_node, low, unbounded=unbounded - taints.extreme
+        )
+        verdicts = {
+            n: _with_taint(v, facts.nodes[n], sizes) for n, v in verdicts.items()
+        }
     return Classified(verdicts, taints.extreme)
 
 
@@ -252,6 +264,7 @@ def _with_taint(verdict: Verdict, fact: NodeFacts, taints: Taints) -> Verdict:
     why = {
         RANGE: f"downstream of {source}, whose result may leave the range",
         POSITION: f"carries exact positions from {source}",
+        SIZE: f"reads what may be of any size ({source}) and nothing has bounded yet",
     }
     reason = "; ".join(why[kind] for kind in sorted(kinds))
     return replace(

@@ -15,6 +15,7 @@ by 1.35 times what torch.autocast's are.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.verdict import Verdict
@@ -41,11 +42,27 @@ _NORMS = frozenset(
 )
 
 
-def precious(facts: Facts, verdicts: Mapping[str, Verdict]) -> dict[str, str]:
-    """Infer ops whose result is worth fp32 for what surrounds them, with the reason."""
-    found = dict.fromkeys(_of_weights(facts, verdicts), OF_WEIGHTS)
-    found |= dict.fromkeys(_repeated_norms(facts, verdicts), REPEATED_NORM)
-    return found | _residual_streams(facts, verdicts)
+@dataclass(frozen=True)
+class Precious:
+    """What a graph has of such values.
+
+    Attributes:
+        reasons: infer ops whose result is worth fp32 for what surrounds them, and why.
+        streams: values of residual streams: nothing bounds what they add up to.
+    """
+
+    reasons: Mapping[str, str]
+    streams: frozenset[str]
+
+
+def precious(facts: Facts, verdicts: Mapping[str, Verdict]) -> Precious:
+    """What is worth its precision in a graph, under the verdicts so far."""
+    sums, streams = _residual_streams(facts, verdicts)
+    beginnings = _beginnings(streams, facts, verdicts)
+    reasons = dict.fromkeys(_of_weights(facts, verdicts), OF_WEIGHTS)
+    reasons |= dict.fromkeys(_repeated_norms(facts, verdicts), REPEATED_NORM)
+    reasons |= dict.fromkeys(beginnings, BEGINNING) | dict.fromkeys(sums, RESIDUAL)
+    return Precious(reasons, frozenset([*sums, *streams]))
 
 
 def _of_weights(facts: Facts, verdicts: Mapping[str, Verdict]) -> set[str]:
@@ -92,8 +109,10 @@ def _only_moves(op: str, verdict: Verdict) -> bool:
     )
 
 
-def _residual_streams(facts: Facts, verdicts: Mapping[str, Verdict]) -> dict[str, str]:
-    """The additions of a low branch to a full-precision stream, and what begins it."""
+def _residual_streams(
+    facts: Facts, verdicts: Mapping[str, Verdict]
+) -> tuple[set[str], list[str]]:
+    """The additions of a low branch to a full-precision stream, and those streams."""
     promoted = promotes_to_low(facts, verdicts)
     computed = _computed_by_allow_ops(facts, verdicts)
     readers = _reader_counts(facts, verdicts)
@@ -115,15 +134,11 @@ def _residual_streams(facts: Facts, verdicts: Mapping[str, Verdict]) -> dict[str
             ):
                 sums.add(name)
                 streams.append(stream)
-    beginnings = _beginnings(streams, facts, verdicts, promoted)
-    return dict.fromkeys(beginnings, BEGINNING) | dict.fromkeys(sums, RESIDUAL)
+    return sums, streams
 
 
 def _beginnings(
-    streams: list[str],
-    facts: Facts,
-    verdicts: Mapping[str, Verdict],
-    promoted: set[str],
+    streams: list[str], facts: Facts, verdicts: Mapping[str, Verdict]
 ) -> set[str]:
     """Ops above streams that make their first value.
 
@@ -134,6 +149,7 @@ def _beginnings(
     Seen on the two-layer BART of the zoo in bf16 inference, where low weights cost
     nothing: its outputs were off by 5.9 times what torch.autocast's are.
     """
+    promoted = promotes_to_low(facts, verdicts)
     found: set[str] = set()
     seen: set[str] = set()
     frontier = list(streams)

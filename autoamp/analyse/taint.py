@@ -7,6 +7,9 @@ TensorFlow's pass walks lists, so any op it does not know launders the danger of
   range.  Ends at range-restoring ops (softmax, tanh, norms, clamp) and at allow ops.
 * POSITION: exact integers (positions, coordinates); bf16 holds integers only to 256.
   Ends likewise, and where a huge factor makes a mask of it.
+* SIZE: in fp16, what nobody has bounded: the caller's data, buffers, residual streams.
+  Rounded before it is normalised it may be infinite; torch.autocast rounds it after
+  that.  Ends likewise.
 * extreme: a mask that holds numbers beyond the low dtype's range; not a danger to what
   follows, but a cast of it must saturate.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +34,7 @@ from autoamp.rules import Category, Rule
 
 RANGE = "range"
 POSITION = "position"
+SIZE = "size"
 
 _MASKING_FACTOR = 1e4
 """A factor this large makes a mask: 0/1 become 0/-huge, positions are gone."""
@@ -55,9 +59,15 @@ def spread_taints(
     verdicts: Mapping[str, Verdict],
     rules: Mapping[str, Rule],
     low: torch.dtype,
+    *,
+    unbounded: Collection[str] = (),
 ) -> Taints:
-    """Follows every taint through the graph, in order, storages included."""
-    spread = _Spread(facts, verdicts, rules, largest(low))
+    """Follows every taint through the graph, in order, storages included.
+
+    Args:
+        unbounded: values whose size is a danger, where SIZE begins.
+    """
+    spread = _Spread(facts, verdicts, rules, largest(low), frozenset(unbounded))
     for node in gm.graph.nodes:
         if node.op == "call_function":
             spread.visit(node)
@@ -74,16 +84,21 @@ class _Spread:
         verdicts: Mapping[str, Verdict],
         rules: Mapping[str, Rule],
         limit: float,
+        unbounded: frozenset[str],
     ) -> None:
         self.facts = facts
         self.verdicts = verdicts
         self.rules = rules
         self.limit = limit
+        self.unbounded = unbounded
         self.reads: dict[str, frozenset[str]] = {}
         self.carries: dict[str, frozenset[str]] = {}
         self.source: dict[str, str] = {}
         self.extreme: set[str] = set()
         self.by_storage: dict[int, frozenset[str]] = {}
+        for name in unbounded & facts.constants:
+            self.carries[name] = frozenset({SIZE})
+            self.source[name] = name
 
     def visit(self, node: fx.Node) -> None:
         fact = self.facts.nodes[node.name]
@@ -91,10 +106,12 @@ class _Spread:
         if node.name in self.facts.element_of:
             inputs.append(self.facts.element_of[node.name])
         reads = frozenset[str]().union(*(self._of(name) for name in inputs))
+        if not self._may_round_unbounded(node):
+            reads -= {SIZE}
         self.reads[node.name] = reads
         carried = self._carried(node, reads)
         self.carries[node.name] = carried
-        if carried:
+        if reads or carried:
             above = (self.source[i] for i in inputs if self._of(i) and i in self.source)
             self.source[node.name] = next(above, node.name)
         if fact.storage in self.facts.mutated and carried:
@@ -102,6 +119,18 @@ class _Spread:
             self.by_storage[fact.storage] = known | carried
         if self._is_extreme(node, inputs):
             self.extreme.add(node.name)
+
+    def _may_round_unbounded(self, node: fx.Node) -> bool:
+        """Whether an operand of any size is one the low dtype would hold, were it low.
+
+        Not statistics that stay fp32 beside low data, nor what only a shape is read of.
+        """
+        verdict = self.verdicts.get(node.name)
+        if verdict is None:
+            return True
+        pairs = zip(self.facts.nodes[node.name].operands, verdict.modes, strict=True)
+        held = (o.value for o, mode in pairs if mode in ("same", "follow"))
+        return any(SIZE in self._of(value) for value in held)
 
     def _of(self, name: str) -> frozenset[str]:
         fact = self.facts.nodes[name]
@@ -121,6 +150,8 @@ class _Spread:
         counts = rule is not None and rule.positions and fact.makes_floats
         if counts or _casts_integers(node):
             own.add(POSITION)
+        if node.name in self.unbounded:
+            own.add(SIZE)
         carried = reads | own
         if _largest_scalar(node) >= _MASKING_FACTOR:
             carried -= {POSITION}
