@@ -38,3 +38,9 @@ def parse_low_dtype(value: object) -> torch.dtype | None:
 def largest(dtype: torch.dtype) -> float:
     """The largest finite number of `dtype`: 65504 for fp16, about 3.39e38 for bf16."""
     return float(torch.finfo(dtype).max)
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest positive number of `dtype`: 6e-8 for fp16, about 9e-41 for bf16."""
+    info = torch.finfo(dtype)
+    return float(info.smallest_normal * info.eps)

@@ -50,6 +50,7 @@ def facts(
 ) -> Facts:
     """The facts of a graph of `nodes`."""
     return Facts(
+        parameters=frozenset(),
         nodes={n.name: n for n in nodes},
         returned=frozenset(returned),
         constants=frozenset(constants),

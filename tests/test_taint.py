@@ -19,6 +19,7 @@ from tests.metrics import relative_error
 from tests.strategies import capture
 
 WIDTH = 8
+HUGE = 5e5
 
 
 class Of(nn.Module):
@@ -28,6 +29,7 @@ class Of(nn.Module):
         self.fc = nn.Linear(WIDTH, WIDTH)
         self.other = nn.Linear(WIDTH, WIDTH)
         self.table = nn.Embedding(600, WIDTH)
+        self.register_buffer("mean", torch.full((WIDTH,), HUGE))
 
     def forward(self, *args: Any) -> Any:
         return self.function(self, *args)
@@ -283,8 +285,6 @@ def test_literals_beyond_the_range_are_clamped(precision: str, literal: float) -
 
 # -- size ------------------------------------------------------------------------------
 
-HUGE = 5e5
-
 
 @pytest.mark.parametrize(
     "function",
@@ -293,10 +293,19 @@ HUGE = 5e5
         lambda m, x: m.fc(functional.layer_norm(x, (WIDTH,))),
         lambda m, x: m.fc(functional.batch_norm(x, None, None, training=True)),
         lambda m, x: m.fc(torch.softmax(x * 1e-6, -1)),
+        lambda m, x: m.fc((x + m.fc.bias).softmax(-1)),
         lambda m, x: m.fc(torch.cat([x, x], 1)[:, 1 : WIDTH + 1].relu() * 1e-6),
         lambda m, x: m.fc(functional.layer_norm(x + m.other(x / HUGE), (WIDTH,))),
     ],
-    ids=["scaled", "norm", "batch", "softmax", "moved", "stream"],
+    ids=[
+        "scaled",
+        "norm",
+        "batch",
+        "softmax",
+        "no mask",
+        "moved",
+        "stream",
+    ],
 )
 @pytest.mark.parametrize("grad", [True, False])
 def test_data_beyond_the_range_is_rounded_after_it_is_brought_into_it(
@@ -340,8 +349,55 @@ def test_statistics_and_masks_hold_nothing() -> None:
         return (scores + mask).softmax(-1) @ x
 
     mask = torch.full((4, 4), torch.finfo(torch.float32).min).triu(1)
-    found = rewritten(masked, torch.randn(4, WIDTH), mask)
-    assert {"add", "softmax"} <= found.assignment.low
+    for grad in (True, False):
+        found = rewritten(masked, torch.randn(4, WIDTH), mask, grad=grad)
+        assert {"add", "softmax"} <= found.assignment.low
+        assert found.classified.extreme & {"x0", "x1", "linear"} == {"x1"}
+
+
+def test_a_number_that_would_be_zero_is_held_with_what_it_makes() -> None:
+    """Zero rows stay zero; divided by an fp16 1e-12 they were NaN."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        return m.other(functional.normalize(m.fc(x) * 0, dim=-1))
+
+    found = rewritten(function)
+    reason = found.assignment.decisions["clamp_min"].reason
+    assert reason == "computes with 1e-12, which fp16 rounds to zero"
+    assert forced(found, "div")
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(found.gm(x), found.before(x).half().float())
+    assert "clamp_min" in rewritten(function, precision="bf16").assignment.low
+
+
+def test_what_a_huge_divisor_makes_is_held() -> None:
+    """A divisor is no filling of a mask: fp16 has few digits for what it makes."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        return m.fc(functional.layer_norm(x.softmax(-1) / HUGE, (WIDTH,)))
+
+    found = rewritten(function)
+    assert "div" not in found.classified.extreme
+    assert forced(found, "layer_norm")
+
+
+def test_streams_are_held_wherever_they_begin() -> None:
+    def function(m: Of, i: Tensor) -> Tensor:
+        x = m.table(i)
+        x = x + m.fc(functional.layer_norm(x, (WIDTH,)))
+        return m.other(functional.layer_norm(x, (WIDTH,)))
+
+    found = rewritten(function, torch.arange(4))
+    assert forced(found, "layer_norm")
+    assert forced(found, "layer_norm_1")
+
+
+def test_buffers_are_held_and_parameters_are_not() -> None:
+    """Nobody trains a buffer; a checkpoint may bring any."""
+    buffer = rewritten(lambda m, x: m.fc((m.other(x) - m.mean).relu()))
+    assert forced(buffer, "sub")
+    parameter = rewritten(lambda m, x: m.fc((m.other(x) - m.fc.bias).relu()))
+    assert "sub" in parameter.assignment.low
 
 
 def test_taint_can_fail() -> None:

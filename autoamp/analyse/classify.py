@@ -87,10 +87,10 @@ def classify(
             verdicts[name], pinned=True, reason=reason, origin="surroundings"
         )
     if largest(low) < AMPLE:
-        unbounded = (facts.constants - facts.weights) | worth.streams
-        sizes = spread_taints(
-            gm, facts, verdicts, by_node, low, unbounded=unbounded - taints.extreme
-        )
+        given = facts.constants - facts.parameters
+        made = {n for n, v in verdicts.items() if _literal(nodes[n], v, low)}
+        unbounded = (given | worth.streams | made) - taints.extreme
+        sizes = spread_taints(gm, facts, verdicts, by_node, low, unbounded=unbounded)
         verdicts = {
             n: _with_taint(v, facts.nodes[n], sizes) for n, v in verdicts.items()
         }
@@ -146,11 +146,18 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
     if base in FACTORIES:
         verdict = replace(verdict, modes=_all("any", fact))
     pin = pin_reason(node, fact, under.facts, under.keep)
-    if pin is None and verdict.category is not Category.CLEAR:
-        pin = literal_reason(node, under.low)
+    if pin is None:
+        pin = _literal(node, verdict, under.low)
     if pin is not None:
         return replace(verdict, pinned=True, reason=pin, origin="autoamp")
     return verdict
+
+
+def _literal(node: fx.Node, verdict: Verdict, low: torch.dtype) -> str | None:
+    """What a call's own numbers say against `low`."""
+    if not isinstance(node.target, compat.OpOverload):
+        return None
+    return literal_reason(node, low, fills=verdict.category is Category.CLEAR)
 
 
 def _all(mode: Mode, fact: NodeFacts) -> tuple[Mode, ...]:

@@ -95,6 +95,8 @@ class Facts:
     """Values that come from outside: placeholders and attributes."""
     weights: frozenset[str]
     """Those of `constants` that are parameters (or attributes) of the model."""
+    parameters: frozenset[str]
+    """Those of `weights` that are parameters, not buffers or constants."""
     mutated: frozenset[int]
     """Storages written to inside the graph."""
     written_opaquely: frozenset[int]
@@ -205,6 +207,7 @@ class _Collector:
         self.returned: set[str] = set()
         self.constants: set[str] = set()
         self.weights: set[str] = set()
+        self.parameters: set[str] = set()
         self.outside: set[int] = set()
         self.writes: dict[int, int] = defaultdict(int)
         self.element_of: dict[str, str] = {}
@@ -232,6 +235,7 @@ class _Collector:
             returned=frozenset(self.returned),
             constants=frozenset(self.constants),
             weights=frozenset(self.weights),
+            parameters=frozenset(self.parameters),
             mutated=frozenset(self.writes),
             written_opaquely=frozenset(self.opaque_writes),
             outside=frozenset(self.outside),
@@ -246,7 +250,9 @@ class _Collector:
         needs_grad = bool(node.meta.get("autoamp_requires_grad"))
         if needs_grad:
             self.grad_needed.add(node.name)
-        if node.op == "get_attr" or node.meta.get("autoamp_is_parameter"):
+        if node.meta.get("autoamp_is_parameter"):
+            self.parameters.add(node.name)
+        if node.op == "get_attr" or node.name in self.parameters:
             self.weights.add(node.name)
 
     def _change_region(self, node: fx.Node) -> None:

@@ -161,6 +161,7 @@ def _placeholders_to_attributes(
             attribute = traced.graph.get_attr(name)
         attribute.meta = dict(node.meta)
         attribute.meta["autoamp_requires_grad"] = value.requires_grad
+        attribute.meta["autoamp_is_parameter"] = isinstance(value, torch.nn.Parameter)
         node.replace_all_uses_with(attribute)
         traced.graph.erase_node(node)
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts, argument, tensors_of
-from autoamp.dtypes import largest, short_name
+from autoamp.dtypes import largest, short_name, smallest
 from autoamp.ops import base_name, is_pointwise
 
 LAYER_NORMS = frozenset({"aten::layer_norm", "aten::native_layer_norm"})
@@ -92,19 +92,26 @@ def _reads_beyond_first(node: fx.Node) -> bool:
     )
 
 
-def literal_reason(node: fx.Node, low: torch.dtype) -> str | None:
+def literal_reason(node: fx.Node, low: torch.dtype, fills: bool = False) -> str | None:
     """Why arithmetic with a number beyond the range of `low` must stay fp32, or None.
 
     A limit or a filling may be cut off at the range; a factor or a divisor may not.
+    None may become zero: `functional.normalize` divides by what it keeps above 1e-12.
+
+    Args:
+        fills: the op does no arithmetic; its numbers are limits and fillings.
     """
     target = node.target
     assert isinstance(target, compat.OpOverload)
-    if not is_pointwise(target) or base_name(target).rstrip("_") in _LIMITED:
+    if not is_pointwise(target):
         return None
+    fills = fills or base_name(target).rstrip("_") in _LIMITED
     for value in (*node.args, *node.kwargs.values()):
         if not isinstance(value, int | float) or not math.isfinite(value):
             continue
-        if abs(value) > largest(low):
+        if 0 < abs(value) <= smallest(low) / 2:
+            return f"computes with {value:g}, which {short_name(low)} rounds to zero"
+        if abs(value) > largest(low) and not fills:
             return f"computes with {value:g}, which is beyond {short_name(low)}'s range"
     return None
 

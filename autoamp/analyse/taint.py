@@ -7,9 +7,9 @@ TensorFlow's pass walks lists, so any op it does not know launders the danger of
   range.  Ends at range-restoring ops (softmax, tanh, norms, clamp) and at allow ops.
 * POSITION: exact integers (positions, coordinates); bf16 holds integers only to 256.
   Ends likewise, and where a huge factor makes a mask of it.
-* SIZE: in fp16, what nobody has bounded: the caller's data, buffers, residual streams.
-  Rounded before it is normalised it may be infinite; torch.autocast rounds it after
-  that.  Ends likewise.
+* SIZE: in fp16, what nobody has bounded: the caller's data, buffers, residual streams,
+  what arithmetic with a number beyond the range makes.  Rounded before it is normalised
+  it may be infinite, or zero; torch.autocast rounds it after that.  Ends likewise.
 * extreme: a mask that holds numbers beyond the low dtype's range; not a danger to what
   follows, but a cast of it must saturate.
 """
@@ -71,7 +71,7 @@ def spread_taints(
     for node in gm.graph.nodes:
         if node.op == "call_function":
             spread.visit(node)
-    _masks_given_from_outside(gm, facts, spread.extreme)
+    _masks_given_from_outside(gm, facts, verdicts, spread.extreme)
     return Taints(
         spread.reads, spread.carries, spread.source, frozenset(spread.extreme)
     )
@@ -176,7 +176,7 @@ class _Spread:
         if self._ends_danger(node, self.rules.get(node.name)):
             return False
         # `where(mask, x, finfo.min)` and friends carry the constant as a scalar.
-        if _largest_scalar(node) > self.limit * 0.99:
+        if _largest_scalar(node) > self.limit * 0.99 and not _divides(node):
             return True
         return any(name in self.extreme for name in inputs)
 
@@ -210,6 +210,12 @@ def _casts_integers(node: fx.Node) -> bool:
     )
 
 
+def _divides(node: fx.Node) -> bool:
+    """Whether a number among the arguments of a call is a divisor."""
+    target = node.target
+    return isinstance(target, compat.OpOverload) and "div" in base_name(target)
+
+
 def _largest_scalar(node: fx.Node) -> float:
     """The largest magnitude among the float literals of a call."""
     if not isinstance(node.target, compat.OpOverload):
@@ -223,9 +229,16 @@ def _largest_scalar(node: fx.Node) -> float:
 
 
 def _masks_given_from_outside(
-    gm: fx.GraphModule, facts: Facts, extreme: set[str]
+    gm: fx.GraphModule,
+    facts: Facts,
+    verdicts: Mapping[str, Verdict],
+    extreme: set[str],
 ) -> None:
-    """Marks float inputs used as attention masks: they often hold `finfo.min`."""
+    """Marks float inputs used as attention masks: they often hold `finfo.min`.
+
+    A mask is what is added to scores, which a product has made, and is made by none.
+    """
+    products = _made_by_products(gm, verdicts)
     for node in gm.graph.nodes:
         if not isinstance(node.target, compat.OpOverload):
             continue
@@ -235,7 +248,9 @@ def _masks_given_from_outside(
         elif base_name(node.target) in ("aten::softmax", "aten::_softmax"):
             scores = node.args[0]
             if isinstance(scores, fx.Node) and "add" in str(scores.target):
-                masks = [a for a in scores.args if isinstance(a, fx.Node)]
+                added = scores.all_input_nodes
+                if any(a in products for a in added):
+                    masks = [a for a in added if a not in products]
         for mask in masks:
             chain: list[fx.Node] = [mask]
             while chain:
@@ -246,3 +261,16 @@ def _masks_given_from_outside(
                 extreme.add(at.name)
                 if at.op == "call_function":
                     chain.extend(at.all_input_nodes)
+
+
+def _made_by_products(
+    gm: fx.GraphModule, verdicts: Mapping[str, Verdict]
+) -> set[fx.Node]:
+    """Allow ops and all that is computed from them."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        verdict = verdicts.get(node.name)
+        allowed = verdict is not None and verdict.category is Category.ALLOW
+        if allowed or any(above in found for above in node.all_input_nodes):
+            found.add(node)
+    return found
