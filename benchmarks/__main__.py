@@ -16,7 +16,7 @@ from .capability import capability
 from .counting import count_ops
 from .peers import BASELINE, Peer, Prepared, peers, ready
 from .saved import saved_bytes
-from .timing import interleaved, keep_freed_memory, ratios, seconds
+from .timing import interleaved, ratios, seconds
 from .workloads import Workload, workloads
 
 HEADER = (
@@ -121,7 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [w for w in workloads(options.quick) if options.only in w.name]
     if not wanted:
         parser.error(f"no workload holds {options.only!r} in its name")
-    kept = keep_freed_memory()
     lines: list[list[str]] = []
     results: list[dict[str, Any]] = []
     with Progress(transient=True) as progress:
@@ -136,7 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gc.collect()
     line = capability(options.device)
     note = f"{line}; median of {rounds} interleaved rounds"
-    note += ", freed memory kept by malloc" if kept else ""
     note += ", small sizes" if options.quick else ""
     failed = [
         f"{r['workload']}, {name}: {got['failed'].splitlines()[0]}"

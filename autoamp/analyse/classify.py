@@ -37,7 +37,7 @@ _BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
 _CPU_MIXED = LAYER_NORMS | {"aten::group_norm", "aten::native_group_norm"}
 """Norms whose CPU kernels take fp32 parameters beside low data; CUDA's do not."""
 AMPLE = 1e30
-"""A largest number beyond which nothing in a network goes: bf16's, not fp16's."""
+"""A dtype that goes further holds whatever fp32 does in a network: bf16, not fp16."""
 _FILLED = ("zeros", "ones", "full", "empty")
 FACTORIES = frozenset(
     ["aten::eye", "aten::scalar_tensor"]
