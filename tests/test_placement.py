@@ -150,7 +150,7 @@ def test_a_square_is_a_product_to_lists_that_know_no_square() -> None:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return (x * x) @ y.t()
 
-    found = rewritten(Squared(), precision="bf16", rules="tensorflow", do_no_harm=False)
+    found = rewritten(Squared(), precision="fp16", rules="tensorflow", do_no_harm=False)
     assert found.classified.verdicts["mul"].reason == "Mul"
     found = rewritten(Squared(), precision="fp16", do_no_harm=False)
     squares = Rules.default("fp16").table["aten::square"]

@@ -381,6 +381,16 @@ def test_what_a_huge_divisor_makes_is_held() -> None:
     assert forced(found, "layer_norm")
 
 
+def test_sets_that_imitate_other_lists_hold_what_those_hold() -> None:
+    """TensorFlow's pass paints what reads a placeholder like anything else."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        return m.fc((x * 0.5).relu())
+
+    assert forced(rewritten(function), "mul")
+    assert "mul" in rewritten(function, rules="tensorflow").assignment.low
+
+
 def test_streams_are_held_wherever_they_begin() -> None:
     def function(m: Of, i: Tensor) -> Tensor:
         x = m.table(i)

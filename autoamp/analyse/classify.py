@@ -86,7 +86,8 @@ def classify(
         verdicts[name] = replace(
             verdicts[name], pinned=True, reason=reason, origin="surroundings"
         )
-    if largest(low) < AMPLE:
+    if largest(low) < AMPLE and any(r.restores for r in rules.table.values()):
+        # A set that imitates other lists says of nothing that it bounds: no end to it.
         given = facts.constants - facts.parameters
         made = {n for n, v in verdicts.items() if _literal(nodes[n], v, low)}
         unbounded = (given | worth.streams | made) - taints.extreme
