@@ -316,7 +316,7 @@ def test_data_beyond_the_range_is_rounded_after_it_is_brought_into_it(
     found = rewritten(function, x, grad=grad)
     expected = found.before(x)
     assert "linear" in found.assignment.low
-    # Operands and result of a product are rounded, in one case of two.
+    # Of each product, in one case of two, both operands and the result are rounded.
     assert relative_error(found.gm(x), expected) < 6 * torch.finfo(torch.half).eps / 2
     monkeypatch.setattr("autoamp.analyse.classify.AMPLE", 0.0)
     assert not rewritten(function, x, grad=grad).gm(x).isfinite().all()

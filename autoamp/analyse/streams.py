@@ -57,8 +57,9 @@ class Precious:
 
 def precious(facts: Facts, verdicts: Mapping[str, Verdict]) -> Precious:
     """What is worth its precision in a graph, under the verdicts so far."""
-    sums, streams = _residual_streams(facts, verdicts)
-    beginnings = _beginnings(streams, facts, verdicts)
+    promoted = promotes_to_low(facts, verdicts)
+    sums, streams = _residual_streams(facts, verdicts, promoted)
+    beginnings = _beginnings(streams, facts, verdicts, promoted)
     reasons = dict.fromkeys(_of_weights(facts, verdicts), OF_WEIGHTS)
     reasons |= dict.fromkeys(_repeated_norms(facts, verdicts), REPEATED_NORM)
     reasons |= dict.fromkeys(beginnings, BEGINNING) | dict.fromkeys(sums, RESIDUAL)
@@ -110,10 +111,9 @@ def _only_moves(op: str, verdict: Verdict) -> bool:
 
 
 def _residual_streams(
-    facts: Facts, verdicts: Mapping[str, Verdict]
+    facts: Facts, verdicts: Mapping[str, Verdict], promoted: set[str]
 ) -> tuple[set[str], list[str]]:
     """The additions of a low branch to a full-precision stream, and those streams."""
-    promoted = promotes_to_low(facts, verdicts)
     computed = _computed_by_allow_ops(facts, verdicts)
     readers = _reader_counts(facts, verdicts)
     sums: set[str] = set()
@@ -138,7 +138,10 @@ def _residual_streams(
 
 
 def _beginnings(
-    streams: list[str], facts: Facts, verdicts: Mapping[str, Verdict]
+    streams: list[str],
+    facts: Facts,
+    verdicts: Mapping[str, Verdict],
+    promoted: set[str],
 ) -> set[str]:
     """Ops above streams that make their first value.
 
@@ -149,7 +152,6 @@ def _beginnings(
     Seen on the two-layer BART of the zoo in bf16 inference, where low weights cost
     nothing: its outputs were off by 5.9 times what torch.autocast's are.
     """
-    promoted = promotes_to_low(facts, verdicts)
     found: set[str] = set()
     seen: set[str] = set()
     frontier = list(streams)

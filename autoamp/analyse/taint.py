@@ -106,7 +106,7 @@ class _Spread:
         if node.name in self.facts.element_of:
             inputs.append(self.facts.element_of[node.name])
         reads = frozenset[str]().union(*(self._of(name) for name in inputs))
-        if not self._may_round_unbounded(node):
+        if SIZE in reads and not self._may_round_unbounded(node):
             reads -= {SIZE}
         self.reads[node.name] = reads
         carried = self._carried(node, reads)

@@ -126,9 +126,8 @@ def _configure_while_compiling(
 
 
 def _gave_up_on_module(frame: Any, found: Any) -> bool:
-    failed = (
-        getattr(found, "skip_reason", None) == _SUPPRESSED
-    )  # an older one says none
+    # An older torch gives no reason.
+    failed = getattr(found, "skip_reason", None) == _SUPPRESSED
     first = (*frame.f_code.co_varnames, "self")[0]
     return failed and isinstance(frame.f_locals.get(first), nn.Module)
 
