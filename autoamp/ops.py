@@ -56,6 +56,89 @@ MAYBE_ALIAS: dict[str, tuple[str, ...]] = {
 permutation; `type_as` returns its input when the dtype fits already.
 """
 
+_FILLED = ("zeros", "ones", "full", "empty")
+FACTORIES = frozenset(
+    ["aten::eye", "aten::scalar_tensor"]
+    + [f"aten::{name}" for name in _FILLED]
+    + [f"aten::{name}_like" for name in _FILLED]
+    + [f"aten::new_{name}" for name in _FILLED]
+)
+"""Ops that make a tensor from no data; their dtype is an argument."""
+
+_COPIES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "cat",
+        "channel_shuffle",
+        "clone",
+        "column_stack",
+        "concat",
+        "concatenate",
+        "constant_pad_nd",
+        "contiguous",
+        "dstack",
+        "flip",
+        "fliplr",
+        "flipud",
+        "hstack",
+        "native_channel_shuffle",
+        "pixel_shuffle",
+        "pixel_unshuffle",
+        "roll",
+        "rot90",
+        "row_stack",
+        "stack",
+        "tril",
+        "triu",
+        "vstack",
+    )
+)
+"""Ops that copy each element to one place, or to none."""
+
+_REPEATS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "as_strided",
+        "broadcast_tensors",
+        "broadcast_to",
+        "embedding",
+        "expand",
+        "expand_as",
+        "gather",
+        "index",
+        "index_select",
+        "masked_select",
+        "meshgrid",
+        "repeat",
+        "repeat_interleave",
+        "take",
+        "take_along_dim",
+        "tile",
+        "unfold",
+    )
+)
+"""Ops that may show one element in several places, so that its gradient is a sum."""
+
+PROMOTING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "add",
+        "addcmul",
+        "div",
+        "maximum",
+        "minimum",
+        "mul",
+        "sub",
+        "true_divide",
+        "where",
+    )
+)
+"""Ops that read low operands beside fp32 ones as they are.
+
+Their kernels widen an operand as they read it: the result, and every gradient, has the
+bits that a cast before the op would give, and neither a cast nor a wide copy is made
+or saved (tests/test_ceiling.py)."""
+
 _OPS_PREFIX = "torch.ops."
 
 
@@ -192,6 +275,18 @@ def _joins(alias: Any, shared: set[str]) -> bool:
     if alias is None:
         return False
     return "*" in alias.after_set or bool((alias.before_set | alias.after_set) & shared)
+
+
+def only_moves(target: OpOverload, *, once: bool) -> bool:
+    """Whether each element of the result is an element of an operand, or a constant.
+
+    Args:
+        once: and no element is in two places, so that its gradient is no sum.
+    """
+    base = base_name(target)
+    if base in _REPEATS:
+        return not once
+    return base in _COPIES or is_view(target)
 
 
 def is_view(target: OpOverload) -> bool:

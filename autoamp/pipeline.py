@@ -89,7 +89,15 @@ def rewrite_normalised(
     facts = timed("facts", lambda: collect_facts(before))
     rules = options.resolve_rules(low)
     classified = timed(
-        "classify", lambda: classify(before, facts, rules, low, options.keep)
+        "classify",
+        lambda: classify(
+            before,
+            facts,
+            rules,
+            low,
+            options.keep,
+            ceiling=options.placement != "tensorflow",
+        ),
     )
     prices = timed(
         "price",

@@ -14,7 +14,9 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.analyse.ceiling import under_ceiling
 from autoamp.analyse.conditions import condition_holds
+from autoamp.analyse.extreme import extreme_values
 from autoamp.analyse.facts import (
     Facts,
     NodeFacts,
@@ -23,12 +25,17 @@ from autoamp.analyse.facts import (
     tensors_of,
 )
 from autoamp.analyse.pins import LAYER_NORMS, literal_reason, pin_reason
-from autoamp.analyse.streams import precious
-from autoamp.analyse.taint import POSITION, RANGE, SIZE, Taints, spread_taints
 from autoamp.analyse.verdict import Mode, Verdict
-from autoamp.dtypes import HIGH_DTYPE, largest, short_name
+from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.graph_functions import checkpointed
-from autoamp.ops import base_name, is_out_variant, is_pointwise, is_view
+from autoamp.ops import (
+    FACTORIES,
+    base_name,
+    is_inplace,
+    is_out_variant,
+    is_pointwise,
+    is_view,
+)
 from autoamp.rules import Category, Rule, Rules
 
 CASTS = frozenset({"aten::to", "aten::_to_copy"})
@@ -36,18 +43,6 @@ _MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
 _BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
 _CPU_MIXED = LAYER_NORMS | {"aten::group_norm", "aten::native_group_norm"}
 """Norms whose CPU kernels take fp32 parameters beside low data; CUDA's do not."""
-AMPLE = 1e30
-"""A dtype that goes further holds whatever fp32 does in a network: bf16, not fp16."""
-_FILLED = ("zeros", "ones", "full", "empty")
-FACTORIES = frozenset(
-    ["aten::eye", "aten::scalar_tensor"]
-    + [f"aten::{name}" for name in _FILLED]
-    + [f"aten::{name}_like" for name in _FILLED]
-    + [f"aten::new_{name}" for name in _FILLED]
-)
-"""Ops that make a tensor from no data; their dtype is an argument."""
-
-
 @dataclass(frozen=True)
 class Classified:
     """Verdicts of a graph, in graph order, and the values a cast must saturate."""
@@ -67,8 +62,15 @@ def classify(
     rules: Rules,
     low: torch.dtype,
     keep: Sequence[str] = (),
+    *,
+    ceiling: bool = True,
 ) -> Classified:
-    """A verdict for every node that reads or makes fp32 tensors."""
+    """A verdict for every node that reads or makes fp32 tensors.
+
+    Args:
+        keep: the user's module-path patterns.
+        ceiling: pin what type promotion would leave fp32 (`analyse/ceiling.py`).
+    """
     nodes = {n.name: n for n in gm.graph.nodes}
     under = _Context(facts, rules, low, keep)
     verdicts: dict[str, Verdict] = {}
@@ -78,24 +80,10 @@ def classify(
         if nodes[name].target is operator.getitem and name in facts.element_of:
             continue
         verdicts[name] = _verdict(nodes[name], fact, under)
-    by_node = _rules_by_node(gm, rules)
-    taints = spread_taints(gm, facts, verdicts, by_node, low)
-    verdicts = {n: _with_taint(v, facts.nodes[n], taints) for n, v in verdicts.items()}
-    worth = precious(facts, verdicts)
-    for name, reason in worth.reasons.items():
-        verdicts[name] = replace(
-            verdicts[name], pinned=True, reason=reason, origin="surroundings"
-        )
-    if largest(low) < AMPLE and any(r.restores for r in rules.table.values()):
-        # A set that imitates other lists says of nothing that it bounds: no end to it.
-        given = facts.constants - facts.parameters
-        made = {n for n, v in verdicts.items() if _literal(nodes[n], v, low)}
-        unbounded = (given | worth.streams | made) - taints.extreme
-        sizes = spread_taints(gm, facts, verdicts, by_node, low, unbounded=unbounded)
-        verdicts = {
-            n: _with_taint(v, facts.nodes[n], sizes) for n, v in verdicts.items()
-        }
-    return Classified(verdicts, taints.extreme)
+    if ceiling:
+        verdicts = under_ceiling(gm, facts, verdicts)
+    extreme = extreme_values(gm, facts, verdicts, _rules_by_node(gm, rules), low)
+    return Classified(verdicts, extreme)
 
 
 def _rules_by_node(gm: fx.GraphModule, rules: Rules) -> Mapping[str, Rule]:
@@ -255,30 +243,12 @@ def _mode(target: compat.OpOverload, operand: Operand, fact: NodeFacts) -> Mode:
         return "any"  # copy_ converts; that is what it is for
     if not fact.makes_floats:
         return "follow"  # comparisons, argmax: rounding first could change the answer
+    if not is_pointwise(target):
+        return "same"
     others = [o for o in fact.operands if not o.is_scalar]
-    if operand.is_scalar and others and is_pointwise(target):
+    if operand.is_scalar and others:
         return "any"  # 0-dim tensors take no part in promotion
+    written = is_inplace(target) and operand.argument != "self"
+    if written and base_name(target) != "aten::lerp_":
+        return "any"  # what `add_` writes to has its own dtype, whatever is added
     return "same"
-
-
-def _with_taint(verdict: Verdict, fact: NodeFacts, taints: Taints) -> Verdict:
-    """Pins an infer op that reads a dangerous value; marks values that carry one."""
-    kinds = taints.reads.get(fact.name, frozenset())
-    if verdict.pinned or not kinds or verdict.category is Category.ALLOW:
-        return replace(verdict, tainted=bool(taints.carries.get(fact.name)))
-    if verdict.category is Category.CLEAR:
-        return replace(verdict, tainted=True)
-    source = taints.source.get(fact.name, "an op above")
-    why = {
-        RANGE: f"downstream of {source}, whose result may leave the range",
-        POSITION: f"carries exact positions from {source}",
-        SIZE: f"reads what may be of any size ({source}) and nothing has bounded yet",
-    }
-    reason = "; ".join(why[kind] for kind in sorted(kinds))
-    return replace(
-        verdict,
-        pinned=True,
-        reason=reason,
-        origin="taint",
-        tainted=bool(taints.carries.get(fact.name)),
-    )

@@ -70,6 +70,19 @@ def _device_is(site: _Site) -> bool:
     return bool(site.facts.device == site.value)
 
 
+def _contracts(site: _Site) -> bool:
+    equation = argument(site.node, "equation")
+    if not isinstance(equation, str):  # `einsum` takes lists of numbers as well
+        return bool(site.value)
+    read, _, made = equation.replace(" ", "").partition("->")
+    operands = [set(term) - set(".") for term in read.split(",")]
+    times = Counter(index for operand in operands for index in operand)
+    letters = Counter(read.replace(",", "").replace(".", ""))
+    kept = set(made) if "->" in equation else {i for i in times if letters[i] == 1}
+    shared = any(n > 1 and index not in kept for index, n in times.items())
+    return shared == site.value
+
+
 def _shape_read(node: fx.Node) -> list[int]:
     return [compat.hint(s) for s in _sizes_read(node)]
 
@@ -84,5 +97,6 @@ _TESTS: dict[str, Callable[[_Site], bool]] = {
     "reduces_at_least": _reduces_at_least,
     "exponent_outside": _exponent_outside,
     "argument_is": _argument_is,
+    "contracts": _contracts,
     "device_is": _device_is,
 }

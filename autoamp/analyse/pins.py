@@ -13,7 +13,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts, argument, tensors_of
 from autoamp.dtypes import largest, short_name, smallest
-from autoamp.ops import base_name, is_pointwise
+from autoamp.ops import FACTORIES, base_name, is_pointwise
 
 LAYER_NORMS = frozenset({"aten::layer_norm", "aten::native_layer_norm"})
 
@@ -76,6 +76,8 @@ def pin_reason(
     assert isinstance(node.target, compat.OpOverload)
     if torch.Tag.nondeterministic_seeded in node.target.tags and not fact.operands:
         return "draws random numbers: another dtype would draw others"
+    if fact.makes_floats and not fact.operands and base_name(node.target) not in FACTORIES:
+        return "makes fp32 of what is no float: its dtype is not the rewrite's to choose"
     if fact.storage in graph.written_opaquely:
         return "a function that is not looked into may write to it"
     if fact.storage in graph.mutated and fact.storage in graph.outside:

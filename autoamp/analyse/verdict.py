@@ -22,7 +22,8 @@ class Verdict:
         origin: which rules file, user list or part of the pass says so.
         pinned: whether the node must stay fp32.
         modes: what each operand of its facts needs, in the same order.
-        tainted: its value must not be rounded and then widened again.
+        moves: it may be low only where all that read its result are, which would round
+            it in any case.
         listed: whether any rule knows the op.
     """
 
@@ -31,5 +32,5 @@ class Verdict:
     origin: str
     pinned: bool
     modes: tuple[Mode, ...]
-    tainted: bool = False
+    moves: bool = False
     listed: bool = True

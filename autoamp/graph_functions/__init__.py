@@ -11,6 +11,7 @@ from typing import Any
 
 from autoamp.graph_functions.boundary import scale_grad, unscale_grad, unscale_grad_
 from autoamp.graph_functions.casts import (
+    low_uses,
     low_weight,
     low_weight_unscaled,
     saturating_cast,
@@ -29,6 +30,7 @@ __all__ = [
     "LEAF_FUNCTIONS",
     "checkpoint_as_python_does",
     "checkpointed",
+    "low_uses",
     "low_weight",
     "low_weight_unscaled",
     "saturating_cast",
@@ -44,6 +46,7 @@ __all__ = [
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
         checkpointed,
+        low_uses,
         low_weight,
         low_weight_unscaled,
         saturating_cast,

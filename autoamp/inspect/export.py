@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autoamp.dtypes import short_name
-from autoamp.graph_functions import low_weight
+from autoamp.graph_functions import low_uses, low_weight
 from autoamp.inspect.costs import costs_of
 from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
 
@@ -107,8 +107,8 @@ def _attributes(
     row, cast = ops.get(node.name), casts.get(node.name)
     if cast is not None:
         kind, reason = f"{cast.kind} cast", f"{cast.value} is read in {cast.dtype}"
-    elif node.target is low_weight:
-        kind, reason = "use", "one use of a cast, so that gradients are summed in fp32"
+    elif node.target in (low_uses, low_weight):
+        kind, reason = "use", "uses of a cast, so that gradients are summed in fp32"
     else:
         kind = {"output": "output", "placeholder": "input", "get_attr": "input"}.get(
             node.op, "op"

@@ -153,12 +153,14 @@ def _casts(
     for name, verdict in verdicts.items():
         fact = facts.nodes[name]
         for operand, mode in zip(fact.operands, verdict.modes, strict=True):
-            if mode == "any":
+            at = facts.producer(operand.value)
+            # A comparison, or a cast of the user's, shows the bits of a move.
+            shows = at in verdicts and verdicts[at].moves and mode != "same"
+            if mode == "any" and not shows:
                 continue
             key = (operand.value, fact.region, operand.epoch)
-            readers[key].append(OUTSIDE if mode == "high" else name)
+            readers[key].append(OUTSIDE if shows or mode == "high" else name)
             if mode == "follow":
-                at = facts.producer(operand.value)
                 follows.append((name, at, "reads the value at its own precision"))
     for value in sorted(facts.returned):
         if facts.nodes[value].is_value:
@@ -169,8 +171,8 @@ def _casts(
         up: int | None = prices.up[value]
         if value in returned_inside and region >= 0:
             up = 0  # the up-cast that is returned serves them
-        elif maker in verdicts and verdicts[maker].tainted:
-            up = None
+        elif maker in verdicts and verdicts[maker].moves:
+            up = None  # what it moves would be rounded for nobody
         groups.append(
             CastGroup(
                 name=f"{value} in region {region}.{epoch}",

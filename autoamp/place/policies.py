@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from autoamp.analyse.ceiling import promotes_to_low
 from autoamp.analyse.classify import CASTS
 from autoamp.analyse.facts import Facts
-from autoamp.analyse.streams import promotes_to_low
 from autoamp.analyse.verdict import Verdict
 from autoamp.place.mincut import Problem
 from autoamp.rules import Category

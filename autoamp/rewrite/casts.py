@@ -23,11 +23,10 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.classify import FACTORIES
 from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.verdict import Mode
 from autoamp.dtypes import HIGH_DTYPE, largest
-from autoamp.ops import base_name, is_out_variant, is_view
+from autoamp.ops import FACTORIES, base_name, is_out_variant, is_view
 from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Cast, Emitted, dtype_of
 from autoamp.rewrite.uses import Copies, Uses
@@ -187,9 +186,9 @@ class _Emitter:
         if value in self.returned_from and dtype == self.low:
             return self.emitted.use_of(value, self.returned_from[value])
         copy = self._copy(value, dtype, reader.region, epoch)
-        if dtype != HIGH_DTYPE and self.uses.stand_apart(value, reader, epoch):
-            return self.emitted.use_of(value, copy)
-        return copy
+        if dtype == HIGH_DTYPE:
+            return copy
+        return self.uses.use_of_copy(value, copy, reader, epoch)
 
     def _returned(self, node: fx.Node) -> fx.Node:
         new = self.new[node.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.facts import Facts
 from autoamp.dtypes import HIGH_DTYPE, short_name
-from autoamp.graph_functions import low_weight, saturating_cast
+from autoamp.graph_functions import low_uses, low_weight, saturating_cast
 
 CAST_KIND = "autoamp_cast"
 """Set in the `meta` of every inserted cast: "weight", "down" or "up"."""
@@ -112,6 +113,15 @@ class Emitted:
         return self.insert(
             low_weight, (self.new[value], copy), {}, f"{copy.name}_use", copy
         )
+
+    def uses_of(self, value: str, copy: fx.Node, uses: int) -> list[fx.Node]:
+        """That many uses of a low `copy` of `value`, their gradients summed in fp32."""
+        args = (self.new[value], copy, uses)
+        shared = self.insert(low_uses, args, {}, f"{copy.name}_uses", copy)
+        shared.meta["val"] = (copy.meta["val"],) * uses
+        item = operator.getitem
+        name = f"{copy.name}_use"
+        return [self.insert(item, (shared, i), {}, name, copy) for i in range(uses)]
 
     def clone(self, value: fx.Node) -> fx.Node:
         """A copy of `value`, laid out alike."""

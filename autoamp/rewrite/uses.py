@@ -1,15 +1,16 @@
-"""Uses of low values whose gradients are summed in fp32, use by use.
+"""Uses of low copies whose gradients are summed in fp32.
 
 A value read several times gets the sum of its readers' gradients, in its own dtype.
-For weights, and values read very often, that must not be a low one: each use then gets
-an autograd node of its own (`low_weight`), behind which they meet in fp32.
+That must not be a low one: torch.autocast, which casts for each use, sums in fp32.  The
+uses of a weight get an autograd node each (`low_weight`), those of any other value one
+together (`low_uses`), behind which their gradients meet in fp32.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
@@ -19,11 +20,9 @@ from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Emitted, dtype_of
 
 MANY_USES = 8
-"""Uses of one cast beyond which its gradients are summed in fp32, use by use.
+"""Uses of one value beyond which each has an autograd node of its own.
 
-Summing n terms in bf16 (8 bits) may lose n/2 units of the last place of the largest;
-up to 8 terms that stays within what one more rounding of the result costs.  (Autocast,
-which casts per use, always sums in fp32.)"""
+One node for all of them keeps all their gradients until the last is there."""
 
 Copies = dict[tuple[str, torch.dtype, int, int], fx.Node]
 """Casts that readers share: of a value, to a dtype, in a region, after some writes."""
@@ -43,14 +42,24 @@ class Uses:
         self._copies = copies
         self._weight_storage = {facts.nodes[w].storage for w in facts.weights}
         self._low_reads = _count_low_reads(assignment)
+        self._shared: dict[tuple[str, int, int], Iterator[fx.Node]] = {}
 
-    def stand_apart(self, value: str, reader: NodeFacts, epoch: int) -> bool:
-        """Whether each use of a shared cast needs an autograd node of its own."""
+    def use_of_copy(
+        self, value: str, copy: fx.Node, reader: NodeFacts, epoch: int
+    ) -> fx.Node:
+        """Low `copy` of `value` for one reader."""
         if not (self._facts.nodes[value].requires_grad and reader.requires_grad):
-            return False
-        uses = self._low_reads[value, reader.region, epoch]
+            return copy
+        key = (value, reader.region, epoch)
+        uses = self._low_reads[key]
+        if uses < 2:
+            return copy
         of_weight = self._facts.nodes[value].storage in self._weight_storage
-        return uses > (1 if of_weight else MANY_USES)
+        if of_weight or uses > MANY_USES:
+            return self._emitted.use_of(value, copy)
+        if key not in self._shared:
+            self._shared[key] = iter(self._emitted.uses_of(value, copy, uses))
+        return next(self._shared[key])
 
     def view_of_weight(self, value: str, reader: NodeFacts) -> fx.Node | None:
         """A fresh view chain for one use of a low view of a weight, or None.

@@ -55,6 +55,25 @@ _FP32_PARAMETERS = {
 """Operands whose kernels take fp32 beside low data."""
 
 
+_WIDEN = frozenset(
+    f"aten::{name}"
+    for name in (
+        "add",
+        "addcmul",
+        "div",
+        "maximum",
+        "minimum",
+        "mul",
+        "sub",
+        "true_divide",
+        "where",
+    )
+)
+"""Ops whose kernels widen a low operand as they read it, which is exact."""
+
+_NARROWER = frozenset({torch.float16, torch.bfloat16, torch.float32})
+
+
 class Verifier:
     """Checks rewritten graphs against the ATen graph `original` they were made from."""
 
@@ -198,6 +217,9 @@ def _operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
     found = _operand_dtypes(node, after, exempt)
     if len(set(found.values())) <= 1:
         return
+    widened = dtypes_of(after.values[node.name]) == [torch.float32]
+    if name in _WIDEN and widened and set(found.values()) <= _NARROWER:
+        return
     twin = before.nodes.get(node.name)
     if twin is not None and _operand_dtypes(twin, before, exempt) == found:
         return  # the user mixed them, and they are as the user left them
@@ -234,7 +256,17 @@ def _operand_dtypes(
     if pointwise and any(dims.values()):
         # 0-dim tensors are not promoted to, and promote nothing of their own kind.
         found = {k: v for k, v in found.items() if dims[k]}
+    if pointwise and _writes_its_first_operand(node.target):
+        # What is written to keeps its dtype; the kernel takes the others as they are.
+        found = {k: v for k, v in found.items() if k == names[0]}
     return found
+
+
+def _writes_its_first_operand(target: compat.OpOverload) -> bool:
+    if target._schema.name == "aten::lerp_":  # which insists on one dtype
+        return False
+    first = target._schema.arguments[0].alias_info
+    return first is not None and first.is_write
 
 
 def _denied_nodes_are_fp32(

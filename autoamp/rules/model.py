@@ -18,7 +18,13 @@ class Category(StrEnum):
     CLEAR = "clear"
 
 
-TESTS = ("reduces_at_least", "exponent_outside", "argument_is", "device_is")
+TESTS = (
+    "reduces_at_least",
+    "exponent_outside",
+    "argument_is",
+    "device_is",
+    "contracts",
+)
 """The tests a condition may make."""
 
 
@@ -31,7 +37,8 @@ class Condition:
             `value` input elements or more. `exponent_outside`: the scalar exponent
             lies below or above the pair `value`. `argument_is`: the schema argument
             `argument` (its default, if not given) equals `value`. `device_is`: the
-            op runs on a device of type `value`.
+            op runs on a device of type `value`. `contracts`: whether an `einsum` sums
+            over an index that two operands share is `value`.
         value: What the test compares with.
         category: The category where the test holds.
         reason: Why.
@@ -57,13 +64,10 @@ class Rule:
         origin: Where the rule came from: a file, or the name of a user's list.
         fp32_operands: Schema arguments that stay fp32 even where the op runs low.
         accumulates: The kernel accumulates in fp32: low in, low out is safe.
-        restores: Outputs are bounded whatever the inputs: the op ends taint.
-        restores_given: The op ends taint where each of these arguments is given as
-            a number within the range of the low dtype (`clamp` with both bounds).
-        taints: Where the category in force is deny, what follows must not be low
-            until an op that restores or is allowed.
-        positions: The output holds exact integers or coordinates, of which a low
-            dtype can tell only the first 2048 (fp16) or 256 (bf16) apart.
+        restores: Outputs are bounded whatever the inputs: a cast of them need not
+            saturate.
+        restores_given: They are, where each of these arguments is given as a number
+            within the range of the low dtype (`clamp` with both bounds).
         jumps: The output jumps where the input crosses a number: the op computes in
             the precision that its operands were made in, and no cast rounds them first.
         no_kernel: Device types for which torch has no kernel in the low dtype,
@@ -82,8 +86,6 @@ class Rule:
     accumulates: bool = False
     restores: bool = False
     restores_given: tuple[str, ...] = ()
-    taints: bool = False
-    positions: bool = False
     jumps: bool = False
     no_kernel: tuple[str, ...] = ()
     policy: str = ""
@@ -96,8 +98,6 @@ FACTS = (
     "accumulates",
     "restores",
     "restores_given",
-    "taints",
-    "positions",
     "jumps",
     "no_kernel",
 )

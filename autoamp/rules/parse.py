@@ -20,7 +20,7 @@ MAX_DOTS = 100
 """Most dots on a line."""
 
 _META = {"dtype": ("float16", "bfloat16", "any"), "description": None}
-_FLAGS = ("accumulates", "restores", "taints", "positions", "jumps")
+_FLAGS = ("accumulates", "restores", "jumps")
 _NAMES = ("fp32_operands", "no_kernel", "restores_given")
 _ATTRIBUTES = ("reason", "policy", "when", *_FLAGS, *_NAMES)
 _CONDITION = ("test", "value", "argument", "category", "reason")
@@ -197,6 +197,8 @@ def _value(path: Path, key: str, test: str, value: object) -> ConditionValue:
             if low <= high:
                 return low, high
         _fail(path, key, f"is {value!r}; must be [lowest, highest]")
+    if test == "contracts" and not isinstance(value, bool):
+        _fail(path, key, f"is {value!r}; must be true or false")
     if test == "device_is" and not (isinstance(value, str) and value):
         _fail(path, key, f'is {value!r}; must be a device type such as "cuda"')
     if not isinstance(value, (bool, int, float, str)):

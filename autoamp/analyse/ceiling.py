@@ -1,0 +1,157 @@
+"""The ceiling: nothing is computed in less precision than type promotion leaves.
+
+Price decides where casts go, never what is rounded.  With the allow ops low, type
+promotion settles the rest as `torch.autocast` does: an op is as wide as its widest
+operand, so what reads the caller's data, a parameter, a buffer or the result of a
+denied op is fp32 until the next allow op.  Below that line placement is free; above it
+an op stays fp32.
+
+One thing more may be low: a *move* (a view, a `cat`, a constant), where everything that
+reads the result would round it in any case.  Rounding commutes with moving, so that the
+numbers are the same to the bit, and one cast before three slices is cheaper than three
+behind them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.facts import Facts, NodeFacts
+from autoamp.analyse.verdict import Verdict
+from autoamp.ops import FACTORIES, PROMOTING, base_name, only_moves
+from autoamp.rules import Category
+
+_AS_WIDE_AS_THE_DATA = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_fused_rms_norm",
+        "_prelu_kernel",
+        "batch_norm",
+        "group_norm",
+        "instance_norm",
+        "layer_norm",
+        "native_group_norm",
+        "native_layer_norm",
+        "prelu",
+        "rms_norm",
+    )
+)
+"""Ops whose result has the dtype of their first operand, whatever their parameters'.
+
+Kernels of norms compute in fp32 on data that is low already; autocast casts the weight
+of `prelu` itself."""
+
+_PROMOTE = frozenset({"same", "follow"})
+"""Modes of the operands that take part in type promotion."""
+
+
+def promotes_to_low(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+    """Nodes that type promotion, allow ops being low, would leave low.
+
+    Operands that are converted, or that promote nothing, do not count.  What is pinned
+    to fp32 is not low.
+    """
+    low: set[str] = set()
+    for name, verdict in verdicts.items():
+        if not verdict.pinned:
+            widths = {facts.producer(v) for v in _promoting(name, facts, verdict)}
+            if verdict.category is Category.ALLOW or (widths and widths <= low):
+                low.add(name)
+    return frozenset(low)
+
+
+def _promoting(name: str, facts: Facts, verdict: Verdict) -> list[str]:
+    """The values that a node's result is as wide as."""
+    fact = facts.nodes[name]
+    base = fact.op.partition(".")[0]
+    if base in FACTORIES:  # `zeros_like` has the dtype of what it is like
+        return [o.value for o in fact.operands]
+    read = list(zip(fact.operands, verdict.modes, strict=True))
+    if base in _AS_WIDE_AS_THE_DATA:
+        read = read[:1]
+    return [o.value for o, mode in read if mode in _PROMOTE]
+
+
+def under_ceiling(
+    gm: fx.GraphModule, facts: Facts, verdicts: Mapping[str, Verdict]
+) -> dict[str, Verdict]:
+    """The verdicts, with what is above the ceiling pinned or marked as a move."""
+    low = promotes_to_low(facts, verdicts)
+    moves = _moves(gm, facts, verdicts)
+    found: dict[str, Verdict] = {}
+    for name, verdict in verdicts.items():
+        if verdict.pinned or name in low or not facts.nodes[name].makes_floats:
+            found[name] = verdict
+        elif name in moves:
+            found[name] = replace(verdict, moves=True)
+        else:
+            found[name] = _held(name, facts, verdict, low)
+    return found
+
+
+def _held(
+    name: str, facts: Facts, verdict: Verdict, low: frozenset[str]
+) -> Verdict:
+    """The verdict of a node that type promotion leaves fp32: to type promotion."""
+    fact, modes = facts.nodes[name], verdict.modes
+    if fact.op.partition(".")[0] in PROMOTING:
+        modes = tuple(
+            "any" if mode == "same" and facts.producer(o.value) in low else mode
+            for o, mode in zip(fact.operands, modes, strict=True)
+        )
+    reason = _reason(_promoting(name, facts, verdict), facts, low)
+    return replace(
+        verdict, pinned=True, reason=reason, origin="ceiling", modes=modes
+    )
+
+
+def _moves(
+    gm: fx.GraphModule, facts: Facts, verdicts: Mapping[str, Verdict]
+) -> set[str]:
+    """Nodes before which rounding gives the bits that rounding behind them would.
+
+    The gradients as well: where one flows, each element goes to one place, and is read
+    once there, since gradients are summed on the fp32 side of a cast.  (Uses of a
+    weight have one each, views of it included: `rewrite/uses.py`.)
+    """
+    reads = Counter(o.value for name in verdicts for o in facts.nodes[name].operands)
+    elements: dict[str, list[str]] = {}
+    for value, maker in facts.element_of.items():
+        elements.setdefault(maker, []).append(value)
+    of_weights = {facts.nodes[w].storage for w in facts.weights}
+    found: set[str] = set()
+    for node in gm.graph.nodes:
+        verdict, fact = verdicts.get(node.name), facts.nodes.get(node.name)
+        if verdict is None or fact is None or fact.storage in facts.mutated:
+            continue
+        values = elements.get(node.name, [node.name])
+        once = all(reads[v] <= 1 for v in values) or fact.storage in of_weights
+        if _is_move(node, fact, verdict) and (once or not fact.requires_grad):
+            found.add(node.name)
+    return found
+
+
+def _is_move(node: fx.Node, fact: NodeFacts, verdict: Verdict) -> bool:
+    if verdict.category is not Category.CLEAR:
+        return False
+    assert isinstance(node.target, compat.OpOverload)
+    if base_name(node.target) in FACTORIES or not fact.operands:
+        return True  # a constant, or a mask of zeros and ones
+    if not all(mode in _PROMOTE for mode in verdict.modes):
+        return False
+    return only_moves(node.target, once=fact.requires_grad)
+
+
+def _reason(promoting: list[str], facts: Facts, low: frozenset[str]) -> str:
+    wide = next((v for v in promoting if facts.producer(v) not in low), None)
+    if wide is None:
+        return "made from nothing low: type promotion leaves it fp32"
+    what = "which is fp32"
+    if wide in facts.constants:
+        what = "a parameter" if wide in facts.parameters else "fp32 from outside"
+    return f"reads {wide}, {what}: type promotion leaves it fp32"

@@ -1,0 +1,145 @@
+"""Values whose cast must saturate: masks that hold numbers beyond the low dtype's range.
+
+They are no danger to what follows, but `torch.finfo(torch.float32).min` would become
+-inf in fp16 and in bf16, and a row that is all -inf makes softmax NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.facts import Facts, argument, named_arguments
+from autoamp.analyse.verdict import Verdict
+from autoamp.dtypes import largest
+from autoamp.ops import base_name
+from autoamp.rules import Category, Rule
+
+
+def extreme_values(
+    gm: fx.GraphModule,
+    facts: Facts,
+    verdicts: Mapping[str, Verdict],
+    rules: Mapping[str, Rule],
+    low: torch.dtype,
+) -> frozenset[str]:
+    """The nodes of a graph whose values may be masks beyond the range of `low`.
+
+    Args:
+        rules: the rule of each node that has one.
+    """
+    limit = largest(low)
+    products = _made_by_products(gm, verdicts)
+    found: set[str] = set()
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            rule = rules.get(node.name)
+            allowed = node in products and _is_allowed(node, verdicts)
+            if not (allowed or _is_bounded(node, rule, limit)) and (
+                _holds_extreme(node, limit)
+                or any(n.name in found for n in _float_inputs(node, facts))
+            ):
+                found.add(node.name)
+    _masks_given_from_outside(gm, facts, products, found)
+    return frozenset(found)
+
+
+def _float_inputs(node: fx.Node, facts: Facts) -> list[fx.Node]:
+    """The nodes whose floats a node reads."""
+    return [
+        n
+        for n in node.all_input_nodes
+        if n.name in facts.nodes and facts.nodes[n.name].makes_floats
+    ]
+
+
+def _is_allowed(node: fx.Node, verdicts: Mapping[str, Verdict]) -> bool:
+    verdict = verdicts.get(node.name)
+    return verdict is not None and verdict.category is Category.ALLOW
+
+
+def _is_bounded(node: fx.Node, rule: Rule | None, limit: float) -> bool:
+    """Whether an op's result is within `limit` whatever its operands are."""
+    if rule is None:
+        return False
+    given = [argument(node, n, _default(node, n)) for n in rule.restores_given]
+    if given and all(isinstance(n, int | float) for n in given):
+        return bool(max(map(abs, given)) <= limit)
+    return rule.restores and not given
+
+
+def _default(node: fx.Node, name: str) -> Any:
+    """What the schema of a torch op gives argument `name` where a call does not."""
+    assert isinstance(node.target, compat.OpOverload)
+    defaults = {a.name: a.default_value for a in node.target._schema.arguments}
+    return defaults.get(name)
+
+
+def _holds_extreme(node: fx.Node, limit: float) -> bool:
+    """Whether a call computes with, or fills in, a number next to the limit or beyond.
+
+    `where(mask, x, finfo.min)` and friends carry it as a scalar.  A divisor fills
+    nothing.
+    """
+    if not isinstance(node.target, compat.OpOverload):
+        return False
+    if "div" in base_name(node.target):
+        return False
+    return any(
+        isinstance(value, float) and math.isfinite(value) and abs(value) > limit * 0.99
+        for _, value in named_arguments(node)
+    )
+
+
+def _masks_given_from_outside(
+    gm: fx.GraphModule, facts: Facts, products: set[fx.Node], extreme: set[str]
+) -> None:
+    """Marks float inputs used as attention masks: they often hold `finfo.min`.
+
+    A mask is what is added to scores, which a product has made, and is made by none.
+    """
+    for node in gm.graph.nodes:
+        if not isinstance(node.target, compat.OpOverload):
+            continue
+        masks: list[fx.Node] = []
+        if base_name(node.target) == "aten::scaled_dot_product_attention":
+            masks = [v for k, v in named_arguments(node) if k == "attn_mask" and v]
+        elif base_name(node.target) in ("aten::softmax", "aten::_softmax"):
+            scores = node.args[0]
+            if isinstance(scores, fx.Node) and "add" in str(scores.target):
+                added = scores.all_input_nodes
+                if any(a in products for a in added):
+                    masks = [a for a in added if a not in products]
+        _mark_with_sources(masks, facts, extreme)
+
+
+def _mark_with_sources(
+    masks: list[fx.Node], facts: Facts, extreme: set[str]
+) -> None:
+    """Marks masks, and all they are made from but what carries gradients."""
+    chain = list(masks)
+    while chain:
+        at = chain.pop()
+        fact = facts.nodes.get(at.name)
+        if fact is None or fact.requires_grad or at.name in extreme:
+            continue
+        extreme.add(at.name)
+        if at.op == "call_function":
+            chain.extend(at.all_input_nodes)
+
+
+def _made_by_products(
+    gm: fx.GraphModule, verdicts: Mapping[str, Verdict]
+) -> set[fx.Node]:
+    """Allow ops and all that is computed from them."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        above = any(n in found for n in node.all_input_nodes)
+        if above or _is_allowed(node, verdicts):
+            found.add(node)
+    return found
