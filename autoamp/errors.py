@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from autoamp.plain import plain
 
 _MOST = 4000
@@ -13,7 +15,14 @@ class AutoampError(Exception):
 
     The message says what went wrong, where (module path, op, source line) and what
     to do about it.  It may quote anything a user or a file holds.
+
+    Attributes:
+        nodes: names of the graph's nodes it is about, where it is about a graph.
     """
+
+    def __init__(self, *args: object, nodes: Iterable[str] = ()) -> None:
+        super().__init__(*args)
+        self.nodes = tuple(nodes)
 
     def __str__(self) -> str:
         return plain(super().__str__(), _MOST)
@@ -41,6 +50,18 @@ class PlacementError(AutoampError, RuntimeError):
 
 class VerificationError(AutoampError, RuntimeError):
     """A rewritten graph is not legal, or does not cost what was promised."""
+
+
+class PassError(AutoampError, RuntimeError):
+    """A pass failed on one node of a graph."""
+
+    @classmethod
+    def at(cls, node: str, error: Exception) -> AutoampError:
+        """`error`, which a pass met at `node`, as an error that names the node."""
+        if isinstance(error, AutoampError):
+            error.nodes = error.nodes or (node,)
+            return error
+        return cls(f"at {node}: {type(error).__name__}: {error}", nodes=(node,))
 
 
 class LossScaleError(AutoampError, ValueError):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,11 +12,12 @@ from torch import fx
 
 from autoamp.analyse.classify import Classified, classify
 from autoamp.analyse.facts import Facts, collect_facts
-from autoamp.analyse.normalise import LOWERED_BODY, Normalised, normalise
-from autoamp.errors import VerificationError
+from autoamp.analyse.normalise import LOWERED_BODY, UNTRACED, Normalised, normalise
+from autoamp.errors import CaptureError, VerificationError
 from autoamp.options import Options
-from autoamp.place.assign import Assignment, assign
-from autoamp.place.cost import device_of, price_graph
+from autoamp.place.assign import Assignment, assign, promised_casts
+from autoamp.place.cost import Prices, device_of, price_graph
+from autoamp.retreat import kept_for, retreating
 from autoamp.rewrite.casts import insert_casts
 from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.emitted import Cast
@@ -37,6 +38,7 @@ class Rewritten:
         recounted: the cost of the emitted graph by an independent count.
         low: the compute dtype.
         seconds: time taken by each pass.
+        given_up: nodes that a failed check keeps in fp32, and what it said.
         bodies: the same for sub-graphs (checkpointed regions).
     """
 
@@ -49,7 +51,8 @@ class Rewritten:
     recounted: int
     low: torch.dtype
     seconds: dict[str, float]
-    bodies: tuple[Rewritten, ...] = field(default=())
+    given_up: Mapping[str, str] = field(default_factory=dict)
+    bodies: tuple[Rewritten, ...] = ()
 
 
 def rewrite_graph(
@@ -82,83 +85,144 @@ def rewrite_normalised(
     free_weights: bool,
     seconds: dict[str, float],
 ) -> Rewritten:
-    """The passes after `normalise`; `seconds` is added to."""
-    before = normalised.gm
-    bodies = _rewrite_bodies(normalised, options, low)
+    """The passes after `normalise`; `seconds` is added to.
+
+    What a failed check names stays fp32, and the passes run again without it.
+    """
+    bodies, left = _rewrite_bodies(normalised, options, low)
     timed = _Timer(seconds)
-    facts = timed("facts", lambda: collect_facts(before))
-    rules = options.resolve_rules(low)
-    classified = timed(
-        "classify",
-        lambda: classify(
-            before,
-            facts,
-            rules,
-            low,
-            options.keep,
-            ceiling=options.placement != "tensorflow",
-        ),
-    )
-    prices = timed(
-        "price",
-        lambda: price_graph(
-            before,
-            facts,
-            classified.verdicts,
-            device_of(_device(before), low),
-            objective=options.objective,
-            do_no_harm=options.do_no_harm,
-            free_weights=free_weights,
-        ),
-    )
-    assignment = timed(
-        "place", lambda: assign(facts, classified.verdicts, prices, options.placement)
-    )
-    after, casts = timed(
-        "rewrite",
-        lambda: insert_casts(
-            before, assignment, classified.extreme, low, normalised.fake_mode
-        ),
-    )
-    verifier = timed("stand in", lambda: Verifier(before))
-    counted = timed(
-        "recount",
-        lambda: verifier.recount(after, prices.ops, prices.down, prices.up),
-    )
-    if counted != assignment.cost:
-        raise VerificationError(
-            f"the emitted graph costs {counted}, the placement promised "
-            f"{assignment.cost} (units of 0.1 ns); this is a bug in autoamp"
+    facts = timed("facts", lambda: collect_facts(normalised.gm))
+    attempt = _Attempt(normalised, facts, options, low, free_weights, timed)
+    found = retreating(attempt, normalised.gm.graph, strict=options.strict)
+    for name, why in normalised.gm.meta.get(UNTRACED, {}).items():
+        left[name] = kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
+    return replace(found, bodies=bodies, given_up={**left, **found.given_up})
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """The passes from `classify` on, on one graph."""
+
+    normalised: Normalised
+    facts: Facts
+    options: Options
+    low: torch.dtype
+    free_weights: bool
+    timed: _Timer
+
+    def __call__(self, given_up: Mapping[str, str]) -> Rewritten:
+        """The rewritten graph, in which the nodes `given_up` stay fp32."""
+        before, timed = self.normalised.gm, self.timed
+        classified = timed("classify", lambda: self._classified(given_up))
+        prices = timed("price", lambda: self._prices(classified))
+        assignment = timed(
+            "place",
+            lambda: assign(
+                self.facts, classified.verdicts, prices, self.options.placement
+            ),
         )
-    timed("clean up", lambda: clean_up(after))
-    timed("verify", lambda: verifier.verify(after, classified.pinned))
-    return Rewritten(
-        gm=after,
-        before=before,
-        facts=facts,
-        classified=classified,
-        assignment=assignment,
-        casts=tuple(casts),
-        recounted=counted,
-        low=low,
-        seconds=seconds,
-        bodies=bodies,
-    )
+        after, casts = timed(
+            "rewrite",
+            lambda: insert_casts(
+                before,
+                assignment,
+                classified.extreme,
+                self.low,
+                self.normalised.fake_mode,
+            ),
+        )
+        verifier = timed("stand in", lambda: Verifier(before))
+        counted = timed(
+            "recount",
+            lambda: verifier.recount(after, prices.ops, prices.down, prices.up),
+        )
+        if counted != assignment.cost:
+            raise VerificationError(
+                f"the emitted graph costs {counted}, the placement promised "
+                f"{assignment.cost} (units of 0.1 ns); this is a bug in autoamp",
+                nodes=_not_as_promised(verifier, after, assignment),
+            )
+        timed("clean up", lambda: clean_up(after))
+        timed(
+            "verify",
+            lambda: verifier.verify(
+                after, classified.pinned, classified.pinned - classified.promoted
+            ),
+        )
+        return Rewritten(
+            gm=after,
+            before=before,
+            facts=self.facts,
+            classified=classified,
+            assignment=assignment,
+            casts=tuple(casts),
+            recounted=counted,
+            low=self.low,
+            seconds=timed.seconds,
+            given_up=dict(given_up),
+        )
+
+    def _classified(self, given_up: Mapping[str, str]) -> Classified:
+        return classify(
+            self.normalised.gm,
+            self.facts,
+            self.options.resolve_rules(self.low),
+            self.low,
+            self.options.keep,
+            given_up=given_up,
+            ceiling=self.options.placement != "tensorflow",
+        )
+
+    def _prices(self, classified: Classified) -> Prices:
+        return price_graph(
+            self.normalised.gm,
+            self.facts,
+            classified.verdicts,
+            device_of(_device(self.normalised.gm), self.low),
+            objective=self.options.objective,
+            do_no_harm=self.options.do_no_harm,
+            free_weights=self.free_weights,
+        )
+
+
+def _not_as_promised(
+    verifier: Verifier, after: fx.GraphModule, assignment: Assignment
+) -> list[str]:
+    """The nodes that a recount with another result is about."""
+    promised = frozenset(n for n, d in assignment.decisions.items() if d.low)
+    casts = promised_casts(assignment.problem, promised)
+    return verifier.not_as_promised(after, promised, casts)
 
 
 def _rewrite_bodies(
     normalised: Normalised, options: Options, low: torch.dtype
-) -> tuple[Rewritten, ...]:
-    """Rewrites checkpointed regions, each with fp32 edges, and puts them in place."""
+) -> tuple[tuple[Rewritten, ...], dict[str, str]]:
+    """Rewrites checkpointed regions, each with fp32 edges, and puts them in place.
+
+    Gives what was rewritten, and of regions that could not be the call, and why.
+    """
     found: list[Rewritten] = []
+    left: dict[str, str] = {}
     for name, body in list(normalised.gm.named_children()):
         if not (isinstance(body, fx.GraphModule) and body.meta.get(LOWERED_BODY)):
             continue
         inner = Normalised(body, (), normalised.fake_mode)
-        rewritten = rewrite_normalised(inner, options, low, False, {})
+        try:
+            rewritten = rewrite_normalised(inner, options, low, False, {})
+        except Exception as error:
+            if options.strict:
+                raise
+            left |= dict.fromkeys(_callers(normalised.gm, name), kept_for(error))
+            continue
         setattr(normalised.gm, name, rewritten.gm)
         found.append(rewritten)
-    return tuple(found)
+    return tuple(found), left
+
+
+def _callers(gm: fx.GraphModule, body: str) -> list[str]:
+    """The calls that sub-graph `body` is handed to."""
+    operands = [n for n in gm.graph.nodes if n.op == "get_attr" and n.target == body]
+    return [user.name for n in operands for user in n.users]
 
 
 class _Timer:

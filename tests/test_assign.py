@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autoamp.analyse.facts import Facts, Operand
-from autoamp.analyse.verdict import Verdict
+from autoamp.analyse.verdict import Mode, Verdict
 from autoamp.errors import PlacementError
 from autoamp.place import assign as assign_module
 from autoamp.place.assign import OUTSIDE, Assignment, assign, build_problem
@@ -106,16 +106,25 @@ def test_a_result_is_read_in_fp32_after_the_graph() -> None:
     ]
 
 
-def test_a_tainted_value_is_never_widened() -> None:
-    graph, verdicts = graph_of("allow conv; infer add conv; deny exp add")
+def test_what_is_moved_low_is_never_widened() -> None:
+    graph, verdicts = graph_of("allow conv; clear view conv; deny exp view")
     assert [g.up for g in problem_of(graph, verdicts).groups] == [5, 5]
-    verdicts["add"] = verdict("infer", tainted=True)
+    verdicts["view"] = verdict("clear", moves=True)
     assert [g.up for g in problem_of(graph, verdicts).groups] == [5, None]
+
+
+@pytest.mark.parametrize("mode", ["any", "follow", "high"])
+def test_what_shows_the_bits_of_a_move_reads_them_in_fp32(mode: Mode) -> None:
+    graph, verdicts = graph_of("infer x; clear view x; infer reader view")
+    verdicts["view"] = verdict("clear", moves=True)
+    verdicts["reader"] = verdict("infer", [mode])
+    group = groups(problem_of(graph, verdicts))["view in region 0.0"]
+    assert (group.readers, group.up) == ((OUTSIDE,), None)
 
 
 def test_readers_of_a_returned_value_share_its_cast() -> None:
     graph = facts(fact("conv"), fact("exp", "conv"), returned=["conv"])
-    verdicts = {"conv": verdict("allow", (), tainted=True), "exp": verdict("deny")}
+    verdicts = {"conv": verdict("allow", (), moves=True), "exp": verdict("deny")}
     inside, after = "conv in region 0.0", "conv in region -1.-1"
     apart = groups(problem_of(graph, verdicts))
     assert {n: g.up for n, g in apart.items()} == {inside: None, after: None}

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from autoamp.dtypes import parse_low_dtype
-from autoamp.graph_functions import low_weight, saturating_cast
+from autoamp.graph_functions import low_uses, low_weight, saturating_cast
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.rewrite.emitted import CAST_KIND, Cast, dtype_of
@@ -269,7 +269,7 @@ def test_what_copies_anyway_is_not_copied_again(op: str) -> None:
 def test_gradients_of_many_uses_meet_in_fp32(
     uses: int, grad: bool, nodes_of_their_own: int
 ) -> None:
-    """Up to eight terms, their sum in the low dtype loses no more than one rounding."""
+    """Of two to eight uses behind one node, of more behind one each."""
 
     def function(m: Of, x: Tensor, weights: Tensor) -> Tensor:
         y = x.exp()
@@ -279,6 +279,8 @@ def test_gradients_of_many_uses_meet_in_fp32(
     found = rewritten(function, *given, deny=("exp",))
     casts = [c for c in found.casts if c.value == "exp"]
     assert [c.kind for c in casts] == ["down"]
+    shared = [n for n in nodes(found, low_uses) if n.args[0].name == "exp"]
+    assert [n.args[2] for n in shared] == ([uses] if grad and uses <= 8 else [])
     own = [n for n in nodes(found, low_weight) if n.args[0].name == "exp"]
     assert len(own) == nodes_of_their_own
     for use in own:

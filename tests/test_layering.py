@@ -18,7 +18,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"plain"}),
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),
-    frozenset({"graph_functions", "loss_scale", "ops"}),
+    frozenset({"graph_functions", "loss_scale", "ops", "retreat"}),
     frozenset({"rules"}),
     frozenset({"options"}),
     frozenset({"analyse"}),

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import autoamp
-from autoamp.analyse.streams import REPEATED_NORM
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.place import assign as assign_module
@@ -295,18 +294,3 @@ def test_few_rows_gain_nothing_on_a_cpu(
     with torch.no_grad():
         model(torch.randn(*rows, 256))
     assert {row.is_low for row in autoamp.report(model).ops} == {low}
-
-
-@pytest.mark.parametrize(
-    ("between", "repeated"), [(nn.Identity, True), (nn.ReLU, False)]
-)
-def test_a_norm_of_a_norm_stays_fp32_and_one_after_a_relu_is_free(
-    between: type[nn.Module], repeated: bool
-) -> None:
-    """DenseNet has a relu there, and would save its activations in fp32."""
-    norms = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
-    model = nn.Sequential(nn.Linear(8, 8), norms[0], between(), norms[1])
-    autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
-    model(torch.randn(4, 8))
-    *_, last = (row for row in autoamp.report(model).ops if "batch_norm" in row.op)
-    assert (REPEATED_NORM in last.reason) == repeated

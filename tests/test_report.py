@@ -26,11 +26,11 @@ from autoamp import compat
 from autoamp.errors import OptionError
 from autoamp.inspect import costs, fp32, text
 from autoamp.inspect.costs import ALL_FP32, OURS
-from autoamp.inspect.flip import casts_needed, flip
+from autoamp.inspect.flip import flip
 from autoamp.inspect.report import WIDTH, Report
 from autoamp.inspect.rows import OpRow
 from autoamp.pipeline import Rewritten
-from autoamp.place.assign import build_problem
+from autoamp.place.assign import build_problem, promised_casts
 from autoamp.place.cost import price_graph
 from autoamp.place.mincut import Problem, energy
 
@@ -151,7 +151,7 @@ def test_casts_have_the_bytes_of_their_shapes() -> None:
 def test_casts_are_those_the_placement_needs() -> None:
     report = net_report()
     assignment = report.rewritten[0].assignment
-    needed = casts_needed(assignment.problem, assignment.low)
+    needed = promised_casts(assignment.problem, assignment.low)
     shown = [(c.value, "up" if c.kind == "up" else "down") for c in report.casts]
     assert sorted(shown) == sorted(needed)
 

@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 from autoamp import ops
+from autoamp.analyse.conditions import condition_holds
 from autoamp.errors import RulesError
 from autoamp.rules import Category, Condition, Rule, Rules
 from autoamp.rules.files import BUILTIN, builtin_path, directory
 from autoamp.rules.model import FACTS
 from autoamp.rules.parse import MAX_BYTES, read
+from tests.small_facts import fact
 
 aten = torch.ops.aten
 PRECISIONS = ("fp16", "bf16")
@@ -143,19 +146,67 @@ def test_matrix_products_are_allowed(name: str) -> None:
     assert rules.lookup(aten.scaled_dot_product_attention.default).category == "allow"
 
 
-def test_range_taints_in_fp16_and_not_in_bf16() -> None:
+def test_range_is_a_danger_in_fp16_and_not_in_bf16() -> None:
     fp16, bf16 = (Rules.default(p).table for p in PRECISIONS)
     assert fp16["aten::exp"].category is Category.DENY
-    assert fp16["aten::exp"].taints
     assert bf16["aten::exp"].category is Category.INFER
-    assert [op for op, rule in bf16.items() if rule.taints] == []
 
 
+AUTOCASTS_NORMS = frozenset(
+    {"layer_norm", "native_layer_norm", "group_norm", "rms_norm", "softmax"}
+)
+"""Kernels that compute in fp32 on low data and round once, at their end."""
+
+ONLY_MOVE = ("upsample_nearest", "_upsample_nearest", "pad", "max_pool", "max_unpool")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_only_what_may_be_denied_taints(name: str) -> None:
-    for rule in Rules.default(name).table.values():
-        reachable = {rule.category, *(c.category for c in rule.when)}
-        assert not rule.taints or Category.DENY in reachable, rule.op
+def test_what_autocast_keeps_in_fp32_is_denied_where_it_does(
+    name: str, device: str
+) -> None:
+    """But for norms, softmax, and what hands elements on as they are."""
+    ours, theirs = Rules.default(name).table, Rules.load(f"torch-{device}").table
+    rounded = []
+    for key, rule in theirs.items():
+        op = key.split("::")[1].split(".")[0]
+        known = ours.get(key) or ours.get(f"aten::{op}")
+        if rule.category is not Category.DENY or known is None:
+            continue
+        denied = known.category is Category.DENY or device in known.no_kernel
+        denied |= any(
+            c.category is Category.DENY and (c.test, c.value) == ("device_is", device)
+            for c in known.when
+        )
+        if not denied and op not in AUTOCASTS_NORMS:
+            rounded.append(op)
+    moving = {op for op in rounded for part in ONLY_MOVE if part in op}
+    assert set(rounded) - moving == ({"trace"} if device == "cpu" else set())
+
+
+@pytest.mark.parametrize(
+    ("equation", "category"),
+    [
+        ("ij,jk->ik", "allow"),
+        ("bld,de", "allow"),
+        ("ij,ij", "allow"),
+        ("...i,...i->...", "allow"),
+        ("ij,ij->ij", "infer"),
+        ("i,j->ij", "infer"),
+        ("ij->i", "infer"),
+        ("ij -> ji", "infer"),
+        ("ij,k->i", "infer"),
+    ],
+)
+def test_an_einsum_is_a_product_where_it_contracts(
+    equation: str, category: str
+) -> None:
+    graph = fx.Graph()
+    operands = [graph.placeholder(f"x{i}") for i in range(1 + equation.count(","))]
+    node = graph.call_function(aten.einsum.default, (equation, operands))
+    (condition,) = Rules.default("bf16").table["aten::einsum"].when
+    holds = condition_holds(condition, node, fact("einsum"))
+    assert (condition.category if holds else "allow") == category
 
 
 # -- the facts in them, measured -------------------------------------------------------
@@ -452,12 +503,6 @@ def test_a_users_op_moves_and_keeps_the_facts_but_not_the_conditions() -> None:
     assert "allow=sum" in after.table["aten::sum"].reason
 
 
-def test_a_users_deny_taints_only_what_the_builtin_rule_says_taints() -> None:
-    after = Rules.default("fp16").with_lists(deny=["relu", "exp"])
-    assert not after.table["aten::relu"].taints
-    assert after.table["aten::exp"].taints
-
-
 def test_a_name_replaces_the_rules_of_its_overloads() -> None:
     rules = table_of(sum__dim_IntList="deny", sum__default="deny", mul="infer")
     after = rules.with_lists(allow=["sum"])
@@ -507,9 +552,10 @@ def test_merged_rules_win_in_order(tmp_path: Path) -> None:
 
 
 def test_a_merged_rule_says_what_it_says_and_keeps_the_rest(tmp_path: Path) -> None:
-    mine = write(tmp_path, '[deny]\nexp={reason="r", taints=false}\navg_pool3d="r"\n')
+    rules = '[deny]\ntanh={reason="r", restores=false}\navg_pool3d="r"\n'
+    mine = write(tmp_path, rules)
     merged = Rules.default("fp16").merge(Rules.load(mine))
-    assert not merged.table["aten::exp"].taints
+    assert not merged.table["aten::tanh"].restores
     assert merged.table["aten::avg_pool3d"].no_kernel == ("cpu",)
 
 
@@ -529,8 +575,8 @@ def test_a_file_is_read_in_full(tmp_path: Path) -> None:
         dtype = "float16"
         description = "mine"
         [infer]
-        clamp = { reason = "r", restores_given = ["min", "max"], positions = true,
-          jumps = true, accumulates = true, restores = true, taints = true,
+        clamp = { reason = "r", restores_given = ["min", "max"],
+          jumps = true, accumulates = true, restores = true,
           policy = "p",
           no_kernel = ["cpu"], fp32_operands = ["self"], when = [
             { test = "argument_is", argument = "min", value = 0, category = "deny",
@@ -551,8 +597,6 @@ def test_a_file_is_read_in_full(tmp_path: Path) -> None:
         accumulates=True,
         restores=True,
         restores_given=("min", "max"),
-        taints=True,
-        positions=True,
         jumps=True,
         no_kernel=("cpu",),
         policy="p",
@@ -582,13 +626,13 @@ WRONG = {
     ),
     "two spellings": ('[deny]\nexp="r"\n"aten::exp"="r"', ["aten::exp", "twice"]),
     "empty reason": ('[deny]\nexp=" "', ["deny.exp.reason", "not empty"]),
-    "no reason": ("[deny]\nexp={taints=true}", ["deny.exp.reason"]),
+    "no reason": ("[deny]\nexp={restores=true}", ["deny.exp.reason"]),
     "wrong value": ("[deny]\nexp=3", ["deny.exp", "must be a reason"]),
     "unknown attribute": (
-        '[deny]\nexp={reason="r", taint=true}',
-        ["exp.taint", "taints"],
+        '[deny]\nexp={reason="r", restore=true}',
+        ["exp.restore", "restores"],
     ),
-    "flag": ('[deny]\nexp={reason="r", taints=1}', ["exp.taints", "true or false"]),
+    "flag": ('[deny]\nexp={reason="r", restores=1}', ["exp.restores", "true or false"]),
     "names": (
         '[deny]\nexp={reason="r", no_kernel="cpu"}',
         ["no_kernel", "list of names"],
@@ -618,6 +662,10 @@ WRONG = {
     "pair": (
         WHEN % 'test="exponent_outside", value=[2, 1], category="deny", reason="r"',
         ["when[0].value", "[lowest, highest]"],
+    ),
+    "contraction": (
+        WHEN % 'test="contracts", value=1, category="deny", reason="r"',
+        ["when[0].value", "true or false"],
     ),
     "device": (
         WHEN % 'test="device_is", value=1, category="deny", reason="r"',

@@ -171,15 +171,52 @@ def two(after: torch.dtype, **changed: Tensor) -> dict[str, Tensor]:
 
 
 def test_operands_of_different_dtypes_are_refused() -> None:
-    add = ("add", ATEN.add.Tensor, "x", "y")
+    hypot = ("hypot", ATEN.hypot.default, "x", "y")
     given = {"x": torch.zeros(4, 6), "y": torch.zeros(4, 6)}
-    mixed = graph(
-        ("low", CAST, "x", TO_LOW), ("add", ATEN.add.Tensor, "low", "y"), given=given
-    )
-    assert refused(graph(add, given=given), mixed) == (
-        "add (aten.add.Tensor) has operands of different dtypes: "
+    low = ("low", CAST, "x", TO_LOW)
+    mixed = graph(low, ("hypot", ATEN.hypot.default, "low", "y"), given=given)
+    assert refused(graph(hypot, given=given), mixed) == (
+        "hypot (aten.hypot.default) has operands of different dtypes: "
         "self: torch.bfloat16, other: torch.float32"
     )
+
+
+def test_a_kernel_that_widens_exactly_may_read_both() -> None:
+    """What it gives is fp32; a half and a bf16 operand would be as well, and wrong."""
+    add = ("add", ATEN.add.Tensor, "x", "y")
+    given = {"x": torch.zeros(4, 6), "y": torch.zeros(4, 6)}
+    low, to_half = ("low", CAST, "x", TO_LOW), {"dtype": torch.float16}
+    verify(
+        graph(add, given=given),
+        graph(low, ("add", ATEN.add.Tensor, "low", "y"), given=given),
+    )
+    both = graph(
+        low,
+        ("half", CAST, "y", to_half),
+        ("add", ATEN.add.Tensor, "low", "half"),
+        given=given,
+    )
+    assert "different dtypes" in refused(graph(add, given=given), both)
+
+
+def test_what_is_written_to_keeps_its_dtype() -> None:
+    """`add_` reads fp32 beside the low tensor it writes to; `lerp_` does not."""
+    given = {"x": torch.zeros(4, 6), "y": torch.zeros(4, 6)}
+
+    def written(op: Any, *rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        copy = ("copy", ATEN.clone.default, "x")
+        low = ("low", CAST, "x", TO_LOW)
+        low_copy = ("copy", ATEN.clone.default, "low")
+        call = ("call", op, "copy", "y", *rest)
+        use, up = ("use", ATEN.neg.default, "call"), ("up", CAST, "call", TO_HIGH)
+        use_up = ("use", ATEN.neg.default, "up")
+        return (
+            graph(copy, call, use, given=given),
+            graph(low, low_copy, call, up, use_up, given=given),
+        )
+
+    verify(*written(ATEN.add_.Tensor))
+    assert "different dtypes" in refused(*written(ATEN.hypot.default))
 
 
 def test_operands_in_lists_and_by_keyword_are_seen() -> None:
@@ -197,23 +234,23 @@ def test_operands_in_lists_and_by_keyword_are_seen() -> None:
     cast = made.create_node("call_function", CAST, (x,), TO_LOW, "low")
     cast.meta["val"] = given["x"].to(LOW)
     add = made.create_node(
-        "call_function", ATEN.add.Tensor, (), {"self": cast, "other": y}, "add"
+        "call_function", ATEN.hypot.default, (), {"self": cast, "other": y}, "add"
     )
     add.meta["val"] = given["x"]
     made.output([add])
-    before = graph(("add", ATEN.add.Tensor, "x", "y"), given=given)
+    before = graph(("add", ATEN.hypot.default, "x", "y"), given=given)
     message = refused(before, fx.GraphModule({}, made))
     assert message.endswith("self: torch.bfloat16, other: torch.float32")
 
 
 def test_what_the_user_mixed_is_the_users() -> None:
     given = two(LOW)
-    add = ("add", ATEN.add.Tensor, "x", "y")
+    add = ("add", ATEN.hypot.default, "x", "y")
     verify(graph(add, given=given), graph(add, given=given))
     other = graph(
         ("up", CAST, "y", TO_HIGH),
         ("low", CAST, "x", TO_LOW),
-        ("add", ATEN.add.Tensor, "low", "up"),
+        ("add", ATEN.hypot.default, "low", "up"),
         given=given,
     )
     assert "different dtypes: self: torch.bfloat16" in refused(
@@ -224,10 +261,10 @@ def test_what_the_user_mixed_is_the_users() -> None:
 def test_a_number_in_a_tensor_is_not_promoted_to() -> None:
     scalar = {"x": torch.zeros(4, 6), "y": torch.zeros(())}
     low = ("low", CAST, "x", TO_LOW)
-    mul = ("mul", ATEN.mul.Tensor, "x", "y")
+    mul = ("mul", ATEN.atan2.default, "x", "y")
     up = ("up", CAST, "mul", TO_HIGH)
     before = graph(mul, ("relu", ATEN.relu.default, "mul"), given=scalar)
-    low_mul = ("mul", ATEN.mul.Tensor, "low", "y")
+    low_mul = ("mul", ATEN.atan2.default, "low", "y")
     verify(
         before,
         graph(low, low_mul, up, ("relu", ATEN.relu.default, "up"), given=scalar),

@@ -46,6 +46,9 @@ _AS_WIDE_AS_THE_DATA = frozenset(
 Kernels of norms compute in fp32 on data that is low already; autocast casts the weight
 of `prelu` itself."""
 
+CEILING = "ceiling"
+"""The origin of verdicts on nodes that type promotion leaves fp32."""
+
 _PROMOTE = frozenset({"same", "follow"})
 """Modes of the operands that take part in type promotion."""
 
@@ -94,9 +97,7 @@ def under_ceiling(
     return found
 
 
-def _held(
-    name: str, facts: Facts, verdict: Verdict, low: frozenset[str]
-) -> Verdict:
+def _held(name: str, facts: Facts, verdict: Verdict, low: frozenset[str]) -> Verdict:
     """The verdict of a node that type promotion leaves fp32: to type promotion."""
     fact, modes = facts.nodes[name], verdict.modes
     if fact.op.partition(".")[0] in PROMOTING:
@@ -105,9 +106,7 @@ def _held(
             for o, mode in zip(fact.operands, modes, strict=True)
         )
     reason = _reason(_promoting(name, facts, verdict), facts, low)
-    return replace(
-        verdict, pinned=True, reason=reason, origin="ceiling", modes=modes
-    )
+    return replace(verdict, pinned=True, reason=reason, origin=CEILING, modes=modes)
 
 
 def _moves(
@@ -130,7 +129,9 @@ def _moves(
         if verdict is None or fact is None or fact.storage in facts.mutated:
             continue
         values = elements.get(node.name, [node.name])
-        once = all(reads[v] <= 1 for v in values) or fact.storage in of_weights
+        once = all(
+            reads[v] <= 1 or facts.nodes[v].storage in of_weights for v in values
+        )
         if _is_move(node, fact, verdict) and (once or not fact.requires_grad):
             found.add(node.name)
     return found

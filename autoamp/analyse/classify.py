@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.ceiling import under_ceiling
+from autoamp.analyse.ceiling import CEILING, under_ceiling
 from autoamp.analyse.conditions import condition_holds
 from autoamp.analyse.extreme import extreme_values
 from autoamp.analyse.facts import (
@@ -25,8 +25,9 @@ from autoamp.analyse.facts import (
     tensors_of,
 )
 from autoamp.analyse.pins import LAYER_NORMS, literal_reason, pin_reason
-from autoamp.analyse.verdict import Mode, Verdict
+from autoamp.analyse.verdict import GAVE_UP, Mode, Verdict
 from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.errors import PassError
 from autoamp.graph_functions import checkpointed
 from autoamp.ops import (
     FACTORIES,
@@ -43,6 +44,8 @@ _MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
 _BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
 _CPU_MIXED = LAYER_NORMS | {"aten::group_norm", "aten::native_group_norm"}
 """Norms whose CPU kernels take fp32 parameters beside low data; CUDA's do not."""
+
+
 @dataclass(frozen=True)
 class Classified:
     """Verdicts of a graph, in graph order, and the values a cast must saturate."""
@@ -55,6 +58,11 @@ class Classified:
         """The nodes that must stay fp32."""
         return frozenset(n for n, v in self.verdicts.items() if v.pinned)
 
+    @property
+    def promoted(self) -> frozenset[str]:
+        """Those that are left to type promotion, which may widen what they read."""
+        return frozenset(n for n, v in self.verdicts.items() if v.origin == CEILING)
+
 
 def classify(
     gm: fx.GraphModule,
@@ -63,14 +71,17 @@ def classify(
     low: torch.dtype,
     keep: Sequence[str] = (),
     *,
+    given_up: Mapping[str, str] | None = None,
     ceiling: bool = True,
 ) -> Classified:
     """A verdict for every node that reads or makes fp32 tensors.
 
     Args:
         keep: the user's module-path patterns.
+        given_up: nodes that stay fp32 whatever they are, and why.
         ceiling: pin what type promotion would leave fp32 (`analyse/ceiling.py`).
     """
+    given_up = given_up or {}
     nodes = {n.name: n for n in gm.graph.nodes}
     under = _Context(facts, rules, low, keep)
     verdicts: dict[str, Verdict] = {}
@@ -79,7 +90,16 @@ def classify(
             continue
         if nodes[name].target is operator.getitem and name in facts.element_of:
             continue
-        verdicts[name] = _verdict(nodes[name], fact, under)
+        if name in given_up:
+            modes = _all("same", fact)
+            verdicts[name] = Verdict(
+                Category.DENY, given_up[name], GAVE_UP, True, modes
+            )
+            continue
+        try:
+            verdicts[name] = _verdict(nodes[name], fact, under)
+        except Exception as error:
+            raise PassError.at(name, error) from error
     if ceiling:
         verdicts = under_ceiling(gm, facts, verdicts)
     extreme = extreme_values(gm, facts, verdicts, _rules_by_node(gm, rules), low)

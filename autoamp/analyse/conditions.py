@@ -80,7 +80,7 @@ def _contracts(site: _Site) -> bool:
     letters = Counter(read.replace(",", "").replace(".", ""))
     kept = set(made) if "->" in equation else {i for i in times if letters[i] == 1}
     shared = any(n > 1 and index not in kept for index, n in times.items())
-    return shared == site.value
+    return bool(shared == site.value)
 
 
 def _shape_read(node: fx.Node) -> list[int]:

@@ -1,4 +1,4 @@
-"""Values whose cast must saturate: masks that hold numbers beyond the low dtype's range.
+"""Values whose cast must saturate: masks with numbers beyond the low dtype's range.
 
 They are no danger to what follows, but `torch.finfo(torch.float32).min` would become
 -inf in fp16 and in bf16, and a row that is all -inf makes softmax NaN.
@@ -118,9 +118,7 @@ def _masks_given_from_outside(
         _mark_with_sources(masks, facts, extreme)
 
 
-def _mark_with_sources(
-    masks: list[fx.Node], facts: Facts, extreme: set[str]
-) -> None:
+def _mark_with_sources(masks: list[fx.Node], facts: Facts, extreme: set[str]) -> None:
     """Marks masks, and all they are made from but what carries gradients."""
     chain = list(masks)
     while chain:

@@ -21,12 +21,16 @@ from autoamp import compat
 from autoamp.analyse.transforms import fold_transforms
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
-from autoamp.ops import drop_dead
+from autoamp.ops import drop_dead, has_effect
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
 LOWERED_BODY = "autoamp_lowered_body"
 """Set in the `meta` of a sub-graph that is an ATen graph, to be rewritten as well."""
+
+
+UNTRACED = "autoamp_untraced"
+"""In the `meta` of an ATen graph: calls that stayed whole, and why, by their names."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ def _trace(
         raise CaptureError(message) from error
     for name, body in lowering.bodies.items():
         setattr(traced, name, body)
+    traced.meta[UNTRACED] = lowering.untraced
     _placeholders_to_attributes(traced, named)
     for node in list(traced.graph.nodes):
         _drop_our_frames(node)
@@ -186,6 +191,7 @@ class _Lowering(fx.Interpreter):
         super().__init__(gm, garbage_collect_values=False)
         self.mode = mode
         self.bodies: dict[str, fx.GraphModule] = {}
+        self.untraced: dict[str, str] = {}
         self.current_node: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
@@ -193,8 +199,31 @@ class _Lowering(fx.Interpreter):
         with fx.traceback.set_current_meta(n):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             before = _proxies((args, kwargs))
-            result = getattr(self, n.op)(n.target, args, kwargs)
+            mark = compat.recorded_so_far()
+            try:
+                result = getattr(self, n.op)(n.target, args, kwargs)
+            except Exception as error:
+                if not _may_stay_whole(n):
+                    raise
+                compat.forget_since(mark)
+                result = self._untraced(n, args, kwargs, error)
             return _keep_identities_apart(result, before)
+
+    def _untraced(self, n: fx.Node, args: Any, kwargs: Any, error: Exception) -> Any:
+        """A call that cannot be traced to ATen: one node, run as the user wrote it."""
+        target: Any = n.target
+        if n.op == "call_method":
+            target = getattr(torch.Tensor, str(n.target))
+        self.untraced[n.name] = f"{type(error).__name__}: {error}"
+        with compat.outside_trace(), self.mode:
+            result = pytree.tree_map_only(
+                torch.Tensor,
+                lambda v: torch.empty_strided(
+                    v.shape, v.stride(), dtype=v.dtype, device=v.device
+                ),
+                n.meta["example_value"],
+            )
+        return compat.record_call(target, args, kwargs, result, n.name)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is compat.CHECKPOINT:
@@ -257,6 +286,16 @@ class _Lowering(fx.Interpreter):
         graph = fx.Graph()
         graph.output(graph.graph_copy(body.graph, {}))
         return compat.module_proxy(name, fx.GraphModule(body, graph))
+
+
+def _may_stay_whole(node: fx.Node) -> bool:
+    """Whether a call's result is known without tracing it, and it writes to nothing."""
+    if not (node.op in ("call_function", "call_method") and not has_effect(node)):
+        return False
+    given = (n.meta.get("example_value") for n in node.all_input_nodes)
+    return "example_value" in node.meta and not any(
+        isinstance(v, torch.nn.Module) for v in given
+    )
 
 
 class _InPlace(fx.Interpreter):

@@ -76,8 +76,14 @@ def pin_reason(
     assert isinstance(node.target, compat.OpOverload)
     if torch.Tag.nondeterministic_seeded in node.target.tags and not fact.operands:
         return "draws random numbers: another dtype would draw others"
-    if fact.makes_floats and not fact.operands and base_name(node.target) not in FACTORIES:
-        return "makes fp32 of what is no float: its dtype is not the rewrite's to choose"
+    if (
+        fact.makes_floats
+        and not fact.operands
+        and base_name(node.target) not in FACTORIES
+    ):
+        return (
+            "makes fp32 of what is no float: its dtype is not the rewrite's to choose"
+        )
     if fact.storage in graph.written_opaquely:
         return "a function that is not looked into may write to it"
     if fact.storage in graph.mutated and fact.storage in graph.outside:

@@ -12,6 +12,10 @@ Mode = Literal["same", "high", "any", "follow"]
 or the producer's own precision (an up-cast is exact, a down-cast is forbidden)."""
 
 
+GAVE_UP = "a failed check"
+"""The origin of verdicts on nodes that a failed check keeps in fp32."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What one node may do.

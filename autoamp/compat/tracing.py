@@ -20,9 +20,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 
-def new_fake_mode() -> FakeTensorMode:
-    """A fake mode for graphs that did not come from Dynamo; static shapes."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+def new_fake_mode(*, symbolic: bool = True) -> FakeTensorMode:
+    """A fake mode for graphs that did not come from Dynamo; static shapes.
+
+    Args:
+        symbolic: what depends on data gets an unknown size; otherwise it is an error.
+    """
+    shape_env = ShapeEnv() if symbolic else None
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
 
 
 def current_fake_mode(inputs: Sequence[Any] = ()) -> FakeTensorMode | None:
@@ -131,6 +136,27 @@ def record_call(
         "call_function", target, proxy_args, proxy_kwargs, name=name
     )
     return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+
+
+def recorded_so_far() -> fx.Node | None:
+    """The last node of the trace that is running; None outside a trace."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    tracer: Any = mode.tracer
+    return next(reversed(tracer.graph.nodes), None)
+
+
+def forget_since(mark: fx.Node | None) -> None:
+    """Takes what was recorded after node `mark` out of the trace that is running."""
+    mode = get_proxy_mode()
+    if mode is None or mark is None:
+        return
+    tracer: Any = mode.tracer
+    for node in list(reversed(tracer.graph.nodes)):
+        if node is mark:
+            return
+        tracer.graph.erase_node(node)
 
 
 def module_proxy(name: str, module: fx.GraphModule) -> Any:

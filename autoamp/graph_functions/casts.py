@@ -64,8 +64,9 @@ def low_weight(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 class _LowUses(torch.autograd.Function):
     """Forward: a low copy, several times.  Backward: one fp32 sum of the gradients.
 
-    Autograd would add them up in the copy's own dtype: the gradient of what eight
-    products read then has 1.6 times the error of torch.autocast's, which casts for each.
+    Autograd would add them up in the copy's own dtype: the gradient of a value that
+    eight products read would have 1.6 times the error of torch.autocast's, which casts
+    for each of them.
     """
 
     @staticmethod

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from autoamp.inspect.costs import allow_in_fp32
 from autoamp.pipeline import Rewritten
-from autoamp.place.mincut import Problem, solve
+from autoamp.place.assign import promised_casts
+from autoamp.place.mincut import solve
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ def flip(rewritten: Rewritten, name: str) -> Flip:
     extra = solution.cost - assignment.cost
     left = allow_in_fp32(rewritten, solution.low)
     more_left = left - allow_in_fp32(rewritten, assignment.low)
-    before = casts_needed(problem, assignment.low)
-    after = casts_needed(problem, solution.low)
+    before = promised_casts(problem, assignment.low)
+    after = promised_casts(problem, solution.low)
     changed = assignment.low ^ solution.low
     return Flip(
         low=solution.low,
@@ -65,16 +66,3 @@ def flip(rewritten: Rewritten, name: str) -> Flip:
         vanish=tuple(c for c in before if c not in after),
         along=tuple(n for n in assignment.decisions if n in changed and n != name),
     )
-
-
-def casts_needed(problem: Problem, low: frozenset[str]) -> list[tuple[str, str]]:
-    """(value, "down" or "up") of each value that is cast under labelling `low`."""
-    needed: dict[tuple[str, str], None] = {}
-    for group in problem.groups:
-        value = group.name.rpartition(" in region ")[0]
-        if group.value in low:
-            if any(r not in low for r in group.readers):
-                needed[value, "up"] = None
-        elif any(r in low for r in group.readers):
-            needed[value, "down"] = None
-    return list(needed)

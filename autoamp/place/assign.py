@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,6 +141,22 @@ def build_problem(
     )
 
 
+def promised_casts(problem: Problem, low: frozenset[str]) -> Counter[tuple[str, str]]:
+    """How many casts of each value labelling `low` needs: by (value, "down" or "up").
+
+    In graph order; the recount over the emitted graph must find the same.
+    """
+    needed: Counter[tuple[str, str]] = Counter()
+    for group in problem.groups:
+        value = group.name.rpartition(" in region ")[0]
+        if group.value in low:
+            if any(r not in low for r in group.readers):
+                needed[value, "up"] += 1
+        elif any(r in low for r in group.readers):
+            needed[value, "down"] += 1
+    return needed
+
+
 def _casts(
     facts: Facts,
     verdicts: Mapping[str, Verdict],
@@ -258,7 +274,8 @@ def _legal_energy(problem: Problem, low: frozenset[str]) -> int:
     if cost is None:
         raise PlacementError(
             "a placement broke its own constraints; this is a bug in autoamp, please "
-            f"report it with the graph (low nodes: {', '.join(sorted(low)[:8])} ...)"
+            f"report it with the graph (low nodes: {', '.join(sorted(low)[:8])} ...)",
+            nodes=sorted(low - project(problem, low)),
         )
     return cost
 

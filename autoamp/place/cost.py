@@ -18,7 +18,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts
-from autoamp.analyse.verdict import Verdict
+from autoamp.analyse.verdict import GAVE_UP, Verdict
+from autoamp.errors import PassError
 from autoamp.ops import split_key
 from autoamp.rules import Category
 
@@ -136,7 +137,7 @@ def price_graph(
         device = _NEUTRAL
     model = _Model(device, objective)
     nodes = {n.name: n for n in gm.graph.nodes}
-    ops = {n: model.op(nodes[n], facts.nodes[n]) for n in verdicts}
+    ops = {n: model.priced(nodes[n], facts.nodes[n], v) for n, v in verdicts.items()}
     for name, verdict in verdicts.items():
         # Such as the model's own cast to bf16: it reads what comes, whatever its label.
         if not facts.nodes[name].makes_floats and set(verdict.modes) <= {"any", "high"}:
@@ -160,6 +161,17 @@ class _Model:
     def __init__(self, device: Device, objective: str) -> None:
         self.device = device
         self.by_memory = objective == "memory"
+
+    def priced(
+        self, node: fx.Node, fact: NodeFacts, verdict: Verdict
+    ) -> tuple[int, int]:
+        """The price of an op; of one that a failed check keeps fp32, none."""
+        if verdict.origin == GAVE_UP:
+            return 0, 0
+        try:
+            return self.op(node, fact)
+        except Exception as error:
+            raise PassError.at(node.name, error) from error
 
     def op(self, node: fx.Node, fact: NodeFacts) -> tuple[int, int]:
         return self._op(node, fact, 4), self._op(node, fact, 2)

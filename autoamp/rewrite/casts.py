@@ -24,8 +24,9 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import NodeFacts
-from autoamp.analyse.verdict import Mode
+from autoamp.analyse.verdict import GAVE_UP, Mode
 from autoamp.dtypes import HIGH_DTYPE, largest
+from autoamp.errors import PassError
 from autoamp.ops import FACTORIES, base_name, is_out_variant, is_view
 from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Cast, Emitted, dtype_of
@@ -47,7 +48,10 @@ def insert_casts(
     emitted = Emitted(gm, assignment.facts, extreme, fake_mode)
     emitter = _Emitter(emitted, assignment, low)
     for node in gm.graph.nodes:
-        emitter.emit(node)
+        try:
+            emitter.emit(node)
+        except Exception as error:
+            raise PassError.at(node.name, error) from error
     rewritten = fx.GraphModule(gm, emitted.graph)
     rewritten.meta.update(gm.meta)
     return rewritten, emitted.casts
@@ -78,6 +82,8 @@ class _Emitter:
             new.meta = dict(node.meta)
             if node.name in self.facts.element_of:
                 self._retype_element(new)
+        elif self.verdicts[node.name].origin == GAVE_UP:
+            new = self._emit_as_it_was(node)
         else:
             new = self._emit_op(node)
         self.new[node.name] = new
@@ -86,6 +92,21 @@ class _Emitter:
             self.returned_from[node.name] = new
 
     # -- ops -----------------------------------------------------------------------
+
+    def _emit_as_it_was(self, node: fx.Node) -> fx.Node:
+        """The node on fp32 operands, by as little of this code as will do."""
+        region = self.facts.nodes[node.name].region
+        epochs = {o.value: o.epoch for o in self.facts.nodes[node.name].operands}
+
+        def operand(leaf: fx.Node) -> fx.Node:
+            at = self.new[leaf.name]
+            if dtype_of(leaf) != HIGH_DTYPE or dtype_of(at) == HIGH_DTYPE:
+                return at
+            return self._copy(leaf.name, HIGH_DTYPE, region, epochs[leaf.name])
+
+        new = self.emitted.graph.node_copy(node, operand)
+        new.meta = dict(node.meta)
+        return new
 
     def _emit_op(self, node: fx.Node) -> fx.Node:
         fact, verdict = self.facts.nodes[node.name], self.verdicts[node.name]

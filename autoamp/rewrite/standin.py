@@ -1,13 +1,16 @@
-"""Runs a graph on stand-in tensors: no data, true dtypes, sizes and aliasing.
+"""Runs a graph on stand-in tensors: no data, true dtypes, layouts and aliasing.
 
 What `verify` and the recount know of a rewritten graph comes from here, not from the
-metadata the rewrite wrote.
+metadata the rewrite wrote.  Stand-ins are meta tensors, whose views cost little.  How
+an op lays out a result of its own is asked of fake tensors on the model's devices: its
+kernel is chosen by device and dtype, and attention's lay out results as they like.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,12 +28,23 @@ class StandIns:
     """The graph run on stand-in tensors: static shapes, no data, true dtypes."""
 
     def __init__(
-        self, gm: fx.GraphModule, memo: Memo, given: tuple[Any, ...] | None = None
+        self,
+        gm: fx.GraphModule,
+        memo: Memo,
+        given: tuple[Any, ...] | None = None,
+        excused: Collection[str] | None = None,
     ) -> None:
-        """Runs `gm` on stand-ins for its inputs, or on those that are given."""
+        """Runs `gm` on stand-ins for its inputs, or on those that are given.
+
+        Args:
+            excused: nodes whose result may be taken from the record, where a stand-in
+                cannot be computed (it depends on data); None stands for all.
+        """
         self.gm = gm
         self.memo = memo
         self.given = None if given is None else iter(given)
+        self.excused = excused
+        self.unanswered: set[str] = set()
         self.values: dict[str, Any] = {}
         self.nodes = {n.name: n for n in gm.graph.nodes}
         with torch.no_grad():
@@ -59,34 +73,63 @@ class StandIns:
             body = self.values[str(node.args[0])]
             return StandIns(body, self.memo, args[1:]).values["output"]
         try:
-            return self._call(node.target, args, kwargs)
+            return self._call(node, args, kwargs)
         except Exception as error:
-            if _depends_on_data(error):
+            if self.excused is None or node.name in self.excused:
+                self.unanswered.add(node.name)
                 return _stand_in(node.meta.get("val"))
             raise VerificationError(
-                f"{where(node)} fails on its operands: {type(error).__name__}: {error}"
+                f"{where(node)} fails on its operands: {type(error).__name__}: {error}",
+                nodes=named(node),
             ) from error
 
-    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        target: Any = node.target
         if not isinstance(target, compat.OpOverload):
             return target(*args, **kwargs)
-        args = tuple(_META if isinstance(a, torch.device) else a for a in args)
-        if _takes_device(target):
-            kwargs = {**kwargs, "device": _META}
-        if _shares_memory(target):
-            return target(*args, **kwargs)  # what shares storage must go on to share it
-        key = (target, _signature(args), _signature(kwargs))
+        if _shares_memory(target):  # what shares storage must go on to share it
+            args = tuple(_META if isinstance(a, torch.device) else a for a in args)
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": _META}
+            return target(*args, **kwargs)
+        key = (target, _signature(args), _signature(kwargs), self._devices(node))
         if key not in self.memo:
-            self.memo[key] = target(*args, **kwargs)
+            self.memo[key] = self._answer(node)
         return _stand_in(self.memo[key])
+
+    def _answer(self, node: fx.Node) -> Any:
+        """What an op gives for its operands, as fake tensors on their devices."""
+        target: Any = node.target
+        with _mode(self.memo):
+
+            def on_its_device(operand: fx.Node) -> Any:
+                device = getattr(operand.meta.get("val"), "device", _META)
+                return _stand_in(self.values[operand.name], device)
+
+            args: Any = fx.map_arg(node.args, on_its_device)
+            kwargs: Any = fx.map_arg(node.kwargs, on_its_device)
+            return target(*args, **kwargs)
+
+    @staticmethod
+    def _devices(node: fx.Node) -> tuple[Any, ...]:
+        values = (n.meta.get("val") for n in node.all_input_nodes)
+        return tuple(v.device for v in values if isinstance(v, torch.Tensor))
+
+
+def _mode(memo: Memo) -> compat.FakeTensorMode:
+    """The fake mode that all answers of one verification come from."""
+    if _MODE not in memo:
+        memo[_MODE] = compat.new_fake_mode(symbolic=False)
+    found = memo[_MODE]
+    assert isinstance(found, compat.FakeTensorMode)
+    return found
+
+
+_MODE = "fake mode"
+_META = torch.device("meta")
 
 
 # Asked at every node; torch makes a schema's arguments anew each time.
-@functools.cache
-def _takes_device(target: compat.OpOverload) -> bool:
-    return any(a.name == "device" and a.kwarg_only for a in target._schema.arguments)
-
-
 @functools.cache
 def _shares_memory(target: compat.OpOverload) -> bool:
     return any(a.alias_info is not None for a in target._schema.arguments)
@@ -103,34 +146,16 @@ def _signature(value: Any) -> Any:
     return (type(value), value)
 
 
-_META = torch.device("meta")
-
-
-def _depends_on_data(error: Exception) -> bool:
-    """Whether a stand-in cannot answer: the result depends on values, or no kernel.
-
-    The recorded result then stands in.  That operands agree is checked apart from this.
-    """
-    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
-
-
-def _stand_in(value: Any) -> Any:
+def _stand_in(value: Any, device: torch.device = _META) -> Any:
     """A tensor (or number, or nest of them) like `value` with hints for its sizes."""
     if isinstance(value, torch.Tensor):
+        sizes = [compat.hint(s) for s in value.shape]
         if value.layout is not torch.strided:
-            return torch.empty(
-                [compat.hint(s) for s in value.shape],
-                dtype=value.dtype,
-                device=_META,
-            )
-        return torch.empty_strided(
-            [compat.hint(s) for s in value.shape],
-            [compat.hint(s) for s in value.stride()],
-            dtype=value.dtype,
-            device=_META,
-        )
+            return torch.empty(sizes, dtype=value.dtype, device=device)
+        strides = [compat.hint(s) for s in value.stride()]
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=device)
     if isinstance(value, (list, tuple)):
-        return type(value)(_stand_in(v) for v in value)
+        return type(value)(_stand_in(v, device) for v in value)
     if isinstance(value, torch.SymInt):
         return compat.hint(value)
     return value
@@ -142,6 +167,14 @@ def dtypes_of(value: Any) -> list[torch.dtype]:
     if isinstance(value, (list, tuple)):
         return [d for v in value for d in dtypes_of(v)]
     return []
+
+
+def named(node: fx.Node) -> tuple[str, ...]:
+    """The nodes that an error at `node` is about: it, and what it reads.
+
+    A node that the rewrite added is unknown to the passes before.
+    """
+    return (node.name, *(n.name for n in node.all_input_nodes))
 
 
 def where(node: fx.Node) -> str:

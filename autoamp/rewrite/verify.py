@@ -9,9 +9,8 @@ stated here again.  FX's own lint has no dtype check, and fake tensors let a bf1
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import fx
@@ -19,7 +18,8 @@ from torch import fx
 from autoamp import compat
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import low_weight, saturating_cast
-from autoamp.rewrite.standin import Memo, StandIns, dtypes_of, where
+from autoamp.rewrite.same_program import check_same_program
+from autoamp.rewrite.standin import Memo, StandIns, dtypes_of, named, where
 
 _CONVERTS = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
 """Ops whose job is to take one dtype and give another."""
@@ -71,8 +71,6 @@ _WIDEN = frozenset(
 )
 """Ops whose kernels widen a low operand as they read it, which is exact."""
 
-_NARROWER = frozenset({torch.float16, torch.bfloat16, torch.float32})
-
 
 class Verifier:
     """Checks rewritten graphs against the ATen graph `original` they were made from."""
@@ -82,25 +80,32 @@ class Verifier:
         self._memo: Memo = {}
         self._before = StandIns(original, self._memo)
 
+    def _after(self, rewritten: fx.GraphModule) -> StandIns:
+        """The rewritten graph on stand-ins, excused where the original needed it."""
+        return StandIns(rewritten, self._memo, excused=self._before.unanswered)
+
     def verify(
-        self, rewritten: fx.GraphModule, must_stay_high: Collection[str] = ()
+        self,
+        rewritten: fx.GraphModule,
+        must_make_high: Collection[str] = (),
+        must_read_high: Collection[str] = (),
     ) -> None:
         """Raises at the first thing wrong in `rewritten`.
 
         Args:
-            must_stay_high: nodes of the original that may neither read nor make low
-                tensors where they read and made fp32.
+            must_make_high, must_read_high: nodes of the original that may make, or
+                read, no low tensor where they made, or read, an fp32 one.
 
         Raises:
             VerificationError: what is wrong: node, op, dtypes, source line.
         """
-        before, after = self._before, StandIns(rewritten, self._memo)
-        _same_interface(self.original, rewritten, before, after)
-        _same_program(self.original, rewritten)
+        before, after = self._before, self._after(rewritten)
+        check_same_program(self.original, rewritten, before, after)
         for node in rewritten.graph.nodes:
             _metadata_is_true(node, after)
             _operands_agree(node, after, before)
-        _denied_nodes_are_fp32(rewritten, set(must_stay_high), before, after)
+        _denied_nodes_make_fp32(rewritten, set(must_make_high), before, after)
+        _denied_nodes_read_fp32(rewritten, set(must_read_high), before, after)
         _no_stale_casts(self.original, rewritten, after)
 
     def recount(
@@ -114,83 +119,44 @@ class Verifier:
 
         Called before clean-up, it must equal what the placement promised.
         """
-        before, after = self._before, StandIns(rewritten, self._memo)
+        before, after = self._before, self._after(rewritten)
         total = 0
         for node in rewritten.graph.nodes:
             if node.name in op_prices:
                 total += op_prices[node.name][_runs_low(node, before, after)]
             elif _is_inserted_cast(node, before):
-                source = _cast_source(node)
-                up = dtypes_of(after.values[node.name])[0] == torch.float32
-                total += (up_prices if up else down_prices)[source]
+                source, way = _cast_of(node, after)
+                total += (up_prices if way == "up" else down_prices)[source]
         return total
 
+    def not_as_promised(
+        self,
+        rewritten: fx.GraphModule,
+        low: Collection[str],
+        casts: Mapping[tuple[str, str], int],
+    ) -> list[str]:
+        """The original nodes that a wrong recount is about.
 
-def _same_interface(
-    original: fx.GraphModule,
-    rewritten: fx.GraphModule,
-    before: StandIns,
-    after: StandIns,
-) -> None:
-    def inputs(gm: fx.GraphModule) -> list[str]:
-        return [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+        The first op in the wrong precision: the next ones may follow from it.  Where
+        all are right, the values with other casts, and what reads them.
 
-    if inputs(original) != inputs(rewritten):
-        raise VerificationError(
-            f"the inputs changed from {inputs(original)} to {inputs(rewritten)}"
-        )
-    old, new = before.values["output"], after.values["output"]
-    old_spec = torch.utils._pytree.tree_structure(old)
-    if old_spec != torch.utils._pytree.tree_structure(new):
-        raise VerificationError("the structure of the outputs changed")
-    if dtypes_of(old) != dtypes_of(new):
-        raise VerificationError(
-            f"the output dtypes changed from {dtypes_of(old)} to {dtypes_of(new)}"
-        )
-
-
-def _same_program(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
-    """Every call of the original is there once, in order, and calls the same op.
-
-    A view may instead be repeated under other names, one for each of its uses.
-    """
-    original_nodes = {n.name: n for n in original.graph.nodes}
-
-    def calls(gm: fx.GraphModule) -> list[tuple[str, Any]]:
-        return [
-            (n.name, n.target)
-            for n in gm.graph.nodes
-            if n.op not in ("placeholder", "get_attr", "output")
-        ]
-
-    before, after = calls(original), calls(rewritten)
-    names = {name for name, _ in before}
-    kept = [call for call in after if call[0] in names]
-    present = set(kept)
-    for name, target in before:
-        idle = not original_nodes[name].users and not _has_effect(target)
-        if (name, target) in present or idle:
-            continue
-        repeated = any(t is target for n, t in after if n not in names)
-        if not (repeated and (_is_view(target) or target is operator.getitem)):
-            raise VerificationError(f"{name} ({target}) got lost in the rewrite")
-    if [call for call in before if call in present] != kept:
-        raise VerificationError("the rewrite changed the order of the program")
-
-
-def _has_effect(target: Any) -> bool:
-    """Whether a call matters that nobody reads: it writes, or draws random numbers."""
-    return isinstance(target, compat.OpOverload) and (
-        target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
-    )
-
-
-def _is_view(target: Any) -> bool:
-    """Whether the result of `target` is its operand under other sizes."""
-    return isinstance(target, compat.OpOverload) and any(
-        r.alias_info is not None and not r.alias_info.is_write
-        for r in target._schema.returns
-    )
+        Args:
+            low: the nodes that the placement has low.
+            casts: how many casts it has of each value, "down" and "up".
+        """
+        before, after = self._before, self._after(rewritten)
+        found: list[str] = []
+        made: Counter[tuple[str, str]] = Counter()
+        for node in rewritten.graph.nodes:
+            if node.name in before.nodes and node.op == "call_function":
+                if _runs_low(node, before, after) != (node.name in low):
+                    return [node.name]
+            elif _is_inserted_cast(node, before):
+                made[_cast_of(node, after)] += 1
+        for value, way in sorted({*made, *casts}):
+            if made[value, way] != casts.get((value, way), 0):
+                found += [value, *(n.name for n in before.nodes[value].users)]
+        return found
 
 
 def _metadata_is_true(node: fx.Node, after: StandIns) -> None:
@@ -200,7 +166,8 @@ def _metadata_is_true(node: fx.Node, after: StandIns) -> None:
     true = dtypes_of(after.values[node.name])
     if node.op != "output" and said != true:
         raise VerificationError(
-            f"{where(node)} is recorded as {said} but computes {true}"
+            f"{where(node)} is recorded as {said} but computes {true}",
+            nodes=named(node),
         )
 
 
@@ -218,14 +185,16 @@ def _operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
     if len(set(found.values())) <= 1:
         return
     widened = dtypes_of(after.values[node.name]) == [torch.float32]
-    if name in _WIDEN and widened and set(found.values()) <= _NARROWER:
+    one_is_wide = torch.float32 in found.values()
+    if name in _WIDEN and widened and one_is_wide:
         return
     twin = before.nodes.get(node.name)
     if twin is not None and _operand_dtypes(twin, before, exempt) == found:
         return  # the user mixed them, and they are as the user left them
     raise VerificationError(
         f"{where(node)} has operands of different dtypes: "
-        + ", ".join(f"{k}: {v}" for k, v in found.items())
+        + ", ".join(f"{k}: {v}" for k, v in found.items()),
+        nodes=named(node),
     )
 
 
@@ -269,7 +238,7 @@ def _writes_its_first_operand(target: compat.OpOverload) -> bool:
     return first is not None and first.is_write
 
 
-def _denied_nodes_are_fp32(
+def _denied_nodes_make_fp32(
     rewritten: fx.GraphModule, names: set[str], before: StandIns, after: StandIns
 ) -> None:
     for node in rewritten.graph.nodes:
@@ -279,8 +248,42 @@ def _denied_nodes_are_fp32(
         new = dtypes_of(after.values[node.name])
         if old != new:
             raise VerificationError(
-                f"{where(node)} must stay fp32 but its result became {new}"
+                f"{where(node)} must stay fp32 but its result became {new}",
+                nodes=named(node),
             )
+
+
+def _denied_nodes_read_fp32(
+    rewritten: fx.GraphModule, names: set[str], before: StandIns, after: StandIns
+) -> None:
+    for node in rewritten.graph.nodes:
+        if node.name not in names or _reads_as_it_comes(node):
+            continue
+        old = _read_dtypes(before.nodes[node.name], before)
+        new = _read_dtypes(node, after)
+        if old != new:
+            raise VerificationError(
+                f"{where(node)} must stay fp32 but reads {new} where it read {old}",
+                nodes=named(node),
+            )
+
+
+def _reads_as_it_comes(node: fx.Node) -> bool:
+    """Whether an op converts its operand itself, or reads but the shape of it."""
+    if not isinstance(node.target, compat.OpOverload):
+        return False
+    name = node.target._schema.name
+    shape_only = name.endswith("_like") or name.startswith("aten::new_")
+    asks = node.kwargs.get("dtype") == torch.float32
+    return shape_only or asks or name in _CONVERTS
+
+
+def _read_dtypes(node: fx.Node, run: StandIns) -> list[torch.dtype]:
+    """The dtypes of the float operands that an op computes with."""
+    if isinstance(node.target, compat.OpOverload):
+        return list(_operand_dtypes(node, run, ()).values())
+    values = [run.values[n.name] for n in node.all_input_nodes]
+    return [d for v in values for d in dtypes_of(v) if d.is_floating_point]
 
 
 def _no_stale_casts(
@@ -303,21 +306,24 @@ def _no_stale_casts(
             if cast and version[storage] != at:
                 raise VerificationError(
                     f"{where(node)} reads {source.name}, which is or views {cast}, a "
-                    "cast of a tensor that was written to since"
+                    "cast of a tensor that was written to since",
+                    nodes=[*named(node), cast],
                 )
             crosses = regions.get(source.name, region) != region
             # A use of a weight has its gradient from the weight, not through the cast.
             if crosses and source.name not in returned and node.target != low_weight:
                 raise VerificationError(
                     f"{where(node)} reads {source.name}, a cast made in another "
-                    "grad-mode or autocast region"
+                    "grad-mode or autocast region",
+                    nodes=named(node),
                 )
         for written in _written(node, rewritten):
             storage = _storage(after, written)
             if storage in copies:
                 raise VerificationError(
                     f"{where(node)} writes to {written.name}, which is or views "
-                    f"{copies[storage][0]}, a cast: the write is lost"
+                    f"{copies[storage][0]}, a cast: the write is lost",
+                    nodes=named(node),
                 )
             version[storage] += 1
         if node.name not in known and _is_cast(node):
@@ -334,9 +340,9 @@ def _storage(run: StandIns, node: fx.Node) -> int:
 
 def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
     if isinstance(node.target, compat.HigherOrderOperator):
-        bodies = [n for n in node.all_input_nodes if n.op == "get_attr"]
-        if any("_(" in getattr(gm, str(b.target)).code for b in bodies):
-            # It may write: hand it no copy.
+        operands = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        bodies = [getattr(gm, str(n.target), None) for n in operands]
+        if any(isinstance(b, fx.GraphModule) and _may_write(b) for b in bodies):
             return [n for n in node.all_input_nodes if n.op != "get_attr"]
     if not isinstance(node.target, compat.OpOverload):
         return []
@@ -353,6 +359,26 @@ def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
     return found
 
 
+def _may_write(body: fx.GraphModule) -> bool:
+    """Whether a sub-graph, of ATen ops or as Dynamo wrote it, may write in place."""
+    for node in body.graph.nodes:
+        if isinstance(node.target, compat.OpOverload):
+            writes = node.target._schema.is_mutable
+        elif isinstance(node.target, compat.HigherOrderOperator):
+            writes = bool(_written(node, body))
+        else:
+            name = str(getattr(node.target, "__name__", node.target))
+            private = name.startswith("_") or not name.endswith("_")
+            writes = node.op.startswith("call") and (not private or name in _WRITING)
+        if writes:
+            return True
+    return False
+
+
+_WRITING = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ipow"})
+"""Python's operators that write."""
+
+
 def _is_cast(node: fx.Node) -> bool:
     if node.target is saturating_cast:
         return True
@@ -366,12 +392,16 @@ def _is_inserted_cast(node: fx.Node, before: StandIns) -> bool:
     return node.name not in before.nodes and _is_cast(node)
 
 
-def _cast_source(node: fx.Node) -> str:
-    """The original value a cast copies, through a cast of a returned value."""
+def _cast_of(node: fx.Node, after: StandIns) -> tuple[str, str]:
+    """The original value a cast copies, and whether "up" or "down".
+
+    Through a cast of a returned value.
+    """
+    up = dtypes_of(after.values[node.name])[0] == torch.float32
     source = node.all_input_nodes[0]
     while _is_cast(source) and source.meta.get("autoamp_cast"):
         source = source.all_input_nodes[0]
-    return source.name
+    return source.name, "up" if up else "down"
 
 
 def _runs_low(node: fx.Node, before: StandIns, after: StandIns) -> bool:

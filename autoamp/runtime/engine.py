@@ -28,7 +28,7 @@ from autoamp.plain import plain, plain_line
 from autoamp.runtime.boundary import add_boundary
 from autoamp.runtime.captured import CapturedGraph, Skipped, Tally
 from autoamp.runtime.compilers import for_compilers
-from autoamp.runtime.hoist import hoist_weight_casts
+from autoamp.runtime.hoist import Hoisted, hoist_weight_casts, with_casts_inside
 from autoamp.runtime.scaling import GraphRun, ModelScaling, Origin
 from autoamp.runtime.weights import WeightCopies
 
@@ -166,7 +166,8 @@ class Engine:
         rewritten = rewrite_graph(
             gm, example_inputs, self.options, self.low, free_weights=True
         )
-        hoisted = hoist_weight_casts(rewritten)
+        self._note_given_up(rewritten)
+        hoisted = self._hoisted(rewritten)
         bound, slots = hoisted.gm, hoisted.weights
         bound.meta["autoamp_before"] = rewritten.before.print_readable(
             print_output=False
@@ -186,6 +187,16 @@ class Engine:
         else:
             self._note_all_fp32(rewritten)
         return call
+
+    def _hoisted(self, rewritten: Rewritten) -> Hoisted:
+        try:
+            return hoist_weight_casts(rewritten)
+        except Exception as error:
+            if self.options.strict:
+                raise
+            problem = f"{type(error).__name__}: {error}"
+            self.note(plain_line(f"its weights are cast at every call: {problem}"))
+            return with_casts_inside(rewritten)
 
     def _runner(
         self, captured: CapturedGraph, example_inputs: Sequence[Any], slots: list[int]
@@ -305,6 +316,19 @@ class Engine:
             return run(*args)
 
         return call
+
+    def _note_given_up(self, rewritten: Rewritten) -> None:
+        """Says what failed checks keep in fp32, each error once with its nodes."""
+        errors: dict[str, list[str]] = {}
+        for each in (rewritten, *rewritten.bodies):
+            for name, why in each.given_up.items():
+                fact = each.facts.nodes.get(name)
+                place = (fact.source or fact.module or name) if fact else name
+                errors.setdefault(why, []).append(place)
+        for why, places in errors.items():
+            where = ", ".join(dict.fromkeys(places[:4]))
+            more = f" and {len(places) - 4} more" if len(places) > 4 else ""
+            self.note(plain_line(f"{why} (ops at {where}{more})"))
 
     def _note_all_fp32(self, rewritten: Rewritten) -> None:
         """Says in the report that a graph was captured and nothing in it is low."""

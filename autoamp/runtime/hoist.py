@@ -35,6 +35,11 @@ def hoist_weight_casts(rewritten: Rewritten) -> Hoisted:
     return _Hoist(rewritten).run()
 
 
+def with_casts_inside(rewritten: Rewritten) -> Hoisted:
+    """A copy of `rewritten.gm` that casts its weights itself, at every call."""
+    return Hoisted(_Hoist(rewritten).gm)
+
+
 class _Hoist:
     def __init__(self, rewritten: Rewritten) -> None:
         self.whole = rewritten

@@ -1,0 +1,171 @@
+"""The rewritten graph is the same program: interface, calls, and who reads whom.
+
+Whatever the rewrite added (casts, uses of casts, views repeated for a use) stands for a
+node of the original.  With that put in its place every call must read what it read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.errors import VerificationError
+from autoamp.graph_functions import low_uses, low_weight, saturating_cast
+from autoamp.rewrite.standin import StandIns, dtypes_of, named, where
+
+
+def check_same_program(
+    original: fx.GraphModule,
+    rewritten: fx.GraphModule,
+    before: StandIns,
+    after: StandIns,
+) -> None:
+    """Raises where `rewritten` is another program than `original`, casts aside.
+
+    Raises:
+        VerificationError: inputs, outputs, calls or their operands differ.
+    """
+    _same_interface(original, rewritten, before, after)
+    _same_calls(original, rewritten)
+    _same_wiring(original, rewritten)
+
+
+def _same_interface(
+    original: fx.GraphModule,
+    rewritten: fx.GraphModule,
+    before: StandIns,
+    after: StandIns,
+) -> None:
+    def inputs(gm: fx.GraphModule) -> list[str]:
+        return [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+
+    if inputs(original) != inputs(rewritten):
+        raise VerificationError(
+            f"the inputs changed from {inputs(original)} to {inputs(rewritten)}"
+        )
+    old, new = before.values["output"], after.values["output"]
+    old_spec = torch.utils._pytree.tree_structure(old)
+    if old_spec != torch.utils._pytree.tree_structure(new):
+        raise VerificationError("the structure of the outputs changed")
+    if dtypes_of(old) != dtypes_of(new):
+        raise VerificationError(
+            f"the output dtypes changed from {dtypes_of(old)} to {dtypes_of(new)}",
+            nodes=[
+                n.name
+                for n in rewritten.graph.output_node().all_input_nodes
+                if dtypes_of(before.values.get(n.name))
+                != dtypes_of(after.values[n.name])
+            ],
+        )
+
+
+def _same_calls(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
+    """Every call of the original is there once, in order, and calls the same op.
+
+    A view may instead be repeated under other names, one for each of its uses.
+    """
+    original_nodes = {n.name: n for n in original.graph.nodes}
+
+    def calls(gm: fx.GraphModule) -> list[tuple[str, Any]]:
+        return [
+            (n.name, n.target)
+            for n in gm.graph.nodes
+            if n.op not in ("placeholder", "get_attr", "output")
+        ]
+
+    before, after = calls(original), calls(rewritten)
+    names = {name for name, _ in before}
+    kept = [call for call in after if call[0] in names]
+    present = set(kept)
+    for name, target in before:
+        idle = not original_nodes[name].users and not _has_effect(target)
+        if (name, target) in present or idle:
+            continue
+        repeated = any(t is target for n, t in after if n not in names)
+        if not (repeated and (_is_view(target) or target is operator.getitem)):
+            raise VerificationError(
+                f"{name} ({target}) got lost in the rewrite", nodes=[name]
+            )
+    wanted = [call for call in before if call in present]
+    if wanted != kept:
+        moved = [a for (a, _), (b, _) in zip(wanted, kept, strict=False) if a != b]
+        raise VerificationError(
+            "the rewrite changed the order of the program", nodes=moved[:1]
+        )
+
+
+def _has_effect(target: Any) -> bool:
+    """Whether a call matters that nobody reads: it writes, or draws random numbers."""
+    return isinstance(target, compat.OpOverload) and (
+        target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+def _is_view(target: Any) -> bool:
+    """Whether the result of `target` is its operand under other sizes."""
+    return isinstance(target, compat.OpOverload) and any(
+        r.alias_info is not None and not r.alias_info.is_write
+        for r in target._schema.returns
+    )
+
+
+def _same_wiring(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
+    """Every call, and the output, reads what it read, in the same places."""
+    before = {n.name: n for n in original.graph.nodes}
+    views = {
+        (n.target, *_operands(n), *_literals(n)): n.name
+        for n in original.graph.nodes
+        if _is_view(n.target) or n.target is operator.getitem
+    }
+    stands_for: dict[str, str] = {}
+    for node in rewritten.graph.nodes:
+        read = [stands_for.get(name, name) for name in _operands(node)]
+        twin = before.get(node.name)
+        if twin is not None:
+            if list(_operands(twin)) != read:
+                raise VerificationError(
+                    f"{where(node)} reads {', '.join(read)}, where it read "
+                    f"{', '.join(_operands(twin))}",
+                    nodes=[node.name],
+                )
+        elif _passes_on(node):
+            stands_for[node.name] = read[0]
+        else:
+            again = (node.target, *read, *_literals(node))
+            if again not in views:
+                raise VerificationError(
+                    f"{where(node)} was added, and is neither a cast nor a use of one",
+                    nodes=named(node),
+                )
+            stands_for[node.name] = views[again]
+
+
+def _passes_on(node: fx.Node) -> bool:
+    """Whether an added node is its first operand, in another dtype at most."""
+    if node.target in (low_uses, low_weight, saturating_cast):
+        return True
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and source.target is low_uses
+    return isinstance(node.target, compat.OpOverload) and node.target._schema.name in (
+        "aten::_to_copy",
+        "aten::clone",
+    )
+
+
+def _operands(node: fx.Node) -> Iterator[str]:
+    """The names of the nodes among the arguments, each time they stand there."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return (n.name for n in found)
+
+
+def _literals(node: fx.Node) -> Iterator[str]:
+    """The other arguments, as they print."""
+    found = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
+    return (repr(value) for value in found if not isinstance(value, fx.Node))

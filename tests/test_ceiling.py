@@ -1,0 +1,328 @@
+"""The ceiling: nothing is rounded that type promotion under autocast would not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autoamp.analyse.ceiling import promotes_to_low
+from autoamp.dtypes import parse_low_dtype
+from autoamp.graph_functions import low_uses
+from autoamp.ops import PROMOTING
+from autoamp.options import Options
+from autoamp.pipeline import Rewritten, rewrite_graph
+from tests.strategies import Program, capture, choices, inputs, programs
+from tests.truth import MARGIN, errors, leaves
+
+ATEN = torch.ops.aten
+WIDTH = 16
+LOW = (torch.bfloat16, torch.float16)
+
+
+class Of(nn.Module):
+    """A model of one function over a few layers, a parameter and two buffers."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.table = nn.Embedding(600, WIDTH)
+        self.offset = nn.Parameter(1e3 + torch.randn(WIDTH))
+        self.register_buffer("mean", torch.full((WIDTH,), 1e4))
+        self.register_buffer("spread", torch.full((WIDTH,), 3.0))
+
+    def forward(self, *given: Any) -> Any:
+        return self.function(self, *given)
+
+
+def standardised(m: Of, x: Tensor) -> Tensor:
+    return m.fc((x - x.mean(0)) / (x.std(0) + 1e-5))
+
+
+def masked(m: Of, x: Tensor, keep: Tensor) -> Tensor:
+    """Attention of which some rows are masked out entirely."""
+    scores = m.fc(x) @ m.other(x).T + (1 - keep) * -1e4
+    return scores.softmax(-1) @ x
+
+
+def lifted(m: Of, x: Tensor) -> Tensor:
+    scores = m.fc(x) @ m.other(x).T
+    return (scores + torch.full(scores.shape, 1000.0)).softmax(-1) @ x
+
+
+def branches(m: Of, x: Tensor) -> tuple[Tensor, ...]:
+    """One value with eight low readers, whose gradients are summed."""
+    h = x * m.spread
+    return tuple(functional.linear(h, m.fc.weight.roll(i, 0)) for i in range(8))
+
+
+def in_place(m: Of, x: Tensor) -> Tensor:
+    h = m.fc(x)
+    h += x * 3
+    h *= m.spread
+    return m.other(h)
+
+
+def pieces(m: Of, x: Tensor) -> Tensor:
+    left, right = (x * m.spread).chunk(2, 0)
+    return m.fc(left) + m.other(right.flip(0))
+
+
+X = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
+KEEP = torch.ones(64, 64).tril().index_fill(0, torch.arange(0, 64, 2), 0.0)
+CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "batch norm": (
+        lambda m, x: m.fc(functional.batch_norm(x, None, None, training=True)),
+        (1e3 + X,),
+    ),
+    "layer norm": (lambda m, x: m.fc(m.norm(x)), (1e4 + X,)),
+    "group norm": (lambda m, x: m.fc(functional.group_norm(x, 4)), (1e3 + X,)),
+    "standardised": (standardised, (1e3 + X,)),
+    "neighbours": (
+        lambda m, x: m.fc(x[1:] - x[:-1]),
+        (1e3 + X,),
+    ),
+    "denormalised": (lambda m, x: m.fc(x) * m.spread + m.mean, (X,)),
+    "norm of a sum": (lambda m, x: m.fc(m.norm(m.other(x) + m.mean)), (X,)),
+    "parameter": (lambda m, x: m.offset + m.fc(x), (X,)),
+    "less a branch": (lambda m, x: x * 100 - m.fc(x), (X,)),
+    "mask": (masked, (X, KEEP)),
+    "full": (lifted, (X,)),
+    "constant": (lambda m, x: m.fc((x + 1e4) - 1e4), (X,)),
+    "small": (lambda m, x: m.fc(x * 1e6) + 1e3, (X * 1e-6,)),
+    "stream": (lambda m, x: m.other(m.norm(x + m.fc(m.norm(x)))), (1e3 + X,)),
+    "rms norm": (
+        lambda m, x: m.fc(functional.rms_norm(x, (WIDTH,), m.spread)),
+        (1e3 + X,),
+    ),
+    "look-up": (
+        lambda m, i: m.fc(m.norm(m.table(i) + m.mean)),
+        (torch.arange(64),),
+    ),
+    "positions": (
+        lambda m, x: m.fc(x) * (torch.arange(WIDTH) * 30.7).cos(),
+        (X,),
+    ),
+    "branches": (branches, (X,)),
+    "in place": (in_place, (X,)),
+    "pieces": (pieces, (1e3 + X,)),
+    "outer": (lambda m, x: torch.outer(x[0] * m.spread, x[1]), (X,)),
+    "dot": (lambda m, x: torch.dot(x[0] * m.spread, x[1]), (X,)),
+    "mv": (lambda m, x: torch.mv(m.fc.weight, x[1] * m.spread), (X,)),
+    "addr": (lambda m, x: torch.addr(m.fc.weight, x[0], x[1]), (X,)),
+    "kron": (lambda m, x: torch.kron(x[:2] * m.spread, x[2:4]), (X,)),
+    "einsum of no product": (lambda m, x: torch.einsum("ij->i", x * m.spread), (X,)),
+    "einsum of elements": (
+        lambda m, x: torch.einsum("ij,ij->ij", x * m.spread, x),
+        (X,),
+    ),
+    "bilinear": (
+        lambda m, x: functional.bilinear(x, x, m.fc.weight[None] * m.spread),
+        (X,),
+    ),
+}
+
+
+@pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_no_less_true_than_autocast(name: str, low: torch.dtype) -> None:
+    function, data = CASES[name]
+    assert errors(Of(function), data, low).worst() <= MARGIN
+
+
+@pytest.mark.parametrize("name", ["batch norm", "neighbours", "mask", "look-up"])
+def test_the_ceiling_is_what_holds_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "autoamp.analyse.classify.under_ceiling", lambda gm, facts, found: dict(found)
+    )
+    function, data = CASES[name]
+    assert errors(Of(function), data, torch.bfloat16).worst() > 10 * MARGIN
+
+
+def rewritten(
+    function: Callable[..., Any],
+    *data: Tensor,
+    precision: str = "bf16",
+    grad: bool = True,
+    **options: Any,
+) -> Rewritten:
+    given = leaves(data or (X,)) if grad else list(data or (X,))
+    low = parse_low_dtype(precision)
+    assert low is not None
+    chosen = Options(precision=precision, do_no_harm=False, **options)
+    model = Of(function).requires_grad_(grad)
+    return rewrite_graph(capture(model, len(given)), given, chosen, low)
+
+
+def reason(found: Rewritten, name: str) -> str:
+    return found.assignment.decisions[name].reason
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(programs(), choices())
+def test_what_is_low_is_under_the_ceiling_or_moves(
+    program: Program, options: dict[str, Any]
+) -> None:
+    low = torch.float16 if options["precision"] == "fp16" else torch.bfloat16
+    found = rewrite_graph(capture(program), inputs(), Options(**options), low)
+    facts, verdicts = found.facts, found.classified.verdicts
+    promoted = promotes_to_low(facts, verdicts)
+    above = found.assignment.low - promoted
+    assert all(verdicts[name].moves for name in above)
+    for name in verdicts:
+        for operand, mode in zip(
+            facts.nodes[name].operands, verdicts[name].modes, strict=True
+        ):
+            if facts.producer(operand.value) in above:
+                assert mode == "same", "nothing shows the bits of what was moved"
+                assert name in found.assignment.low
+    assert not above & {facts.producer(value) for value in facts.returned}
+
+
+# -- reasons ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "node", "said"),
+    [
+        (lambda m, x: m.fc(m.norm(x)), "layer_norm", "reads x0, fp32 from outside"),
+        (lambda m, x: m.fc(x) + m.offset, "add", "a parameter: type promotion"),
+        (lambda m, x: m.fc(x.exp() * m.fc(x)), "mul", "reads exp, which is fp32"),
+        (lambda m, x: m.fc(x) + torch.eye(64, 16), "add", "reads eye, which is fp32"),
+    ],
+)
+def test_the_reason_names_what_is_wide(
+    function: Callable[..., Any], node: str, said: str
+) -> None:
+    found = rewritten(function, deny=["exp"])
+    assert said in reason(found, node)
+    assert found.assignment.decisions[node].origin == "ceiling"
+
+
+def test_what_the_user_allows_is_under_the_ceiling() -> None:
+    def function(m: Of, x: Tensor) -> Tensor:
+        return m.other(x + m.fc(m.norm(x)))
+
+    assert rewritten(function).classified.verdicts["add"].pinned
+    assert "add" in rewritten(function, allow=["add"]).assignment.low
+
+
+def test_tensorflows_painting_has_no_ceiling() -> None:
+    """It paints what lies between two products, whatever it reads."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        return m.other(m.fc(x) * m.offset)
+
+    assert "mul" not in rewritten(function).assignment.low
+    painted = rewritten(function, placement="tensorflow")
+    assert "mul" in painted.assignment.low
+
+
+def test_a_factory_is_as_wide_as_what_it_is_like() -> None:
+    def function(m: Of, x: Tensor) -> Tensor:
+        h = m.fc(x)
+        return m.other(torch.where(h > 0, h, torch.zeros_like(h)))
+
+    assert {"zeros_like", "where"} <= rewritten(function).assignment.low
+
+
+# -- moves -----------------------------------------------------------------------------
+
+
+def test_one_cast_before_three_slices() -> None:
+    def function(m: Of, x: Tensor) -> Tensor:
+        h = x * m.spread
+        return m.fc(h[:20]) + m.fc(h[20:40]) + m.other(h[40:60])
+
+    found = rewritten(function)
+    assert [c.value for c in found.casts if c.kind == "down"] == ["mul"]
+    (uses,) = (n for n in found.gm.graph.nodes if n.target is low_uses)
+    assert uses.args[2] == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda h: h.log(),
+        lambda h: h.max(-1)[1],
+        lambda h: h > 0.001,
+        lambda h: h.double(),
+        lambda h: h,
+    ],
+    ids=["reader", "index", "comparison", "cast", "result"],
+)
+def test_a_move_whose_bits_are_seen_stays_fp32(other: Callable[..., Any]) -> None:
+    def function(m: Of, x: Tensor) -> Any:
+        h = (x * m.spread).t().t()
+        return m.fc(h), other(h)
+
+    found = rewritten(function)
+    assert "linear" in found.assignment.low
+    assert "t_1" not in found.assignment.low
+
+
+def test_gradients_of_what_is_moved_are_summed_in_fp32() -> None:
+    """Two products of one view: the cast is behind it, where their gradients meet."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        h = (x * m.spread).t().contiguous().t()
+        return m.fc(h) + m.other(h)
+
+    assert "t_1" not in rewritten(function).assignment.low
+    frozen = rewritten(function, X, grad=False)
+    assert "t_1" in frozen.assignment.low
+    assert len([c for c in frozen.casts if c.kind == "down"]) == 1
+
+
+def test_a_constant_of_low_readers_is_made_low() -> None:
+    found = rewritten(lambda m, x: m.fc(x) @ torch.ones(16, 16) + m.fc(x) @ X.T @ X)
+    (ones,) = (n for n in found.gm.graph.nodes if n.target is ATEN.ones.default)
+    assert ones.meta["val"].dtype is torch.bfloat16
+
+
+# -- what is left to type promotion ----------------------------------------------------
+
+
+def test_low_branches_of_a_stream_are_cast_by_nobody() -> None:
+    def function(m: Of, x: Tensor) -> Tensor:
+        x = x + m.fc(m.norm(x)) * m.spread
+        return m.other(m.norm(x))
+
+    found = rewritten(function)
+    assert {"mul", "add"} & found.assignment.low == set()
+    assert not [c for c in found.casts if c.value in ("linear", "mul", "add")]
+
+
+@pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
+@pytest.mark.parametrize("op", sorted(PROMOTING))
+def test_kernels_that_promote_widen_exactly(op: str, low: torch.dtype) -> None:
+    """Result and gradients have the bits of the same op on operands cast before."""
+    packet = getattr(ATEN, op.split("::")[1])
+    x, y, z = (X[i : i + 8].clone() for i in (0, 8, 16))
+    call: Callable[[Tensor, Tensor], Tensor] = {
+        "aten::where": lambda a, b: packet.self(z > 0, a, b),
+        "aten::addcmul": lambda a, b: packet.default(z, a, b),
+    }.get(op, getattr(packet, "Tensor", None) or packet.default)
+
+    def outcome(a: Tensor, b: Tensor, cast: bool) -> list[Tensor]:
+        leaves = [a.clone().requires_grad_(), b.clone().requires_grad_()]
+        result = call(*(v.float() if cast else v for v in leaves))
+        assert result.dtype is torch.float32
+        result.backward(z)
+        return [result, *(v.grad for v in leaves)]
+
+    for a, b in ((x, y.to(low)), (x.to(low), y)):
+        for left, right in zip(outcome(a, b, False), outcome(a, b, True), strict=True):
+            assert left.dtype is right.dtype
+            assert torch.equal(left, right)
