@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from autoamp.analyse.classify import Classified, classify
+from autoamp.analyse.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.analyse.facts import Facts, collect_facts
-from autoamp.analyse.normalise import LOWERED_BODY, Normalised, normalise
+from autoamp.analyse.normalise import Normalised, normalise
 from autoamp.errors import VerificationError
 from autoamp.options import Options
 from autoamp.place.assign import Assignment, assign
@@ -37,7 +38,7 @@ class Rewritten:
         recounted: the cost of the emitted graph by an independent count.
         low: the compute dtype.
         seconds: time taken by each pass.
-        bodies: the same for sub-graphs (checkpointed regions).
+        bodies: the same for sub-graphs (checkpointed regions, branches, loops).
     """
 
     gm: fx.GraphModule
@@ -84,7 +85,7 @@ def rewrite_normalised(
 ) -> Rewritten:
     """The passes after `normalise`; `seconds` is added to."""
     before = normalised.gm
-    bodies = _rewrite_bodies(normalised, options, low)
+    bodies = _rewrite_bodies(normalised, options, low, free_weights)
     timed = _Timer(seconds)
     facts = timed("facts", lambda: collect_facts(before))
     rules = options.resolve_rules(low)
@@ -147,15 +148,25 @@ def rewrite_normalised(
 
 
 def _rewrite_bodies(
-    normalised: Normalised, options: Options, low: torch.dtype
+    normalised: Normalised, options: Options, low: torch.dtype, free_weights: bool
 ) -> tuple[Rewritten, ...]:
-    """Rewrites checkpointed regions, each with fp32 edges, and puts them in place."""
+    """Rewrites sub-graphs, each with fp32 edges, and puts them in place.
+
+    One that the passes fail on stays fp32, and the graph round it is still rewritten.
+    """
     found: list[Rewritten] = []
     for name, body in list(normalised.gm.named_children()):
         if not (isinstance(body, fx.GraphModule) and body.meta.get(LOWERED_BODY)):
             continue
         inner = Normalised(body, (), normalised.fake_mode)
-        rewritten = rewrite_normalised(inner, options, low, False, {})
+        try:
+            with torch.set_grad_enabled(body.meta[BODY_RECORDS]):
+                rewritten = rewrite_normalised(inner, options, low, free_weights, {})
+        except Exception as error:
+            if options.strict:
+                raise
+            body.meta[BODY_LEFT] = f"{type(error).__name__}: {error}"
+            continue
         setattr(normalised.gm, name, rewritten.gm)
         found.append(rewritten)
     return tuple(found)

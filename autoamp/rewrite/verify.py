@@ -335,7 +335,7 @@ def _storage(run: StandIns, node: fx.Node) -> int:
 def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
     if isinstance(node.target, compat.HigherOrderOperator):
         bodies = [n for n in node.all_input_nodes if n.op == "get_attr"]
-        if any("_(" in getattr(gm, str(b.target)).code for b in bodies):
+        if any(_may_write(getattr(gm, str(b.target))) for b in bodies):
             # It may write: hand it no copy.
             return [n for n in node.all_input_nodes if n.op != "get_attr"]
     if not isinstance(node.target, compat.OpOverload):
@@ -351,6 +351,18 @@ def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
         if name in names:
             fx.map_arg(value, found.append)
     return found
+
+
+def _may_write(body: fx.GraphModule) -> bool:
+    """Whether a sub-graph may write to what it is handed."""
+    nodes = list(body.graph.nodes)
+    if any(n.op == "call_method" or "val" not in n.meta for n in nodes[:-1]):
+        return "_(" in body.code  # not ATen's spelling: does it call anything in place?
+    run = StandIns(body, {})
+    given = {_storage(run, n) for n in nodes if n.op in ("placeholder", "get_attr")}
+    return any(
+        _storage(run, w) in given - {-1} for n in nodes for w in _written(n, body)
+    )
 
 
 def _is_cast(node: fx.Node) -> bool:
