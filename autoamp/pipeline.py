@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -51,6 +51,12 @@ class Rewritten:
     low: torch.dtype
     seconds: dict[str, float]
     bodies: tuple[Rewritten, ...] = field(default=())
+
+    def with_bodies(self) -> Iterator[Rewritten]:
+        """This and the bodies in it, in those as well."""
+        yield self
+        for body in self.bodies:
+            yield from body.with_bodies()
 
 
 def rewrite_graph(

@@ -95,7 +95,7 @@ def _trace(
         at = f" at {where.format_node()}" if where is not None else ""
         message = (
             f"tracing to ATen failed{at}: {type(error).__name__}: {error}. "
-            "The model runs unconverted; report this with the op named above."
+            "This graph runs unconverted; report this with the op named above."
         )
         raise CaptureError(message) from error
     for name, body in lowering.bodies.items():
@@ -233,13 +233,14 @@ class _Lowering(fx.Interpreter):
 
         Traced through, a custom Function silently loses its backward.
         """
+        name = getattr(target, "__name__", str(target))
+        lowered = args
+        if target in CONTROL_FLOW:
+            lowered = self._lower_bodies(CONTROL_FLOW[target], args, name)
         with compat.outside_trace():
             result = self._fake_result(target, args, kwargs)
-        name = getattr(target, "__name__", str(target))
-        if target in CONTROL_FLOW:
-            args = self._lower_bodies(CONTROL_FLOW[target], args, name)
         args, kwargs = pytree.tree_map_only(
-            fx.GraphModule, self._register, (args, kwargs)
+            fx.GraphModule, self._register, (lowered, kwargs)
         )
         return compat.record_call(target, args, kwargs, result, name)
 
