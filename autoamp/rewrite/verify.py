@@ -334,8 +334,9 @@ def _storage(run: StandIns, node: fx.Node) -> int:
 
 def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
     if isinstance(node.target, compat.HigherOrderOperator):
-        bodies = [n for n in node.all_input_nodes if n.op == "get_attr"]
-        if any(_may_write(getattr(gm, str(b.target))) for b in bodies):
+        taken = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        bodies = [operator.attrgetter(str(n.target))(gm) for n in taken]
+        if any(_may_write(b) for b in bodies if isinstance(b, fx.GraphModule)):
             # It may write: hand it no copy.
             return [n for n in node.all_input_nodes if n.op != "get_attr"]
     if not isinstance(node.target, compat.OpOverload):
