@@ -102,9 +102,11 @@ def written_input(lowered: fx.GraphModule) -> str | None:
     for node in lowered.graph.nodes:
         for value in _written(node):
             tensor = value.meta.get("val")
+            storage = -1
             if isinstance(tensor, torch.Tensor):
-                if compat.storage_id(tensor) in given:
-                    return given[compat.storage_id(tensor)]
+                storage = compat.storage_id(tensor)
+            if storage in given:
+                return given[storage]
     return None
 
 
