@@ -325,10 +325,10 @@ def has_effect(node: fx.Node) -> bool:
     """
     if isinstance(node.target, OpOverload):
         return mutates(node.target) or is_random(node.target)
-    if isinstance(node.target, compat.HigherOrderOperator):
-        return any(has_effect(n) for b in bodies_of(node) for n in b.graph.nodes)
     if not node.op.startswith("call"):
         return False
+    if any(has_effect(n) for b in bodies_of(node) for n in b.graph.nodes):
+        return True
     name = getattr(node.target, "__name__", str(node.target))
     in_place = name.endswith("_") and not name.startswith("_")
     return in_place or name in _WRITING_OPERATORS or "dropout" in name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from autoamp.analyse.classify import Classified, classify
+from autoamp.analyse.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.analyse.facts import Facts, collect_facts
-from autoamp.analyse.normalise import LOWERED_BODY, UNTRACED, Normalised, normalise
+from autoamp.analyse.normalise import UNTRACED, Normalised, normalise
 from autoamp.errors import CaptureError, VerificationError
 from autoamp.options import Options
 from autoamp.place.assign import Assignment, assign, promised_casts
@@ -39,7 +40,7 @@ class Rewritten:
         low: the compute dtype.
         seconds: time taken by each pass.
         given_up: nodes that a failed check keeps in fp32, and what it said.
-        bodies: the same for sub-graphs (checkpointed regions).
+        bodies: the same for sub-graphs (checkpointed regions, branches, loops).
     """
 
     gm: fx.GraphModule
@@ -53,6 +54,12 @@ class Rewritten:
     seconds: dict[str, float]
     given_up: Mapping[str, str] = field(default_factory=dict)
     bodies: tuple[Rewritten, ...] = ()
+
+    def with_bodies(self) -> Iterator[Rewritten]:
+        """This and the bodies in it, in those as well."""
+        yield self
+        for body in self.bodies:
+            yield from body.with_bodies()
 
 
 def rewrite_graph(
@@ -89,7 +96,7 @@ def rewrite_normalised(
 
     What a failed check names stays fp32, and the passes run again without it.
     """
-    bodies, left = _rewrite_bodies(normalised, options, low)
+    bodies, left = _rewrite_bodies(normalised, options, low, free_weights)
     timed = _Timer(seconds)
     facts = timed("facts", lambda: collect_facts(normalised.gm))
     attempt = _Attempt(normalised, facts, options, low, free_weights, timed)
@@ -195,11 +202,12 @@ def _not_as_promised(
 
 
 def _rewrite_bodies(
-    normalised: Normalised, options: Options, low: torch.dtype
+    normalised: Normalised, options: Options, low: torch.dtype, free_weights: bool
 ) -> tuple[tuple[Rewritten, ...], dict[str, str]]:
-    """Rewrites checkpointed regions, each with fp32 edges, and puts them in place.
+    """Rewrites sub-graphs, each with fp32 edges, and puts them in place.
 
-    Gives what was rewritten, and of regions that could not be the call, and why.
+    One that the passes fail on stays fp32, and the graph round it is still rewritten.
+    Gives what was rewritten, and the calls of those that could not be, and why.
     """
     found: list[Rewritten] = []
     left: dict[str, str] = {}
@@ -208,10 +216,12 @@ def _rewrite_bodies(
             continue
         inner = Normalised(body, (), normalised.fake_mode)
         try:
-            rewritten = rewrite_normalised(inner, options, low, False, {})
+            with torch.set_grad_enabled(body.meta[BODY_RECORDS]):
+                rewritten = rewrite_normalised(inner, options, low, free_weights, {})
         except Exception as error:
             if options.strict:
                 raise
+            body.meta[BODY_LEFT] = f"{type(error).__name__}: {error}"
             left |= dict.fromkeys(_callers(normalised.gm, name), kept_for(error))
             continue
         setattr(normalised.gm, name, rewritten.gm)

@@ -16,6 +16,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.ceiling import CEILING, under_ceiling
 from autoamp.analyse.conditions import condition_holds
+from autoamp.analyse.control_flow import BODY_LEFT, LOWERED_BODY
 from autoamp.analyse.extreme import extreme_values
 from autoamp.analyse.facts import (
     Facts,
@@ -32,6 +33,7 @@ from autoamp.graph_functions import checkpointed
 from autoamp.ops import (
     FACTORIES,
     base_name,
+    bodies_of,
     is_inplace,
     is_out_variant,
     is_pointwise,
@@ -42,7 +44,11 @@ from autoamp.rules import Category, Rule, Rules
 CASTS = frozenset({"aten::to", "aten::_to_copy"})
 _MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
 _BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
-_CPU_MIXED = LAYER_NORMS | {"aten::group_norm", "aten::native_group_norm"}
+_CPU_MIXED = LAYER_NORMS | {
+    "aten::group_norm",
+    "aten::native_group_norm",
+    "aten::rms_norm",
+}
 """Norms whose CPU kernels take fp32 parameters beside low data; CUDA's do not."""
 
 
@@ -177,8 +183,14 @@ def _all(mode: Mode, fact: NodeFacts) -> tuple[Mode, ...]:
 def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
     name = getattr(node.target, "__name__", str(node.target))
     reason = f"{name} is not traced into: it gets the dtypes it was captured with"
-    if node.target is checkpointed:
+    bodies = bodies_of(node)
+    left = [body.meta[BODY_LEFT] for body in bodies if BODY_LEFT in body.meta]
+    if left:
+        reason = f"{name} has a body that stays as it is: {left[0]}"
+    elif node.target is checkpointed:
         reason = "a checkpointed region: rewritten inside, fp32 at its edges"
+    elif any(LOWERED_BODY in body.meta for body in bodies):
+        reason = f"{name}: rewritten inside, fp32 at its edges"
     return Verdict(
         Category.DENY,
         reason,

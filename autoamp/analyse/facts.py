@@ -17,9 +17,10 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.analyse.control_flow import LOWERED_BODY
 from autoamp.analyse.normalise import module_path
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.ops import has_effect, mutated_arguments, op_name
+from autoamp.ops import bodies_of, has_effect, mutated_arguments, op_name
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,15 @@ def written_values(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def _may_write(node: fx.Node) -> bool:
+    """Whether a higher-order op may write to what it is handed.
+
+    What is lowered of its bodies is known not to (`analyse/control_flow.py`).
+    """
+    unknown = (b for b in bodies_of(node) if LOWERED_BODY not in b.meta)
+    return any(has_effect(n) for body in unknown for n in body.graph.nodes)
+
+
 def _op_name(target: object) -> str:
     return op_name(target) if isinstance(target, compat.OpOverload) else ""
 
@@ -321,7 +331,7 @@ class _Collector:
 
     def _note_writes(self, node: fx.Node) -> None:
         opaque = isinstance(node.target, compat.HigherOrderOperator)
-        if opaque and not has_effect(node):
+        if opaque and not _may_write(node):
             return
         for value in written_values(node):
             for tensor in tensors_of(value.meta.get("val")):

@@ -7,6 +7,7 @@ and autograd still runs below it, so attention kernels are chosen by dtype.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,15 +19,21 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
+from autoamp.analyse.control_flow import (
+    BODY_LEFT,
+    BODY_RECORDS,
+    CONTROL_FLOW,
+    LOWERED_BODY,
+    Places,
+    body_inputs,
+    written_input,
+)
 from autoamp.analyse.transforms import fold_transforms
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
 from autoamp.ops import drop_dead, has_effect
 
 _PACKAGE = str(Path(__file__).parent.parent)
-
-LOWERED_BODY = "autoamp_lowered_body"
-"""Set in the `meta` of a sub-graph that is an ATen graph, to be rewritten as well."""
 
 
 UNTRACED = "autoamp_untraced"
@@ -92,7 +99,7 @@ def _trace(
         at = f" at {where.format_node()}" if where is not None else ""
         message = (
             f"tracing to ATen failed{at}: {type(error).__name__}: {error}. "
-            "The model runs unconverted; report this with the op named above."
+            "This graph runs unconverted; report this with the op named above."
         )
         raise CaptureError(message) from error
     for name, body in lowering.bodies.items():
@@ -243,9 +250,7 @@ class _Lowering(fx.Interpreter):
         body, *operands = args
         with compat.outside_trace():
             result = _InPlace(body).run(*operands)
-            lowered = _trace(body, operands, self.mode)
-        _restore_placeholders(lowered, body, tuple(operands))
-        lowered.meta[LOWERED_BODY] = True
+            lowered = self._lowered(body, operands, "checkpointed")
         proxy_body = self._register(lowered)
         options = {k: v for k, v in kwargs.items() if k == "preserve_rng_state"}
         return compat.record_call(
@@ -257,13 +262,53 @@ class _Lowering(fx.Interpreter):
 
         Traced through, a custom Function silently loses its backward.
         """
+        name = getattr(target, "__name__", str(target))
+        lowered = args
+        if target in CONTROL_FLOW:
+            lowered = self._lower_bodies(CONTROL_FLOW[target], args, name)
         with compat.outside_trace():
             result = self._fake_result(target, args, kwargs)
         args, kwargs = pytree.tree_map_only(
-            fx.GraphModule, self._register, (args, kwargs)
+            fx.GraphModule, self._register, (lowered, kwargs)
         )
-        name = getattr(target, "__name__", str(target))
         return compat.record_call(target, args, kwargs, result, name)
+
+    def _lower_bodies(
+        self, places: Places, args: Sequence[Any], name: str
+    ) -> tuple[Any, ...]:
+        """`args` of a branch or loop, with bodies that are ATen graphs if they can be.
+
+        One that cannot be, or that writes to what it is handed, stays as it is.
+        """
+        flows = torch.is_grad_enabled() and any(
+            isinstance(value, torch.Tensor) and value.requires_grad
+            for value in pytree.tree_leaves(args)
+        )
+        found = list(args)
+        for place in places.bodies:
+            body, shared = args[place], args[places.shared]
+            try:
+                with compat.outside_trace():
+                    inputs = body_inputs(body, shared, self.mode, flows)
+                    lowered = self._lowered(body, inputs, name)
+                written = written_input(lowered)
+                if written is not None:
+                    raise CaptureError(f"it writes to its input {written}")
+            except CaptureError as error:
+                lowered = copy.copy(body)
+                lowered.meta = {**body.meta, BODY_LEFT: str(error)}
+            found[place] = lowered
+        return tuple(found)
+
+    def _lowered(
+        self, body: fx.GraphModule, inputs: Sequence[Any], name: str
+    ) -> fx.GraphModule:
+        """The ATen graph of a sub-graph that op `name` calls, to be rewritten too."""
+        lowered = _trace(body, inputs, self.mode)
+        _restore_placeholders(lowered, body, tuple(inputs))
+        lowered.meta[LOWERED_BODY] = name
+        lowered.meta[BODY_RECORDS] = torch.is_grad_enabled()
+        return lowered
 
     def _fake_result(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:

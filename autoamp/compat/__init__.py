@@ -45,14 +45,18 @@ from autoamp.compat.gradients import (
 )
 from autoamp.compat.names import (
     CHECKPOINT,
+    COND,
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
     GET_DATA,
+    MAP,
     MODE_CHANGES,
+    SCAN,
     SET_GRAD,
     TOTAL_NORM,
     TRANSFORM_ENTRIES,
     TRANSFORM_EXITS,
+    WHILE_LOOP,
     WRAP,
 )
 from autoamp.compat.tensors import (
@@ -89,14 +93,18 @@ from autoamp.compat.tracing import (
 
 __all__ = [
     "CHECKPOINT",
+    "COND",
     "ENTER_AUTOCAST",
     "EXIT_AUTOCAST",
     "GET_DATA",
+    "MAP",
     "MODE_CHANGES",
+    "SCAN",
     "SET_GRAD",
     "TOTAL_NORM",
     "TRANSFORM_ENTRIES",
     "TRANSFORM_EXITS",
+    "WHILE_LOOP",
     "WRAP",
     "CompiledEntry",
     "FakeTensor",

@@ -20,6 +20,10 @@ SET_GRAD = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+COND = torch.ops.higher_order.cond
+MAP = torch.ops.higher_order.map_impl
+SCAN = torch.ops.higher_order.scan
+WHILE_LOOP = torch.ops.higher_order.while_loop
 # What `x.data` is in Dynamo's graphs; the stubs do not know it.
 GET_DATA: Any = getattr(torch._C._autograd, "_get_data_attr")  # noqa: B009
 MODE_CHANGES = frozenset({SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST})

@@ -85,7 +85,7 @@ class Report:
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
-        """The graphs, each followed by the bodies of its checkpointed regions."""
+        """The graphs, each followed by its bodies: checkpointed regions, loops."""
         return sections_of(self.rewritten, self.graphs)
 
     @cached_property
@@ -134,7 +134,7 @@ class Report:
 
         Args:
             node: a name as in `graphs[graph].print_readable()` and in `ops`.
-            graph: index of the graph, or "0/wrap_body_0" for a checkpointed body in it.
+            graph: index of the graph, or "0/body_0" for a body in it.
 
         Raises:
             OptionError: there is no such node or graph; the message lists close names.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autoamp.analyse.control_flow import LOWERED_BODY
 from autoamp.analyse.facts import NodeFacts
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.pipeline import Rewritten
@@ -20,11 +21,11 @@ from autoamp.rewrite.emitted import CAST_KIND
 
 @dataclass(frozen=True)
 class Section:
-    """One captured graph, or the body of a checkpointed region inside one.
+    """One captured graph, or a body inside one: of a checkpointed region, a loop.
 
     Attributes:
         graph: index of the captured graph.
-        body: "" for the graph itself, else the path of the body ("wrap_body_0").
+        body: "" for the graph itself, else the path of the body ("body_0").
         rewritten: what the pass knew and decided.
         gm: the graph that runs, where weight casts may have become inputs.
     """
@@ -36,8 +37,13 @@ class Section:
 
     @property
     def key(self) -> str:
-        """`0` for a graph, `0/wrap_body_0` for a body; what `why(graph=...)` takes."""
+        """`0` for a graph, `0/body_0` for a body; what `why(graph=...)` takes."""
         return f"{self.graph}/{self.body}" if self.body else str(self.graph)
+
+    @property
+    def caller(self) -> str:
+        """What calls a body: "checkpointed", "cond", "while_loop"."""
+        return str(self.rewritten.before.meta.get(LOWERED_BODY, ""))
 
     @property
     def low(self) -> str:
@@ -49,7 +55,7 @@ class OpRow:
     """One float op: its precision and why.
 
     Attributes:
-        graph, body: where it stands; `body` is "" outside checkpointed regions.
+        graph, body: where it stands; `body` is "" outside bodies.
         name: its node, the same before and after rewriting.
         op: "aten::linear.default".
         category: allow, deny, infer or clear.

@@ -126,7 +126,7 @@ def _section(
 ) -> Iterator[RenderableType]:
     name = f"graph {section.key}"
     if section.body:
-        name = f"body of graph {section.graph}: {section.body} (checkpointed)"
+        name = f"body of graph {section.graph}: {section.body} ({section.caller})"
     low = sum(row.is_low for row in ops)
     nodes = len(section.rewritten.before.graph.nodes)
     title = f"{name}: {low} of {counted(len(ops), 'float op')} in {section.low}"

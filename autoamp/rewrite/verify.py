@@ -31,6 +31,7 @@ _CPU_FP32_PARAMETERS = {
         "aten::native_layer_norm",
         "aten::group_norm",
         "aten::native_group_norm",
+        "aten::rms_norm",
     )
 }
 """The same for kernels of the CPU alone: CUDA's want parameters of the data's dtype."""
@@ -340,9 +341,10 @@ def _storage(run: StandIns, node: fx.Node) -> int:
 
 def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
     if isinstance(node.target, compat.HigherOrderOperator):
-        operands = [n for n in node.all_input_nodes if n.op == "get_attr"]
-        bodies = [getattr(gm, str(n.target), None) for n in operands]
-        if any(isinstance(b, fx.GraphModule) and _may_write(b) for b in bodies):
+        taken = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        bodies = [operator.attrgetter(str(n.target))(gm) for n in taken]
+        if any(_may_write(b) for b in bodies if isinstance(b, fx.GraphModule)):
+            # It may write: hand it no copy.
             return [n for n in node.all_input_nodes if n.op != "get_attr"]
     if not isinstance(node.target, compat.OpOverload):
         return []
@@ -360,23 +362,25 @@ def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _may_write(body: fx.GraphModule) -> bool:
-    """Whether a sub-graph, of ATen ops or as Dynamo wrote it, may write in place."""
-    for node in body.graph.nodes:
-        if isinstance(node.target, compat.OpOverload):
-            writes = node.target._schema.is_mutable
-        elif isinstance(node.target, compat.HigherOrderOperator):
-            writes = bool(_written(node, body))
-        else:
-            name = str(getattr(node.target, "__name__", node.target))
-            private = name.startswith("_") or not name.endswith("_")
-            writes = node.op.startswith("call") and (not private or name in _WRITING)
-        if writes:
-            return True
-    return False
+    """Whether a sub-graph, of ATen ops or as Dynamo wrote it, may write to an input."""
+    nodes = list(body.graph.nodes)
+    if any(n.op == "call_method" or "val" not in n.meta for n in nodes[:-1]):
+        return any(_writes_by_name(n) or _written(n, body) for n in nodes)
+    run = StandIns(body, {})
+    given = {_storage(run, n) for n in nodes if n.op in ("placeholder", "get_attr")}
+    return any(
+        _storage(run, w) in given - {-1} for n in nodes for w in _written(n, body)
+    )
+
+
+def _writes_by_name(node: fx.Node) -> bool:
+    """Whether a method, function or operator of Python's writes, going by its name."""
+    name = str(getattr(node.target, "__name__", node.target))
+    in_place = name.endswith("_") and not name.startswith("_")
+    return node.op.startswith("call") and (in_place or name in _WRITING)
 
 
 _WRITING = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ipow"})
-"""Python's operators that write."""
 
 
 def _is_cast(node: fx.Node) -> bool:

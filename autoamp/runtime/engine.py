@@ -124,7 +124,8 @@ class Engine:
         if self.tally.announced or not self.graphs:
             return
         self.tally.announced = True
-        done = [g.rewritten for g in self.graphs if g.rewritten is not None]
+        graphs = [g.rewritten for g in self.graphs if g.rewritten is not None]
+        done = [each for graph in graphs for each in graph.with_bodies()]
         decisions = [d for r in done for d in r.assignment.decisions.values()]
         scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"
         logger.info(
@@ -182,7 +183,8 @@ class Engine:
         call = self._bind(captured, run, slots, symbolic)
         self.graphs.append(captured)
         self._log(captured)
-        if any(d.low for d in rewritten.assignment.decisions.values()):
+        every = rewritten.with_bodies()
+        if any(d.low for r in every for d in r.assignment.decisions.values()):
             self.tally.lowers = True
         else:
             self._note_all_fp32(rewritten)
@@ -320,7 +322,7 @@ class Engine:
     def _note_given_up(self, rewritten: Rewritten) -> None:
         """Says what failed checks keep in fp32, each error once with its nodes."""
         errors: dict[str, list[str]] = {}
-        for each in (rewritten, *rewritten.bodies):
+        for each in rewritten.with_bodies():
             for name, why in each.given_up.items():
                 fact = each.facts.nodes.get(name)
                 place = (fact.source or fact.module or name) if fact else name
@@ -332,7 +334,8 @@ class Engine:
 
     def _note_all_fp32(self, rewritten: Rewritten) -> None:
         """Says in the report that a graph was captured and nothing in it is low."""
-        count = len(rewritten.assignment.decisions)
+        every = rewritten.with_bodies()
+        count = sum(len(r.assignment.decisions) for r in every)
         why = (
             f"all of its {count} float ops stay fp32" if count else "it has no float op"
         )

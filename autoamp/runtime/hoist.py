@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from torch import fx
 
+from autoamp.analyse.control_flow import CONTROL_FLOW
 from autoamp.graph_functions import checkpointed, low_weight
 from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND
@@ -29,8 +32,8 @@ def hoist_weight_casts(rewritten: Rewritten) -> Hoisted:
     """`rewritten.gm` with its weight casts turned into extra inputs; it is not changed.
 
     Uses through which a gradient flows become `low_weight` nodes, one per use, so that
-    weight gradients are summed in fp32.  Checkpointed regions get the copies handed in
-    too, and do not cast them again when they recompute.
+    weight gradients are summed in fp32.  Checkpointed regions, branches and loops get
+    the copies handed in too, and cast nothing again when they recompute or go round.
     """
     return _Hoist(rewritten).run()
 
@@ -58,6 +61,8 @@ class _Hoist:
                 self._hoist(node)
             elif node.target is checkpointed:
                 self._hoist_from_region(node)
+            elif node.target in CONTROL_FLOW:
+                self._hoist_from_bodies(node)
         self.gm.recompile()
         position = {n: i for i, n in enumerate(self.placeholders)}
         return Hoisted(self.gm, [position[weight] for weight in self.copies])
@@ -113,9 +118,9 @@ class _Hoist:
         """Hands a checkpointed region the copies of the weights it is handed."""
         body_node = call.args[0]
         assert isinstance(body_node, fx.Node)
-        body = getattr(self.gm, str(body_node.target))
-        inner = next(r for r in self.whole.bodies if r.gm is body)
-        hoisted = hoist_weight_casts(inner)
+        hoisted = self._hoisted_body(body_node)
+        if hoisted is None:
+            return
         operands = call.args[1:]
         extra: list[fx.Node] = []
         casts = [n for n in hoisted.gm.graph.nodes if n.op == "placeholder"]
@@ -126,3 +131,85 @@ class _Hoist:
             extra.append(self._copy_of(weight, copy))
         setattr(self.gm, str(body_node.target), hoisted.gm)
         call.args = (*call.args, *extra)
+
+    def _hoisted_body(self, body_node: fx.Node) -> Hoisted | None:
+        body = getattr(self.gm, str(body_node.target))
+        inner = next((r for r in self.whole.bodies if r.gm is body), None)
+        return None if inner is None else hoist_weight_casts(inner)
+
+    def _hoist_from_bodies(self, call: fx.Node) -> None:
+        """Hands the bodies of a branch or loop the copies of the weights they read.
+
+        All sub-graphs of one call are called with the same values, so that each of them
+        gets every copy, the condition of a loop too.
+        """
+        places = CONTROL_FLOW[call.target]
+        shared: Sequence[Any] = tuple(cast(Any, call.args[places.shared]))
+        copies: dict[int, fx.Node] = {}
+        own: dict[int, tuple[fx.GraphModule, dict[int, fx.Node]]] = {}
+        for place in places.bodies:
+            found = self._copies_in(call.args[place], shared)
+            if found is None:
+                continue
+            own[place] = found
+            for at, copy in found[1].items():
+                copies[at] = self._copy_of(shared[at], copy)
+        if not copies:
+            return
+        for place in (*places.bodies, *places.others):
+            body_node = call.args[place]
+            assert isinstance(body_node, fx.Node)
+            name = str(body_node.target)
+            body, known = own.get(place) or (_same(getattr(self.gm, name)), {})
+            _take_copies(body, known, copies)
+            setattr(self.gm, name, body)
+        call.update_arg(places.shared, (*shared, *copies.values()))
+
+    def _copies_in(
+        self, body_node: Any, shared: Sequence[Any]
+    ) -> tuple[fx.GraphModule, dict[int, fx.Node]] | None:
+        """A body whose weight casts are inputs, and which of `shared` each one copies.
+
+        None where it has no such cast, or casts what this graph computes.
+        """
+        hoisted = self._hoisted_body(body_node)
+        if hoisted is None or not hoisted.weights:
+            return None
+        inputs = [n for n in hoisted.gm.graph.nodes if n.op == "placeholder"]
+        count = len(inputs) - len(hoisted.weights)
+        first = count - len(shared)
+        found: dict[int, fx.Node] = {}
+        for place, copy in zip(hoisted.weights, inputs[count:], strict=True):
+            weight = shared[place - first] if place >= first else None
+            if not isinstance(weight, fx.Node) or weight.op != "placeholder":
+                return None
+            found[place - first] = copy
+        return hoisted.gm, found
+
+
+def _same(body: fx.GraphModule) -> fx.GraphModule:
+    """A body to be given more inputs; what the record of the pass holds stays."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(body.graph, values))
+    for old, new in values.items():
+        new.meta = dict(old.meta)
+    return fx.GraphModule(body, graph)
+
+
+def _take_copies(
+    body: fx.GraphModule, known: dict[int, fx.Node], copies: dict[int, fx.Node]
+) -> None:
+    """Gives `body` one input for each of `copies`, in that order, after its others."""
+    given = [n for n in body.graph.nodes if n.op == "placeholder"]
+    last = [n for n in given if n not in known.values()][-1]
+    for at, like in copies.items():
+        if at in known:
+            copy = known[at]
+            last.append(copy)
+        else:
+            with body.graph.inserting_after(last):
+                copy = body.graph.placeholder(like.name)
+            copy.meta = dict(like.meta)
+        last = copy
+    body.recompile()

@@ -1,0 +1,124 @@
+"""Branches and loops: which of their sub-graphs can be rewritten, and what those read.
+
+A body is rewritten as a checkpointed region is, with fp32 edges: what goes round a
+loop keeps its dtype, and so do the results of both branches.  The condition of a loop
+decides how often it runs, so that it stays as the user wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.errors import CaptureError
+from autoamp.ops import HIDDEN_WRITES, base_name, mutated_arguments
+
+LOWERED_BODY = "autoamp_lowered_body"
+"""Set in the `meta` of a sub-graph that is an ATen graph, to be rewritten as well: the
+name of what calls it."""
+
+BODY_RECORDS = "autoamp_body_records"
+"""Beside it: whether grad mode is on where the body is called."""
+
+BODY_LEFT = "autoamp_body_left"
+"""Set in the `meta` of a body that stays as it is: the reason."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Positions among the arguments of a higher-order op.
+
+    Attributes:
+        bodies: the sub-graphs to rewrite.
+        others: those that are called with the same values and are not rewritten.
+        shared: the values that every run of a body reads as they are, the last of its
+            inputs.  What comes before them is the op's own: what goes round a loop,
+            a slice.
+    """
+
+    bodies: tuple[int, ...]
+    others: tuple[int, ...]
+    shared: int
+
+
+CONTROL_FLOW: Mapping[Any, Places] = {
+    compat.COND: Places(bodies=(1, 2), others=(), shared=3),
+    compat.WHILE_LOOP: Places(bodies=(1,), others=(0,), shared=3),
+    compat.SCAN: Places(bodies=(0,), others=(), shared=3),
+    compat.MAP: Places(bodies=(0,), others=(), shared=2),
+}
+
+
+def body_inputs(
+    body: fx.GraphModule,
+    shared: Sequence[Any],
+    mode: compat.FakeTensorMode,
+    needs_grad: bool,
+) -> list[Any]:
+    """Values to trace `body` with: its own ones made anew, then `shared`.
+
+    Args:
+        needs_grad: a gradient flows into the op.  Then one may flow into what goes
+            round a loop, even if the first value takes none.
+
+    Raises:
+        CaptureError: nothing is known of an input.
+    """
+    given = [n for n in body.graph.nodes if n.op == "placeholder"]
+    own = given[: len(given) - len(shared)]
+    return [*(_own_input(node, mode, needs_grad) for node in own), *shared]
+
+
+def _own_input(node: fx.Node, mode: compat.FakeTensorMode, needs_grad: bool) -> Any:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if value is None:
+        raise CaptureError(f"nothing is recorded of its input {node.name}")
+    if not isinstance(value, torch.Tensor):
+        return value
+    with mode:
+        fresh = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+    floats = value.is_floating_point() or value.is_complex()
+    return fresh.requires_grad_(needs_grad and floats)
+
+
+def written_input(lowered: fx.GraphModule) -> str | None:
+    """The name of an input that ATen graph `lowered` writes to; None where of none.
+
+    A cast would take the write in its place.
+    """
+    given: dict[int, str] = {
+        compat.storage_id(n.meta["val"]): n.name
+        for n in lowered.graph.nodes
+        if n.op in ("placeholder", "get_attr")
+        and isinstance(n.meta.get("val"), torch.Tensor)
+    }
+    for node in lowered.graph.nodes:
+        for value in _written(node):
+            tensor = value.meta.get("val")
+            storage = -1
+            if isinstance(tensor, torch.Tensor):
+                storage = compat.storage_id(tensor)
+            if storage in given:
+                return given[storage]
+    return None
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    if not isinstance(node.target, compat.OpOverload):
+        return []
+    names = [a.name for a in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    trains = given.get("training", given.get("use_input_stats", True))
+    if base_name(node.target) in HIDDEN_WRITES and trains is False:
+        return []  # it writes running statistics, where it trains
+    found: list[fx.Node] = []
+    for name in mutated_arguments(node.target):
+        fx.map_arg(given.get(name), found.append)
+    return found
