@@ -72,6 +72,13 @@ def in_place(m: Of, x: Tensor) -> Tensor:
     return m.other(h)
 
 
+def filled(m: Of, x: Tensor) -> Tensor:
+    h = m.fc(x)
+    h[:, 0] = 0
+    h[1:3] = 0.5
+    return m.other(h)
+
+
 def pieces(m: Of, x: Tensor) -> Tensor:
     left, right = (x * m.spread).chunk(2, 0)
     return m.fc(left) + m.other(right.flip(0))
@@ -114,6 +121,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     ),
     "branches": (branches, (X,)),
     "in place": (in_place, (X,)),
+    "filled": (filled, (X,)),
     "pieces": (pieces, (1e3 + X,)),
     "outer": (lambda m, x: torch.outer(x[0] * m.spread, x[1]), (X,)),
     "dot": (lambda m, x: torch.dot(x[0] * m.spread, x[1]), (X,)),
@@ -235,6 +243,58 @@ def test_a_factory_is_as_wide_as_what_it_is_like() -> None:
         return m.other(torch.where(h > 0, h, torch.zeros_like(h)))
 
     assert {"zeros_like", "where"} <= rewritten(function).assignment.low
+
+
+@pytest.mark.parametrize("function", [in_place, filled])
+def test_what_is_written_to_keeps_its_precision(function: Callable[..., Any]) -> None:
+    """A low product stays low, whatever is added to it or put into it in place."""
+    found = rewritten(function, strict=True)
+    assert {"linear", "linear_1"} <= found.assignment.low
+
+
+def test_a_number_that_would_be_zero_stays_fp32_with_what_it_makes() -> None:
+    """Zero rows stay zero; divided by an fp16 1e-12 they were NaN."""
+
+    def function(m: Of, x: Tensor) -> Tensor:
+        return m.other(functional.normalize(m.fc(x) * 0, dim=-1))
+
+    found = rewritten(function, precision="fp16")
+    assert (
+        reason(found, "clamp_min") == "computes with 1e-12, which fp16 rounds to zero"
+    )
+    assert "div" not in found.assignment.low
+    assert torch.equal(found.gm(X), found.before(X).half().float())
+    assert "clamp_min" in rewritten(function).assignment.low
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.fc(x * 1e-6),
+        lambda m, x: m.fc(m.norm(x)),
+        lambda m, x: m.fc(functional.batch_norm(x, None, None, training=True)),
+        lambda m, x: m.fc(torch.softmax(x * 1e-6, -1)),
+        lambda m, x: m.fc(torch.cat([x, x], 1)[:, 1 : WIDTH + 1].relu() * 1e-6),
+        lambda m, x: m.fc(m.norm(x + m.other(x / 5e5))),
+        lambda m, x: m.other((m.fc(x * 1e-6) - m.mean * 50) * 1e-6),
+    ],
+    ids=["scaled", "norm", "batch", "softmax", "moved", "stream", "buffer"],
+)
+def test_data_beyond_the_range_of_fp16_is_rounded_after_it_is_in_range(
+    function: Callable[..., Any],
+) -> None:
+    data = (1 + torch.rand(64, WIDTH)) * 5e5
+    assert errors(Of(function), (data,), torch.float16).worst() <= MARGIN
+
+
+def test_what_is_fp32_for_its_backward_widens_nothing() -> None:
+    """A norm of many rows; autocast has its result low, and what follows."""
+    many = torch.randn(512, WIDTH)
+    found = rewritten(lambda m, x: m.other(m.norm(m.fc(x)) + m.fc(x)), many)
+    assert "layer_norm" not in found.assignment.low
+    assert "add" in found.assignment.low
+    few = rewritten(lambda m, x: m.other(m.norm(m.fc(x)) + m.fc(x)))
+    assert {"layer_norm", "add"} <= few.assignment.low
 
 
 # -- moves -----------------------------------------------------------------------------

@@ -556,7 +556,7 @@ def test_law_7_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass that took a write for no event would read the stale cast."""
     steps = [("linear", 1, 1), ("write_view", 1, 1), ("linear", 1, 1)]
     program = Program(steps, [2, 3, 4])
-    options = {"precision": "bf16", "do_no_harm": False}
+    options = {"precision": "bf16", "do_no_harm": False, "strict": True}
     check_meaning(program, options)
     real = casts._Emitter._in_dtype
 

@@ -147,7 +147,8 @@ def test_what_no_list_knows_is_a_wall_to_tensorflow() -> None:
 def test_a_square_is_a_product_to_lists_that_know_no_square() -> None:
     class Squared(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return (x * x) @ y.t()
+            x = x @ y.t()
+            return (x * x) @ y
 
     found = rewritten(Squared(), precision="fp16", rules="tensorflow", do_no_harm=False)
     assert found.classified.verdicts["mul"].reason == "Mul"

@@ -140,6 +140,20 @@ def reordered(found: Rewritten) -> None:
     after.append(write)
 
 
+def other_operand(found: Rewritten) -> None:
+    """Another value of the same size and dtype."""
+    sums = node(found, "add")
+    sums.update_arg(0, sums.args[1])
+
+
+def added_call(found: Rewritten) -> None:
+    at = node(found, "relu")
+    with found.gm.graph.inserting_before(at):
+        more = found.gm.graph.call_function(ATEN.neg.default, (at.args[0],))
+    more.meta = dict(at.args[0].meta)
+    at.update_arg(0, more)
+
+
 def other_output_dtype(found: Rewritten) -> None:
     output = found.gm.graph.output_node()
     first = node(found, "relu")
@@ -195,6 +209,8 @@ FAULTS: dict[Callable[[Rewritten], None], str] = {
     lost_write: r"zero_ .*got lost in the rewrite",
     other_op: r"relu .*got lost in the rewrite",
     reordered: r"changed the order",
+    other_operand: r"add .*reads linear_1, linear_1, where it read linear, linear_1",
+    added_call: r"neg.* was added, and is neither a cast nor a use",
     other_output_dtype: r"output dtypes changed",
     other_output_structure: r"structure of the outputs changed",
     swapped_inputs: r"inputs changed from \['x0', 'x1'\] to \['x1', 'x0'\]",

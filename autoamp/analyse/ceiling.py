@@ -22,7 +22,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts
-from autoamp.analyse.verdict import Verdict
+from autoamp.analyse.verdict import BACKWARD, Verdict
 from autoamp.ops import FACTORIES, PROMOTING, base_name, only_moves
 from autoamp.rules import Category
 
@@ -57,11 +57,11 @@ def promotes_to_low(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[
     """Nodes that type promotion, allow ops being low, would leave low.
 
     Operands that are converted, or that promote nothing, do not count.  What is pinned
-    to fp32 is not low.
+    to fp32 is not low, unless it is so for its backward alone.
     """
     low: set[str] = set()
     for name, verdict in verdicts.items():
-        if not verdict.pinned:
+        if not verdict.pinned or verdict.origin == BACKWARD:
             widths = {facts.producer(v) for v in _promoting(name, facts, verdict)}
             if verdict.category is Category.ALLOW or (widths and widths <= low):
                 low.add(name)
@@ -75,7 +75,8 @@ def _promoting(name: str, facts: Facts, verdict: Verdict) -> list[str]:
     if base in FACTORIES:  # `zeros_like` has the dtype of what it is like
         return [o.value for o in fact.operands]
     read = list(zip(fact.operands, verdict.modes, strict=True))
-    if base in _AS_WIDE_AS_THE_DATA:
+    writes = base.endswith("_") and not base.endswith("__")
+    if writes or base in _AS_WIDE_AS_THE_DATA:  # what is written to keeps its dtype
         read = read[:1]
     return [o.value for o, mode in read if mode in _PROMOTE]
 
@@ -106,6 +107,8 @@ def _held(name: str, facts: Facts, verdict: Verdict, low: frozenset[str]) -> Ver
             for o, mode in zip(fact.operands, modes, strict=True)
         )
     reason = _reason(_promoting(name, facts, verdict), facts, low)
+    if verdict.origin.endswith("="):  # a list of the user's
+        reason = f"{verdict.reason}; {reason}"
     return replace(verdict, pinned=True, reason=reason, origin=CEILING, modes=modes)
 
 

@@ -25,8 +25,13 @@ from autoamp.analyse.facts import (
     argument,
     tensors_of,
 )
-from autoamp.analyse.pins import LAYER_NORMS, literal_reason, pin_reason
-from autoamp.analyse.verdict import GAVE_UP, Mode, Verdict
+from autoamp.analyse.pins import (
+    LAYER_NORMS,
+    gradient_reason,
+    literal_reason,
+    pin_reason,
+)
+from autoamp.analyse.verdict import BACKWARD, GAVE_UP, Mode, Verdict
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
 from autoamp.graph_functions import checkpointed
@@ -165,6 +170,9 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
         pin = _literal(node, verdict, under.low)
     if pin is not None:
         return replace(verdict, pinned=True, reason=pin, origin="autoamp")
+    backward = gradient_reason(node, fact, under.facts)
+    if backward is not None and not verdict.pinned:
+        return replace(verdict, pinned=True, reason=backward, origin=BACKWARD)
     return verdict
 
 

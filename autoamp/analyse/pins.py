@@ -90,7 +90,7 @@ def pin_reason(
         return "writes to, or views, a tensor that exists outside the graph"
     if base_name(node.target) in _NORMS_WITH_STATISTICS and _reads_beyond_first(node):
         return "its statistics are read, whose dtype would be the kernel's choice"
-    return _sums_gradients_low(node, fact, graph)
+    return None
 
 
 def _reads_beyond_first(node: fx.Node) -> bool:
@@ -124,8 +124,12 @@ def literal_reason(node: fx.Node, low: torch.dtype, fills: bool = False) -> str 
     return None
 
 
-def _sums_gradients_low(node: fx.Node, fact: NodeFacts, graph: Facts) -> str | None:
-    """Ops whose backward kernels would sum many gradients in the low dtype."""
+def gradient_reason(node: fx.Node, fact: NodeFacts, graph: Facts) -> str | None:
+    """Why the backward of this call must be fp32, or None.
+
+    Its kernel would sum many gradients in the low dtype.  The result may be rounded: no
+    more than any other does it widen what follows.
+    """
     assert isinstance(node.target, compat.OpOverload)
     base = base_name(node.target)
     if not fact.requires_grad:

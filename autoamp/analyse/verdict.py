@@ -16,6 +16,10 @@ GAVE_UP = "a failed check"
 """The origin of verdicts on nodes that a failed check keeps in fp32."""
 
 
+BACKWARD = "the backward"
+"""The origin of verdicts on nodes that are fp32 for their backward's sake alone."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What one node may do.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autoamp.analyse.ceiling import CEILING
 from autoamp.analyse.control_flow import LOWERED_BODY
 from autoamp.analyse.facts import NodeFacts
 from autoamp.dtypes import HIGH_DTYPE, short_name
@@ -176,6 +177,8 @@ def cast_rows(section: Section) -> list[CastRow]:
 
 def _reason(section: Section, decision: Decision) -> tuple[str, str]:
     """The reason of a decision, and the heading to group it under."""
+    if decision.origin == CEILING:
+        return decision.reason, "type promotion leaves it fp32, as it reads fp32"
     if not decision.choice:
         return decision.reason, decision.reason
     heading = f"free to be {section.low}, but {decision.choice}"

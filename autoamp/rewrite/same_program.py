@@ -25,14 +25,13 @@ def check_same_program(
     before: StandIns,
     after: StandIns,
 ) -> None:
-    """Raises where `rewritten` is another program than `original`, casts aside.
+    """Raises where `rewritten` makes other calls than `original`.
 
     Raises:
-        VerificationError: inputs, outputs, calls or their operands differ.
+        VerificationError: inputs, outputs or calls differ.
     """
     _same_interface(original, rewritten, before, after)
     _same_calls(original, rewritten)
-    _same_wiring(original, rewritten)
 
 
 def _same_interface(
@@ -114,35 +113,49 @@ def _is_view(target: Any) -> bool:
     )
 
 
-def _same_wiring(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
-    """Every call, and the output, reads what it read, in the same places."""
+def check_same_wiring(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
+    """Raises where a call, or the output, reads another value than it read.
+
+    Equal views of one tensor are one value, under whichever name.
+
+    Raises:
+        VerificationError: an operand is another, or what was added is no cast.
+    """
     before = {n.name: n for n in original.graph.nodes}
-    views = {
-        (n.target, *_operands(n), *_literals(n)): n.name
-        for n in original.graph.nodes
-        if _is_view(n.target) or n.target is operator.getitem
-    }
-    stands_for: dict[str, str] = {}
+    views: dict[Any, str] = {}
+    known: dict[str, str] = {}
+    for node in original.graph.nodes:
+        key = _key(node, [known.get(n, n) for n in _operands(node)])
+        if _is_view(node.target) or node.target is operator.getitem:
+            known[node.name] = views.setdefault(key, node.name)
+    stands_for = dict(known)
     for node in rewritten.graph.nodes:
         read = [stands_for.get(name, name) for name in _operands(node)]
         twin = before.get(node.name)
         if twin is not None:
-            if list(_operands(twin)) != read:
+            wanted = [known.get(name, name) for name in _operands(twin)]
+            if wanted != read:
                 raise VerificationError(
                     f"{where(node)} reads {', '.join(read)}, where it read "
-                    f"{', '.join(_operands(twin))}",
+                    f"{', '.join(wanted)}",
                     nodes=[node.name],
                 )
         elif _passes_on(node):
             stands_for[node.name] = read[0]
+        elif (again := views.get(_key(node, read))) is not None:
+            stands_for[node.name] = again
         else:
-            again = (node.target, *read, *_literals(node))
-            if again not in views:
-                raise VerificationError(
-                    f"{where(node)} was added, and is neither a cast nor a use of one",
-                    nodes=named(node),
-                )
-            stands_for[node.name] = views[again]
+            raise VerificationError(
+                f"{where(node)} was added, and is neither a cast nor a use of one",
+                nodes=named(node),
+            )
+
+
+def _key(node: fx.Node, read: list[str]) -> Any:
+    """Everything that decides what a view shows."""
+    found = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
+    literals = [repr(value) for value in found if not isinstance(value, fx.Node)]
+    return (node.target, *read, *literals)
 
 
 def _passes_on(node: fx.Node) -> bool:
@@ -163,9 +176,3 @@ def _operands(node: fx.Node) -> Iterator[str]:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return (n.name for n in found)
-
-
-def _literals(node: fx.Node) -> Iterator[str]:
-    """The other arguments, as they print."""
-    found = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
-    return (repr(value) for value in found if not isinstance(value, fx.Node))

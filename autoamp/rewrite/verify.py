@@ -18,7 +18,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import low_weight, saturating_cast
-from autoamp.rewrite.same_program import check_same_program
+from autoamp.rewrite.same_program import check_same_program, check_same_wiring
 from autoamp.rewrite.standin import Memo, StandIns, dtypes_of, named, where
 
 _CONVERTS = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
@@ -108,6 +108,7 @@ class Verifier:
         _denied_nodes_make_fp32(rewritten, set(must_make_high), before, after)
         _denied_nodes_read_fp32(rewritten, set(must_read_high), before, after)
         _no_stale_casts(self.original, rewritten, after)
+        check_same_wiring(self.original, rewritten)
 
     def recount(
         self,
@@ -275,7 +276,7 @@ def _reads_as_it_comes(node: fx.Node) -> bool:
         return False
     name = node.target._schema.name
     shape_only = name.endswith("_like") or name.startswith("aten::new_")
-    asks = node.kwargs.get("dtype") == torch.float32
+    asks = torch.float32 in (*node.args, *node.kwargs.values())
     return shape_only or asks or name in _CONVERTS
 
 
