@@ -22,32 +22,39 @@ from . import report
 from .capability import capability
 from .zoo_measure import Row, measure
 
-_WEIGHTS = (
-    "its elementwise weights are read from the bf16 copies kept between calls, which "
-    "autograd then holds on to; autocast reads those weights in fp32"
+_MASK = (
+    "captured, transformers makes the causal mask that it leaves out otherwise, and "
+    "attention saves it"
 )
 _FUNCTION = (
     "its activation is a custom autograd.Function, which gets the fp32 values it was "
     "captured with; autocast hands it bf16"
 )
-_LAYER_SCALE = (
-    "a branch is multiplied by a weight and added, in fp32, to the residual: the "
-    "branch is cast first and saved so, where type promotion reads and saves it in bf16"
-)
 _EXACT_NORMS = (
-    "five of its layer_norms are over 256 rows or more, where a rule keeps them fp32 "
-    "on a CPU, whose kernel sums the weight's gradient in the low dtype: one cast more"
+    "some of its layer_norms are over 256 rows or more, where a rule keeps them fp32 "
+    "on a CPU, whose kernel sums the weight's gradient in the low dtype"
 )
 _SCAN = (
     "captured, transformers runs an associative scan, whose states are all saved, "
     "where under autocast it runs a loop over the sequence"
 )
+_BREAK = (
+    "a value crosses a graph break, where it is fp32 as in the model; autocast's stays "
+    "bf16"
+)
 KNOWN: dict[tuple[str, str], str] = {
-    ("convnextv2", "saved bytes"): _WEIGHTS,
+    ("detr", "saved bytes"): _BREAK,
+    ("wav2vec2", "saved bytes"): _BREAK,
+    ("wavlm", "saved bytes"): _BREAK,
+    ("gpt2", "saved bytes"): _MASK,
+    ("gpt_neox", "saved bytes"): _MASK,
     ("mamba", "saved bytes"): _SCAN,
     ("bloom", "saved bytes"): _FUNCTION,
     ("timm_swin", "casts"): _EXACT_NORMS,
-    ("tv_convnext", "saved bytes"): _LAYER_SCALE,
+    ("timm_swin", "saved bytes"): _EXACT_NORMS,
+    ("timm_poolformer", "saved bytes"): _EXACT_NORMS,
+    ("tv_swin", "saved bytes"): _EXACT_NORMS,
+    ("tv_swin3d", "saved bytes"): _EXACT_NORMS,
 }
 """Shortfalls we know of and keep, with the reason: (model, how the message begins)."""
 

@@ -258,6 +258,22 @@ def test_what_the_user_mixed_is_the_users() -> None:
     )
 
 
+def test_what_must_stay_fp32_reads_fp32_too() -> None:
+    """A comparison shows in no dtype that it compared rounded numbers."""
+    before = graph(("gt", ATEN.gt.Scalar, "x", 1.0))
+    after = graph(("low", CAST, "x", TO_LOW), ("gt", ATEN.gt.Scalar, "low", 1.0))
+    Verifier(before).verify(after, ["gt"])
+    with pytest.raises(VerificationError, match="must stay fp32 but reads") as caught:
+        Verifier(before).verify(after, ["gt"], ["gt"])
+    assert caught.value.nodes[0] == "gt"
+    asked = ("total", ATEN.sum.default, "x"), {"dtype": torch.float32}
+    summed = graph((*asked[0], asked[1]))
+    low = graph(
+        ("low", CAST, "x", TO_LOW), ("total", ATEN.sum.default, "low", asked[1])
+    )
+    Verifier(summed).verify(low, ["total"], ["total"])
+
+
 def test_a_number_in_a_tensor_is_not_promoted_to() -> None:
     scalar = {"x": torch.zeros(4, 6), "y": torch.zeros(())}
     low = ("low", CAST, "x", TO_LOW)
