@@ -36,7 +36,15 @@ from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.verify import Verifier
 from autoamp.rules import Category, Rule, Rules
 from tests.conformance.exploring import explore
-from tests.conformance.graphs import TRAINED, Built, Recipe, attributes, inputs, recipes
+from tests.conformance.graphs import (
+    ATEN,
+    TRAINED,
+    Built,
+    Recipe,
+    attributes,
+    inputs,
+    recipes,
+)
 from tests.conformance.moves import EXACT, MOVES
 from tests.conformance.table import Figures
 from tests.test_laws import _Anything, alias_relations, casts_of, same_bits, text_of
@@ -125,11 +133,28 @@ def check_cost(found: Rewritten) -> None:
         assert assignment.cost <= cost, policy
 
 
+WIDENING = frozenset(
+    [
+        "add",
+        "addcmul",
+        "div",
+        "maximum",
+        "minimum",
+        "mul",
+        "sub",
+        "true_divide",
+        "where",
+    ]
+)
+"""Ops whose kernels widen a low operand beside an fp32 one, which is exact."""
+
+
 class MixedFloats(TorchFunctionMode):
-    """Counts the ATen calls that meet float operands of several dtypes.
+    """Counts the ATen calls that meet float operands of several dtypes, and should not.
 
     A norm that takes fp32 parameters beside low data mixes none: its result is as its
-    data, nothing is promoted.
+    data, nothing is promoted.  What is written to in place keeps its dtype, and a few
+    kernels widen low operands exactly.
     """
 
     def __init__(self) -> None:
@@ -153,6 +178,11 @@ class MixedFloats(TorchFunctionMode):
         dtypes = tuple(t.dtype for t in floats)
         if len(set(dtypes)) > 1 and func not in _CONVERTERS:
             made = pytree.tree_leaves(result)[0]
+            name = func.overloadpacket.__name__
+            if made.dtype == torch.float32 in dtypes and name in WIDENING:
+                return result
+            if pointwise and name.endswith("_") and made.dtype == dtypes[0]:
+                return result
             if pointwise or made.dtype != dtypes[0] or made.dtype == torch.float32:
                 self.met[str(func), dtypes] += 1
         return result
@@ -343,17 +373,17 @@ def test_a_stale_cast_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_promotion_is_found() -> None:
-    built = Recipe((("residual", 0, (0, 0)),), (0,), True).build(MOVES)
-    found = rewritten(built, {**OPTIONS, "allow": ["add"]}, DEVICE, False)
+    built = Recipe((("linear", 0, (0,)),), (0,), True).build(MOVES)
+    found = rewritten(built, OPTIONS, DEVICE, False)
     assert not run(found.gm)[2].met
-    add = next(n for n in found.gm.graph.nodes if n.name == "add")
-    add.update_arg(0, next(n for n in found.gm.graph.nodes if n.name == "x0"))
+    nodes = {n.name: n for n in found.gm.graph.nodes}
+    operands = nodes["x0"], nodes["x0_bf16"]
+    with found.gm.graph.inserting_before(nodes["linear"]):
+        for op in (ATEN.hypot.default, ATEN.add.Tensor):
+            found.gm.graph.call_function(op, operands)
     found.gm.recompile()
-    ((mixed, count),) = run(found.gm)[2].met.items()
-    assert (mixed, count) == (
-        ("aten.add.Tensor", (torch.float32, torch.bfloat16)),
-        1,
-    )
+    met = {("aten.hypot.default", (torch.float32, torch.bfloat16)): 1}
+    assert run(found.gm)[2].met == met, "and not the sum, which widens exactly"
 
 
 def test_a_dearer_placement_is_found() -> None:
