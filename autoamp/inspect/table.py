@@ -30,7 +30,7 @@ _REWARD_NOTE = (
 _MEANINGS = {
     "allow": "safe and worth it",
     "deny": "dangerous",
-    "infer": "low if no danger above",
+    "infer": "as low as what it reads",
     "clear": "no arithmetic",
 }
 

@@ -16,7 +16,7 @@ FP32 = short_name(HIGH_DTYPE)
 MEANINGS = {
     "allow": "safe and worth it in low precision",
     "deny": "dangerous in low precision",
-    "infer": "may be low, unless downstream of a danger",
+    "infer": "may be low where what it reads is low",
     "clear": "no arithmetic; follows its neighbours",
 }
 _SHOWN = 6
