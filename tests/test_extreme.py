@@ -55,6 +55,10 @@ def attention(m: Of, x: Tensor, keep: Tensor, kind: str = "add") -> Tensor:
         scores = scores + (1.0 - keep.float()) * least
     elif kind == "where":
         scores = torch.where(keep, scores, torch.full_like(scores, least))
+    elif kind == "number":
+        scores = torch.where(keep, scores, torch.tensor(least))
+    elif kind == "made":
+        scores = torch.where(keep, scores, torch.full([], least))
     elif kind == "fill":
         scores = scores.masked_fill(~keep, least)
     else:
@@ -66,7 +70,7 @@ def attention(m: Of, x: Tensor, keep: Tensor, kind: str = "add") -> Tensor:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("kind", ["add", "where", "fill", "sdpa"])
+@pytest.mark.parametrize("kind", ["add", "where", "number", "made", "fill", "sdpa"])
 @pytest.mark.parametrize("lists", [{}, {"allow": ["softmax", "add", "where"]}])
 def test_a_fully_masked_row_gives_no_nan(
     precision: str, kind: str, lists: dict[str, list[str]]

@@ -114,7 +114,26 @@ def classify(
     if ceiling:
         verdicts = under_ceiling(gm, facts, verdicts)
     extreme = extreme_values(gm, facts, verdicts, _rules_by_node(gm, rules), low)
+    for name, verdict in verdicts.items():
+        verdicts[name] = _casting_extremes(verdict, facts.nodes[name], extreme)
     return Classified(verdicts, extreme)
+
+
+def _casting_extremes(
+    verdict: Verdict, fact: NodeFacts, extreme: frozenset[str]
+) -> Verdict:
+    """The verdict with numbers in tensors, where they are extreme, cast and not given.
+
+    A kernel that converts `torch.tensor(finfo.min)` itself makes it infinite; our cast
+    saturates.
+    """
+    if not any(o.is_scalar and o.value in extreme for o in fact.operands):
+        return verdict
+    modes = tuple(
+        "same" if mode == "any" and o.is_scalar and o.value in extreme else mode
+        for o, mode in zip(fact.operands, verdict.modes, strict=True)
+    )
+    return replace(verdict, modes=modes)
 
 
 def _rules_by_node(gm: fx.GraphModule, rules: Rules) -> Mapping[str, Rule]:

@@ -7,6 +7,7 @@ They are no danger to what follows, but `torch.finfo(torch.float32).min` would b
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ def extreme_values(
     """
     limit = largest(low)
     products = _made_by_products(gm, verdicts)
-    found: set[str] = set()
+    found = {n.name for n in gm.graph.nodes if _is_extreme_number(gm, n, limit)}
     for node in gm.graph.nodes:
         if node.op == "call_function":
             rule = rules.get(node.name)
@@ -94,6 +95,18 @@ def _holds_extreme(node: fx.Node, limit: float) -> bool:
         isinstance(value, float) and math.isfinite(value) and abs(value) > limit * 0.99
         for _, value in named_arguments(node)
     )
+
+
+def _is_extreme_number(gm: fx.GraphModule, node: fx.Node, limit: float) -> bool:
+    """Whether an attribute is one such number: `torch.tensor(finfo.min)`."""
+    if node.op != "get_attr":
+        return False
+    value = operator.attrgetter(str(node.target))(gm)
+    if not isinstance(value, torch.Tensor) or isinstance(value, compat.FakeTensor):
+        return False
+    if value.numel() != 1 or not value.is_floating_point() or value.is_meta:
+        return False
+    return limit * 0.99 < abs(float(value.detach())) < math.inf
 
 
 def _masks_given_from_outside(
