@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autoamp.analyse import ceiling
 from autoamp.analyse.ceiling import promotes_to_low
 from autoamp.dtypes import parse_low_dtype
 from autoamp.graph_functions import low_uses
 from autoamp.ops import PROMOTING
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.rewrite.uses import Uses
 from tests.strategies import Program, capture, choices, inputs, programs
 from tests.truth import MARGIN, errors, leaves
 
@@ -156,6 +158,27 @@ def test_the_ceiling_is_what_holds_it(
     )
     function, data = CASES[name]
     assert errors(Of(function), data, torch.bfloat16).worst() > 10 * MARGIN
+
+
+def test_a_rms_norm_of_rounded_data_is_less_true(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Why it is no move: its input would be rounded besides its output."""
+    real = ceiling._is_move
+    function, data = CASES["rms norm"]
+    monkeypatch.setattr(
+        ceiling,
+        "_is_move",
+        lambda node, fact, verdict: "rms_norm" in fact.op or real(node, fact, verdict),
+    )
+    assert errors(Of(function), data, torch.bfloat16).worst() > MARGIN
+
+
+def test_gradients_summed_low_are_less_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why uses of one cast have a node (`low_uses`) that sums in fp32."""
+    monkeypatch.setattr(Uses, "use_of_copy", lambda self, value, copy, *rest: copy)
+    function, data = CASES["branches"]
+    assert errors(Of(function), data, torch.bfloat16).worst() > 1.5
 
 
 def rewritten(
