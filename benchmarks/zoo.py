@@ -50,11 +50,17 @@ KNOWN: dict[tuple[str, str], str] = {
     ("gpt_neox", "saved bytes"): _MASK,
     ("mamba", "saved bytes"): _SCAN,
     ("bloom", "saved bytes"): _FUNCTION,
-    ("timm_swin", "casts"): _EXACT_NORMS,
-    ("timm_swin", "saved bytes"): _EXACT_NORMS,
+    ("timm_coat", "saved bytes"): _EXACT_NORMS,
+    ("timm_convnext", "saved bytes"): _EXACT_NORMS,
+    ("timm_edgenext", "saved bytes"): _EXACT_NORMS,
     ("timm_poolformer", "saved bytes"): _EXACT_NORMS,
+    ("timm_pvt", "saved bytes"): _EXACT_NORMS,
+    ("timm_swin", "saved bytes"): _EXACT_NORMS,
+    ("tv_convnext", "saved bytes"): _EXACT_NORMS,
+    ("tv_maxvit", "saved bytes"): _EXACT_NORMS,
     ("tv_swin", "saved bytes"): _EXACT_NORMS,
     ("tv_swin3d", "saved bytes"): _EXACT_NORMS,
+    ("tv_swin_v2", "saved bytes"): _EXACT_NORMS,
 }
 """Shortfalls we know of and keep, with the reason: (model, how the message begins)."""
 
