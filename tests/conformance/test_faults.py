@@ -324,7 +324,7 @@ def failing(owner: Any, name: str, error: BaseException) -> Iterator[None]:
         yield
 
 
-# Where weight casts are not taken out of a graph, it makes them (tests/test_retreat.py).
+# A graph from which weight casts cannot be taken makes them (tests/test_retreat.py).
 NEEDED = [stage for stage in STAGES if stage[1] != "hoist_weight_casts"]
 
 
