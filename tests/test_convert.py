@@ -458,6 +458,7 @@ def test_twenty_models_of_one_class() -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_twenty_models_of_a_class_whose_submodule_breaks(x: Tensor) -> None:
     models = [convert(Outer(Broken()), strict=False) for _ in range(20)]
     for model in models:

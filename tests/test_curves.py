@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MODES = {mode.name: mode for mode in curves.MODES}
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_table_and_curves_that_fall(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
