@@ -237,6 +237,30 @@ def test_a_write_that_the_facts_miss_costs_a_region(
     assert any(REPORT in why for _, why in report.skipped)
 
 
+def test_a_view_that_cannot_be_traced_stays_no_node_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is written to it would reach its operand unseen: the graph is left alone."""
+
+    class Views(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            h.transpose(0, 1).zero_()
+            return h + self.layers[0](h)
+
+    real = normalise_module._Lowering.call_method
+
+    def failing(self: Any, target: str, args: Any, kwargs: Any) -> Any:
+        if target == "transpose":
+            raise ValueError("planted")
+        return real(self, target, args, kwargs)
+
+    x = torch.randn(4, WIDTH)
+    truth = Views()(x)
+    monkeypatch.setattr(normalise_module._Lowering, "call_method", failing)
+    assert torch.equal(converted(Views())(x), truth)
+
+
 def test_attention_as_nano_gpt_writes_it_is_converted() -> None:
     """Its kernel's layout made `contiguous` do nothing while the model was traced."""
 

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from autoamp import pipeline
 from autoamp.errors import VerificationError
+from autoamp.graph_functions import low_weight
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.rewrite.cleanup import clean_up
@@ -146,6 +147,19 @@ def other_operand(found: Rewritten) -> None:
     sums.update_arg(0, sums.args[1])
 
 
+def use_of_another_copy(found: Rewritten) -> None:
+    """A weight whose gradient would be that of another one's copy."""
+    at = node(found, "linear_1")
+    weight = node(found, "model_other_weight")
+    with found.gm.graph.inserting_before(at):
+        copy = found.gm.graph.call_function(
+            ATEN._to_copy.default, (node(found, "model_fc_weight"),), {"dtype": LOW}
+        )
+        use = found.gm.graph.call_function(low_weight, (weight, copy))
+    copy.meta = use.meta = dict(at.args[1].meta)
+    at.update_arg(1, use)
+
+
 def added_call(found: Rewritten) -> None:
     at = node(found, "relu")
     with found.gm.graph.inserting_before(at):
@@ -210,6 +224,7 @@ FAULTS: dict[Callable[[Rewritten], None], str] = {
     other_op: r"relu .*got lost in the rewrite",
     reordered: r"changed the order",
     other_operand: r"add .*reads linear_1, linear_1, where it read linear, linear_1",
+    use_of_another_copy: r"low_weight.* was added, and is neither a cast nor a use",
     added_call: r"neg.* was added, and is neither a cast nor a use",
     other_output_dtype: r"output dtypes changed",
     other_output_structure: r"structure of the outputs changed",

@@ -65,8 +65,8 @@ class _LowUses(torch.autograd.Function):
     """Forward: a low copy, several times.  Backward: one fp32 sum of the gradients.
 
     Autograd would add them up in the copy's own dtype: the gradient of a value that
-    eight products read would have 1.6 times the error of torch.autocast's, which casts
-    for each of them.
+    eight products read would have more than 1.5 times the error of torch.autocast's,
+    which casts for each of them (tests/test_ceiling.py).
     """
 
     @staticmethod

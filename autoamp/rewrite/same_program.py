@@ -140,7 +140,7 @@ def check_same_wiring(original: fx.GraphModule, rewritten: fx.GraphModule) -> No
                     f"{', '.join(wanted)}",
                     nodes=[node.name],
                 )
-        elif _passes_on(node):
+        elif _passes_on(node) and len(set(read)) == 1:
             stands_for[node.name] = read[0]
         elif (again := views.get(_key(node, read))) is not None:
             stands_for[node.name] = again
@@ -159,7 +159,10 @@ def _key(node: fx.Node, read: list[str]) -> Any:
 
 
 def _passes_on(node: fx.Node) -> bool:
-    """Whether an added node is its first operand, in another dtype at most."""
+    """Whether an added node is its operand, in another dtype at most.
+
+    A use has two, a value and its low copy, which must stand for the same.
+    """
     if node.target in (low_uses, low_weight, saturating_cast):
         return True
     if node.target is operator.getitem:
