@@ -334,19 +334,14 @@ class _Lowering(fx.Interpreter):
 
 
 def _may_stay_whole(node: fx.Node) -> bool:
-    """Whether a call's result is known without tracing it, and is memory of its own."""
+    """Whether a call's result is known without tracing it, and it writes to nothing.
+
+    A view of an operand may be among them: `verify` sees what is written through it.
+    """
     calls = node.op in ("call_function", "call_method")
     if not calls or isinstance(node.target, compat.HigherOrderOperator):
         return False
-    if has_effect(node) or "example_value" not in node.meta:
-        return False
-    given = [n.meta.get("example_value") for n in node.all_input_nodes]
-    return not _storages(node.meta["example_value"]) & _storages(given)
-
-
-def _storages(values: Any) -> set[int]:
-    leaves = pytree.tree_leaves(values)
-    return {compat.storage_id(v) for v in leaves if isinstance(v, torch.Tensor)}
+    return "example_value" in node.meta and not has_effect(node)
 
 
 class _InPlace(fx.Interpreter):
