@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from autoamp.analyse.facts import Facts, Operand
+from autoamp.analyse.facts import FP32, Facts, Operand
 from autoamp.analyse.verdict import Mode, Verdict
 from autoamp.errors import PlacementError
 from autoamp.place import assign as assign_module
-from autoamp.place.assign import OUTSIDE, Assignment, assign, build_problem
+from autoamp.place.assign import Assignment, assign, build_problem
 from autoamp.place.mincut import CastGroup, Problem, Solution
 from tests.small_facts import fact, facts, graph_of, prices, verdict
 
@@ -34,10 +34,10 @@ def groups(problem: Problem) -> dict[str, CastGroup]:
 def test_ops_have_their_prices_and_what_comes_in_is_fp32() -> None:
     graph = facts(fact("x"), fact("conv", "x"), constants=["x"])
     problem = problem_of(graph, {"conv": verdict("allow")})
-    assert problem.unary == {"conv": (4, 2), "x": (0, 0), OUTSIDE: (0, 0)}
+    assert problem.unary == {"conv": (4, 2), "x": (0, 0), FP32: (0, 0)}
     assert problem.pinned_high == {
         "x": "comes from outside the graph in fp32",
-        OUTSIDE: "is read in fp32 outside the graph",
+        FP32: "is read in fp32 outside the graph",
     }
     assert problem.pinned_low == {}
     assert groups(problem) == {
@@ -75,7 +75,7 @@ def test_operands_by_their_modes() -> None:
     verdicts = {"op": verdict("allow", ("any", "high", "follow"))}
     problem = problem_of(graph, verdicts)
     assert {n: g.readers for n, g in groups(problem).items()} == {
-        "y in region 0.0": (OUTSIDE,),
+        "y in region 0.0": (FP32,),
         "z in region 0.0": ("op",),
     }
     assert problem.follows == [("op", "z", "reads the value at its own precision")]
@@ -101,8 +101,8 @@ def test_a_result_is_read_in_fp32_after_the_graph() -> None:
     )
     verdicts = {n: verdict("allow", ()) for n in "ab"}
     assert list(groups(problem_of(graph, verdicts)).values()) == [
-        CastGroup("a in region -1.-1", "a", (OUTSIDE,), 3, 5),
-        CastGroup("b in region -1.-1", "b", (OUTSIDE,), 3, 5),
+        CastGroup("a in region -1.-1", "a", (FP32,), 3, 5),
+        CastGroup("b in region -1.-1", "b", (FP32,), 3, 5),
     ]
 
 
@@ -119,7 +119,7 @@ def test_what_shows_the_bits_of_a_move_reads_them_in_fp32(mode: Mode) -> None:
     verdicts["view"] = verdict("clear", moves=True)
     verdicts["reader"] = verdict("infer", [mode])
     group = groups(problem_of(graph, verdicts))["view in region 0.0"]
-    assert (group.readers, group.up) == ((OUTSIDE,), None)
+    assert (group.readers, group.up) == ((FP32,), None)
 
 
 def test_readers_of_a_returned_value_share_its_cast() -> None:
@@ -174,7 +174,7 @@ def test_a_returned_view_of_another_tensor_keeps_its_dtype(outside: bool) -> Non
     )
     verdicts = {n: verdict("infer", ()) for n in "abc"}
     pinned = dict(problem_of(graph, verdicts).pinned_high)
-    del pinned[OUTSIDE]
+    del pinned[FP32]
     why = "is returned, or viewed by what is, and shares memory with another tensor"
     assert pinned == ({"a": why} if outside else {"a": why, "b": why})
 
@@ -182,7 +182,7 @@ def test_a_returned_view_of_another_tensor_keeps_its_dtype(outside: bool) -> Non
 def test_a_pin_of_what_has_no_label_is_left_out() -> None:
     """An input that is handed back: no op of ours, its dtype is the caller's."""
     graph = facts(fact("x", storage=1), returned=["x"], outside=[1])
-    assert problem_of(graph, {}).pinned_high.keys() == {OUTSIDE}
+    assert problem_of(graph, {}).pinned_high.keys() == {FP32}
 
 
 # -- the assignment --------------------------------------------------------------------

@@ -412,6 +412,25 @@ def test_a_weight_used_often_gets_every_use() -> None:
         assert model.weight.grad.unique().tolist() == [USES]
 
 
+def test_an_input_used_often_gets_every_use() -> None:
+    """The cast its uses share has no gradient of its own to unscale."""
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((2, 2), 0.5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum((nn.functional.linear(x, self.weight) for _ in range(20)))
+
+    for precision in ("bf16", "fp16"):
+        torch._dynamo.reset()
+        model = converting(precision, loss_scale=8.0)(Uses())
+        x = torch.ones(1, 2, requires_grad=True)
+        model(x).sum().backward()
+        assert x.grad.unique().tolist() == [20]
+
+
 # -- a scale that moves ----------------------------------------------------------------
 
 

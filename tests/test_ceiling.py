@@ -149,6 +149,59 @@ def test_no_less_true_than_autocast(name: str, low: torch.dtype) -> None:
     assert errors(Of(function), data, low).worst() <= MARGIN
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer over a sequence, or a cell stepped over it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.layer, nn.RNNBase):
+            return self.layer(x)[0]
+        h = x.new_zeros(x.shape[1], WIDTH)
+        state: Any = (h, h) if isinstance(self.layer, nn.LSTMCell) else h
+        seen = []
+        for step in x:
+            state = self.layer(step, state)
+            seen.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(seen)
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "gru": lambda: nn.GRU(WIDTH, WIDTH),
+    "deep gru": lambda: nn.GRU(WIDTH, WIDTH, 2, bidirectional=True),
+    "rnn": lambda: nn.RNN(WIDTH, WIDTH),
+    "gru cell": lambda: nn.GRUCell(WIDTH, WIDTH),
+    "lstm cell": lambda: nn.LSTMCell(WIDTH, WIDTH),
+    "rnn cell": lambda: nn.RNNCell(WIDTH, WIDTH),
+}
+
+
+@pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_state_is_as_wide_as_under_autocast(name: str, low: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Recurrent(RECURRENT[name]())
+    assert errors(model, (torch.randn(20, 8, WIDTH),), low).worst() <= MARGIN
+    options = Options(precision="bf16", do_no_harm=False)
+    x = leaves((torch.randn(20, 8, WIDTH),))
+    found = rewrite_graph(capture(model, 1), x, options, torch.bfloat16)
+    decisions = found.assignment.decisions.values()
+    steps = [d for d in decisions if d.op.startswith(("aten::gru", "aten::lstm"))]
+    assert all(d.low for d in steps)
+
+
+def test_a_state_that_were_rounded_would_be_less_true(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autoamp.analyse.facts.WITH_FP32_STATE", {})
+    torch.manual_seed(0)
+    model = Recurrent(RECURRENT["deep gru"]())
+    x = torch.randn(20, 8, WIDTH)
+    assert errors(model, (x,), torch.bfloat16).worst() > MARGIN
+
+
 @pytest.mark.parametrize("name", ["batch norm", "neighbours", "mask", "look-up"])
 def test_the_ceiling_is_what_holds_it(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import autoamp
+from autoamp.analyse.facts import FP32
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.place import assign as assign_module
-from autoamp.place.assign import OUTSIDE, Assignment
+from autoamp.place.assign import Assignment
 from autoamp.place.mincut import Problem, Solution, energy
 from autoamp.place.policies import POLICIES, project
 from autoamp.rules import Rules
@@ -227,7 +228,7 @@ def test_every_decision_is_told_and_every_pin_kept(
     found = rewritten(program, **options)
     assignment = found.assignment
     assert assignment.low <= assignment.decisions.keys()
-    assert OUTSIDE not in assignment.low
+    assert FP32 not in assignment.low
     for name, decision in assignment.decisions.items():
         assert decision.reason
         assert decision.origin

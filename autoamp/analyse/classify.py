@@ -34,7 +34,7 @@ from autoamp.analyse.pins import (
 from autoamp.analyse.verdict import BACKWARD, GAVE_UP, Mode, Verdict
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
-from autoamp.graph_functions import checkpointed
+from autoamp.graph_functions import STATE, checkpointed
 from autoamp.ops import (
     FACTORIES,
     base_name,
@@ -277,6 +277,8 @@ def _rule_mode(
     rule: Rule, target: compat.OpOverload, operand: Operand, fact: NodeFacts
 ) -> Mode:
     if operand.argument in rule.fp32_operands:
+        return "high"
+    if fact.keeps_state and operand.argument == STATE:
         return "high"
     norm_parameter = operand.argument in ("weight", "bias")
     if norm_parameter and fact.device == "cpu" and base_name(target) in _CPU_MIXED:

@@ -20,7 +20,11 @@ from autoamp import compat
 from autoamp.analyse.control_flow import LOWERED_BODY
 from autoamp.analyse.normalise import module_path
 from autoamp.dtypes import HIGH_DTYPE
+from autoamp.graph_functions import WITH_FP32_STATE
 from autoamp.ops import bodies_of, has_effect, mutated_arguments, op_name
+
+FP32 = "<fp32>"
+"""What stands for the maker of values that are fp32 whatever makes them."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class NodeFacts:
         module: module path ("encoder.layer.0.attention"), outermost first in `modules`.
         source: the user's source line, or "".
         device: device type.
+        keeps_state: whether its state, and so its results, are fp32 in any precision.
     """
 
     name: str
@@ -75,6 +80,7 @@ class NodeFacts:
     modules: tuple[str, ...]
     source: str
     device: str
+    keeps_state: bool = False
 
     @property
     def module(self) -> str:
@@ -109,8 +115,12 @@ class Facts:
     """`getitem` node to the node whose tuple it takes an element of."""
 
     def producer(self, value: str) -> str:
-        """The node that decides the dtype of `value`: itself, or the tuple's maker."""
-        return self.element_of.get(value, value)
+        """The node that decides the dtype of `value`: itself, or the tuple's maker.
+
+        `FP32` where no node does, since the value is fp32 in any case.
+        """
+        maker = self.element_of.get(value, value)
+        return FP32 if self.nodes[maker].keeps_state else maker
 
 
 def collect_facts(gm: fx.GraphModule) -> Facts:
@@ -283,6 +293,7 @@ class _Collector:
         if node.target is operator.getitem:
             self.element_of[node.name] = str(node.args[0])
         single = isinstance(node.meta.get("val"), torch.Tensor)
+        device = (outputs or inputs)[0].device.type if outputs or inputs else "cpu"
         if self.grad_mode and any(
             n.name in self.grad_needed for n in node.all_input_nodes
         ):
@@ -306,7 +317,8 @@ class _Collector:
             storage=_storage(outputs[0]) if single and outputs else -1,
             modules=module_paths(node),
             source=source_line(node),
-            device=(outputs or inputs)[0].device.type if outputs or inputs else "cpu",
+            device=device,
+            keeps_state=node.target in WITH_FP32_STATE and device == "cpu",
         )
 
     def _operands(

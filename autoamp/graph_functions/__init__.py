@@ -19,6 +19,7 @@ from autoamp.graph_functions.casts import (
 )
 from autoamp.graph_functions.half import unscale_half_leaf
 from autoamp.graph_functions.regions import checkpoint_as_python_does, checkpointed
+from autoamp.graph_functions.states import STATE, WITH_FP32_STATE
 from autoamp.graph_functions.traceable import (
     FOR_COMPILERS,
     traced_scale_grad_,
@@ -28,6 +29,8 @@ from autoamp.graph_functions.traceable import (
 __all__ = [
     "FOR_COMPILERS",
     "LEAF_FUNCTIONS",
+    "STATE",
+    "WITH_FP32_STATE",
     "checkpoint_as_python_does",
     "checkpointed",
     "low_uses",
@@ -58,5 +61,6 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         traced_scale_grad_apart,
         unscale_half_leaf,
         *FOR_COMPILERS.values(),
+        *WITH_FP32_STATE.values(),
     }
 )

@@ -153,15 +153,19 @@ def scale_inside_grad(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Ten
 
 @compat.never_captured
 def _unscale(
-    inv_loss_scale: torch.Tensor, found_inf: torch.Tensor, grad: torch.Tensor
-) -> torch.Tensor:
+    inv_loss_scale: torch.Tensor, found_inf: torch.Tensor, grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    if grad is None:  # nothing flows back: a low copy has its gradient elsewhere
+        return None
     if torch.is_grad_enabled():  # create_graph=True
         return unscale_inside_grad(grad, inv_loss_scale, found_inf)
     return unscaled(grad, inv_loss_scale, found_inf)
 
 
 @compat.never_captured
-def _scale(loss_scale: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def _scale(loss_scale: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+    if grad is None:
+        return None
     if torch.is_grad_enabled():
         return scale_inside_grad(grad, loss_scale)
     return scaled(grad, loss_scale)

@@ -105,7 +105,7 @@ def _operands(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
 
 def _readers(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
     facts = section.rewritten.facts
-    values = {v for v in facts.nodes if facts.producer(v) == name}
+    values = {v for v in facts.nodes if facts.element_of.get(v, v) == name}
     said = [
         f"{row.name} ({row.precision})"
         for row in rows.values()

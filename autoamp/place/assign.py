@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from autoamp.analyse.facts import Facts
+from autoamp.analyse.facts import FP32, Facts
 from autoamp.analyse.verdict import Verdict
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
 from autoamp.place.mincut import CastGroup, Problem, energy, solve
 from autoamp.place.policies import POLICIES, project
 from autoamp.rules import Category
-
-OUTSIDE = "<fp32 reader>"
-"""A reader that must have fp32: a graph output, an operand that is never lowered."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +124,8 @@ def build_problem(
     for name in facts.constants:
         unary[name] = (0, 0)
         pinned[name] = "comes from outside the graph in fp32"
-    unary[OUTSIDE] = (0, 0)
-    pinned[OUTSIDE] = "is read in fp32 outside the graph"
+    unary[FP32] = (0, 0)
+    pinned[FP32] = "is read in fp32 outside the graph"
     why = "is returned, or viewed by what is, and shares memory with another tensor"
     pinned |= dict.fromkeys(_returned_aliases(facts), why)
     groups, follows = _casts(facts, verdicts, prices, returned_inside)
@@ -175,12 +172,12 @@ def _casts(
             if mode == "any" and not shows:
                 continue
             key = (operand.value, fact.region, operand.epoch)
-            readers[key].append(OUTSIDE if shows or mode == "high" else name)
+            readers[key].append(FP32 if shows or mode == "high" else name)
             if mode == "follow":
                 follows.append((name, at, "reads the value at its own precision"))
     for value in sorted(facts.returned):
         if facts.nodes[value].is_value:
-            readers[(value, -1, -1)].append(OUTSIDE)
+            readers[(value, -1, -1)].append(FP32)
     groups = []
     for (value, region, epoch), names in readers.items():
         maker = facts.producer(value)

@@ -27,6 +27,7 @@ from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.verdict import GAVE_UP, Mode
 from autoamp.dtypes import HIGH_DTYPE, largest
 from autoamp.errors import PassError
+from autoamp.graph_functions import WITH_FP32_STATE
 from autoamp.ops import FACTORIES, base_name, is_out_variant, is_view
 from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Cast, Emitted, dtype_of
@@ -128,11 +129,13 @@ class _Emitter:
             assert isinstance(args[0], fx.Node)
             args = (self.emitted.clone(args[0]), *args[1:])
         args, kwargs = self._adapt_literals(node, args, kwargs, is_low)
-        new = self.emitted.graph.create_node(
-            node.op, node.target, args, kwargs, node.name
-        )
+        target: Any = node.target
+        keeps_state = is_low and fact.keeps_state
+        if keeps_state:
+            target = WITH_FP32_STATE[target]
+        new = self.emitted.graph.create_node(node.op, target, args, kwargs, node.name)
         new.meta = dict(node.meta)
-        if is_low and fact.makes_floats:
+        if is_low and fact.makes_floats and not keeps_state:
             new.meta["val"] = self._low_result(node.meta["val"])
         return new
 

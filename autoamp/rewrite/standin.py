@@ -18,7 +18,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import checkpointed
+from autoamp.graph_functions import WITH_FP32_STATE, checkpointed
 
 Memo = dict[Any, Any]
 """What ops give for operands of given dtypes and sizes; models repeat their layers."""
@@ -85,9 +85,10 @@ class StandIns:
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         target: Any = node.target
-        if not isinstance(target, compat.OpOverload):
+        is_op = isinstance(target, compat.OpOverload)
+        if not is_op and target not in WITH_FP32_STATE.values():
             return target(*args, **kwargs)
-        if _shares_memory(target):  # what shares storage must go on to share it
+        if is_op and _shares_memory(target):  # what shares storage goes on to share it
             args = tuple(_META if isinstance(a, torch.device) else a for a in args)
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": _META}

@@ -17,7 +17,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import low_weight, saturating_cast
+from autoamp.graph_functions import WITH_FP32_STATE, low_weight, saturating_cast
 from autoamp.rewrite.same_program import check_same_program, check_same_wiring
 from autoamp.rewrite.standin import Memo, StandIns, dtypes_of, named, where
 
@@ -175,6 +175,8 @@ def _metadata_is_true(node: fx.Node, after: StandIns) -> None:
 
 def _operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
     """No op meets float dtypes that eager would reject or silently promote."""
+    if node.target in WITH_FP32_STATE.values():
+        _state_is_fp32(node, after)
     if not isinstance(node.target, compat.OpOverload):
         return
     name = node.target._schema.name
@@ -198,6 +200,23 @@ def _operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
         + ", ".join(f"{k}: {v}" for k, v in found.items()),
         nodes=named(node),
     )
+
+
+def _state_is_fp32(node: fx.Node, after: StandIns) -> None:
+    """An op that keeps its state fp32 reads that in fp32 and all else in one dtype."""
+    op = next(op for op, low in WITH_FP32_STATE.items() if low is node.target)
+    state = [a.name for a in op._schema.arguments].index("hx")
+    read: list[set[torch.dtype]] = [set(), set()]
+    for place, value in enumerate(node.args):
+        operands: list[fx.Node] = []
+        fx.map_arg(value, operands.append)
+        floats = {d for n in operands for d in dtypes_of(after.values[n.name])}
+        read[place == state] |= {d for d in floats if d.is_floating_point}
+    if read[True] != {torch.float32} or len(read[False]) > 1:
+        raise VerificationError(
+            f"{where(node)} reads {read[False]}, and a state of {read[True]}",
+            nodes=named(node),
+        )
 
 
 def _on_cpu(node: fx.Node) -> bool:
@@ -413,6 +432,8 @@ def _runs_low(node: fx.Node, before: StandIns, after: StandIns) -> bool:
     """Whether an op computes low now where it computed in fp32."""
     old = dtypes_of(before.values[node.name])
     new = dtypes_of(after.values[node.name])
+    if node.target in WITH_FP32_STATE.values():
+        return True
     if torch.float32 in old:
         return old != new
     return any(

@@ -45,7 +45,7 @@ def between(*layers: nn.Module, width: int = WIDTH) -> nn.Sequential:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gelu": lambda: between(nn.GELU()),
+    "silu": lambda: between(nn.SiLU()),
     "relu": lambda: between(nn.ReLU()),
     "layer norm": lambda: between(nn.LayerNorm(WIDTH)),
     "batch norm": lambda: between(nn.BatchNorm1d(WIDTH)),
@@ -53,7 +53,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: between(Attention()),
     "pool": lambda: between(nn.MaxPool1d(2), width=WIDTH // 2),
 }
-# Not a convolution: torch's own bf16 kernel multiplies infinities by the zeros it pads
+# Not GELU: of an infinity some CPUs make NaN in fp32 and infinity in fp16.  Not a
+# convolution: torch's own bf16 kernel multiplies infinities by the zeros it pads
 # channels with, and gives NaN where its fp32 kernel gives infinity.
 BAD = (float("nan"), float("inf"), -float("inf"))
 

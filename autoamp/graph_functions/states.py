@@ -1,0 +1,55 @@
+"""Recurrent ops that a CPU runs in low precision with their state in fp32.
+
+`torch.autocast` has no rule of its own for them on CPUs: their composite kernels run op
+by op, the products low, and the sum that carries the state on as wide as the state.
+The kernels themselves want one dtype, and would round the state at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autoamp import compat
+
+_ATEN = torch.ops.aten
+
+
+def gru_fp32_state(*args: Any) -> Any:
+    """`aten.gru.input` of a low input and low weights, `hx` and the results fp32."""
+    return _stepwise(_ATEN.gru.input, args)
+
+
+def gru_data_fp32_state(*args: Any) -> Any:
+    """`aten.gru.data` (a packed sequence), likewise."""
+    return _stepwise(_ATEN.gru.data, args)
+
+
+def gru_cell_fp32_state(*args: Any) -> Any:
+    """`aten.gru_cell` of a low input and low weights, `hx` and the result fp32."""
+    return _stepwise(_ATEN.gru_cell.default, args)
+
+
+def lstm_cell_fp32_state(*args: Any) -> Any:
+    """`aten.lstm_cell` of a low input and low weights, `hx` and the results fp32."""
+    return _stepwise(_ATEN.lstm_cell.default, args)
+
+
+def _stepwise(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    first = args[0]
+    with torch.autocast(first.device.type, first.dtype, cache_enabled=False):
+        return op(*args)
+
+
+WITH_FP32_STATE: Mapping[compat.OpOverload, Callable[..., Any]] = {
+    _ATEN.gru.input: gru_fp32_state,
+    _ATEN.gru.data: gru_data_fp32_state,
+    _ATEN.gru_cell.default: gru_cell_fp32_state,
+    _ATEN.lstm_cell.default: lstm_cell_fp32_state,
+}
+"""The ops, on CPUs; CUDA's kernels take everything in one dtype, under autocast too."""
+
+STATE = "hx"
+"""The argument of all of them that holds the state."""
