@@ -421,7 +421,7 @@ def test_an_input_used_often_gets_every_use() -> None:
             self.weight = nn.Parameter(torch.full((2, 2), 0.5))
 
         def forward(self, x: Tensor) -> Tensor:
-            return sum((nn.functional.linear(x, self.weight) for _ in range(20)))
+            return sum(nn.functional.linear(x, self.weight) for _ in range(20))
 
     for precision in ("bf16", "fp16"):
         torch._dynamo.reset()

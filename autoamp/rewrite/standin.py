@@ -95,7 +95,9 @@ class StandIns:
             return target(*args, **kwargs)
         key = (target, _signature(args), _signature(kwargs), self._devices(node))
         if key not in self.memo:
-            self.memo[key] = self._answer(node)
+            # The original's record is the tracer's own: fake tensors gave it.
+            known = node.meta.get("val") if self.excused is None else None
+            self.memo[key] = self._answer(node) if known is None else known
         return _stand_in(self.memo[key])
 
     def _answer(self, node: fx.Node) -> Any:
