@@ -237,6 +237,8 @@ class _Lowering(fx.Interpreter):
             return self._checkpoint(args, kwargs)
         if isinstance(target, compat.HigherOrderOperator):
             return self._opaque(target, args, kwargs)
+        if target in compat.PACKED and compat.is_packed(args):
+            return self._packed(target, args)
         if target is getattr and args[1] == "data" and torch.is_tensor(args[0]):
             target, args = compat.GET_DATA, args[:1]
         # The tracer does not see `.data`: it would become a constant of the graph, and
@@ -256,6 +258,13 @@ class _Lowering(fx.Interpreter):
         return compat.record_call(
             checkpointed, (proxy_body, *operands), options, result, "checkpointed"
         )
+
+    def _packed(self, target: Any, args: Any) -> Any:
+        """A recurrent layer on a packed sequence, whose lengths are in a tensor."""
+        with compat.outside_trace():
+            result = compat.packed_result(*args)
+        op = compat.PACKED[target]
+        return compat.record_call(op, args, {}, result, target.__name__)
 
     def _opaque(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One untraced node: custom autograd Functions, control flow, our own calls.

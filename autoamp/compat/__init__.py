@@ -59,6 +59,7 @@ from autoamp.compat.names import (
     WHILE_LOOP,
     WRAP,
 )
+from autoamp.compat.packed import PACKED, is_packed, packed_result
 from autoamp.compat.tensors import (
     copy_all,
     data_address,
@@ -99,6 +100,7 @@ __all__ = [
     "GET_DATA",
     "MAP",
     "MODE_CHANGES",
+    "PACKED",
     "SCAN",
     "SET_GRAD",
     "TOTAL_NORM",
@@ -136,6 +138,7 @@ __all__ = [
     "is_batch",
     "is_capture_error",
     "is_compiled_module",
+    "is_packed",
     "is_resizable",
     "lazy_clone",
     "module_proxy",
@@ -143,6 +146,7 @@ __all__ = [
     "new_fake_mode",
     "optimizers_and_scalers",
     "outside_trace",
+    "packed_result",
     "placeholder_sources",
     "proxy_node",
     "record_call",

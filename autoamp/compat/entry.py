@@ -7,13 +7,15 @@ import logging
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch._dynamo
-from torch import nn
+from torch import fx, nn
 
 from autoamp.compat.layers import MOST_SIZES, layer_captured, layer_left
+from autoamp.compat.packed import packed_sequences
 
 _COMPILE_TIME_CONFIG = {
     # Without it nn.LSTM, GRU and RNN give no graph at all, silently.
@@ -30,6 +32,19 @@ _SUPPRESSED = "an error was suppressed during compilation"
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
+class Backend(Protocol):
+    """What a graph is handed to.
+
+    Attributes:
+        runs_as_is: no compiler is handed the graph in turn.
+    """
+
+    @property
+    def runs_as_is(self) -> bool: ...
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list[Any], /) -> Any: ...
+
+
 class CompiledEntry:
     """A function compiled by Dynamo with `backend`, and recompile limits of its own.
 
@@ -44,7 +59,7 @@ class CompiledEntry:
     def __init__(
         self,
         entry: types.FunctionType,
-        backend: Callable[..., Any],
+        backend: Backend,
         leave: Callable[[types.CodeType], None],
     ) -> None:
         """Args: `leave` is told of methods of modules that are left to Python."""
@@ -80,7 +95,7 @@ class CompiledEntry:
 
 def _configure_while_compiling(
     callback: Any,
-    backend: Callable[..., Any],
+    backend: Backend,
     skipped: list[types.CodeType],
     leave: Callable[[types.CodeType], None],
 ) -> None:
@@ -106,7 +121,8 @@ def _configure_while_compiling(
         others = _entries_of_others(code, backend)
         config = torch._dynamo.config
         limits = {name: getattr(config, name) + others for name in _LIMITS}
-        with config.patch({**_COMPILE_TIME_CONFIG, **limits}), _quietly():
+        packed = packed_sequences() if backend.runs_as_is else nullcontext()
+        with config.patch({**_COMPILE_TIME_CONFIG, **limits}), packed, _quietly():
             found = base.__call__(self, frame, *args, **kwargs)
             if layer_left(frame, found):
                 raised = {name: limit + MOST_SIZES for name, limit in limits.items()}

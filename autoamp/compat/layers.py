@@ -16,6 +16,7 @@ from torch import nn
 MOST_SIZES = 64
 """Graphs of one layer class in one model: all its layers share one code object."""
 
+_RESUME = "torch_dynamo_resume"
 _IN_TORCH = "frame is in the Dynamo skipfiles list"
 
 
@@ -32,11 +33,18 @@ def layer_left(frame: Any, found: Any) -> bool:
     if not isinstance(layer, nn.Module):
         return False
     forward: Any = type(layer).forward
+    code = getattr(forward, "__code__", None)
     return (
-        getattr(forward, "__code__", None) is frame.f_code
+        (code == frame.f_code or _goes_on(frame.f_code, code))
         and forward.__module__.startswith("torch.nn.modules.")
         and any(p.is_floating_point() for p in layer.parameters())
     )
+
+
+def _goes_on(code: Any, forward: Any) -> bool:
+    """Whether Dynamo made `code` of what comes after a graph break in `forward`."""
+    resumes = code.co_name.startswith(f"{_RESUME}_in_{forward.co_name}_at_")
+    return bool(resumes and code.co_filename == forward.co_filename)
 
 
 def layer_captured(callback: Any, frame: Any, cache_entry: Any, state: Any) -> Any:

@@ -19,7 +19,11 @@ from autoamp.graph_functions.casts import (
 )
 from autoamp.graph_functions.half import unscale_half_leaf
 from autoamp.graph_functions.regions import checkpoint_as_python_does, checkpointed
-from autoamp.graph_functions.states import STATE, WITH_FP32_STATE
+from autoamp.graph_functions.states import (
+    STATE,
+    WITH_FP32_STATE,
+    op_with_its_state,
+)
 from autoamp.graph_functions.traceable import (
     FOR_COMPILERS,
     traced_scale_grad_,
@@ -36,6 +40,7 @@ __all__ = [
     "low_uses",
     "low_weight",
     "low_weight_unscaled",
+    "op_with_its_state",
     "saturating_cast",
     "scale_grad",
     "scaled_result",

@@ -27,6 +27,11 @@ def gru_data_fp32_state(*args: Any) -> Any:
     return _stepwise(_ATEN.gru.data, args)
 
 
+def lstm_data_fp32_state(*args: Any) -> Any:
+    """`aten.lstm.data` (a packed sequence) of low data and weights, `hx` in fp32."""
+    return _stepwise(_ATEN.lstm.data, args)
+
+
 def gru_cell_fp32_state(*args: Any) -> Any:
     """`aten.gru_cell` of a low input and low weights, `hx` and the result fp32."""
     return _stepwise(_ATEN.gru_cell.default, args)
@@ -46,6 +51,7 @@ def _stepwise(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 WITH_FP32_STATE: Mapping[compat.OpOverload, Callable[..., Any]] = {
     _ATEN.gru.input: gru_fp32_state,
     _ATEN.gru.data: gru_data_fp32_state,
+    _ATEN.lstm.data: lstm_data_fp32_state,
     _ATEN.gru_cell.default: gru_cell_fp32_state,
     _ATEN.lstm_cell.default: lstm_cell_fp32_state,
 }
@@ -53,3 +59,10 @@ WITH_FP32_STATE: Mapping[compat.OpOverload, Callable[..., Any]] = {
 
 STATE = "hx"
 """The argument of all of them that holds the state."""
+
+_OPS = {function: op for op, function in WITH_FP32_STATE.items()}
+
+
+def op_with_its_state(target: Any) -> Any:
+    """The op that `target` is, if that keeps an op's state fp32, or else `target`."""
+    return _OPS.get(target, target)

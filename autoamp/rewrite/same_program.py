@@ -16,9 +16,9 @@ from torch import fx
 from autoamp import compat
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import (
-    WITH_FP32_STATE,
     low_uses,
     low_weight,
+    op_with_its_state,
     saturating_cast,
 )
 from autoamp.rewrite.standin import StandIns, dtypes_of, named, where
@@ -68,10 +68,6 @@ def _same_interface(
         )
 
 
-_ITS_OP: dict[Any, Any] = {low: op for op, low in WITH_FP32_STATE.items()}
-"""What a function that keeps an op's state fp32 is, but for that."""
-
-
 def _same_calls(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
     """Every call of the original is there once, in order, and calls the same op.
 
@@ -81,7 +77,7 @@ def _same_calls(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
 
     def calls(gm: fx.GraphModule) -> list[tuple[str, Any]]:
         return [
-            (n.name, _ITS_OP.get(n.target, n.target))
+            (n.name, op_with_its_state(n.target))
             for n in gm.graph.nodes
             if n.op not in ("placeholder", "get_attr", "output")
         ]

@@ -18,7 +18,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import WITH_FP32_STATE, checkpointed
+from autoamp.graph_functions import WITH_FP32_STATE, checkpointed, op_with_its_state
 
 Memo = dict[Any, Any]
 """What ops give for operands of given dtypes and sizes; models repeat their layers."""
@@ -111,6 +111,8 @@ class StandIns:
 
             args: Any = fx.map_arg(node.args, on_its_device)
             kwargs: Any = fx.map_arg(node.kwargs, on_its_device)
+            if op_with_its_state(target) in compat.PACKED.values():
+                return compat.packed_result(*args)
             return target(*args, **kwargs)
 
     @staticmethod

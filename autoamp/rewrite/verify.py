@@ -17,7 +17,12 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import WITH_FP32_STATE, low_weight, saturating_cast
+from autoamp.graph_functions import (
+    WITH_FP32_STATE,
+    low_weight,
+    op_with_its_state,
+    saturating_cast,
+)
 from autoamp.rewrite.same_program import check_same_program, check_same_wiring
 from autoamp.rewrite.standin import Memo, StandIns, dtypes_of, named, where
 
@@ -204,7 +209,7 @@ def _operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
 
 def _state_is_fp32(node: fx.Node, after: StandIns) -> None:
     """An op that keeps its state fp32 reads that in fp32 and all else in one dtype."""
-    op = next(op for op, low in WITH_FP32_STATE.items() if low is node.target)
+    op = op_with_its_state(node.target)
     state = [a.name for a in op._schema.arguments].index("hx")
     read: list[set[torch.dtype]] = [set(), set()]
     for place, value in enumerate(node.args):
