@@ -97,8 +97,8 @@ def test_a_state_given_by_the_caller_is_used() -> None:
     ours = autoamp.convert(copy.deepcopy(layer), precision="bf16", do_no_harm=False)
     packed = pack_padded_sequence(torch.randn(5, 3, WIDTH), torch.tensor([5, 4, 2]))
     state = torch.randn(1, 3, WIDTH)
-    for found, true in zip(ours(packed, state), layer(packed, state), strict=True):
-        found, true = (getattr(v, "data", v) for v in (found, true))
+    for pair in zip(ours(packed, state), layer(packed, state), strict=True):
+        found, true = (getattr(value, "data", value) for value in pair)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, true, rtol=0.05, atol=0.05)
     assert "aten::gru.data" in low_ops(ours)
