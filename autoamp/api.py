@@ -187,7 +187,8 @@ def _coverage(engine: Engine) -> Coverage:
         for g in engine.graphs
         if g.rewritten is not None
     ]
-    return coverage_of(engine.tally.calls, engine.tally.aside, done)
+    tally = engine.tally
+    return coverage_of(tally.calls, tally.aside, tally.in_part, done)
 
 
 def _loss_scale(scaling: ModelScaling) -> LossScaleReport | None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoamp.runtime.saying import forget_what_was_said
 from tests.steps import converted
 
 # Deadlines measure the machine; a fixed order of examples makes CI repeatable.
@@ -45,6 +46,12 @@ def fixed_seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    """What other tests were told is told again."""
+    forget_what_was_said()
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from autoamp.runtime.convert import convert_model, revert_model
 from autoamp.runtime.eligible import choose_precision
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.graph_backend import GraphBackend
+from autoamp.runtime.saying import say_once
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ def _device_of(module: nn.Module) -> torch.device | None:
 
 def _say_left(module: nn.Module, error: Exception) -> None:
     problem = plain(f"{type(error).__name__}: {error}")
-    logger.warning("autoamp: %s runs in fp32: %s", class_name(module), problem)
+    text = f"autoamp: {class_name(module)} runs in fp32: {problem}"
+    say_once(logger, logging.WARNING, text)
 
 
 class AutomaticMode:

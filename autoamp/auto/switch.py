@@ -124,4 +124,6 @@ def _watching(original: Call) -> Call:
             return original(self, *args, **kwargs)
         return mode.call(original, self, args, kwargs)
 
+    # After a graph break every module comes through here: each has limits of its own.
+    compat.never_a_graph_by_itself(__call__)
     return __call__

@@ -26,7 +26,7 @@ from autoamp.compat.device import (
     autocast_off,
     cpu_low_precision_units,
 )
-from autoamp.compat.entry import CompiledEntry
+from autoamp.compat.entry import CompiledEntry, never_a_graph_by_itself
 from autoamp.compat.gradients import (
     accumulate_in,
     active_ddp_group,
@@ -142,6 +142,7 @@ __all__ = [
     "is_resizable",
     "lazy_clone",
     "module_proxy",
+    "never_a_graph_by_itself",
     "never_captured",
     "new_fake_mode",
     "optimizers_and_scalers",

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import types
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch._dynamo
+import torch._dynamo.convert_frame
 from torch import fx, nn
 
-from autoamp.compat.layers import MOST_SIZES, layer_captured, layer_left
+from autoamp.compat.layers import layer_captured, layer_left
 from autoamp.compat.packed import packed_sequences
 
 _COMPILE_TIME_CONFIG = {
@@ -60,7 +63,7 @@ class CompiledEntry:
         self,
         entry: types.FunctionType,
         backend: Backend,
-        leave: Callable[[types.CodeType], None],
+        leave: Callable[[types.CodeType, bool], None],
     ) -> None:
         """Args: `leave` is told of methods of modules that are left to Python."""
         fresh = types.FunctionType(
@@ -88,7 +91,7 @@ class CompiledEntry:
             return self._compiled(*args, **kwargs)
         except Exception:
             for code in self._skipped[before:]:
-                set_frames_action(code, "DEFAULT")
+                set_frames_action(code, "DEFAULT", "DEFAULT")
             del self._skipped[before:]
             raise
 
@@ -97,7 +100,7 @@ def _configure_while_compiling(
     callback: Any,
     backend: Backend,
     skipped: list[types.CodeType],
-    leave: Callable[[types.CodeType], None],
+    leave: Callable[[types.CodeType, bool], None],
 ) -> None:
     """Makes Dynamo's frame callback run under our configuration.
 
@@ -109,64 +112,92 @@ def _configure_while_compiling(
     Args:
         skipped: what is left to Python from now on is added.
         leave: called with those of it that are methods of modules, after a graph break
-            that Dynamo could not go on from.
+            that Dynamo could not go on from; and, with true, where the recompile limit
+            leaves some calls of it to Python.
     """
     base = type(callback)
     exceeded: dict[types.CodeType, Any] = {}
+    modules: defaultdict[types.CodeType, set[int]] = defaultdict(set)
+    raced: Counter[types.CodeType] = Counter()
 
     def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        code = frame.f_code
-        if code in exceeded:
+        seen = len(_entries(frame.f_code))
+        with _LOCK:
+            raced[frame.f_code] += len(_entries(frame.f_code)) > seen
+            return call_alone(self, frame, *args, **kwargs)
+
+    def call_alone(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        code, known = frame.f_code, modules[frame.f_code]
+        before = len(known)
+        known.update(_module_of(frame))
+        if code in exceeded and len(known) == before:
             return exceeded[code]
-        others = _entries_of_others(code, backend)
+        # What does not count: graphs of others; one for each more of the blocks of a
+        # model, of other sizes each, that share one code object after a graph break;
+        # and one for each thread that waited here while another made the same graph.
+        others = sum(entry.backend is not backend for entry in _entries(code))
+        more = others + max(len(known) - 1, 0) + raced[code]
         config = torch._dynamo.config
-        limits = {name: getattr(config, name) + others for name in _LIMITS}
+        limits = {name: getattr(config, name) + more for name in _LIMITS}
         packed = packed_sequences() if backend.runs_as_is else nullcontext()
         with config.patch({**_COMPILE_TIME_CONFIG, **limits}), packed, _quietly():
             found = base.__call__(self, frame, *args, **kwargs)
             if layer_left(frame, found):
-                raised = {name: limit + MOST_SIZES for name, limit in limits.items()}
-                with config.patch(raised):
-                    found = layer_captured(self, frame, *args, **kwargs) or found
+                found = layer_captured(self, frame, *args, **kwargs) or found
         if found.guarded_code is None and found.apply_to_code:
             if found.frame_exec_strategy.cur_action.name == "RUN_ONLY":
                 found.apply_to_code = False  # our limit is not theirs
                 exceeded[code] = found
+                leave(code, True)
             else:
                 skipped.append(code)
-                if _gave_up_on_module(frame, found):
-                    leave(code)
+                # An older torch gives no reason.
+                gave_up = getattr(found, "skip_reason", None) == _SUPPRESSED
+                if gave_up and _module_of(frame):
+                    leave(code, False)
         return found
 
     callback.__class__ = type(base.__name__, (base,), {"__call__": call})
 
 
-def _gave_up_on_module(frame: Any, found: Any) -> bool:
-    # An older torch gives no reason.
-    failed = getattr(found, "skip_reason", None) == _SUPPRESSED
-    first = (*frame.f_code.co_varnames, "self")[0]
-    return failed and isinstance(frame.f_locals.get(first), nn.Module)
+def _module_of(frame: Any) -> set[int]:
+    """The `id` of the module whose method runs in a frame, where there is one."""
+    names = (*frame.f_code.co_varnames[:1], "self")  # the code after a break has `self`
+    found = (frame.f_locals.get(name) for name in names)
+    return {id(value) for value in found if isinstance(value, nn.Module)}
 
 
-def _entries_of_others(code: types.CodeType, backend: Callable[..., Any]) -> int:
-    """How often `code` was compiled with another backend than `backend`."""
-    entries: Any = getattr(
-        torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None
-    )
-    if entries is None:  # models of one class then share a limit
-        return 0
-    return sum(entry.backend is not backend for entry in entries(code))
+_LOCK: Any = getattr(torch._dynamo.convert_frame, "compile_lock", None)
+if _LOCK is None:
+    _LOCK = threading.RLock()
+"""Dynamo's own: our limits stand in torch's configuration while it compiles."""
 
 
-def set_frames_action(code: types.CodeType, name: str) -> None:
+def _entries(code: types.CodeType) -> list[Any]:
+    """What `code` was compiled to, with whichever backend."""
+    ask: Any = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    if ask is None:  # models of one class then share a limit
+        return []
+    return list(ask(code))
+
+
+def set_frames_action(code: types.CodeType, own: str, called: str) -> None:
     """What becomes of frames of `code`, and of those they call: "DEFAULT" or "SKIP"."""
     try:
         frames: Any = torch._C._dynamo.eval_frame
-        action = getattr(frames._FrameAction, name)
-        strategy = frames._FrameExecStrategy(action, action)
+        actions = [getattr(frames._FrameAction, name) for name in (own, called)]
+        strategy = frames._FrameExecStrategy(*actions)
         frames.set_code_exec_strategy(code, strategy)
     except AttributeError:  # an older torch: it captures a little more, or less
         pass
+
+
+def never_a_graph_by_itself(function: Any) -> None:
+    """Makes Dynamo start no graph at `function`, but look at what it calls.
+
+    In a graph that is begun above it, it is traced like any other.
+    """
+    set_frames_action(function.__code__, "SKIP", "DEFAULT")
 
 
 @contextlib.contextmanager
@@ -176,16 +207,28 @@ def _quietly() -> Iterator[None]:
         # Dynamo looks at `.grad` of every input.  It hides the warning, but not from a
         # filter that makes it an error, and the error would end the capture.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
-        _ITEM_LOGGER.addFilter(_is_worth_saying)
+        for logger in _LOGGERS:
+            logger.addFilter(_is_worth_saying)
         try:
             yield
         finally:
-            _ITEM_LOGGER.removeFilter(_is_worth_saying)
+            for logger in _LOGGERS:
+                logger.removeFilter(_is_worth_saying)
 
 
-_ITEM_LOGGER = logging.getLogger("torch._dynamo.variables.tensor")
+_LOGGERS = [
+    logging.getLogger(f"torch._dynamo.{name}")
+    for name in ("convert_frame", "variables.tensor")
+]
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
-    """Not how to avoid a graph break at `.item()`, with a page of stack."""
-    return "Graph break from `Tensor.item()`" not in str(record.msg)
+    """Not how to avoid a graph break at `.item()`, with a page of stack.
+
+    Nor what Dynamo failed on, with three: the report says what is left to Python, and
+    an error of the model's own is raised by its own code.
+    """
+    if logging.getLogger(record.name).isEnabledFor(logging.INFO):
+        return True  # asked for, by TORCH_LOGS
+    said = str(record.msg)
+    return not ("Graph break from `Tensor.item()`" in said or "WON'T CONVERT" in said)

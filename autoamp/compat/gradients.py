@@ -41,7 +41,7 @@ def never_captured(function: _F) -> _F:
 
     A backward inside a model's forward, for forces say, runs ours under Dynamo's eyes.
     """
-    set_frames_action(cast(Any, function).__code__, "SKIP")
+    set_frames_action(cast(Any, function).__code__, "SKIP", "SKIP")
     return function
 
 

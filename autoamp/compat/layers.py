@@ -13,9 +13,6 @@ from typing import Any
 import torch._dynamo.convert_frame
 from torch import nn
 
-MOST_SIZES = 64
-"""Graphs of one layer class in one model: all its layers share one code object."""
-
 _RESUME = "torch_dynamo_resume"
 _IN_TORCH = "frame is in the Dynamo skipfiles list"
 

@@ -19,6 +19,8 @@ class Coverage:
     Attributes:
         calls: of the converted model.
         calls_aside: those that ran no rewritten graph.
+        calls_in_part: those that ran rewritten graphs and graphs in fp32, which the
+            pass failed on.
         flops: of the matrix products, convolutions, attention and recurrent layers of
             the graphs, forward only, each as often as its graph ran.
         low_flops: those of them in low precision.
@@ -26,6 +28,7 @@ class Coverage:
 
     calls: int
     calls_aside: int
+    calls_in_part: int
     flops: int
     low_flops: int
 
@@ -43,6 +46,7 @@ class Coverage:
 def coverage_of(
     calls: int,
     calls_aside: int,
+    calls_in_part: int,
     graphs: Iterable[tuple[Rewritten, Mapping[tuple[int, ...], int]]],
 ) -> Coverage:
     """The counts of one model.
@@ -57,7 +61,7 @@ def coverage_of(
         for sizes, runs in ran.items():
             total, low = _flops(rewritten, dict(zip(names, sizes, strict=False)))
             flops, low_flops = flops + runs * total, low_flops + runs * low
-    return Coverage(calls, calls_aside, flops, low_flops)
+    return Coverage(calls, calls_aside, calls_in_part, flops, low_flops)
 
 
 def _flops(rewritten: Rewritten, values: Mapping[Any, int]) -> tuple[int, int]:

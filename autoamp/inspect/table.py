@@ -63,6 +63,8 @@ def covered(shares: Mapping[str, Any]) -> Text:
     """How much of what was called ran converted."""
     ran = shares["calls"] - shares["calls_aside"]
     text = f"\n{ran:,} of {counted(shares['calls'], 'call')} ran rewritten graphs"
+    if shares["calls_in_part"]:
+        text += f", {shares['calls_in_part']:,} of them beside graphs that stayed fp32"
     if shares["flops"]:
         text += f"; {shares['share_of_flops']:.1%} of their flops in low precision"
     return Text(f"{text}.")

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.analyse.facts import source_line
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import WITH_FP32_STATE, checkpointed, op_with_its_state
 
@@ -183,6 +184,6 @@ def named(node: fx.Node) -> tuple[str, ...]:
 
 
 def where(node: fx.Node) -> str:
-    trace = (node.stack_trace or "").strip().splitlines()
-    line = f", at {trace[-1].strip()}" if trace else ""
+    source = source_line(node)
+    line = f", at {source}" if source else ""
     return f"{node.name} ({node.target}{line})"

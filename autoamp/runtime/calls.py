@@ -22,6 +22,7 @@ from autoamp.runtime.fallback import (
     unscaled_dtype,
 )
 from autoamp.runtime.graph_backend import is_ours
+from autoamp.runtime.saying import signs_of_life
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,7 @@ class CompiledCall:
         )
         if mode in self._seen:
             return self._run(model, args, kwargs)
-        with self._lock:
+        with self._lock, signs_of_life(self.engine.tell_progress):
             result = self._run(model, args, kwargs)
             self.engine.announce()
         self._seen.add(mode)
@@ -190,7 +191,7 @@ class CompiledCall:
         engine = self.engine
         engine.tally.calls += 1
         local = engine.local
-        before, local.error = local.runs, None
+        runs, rewritten, local.error = local.runs, local.rewritten, None
         local.regions = compat.autocast_nesting()
         _thread.inside += 1
         try:
@@ -211,7 +212,11 @@ class CompiledCall:
                 raise
         finally:
             _thread.inside -= 1
-        if local.runs == before:
+        runs, rewritten = local.runs - runs, local.rewritten - rewritten
+        if rewritten < runs:
+            engine.tally.in_part += rewritten > 0
+            engine.tally.aside += not rewritten
+        if not runs:
             self._ran_nothing()
         else:
             self._in_vain = 0
@@ -237,10 +242,10 @@ class CompiledCall:
         self.engine.tally.calls -= 1
         try:
             result = self._run(model, args, kwargs)
-        except Exception:
+        except Exception as own:
             self._suppress = False
             self._compile()
-            raise
+            raise own from own.__cause__  # and not from Dynamo's, which says the same
         (line, *_) = [*str(error).strip().splitlines(), ""]
         self.engine.note(
             "Dynamo failed on a part of the model, which is left as it is: "

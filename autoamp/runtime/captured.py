@@ -44,12 +44,14 @@ class Tally:
 
     Attributes:
         calls, aside: calls so far, and those that ran no rewritten graph.
+        in_part: calls that ran rewritten graphs and graphs the pass failed on.
         lowers: some op of some graph is low.
         announced: its one line of log has been written.
     """
 
     calls: int = 0
     aside: int = 0
+    in_part: int = 0
     lowers: bool = False
     announced: bool = False
 

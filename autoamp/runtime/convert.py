@@ -35,6 +35,7 @@ from autoamp.runtime.conversion import (
 from autoamp.runtime.eligible import choose_precision, own_precision, unsupported
 from autoamp.runtime.forward import plain_entry
 from autoamp.runtime.loaded import own_loaded_weights
+from autoamp.runtime.saying import say_once
 from autoamp.runtime.warmup import capture_now
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ def convert_model(
         low, options = own, _runs_as_it_is(options, label)
     if low is None:
         if own is None:
-            logger.warning("autoamp: %s stays in fp32: %s", label, why_not)
+            text = f"autoamp: {label} stays in fp32: {why_not}"
+            say_once(logger, logging.WARNING, text)
             notes = [Skipped(label, why_not)]
         else:
             logger.info("autoamp: %s %s", label, notes[0].why)

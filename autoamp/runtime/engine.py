@@ -29,6 +29,7 @@ from autoamp.runtime.boundary import add_boundary
 from autoamp.runtime.captured import CapturedGraph, Skipped, Tally
 from autoamp.runtime.compilers import for_compilers
 from autoamp.runtime.hoist import Hoisted, hoist_weight_casts, with_casts_inside
+from autoamp.runtime.saying import say_once
 from autoamp.runtime.scaling import GraphRun, ModelScaling, Origin
 from autoamp.runtime.weights import WeightCopies
 
@@ -39,6 +40,13 @@ _LEFT = (
     "Dynamo leaves it to Python, after a graph break it cannot go on from (in a loop, "
     "a `with`, a `try`); what it calls is captured by itself, and operations written "
     "in it run in fp32. TORCH_LOGS=graph_breaks tells more"
+)
+
+
+_AT_THE_LIMIT = (
+    "some calls of it run in fp32: each kind of call needs a graph of its own, and "
+    "Dynamo makes no more of them than torch._dynamo.config.recompile_limit; "
+    "TORCH_LOGS=recompiles tells what differs"
 )
 
 
@@ -54,11 +62,13 @@ class _Local(threading.local):
     Attributes:
         runs: graphs run, those the pass failed on too, which are reported by
             themselves: a call that adds none went past us.
+        rewritten: those of them that the pass rewrote.
         error: what we raised under `strict`; Dynamo wraps it in an error of its own.
         regions: in how many autocast regions the model was called, where that counts.
     """
 
     runs = 0
+    rewritten = 0
     regions = sys.maxsize
     error: AutoampError | None = None
 
@@ -110,33 +120,50 @@ class Engine:
         """Says, once, why something is not converted, and keeps it for the report."""
         if not any(s.why == why for s in self.skipped):
             self.skipped.append(Skipped(self.label, why))
-            logger.warning("autoamp: %s: %s", self.label, why)
+            say_once(logger, logging.WARNING, f"autoamp: {self.label}: {why}")
 
-    def left(self, code: types.CodeType) -> None:
-        """Keeps for the report that Dynamo leaves a function to Python."""
+    def left(self, code: types.CodeType, at_limit: bool) -> None:
+        """Keeps for the report that Dynamo leaves a function to Python.
+
+        Args:
+            at_limit: only those calls that would need more graphs than the limit.
+        """
         place = plain_line(f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}")
+        if at_limit:
+            self.note(f"{place}: {_AT_THE_LIMIT}")
+            return
         found = Skipped(place, _LEFT)
         if found not in self.skipped:
             self.skipped.append(found)
 
     def announce(self) -> None:
         """One line, after the first call that captured anything."""
-        if self.tally.announced or not self.graphs:
+        if self.tally.announced:
             return
-        self.tally.announced = True
         graphs = [g.rewritten for g in self.graphs if g.rewritten is not None]
         done = [each for graph in graphs for each in graph.with_bodies()]
         decisions = [d for r in done for d in r.assignment.decisions.values()]
+        if not decisions:  # the pass failed, which has been said, or there is nothing
+            return
+        self.tally.announced = True
         scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"
+        say_once(
+            logger,
+            logging.INFO,
+            f"autoamp: {self.label} is converted to {short_name(self.low)}: "
+            f"{sum(d.low for d in decisions)} of {len(decisions)} float ops low, "
+            f"{sum(len(r.casts) for r in done)} casts, loss scale "
+            + (f"{scale:g}" if isinstance(scale, float) else scale),
+        )
+
+    def tell_progress(self, seconds: float) -> None:
+        """One line while a first call takes its time."""
         logger.info(
-            "autoamp: %s is converted to %s: %d of %d float ops low, %d casts, "
-            "loss scale %s",
+            "autoamp: the first call of %s has taken %.0f s: it is being captured, "
+            "%d graphs so far",
             self.label,
-            short_name(self.low),
-            sum(d.low for d in decisions),
-            len(decisions),
-            sum(len(r.casts) for r in done),
-            f"{scale:g}" if isinstance(scale, float) else scale,
+            seconds,
+            len(self.graphs),
         )
 
     def __call__(
@@ -233,6 +260,7 @@ class Engine:
 
         def call(*args: Any) -> Any:
             local.runs += 1
+            local.rewritten += 1
             captured.runs += 1
             if fresh is None:
                 return run(*args)
@@ -240,6 +268,7 @@ class Engine:
 
         def call_scaled(*args: Any) -> Any:
             local.runs += 1
+            local.rewritten += 1
             captured.runs += 1
             weights = [args[i] for i in leaves]
             edge = scaling.inputs(boundary.devices, weights)
@@ -294,10 +323,11 @@ class Engine:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], error: Exception
     ) -> Callable[..., Any]:
         problem = plain(f"{type(error).__name__}: {error}")
-        logger.warning(
-            "autoamp: a graph of %s runs in fp32, because the pass failed on it: %s",
-            self.label,
-            problem,
+        say_once(
+            logger,
+            logging.WARNING,
+            f"autoamp: a graph of {self.label} runs in fp32, because the pass failed "
+            f"on it: {problem}",
         )
         return self._as_it_is(gm, example_inputs, problem)
 

@@ -1,0 +1,54 @@
+"""What a person is told while models are converted: once, and not too late."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+_said: set[str] = set()
+
+
+def say_once(logger: logging.Logger, level: int, text: str) -> None:
+    """Logs `text` at `level`; where it was said before in this process, as DEBUG.
+
+    Thirty models of one class have one thing to say.
+    """
+    again = text in _said
+    _said.add(text)
+    logger.log(logging.DEBUG if again else level, "%s", text)
+
+
+def forget_what_was_said() -> None:
+    """From now on everything is said again."""
+    _said.clear()
+
+
+@contextlib.contextmanager
+def signs_of_life(
+    say: Callable[[float], None], *, every: float = 2.0
+) -> Iterator[None]:
+    """Calls `say` with the seconds gone by, again and again, while the block runs.
+
+    Each wait is twice as long as the one before.
+
+    Args:
+        every: seconds until the first time.
+    """
+    over = threading.Event()
+    start = time.monotonic()
+
+    def watch() -> None:
+        wait = every
+        while not over.wait(wait):
+            say(time.monotonic() - start)
+            wait *= 2
+
+    thread = threading.Thread(target=watch, name="autoamp-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()

@@ -1,0 +1,238 @@
+"""Nothing is off without a word, nothing is counted that did not happen."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp import pipeline
+from autoamp.errors import VerificationError
+from autoamp.rewrite.standin import where
+from autoamp.runtime.saying import signs_of_life
+
+OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False, "strict": False}
+MANY = 12
+"""More than torch._dynamo.config.recompile_limit, which is 8."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x).relu()
+
+
+def kind_of_block(number: int) -> type[Block]:
+    """A class whose `forward` has a code object of its own."""
+    names: dict[str, Any] = {}
+    exec(f"def forward(self, x): return self.fc(x).relu() + {number}.0", names)
+    return type(f"Block{number}", (Block,), {"forward": names["forward"]})
+
+
+class Broken(nn.Module):
+    """Blocks called in a loop that Dynamo leaves to Python."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x = block(nn.functional.pad(x, (0, block.fc.in_features - x.shape[1])))
+        return x
+
+
+def low_products(model: nn.Module) -> int:
+    rows = autoamp.report(model).ops
+    return sum(row.op == "aten::linear.default" and row.is_low for row in rows)
+
+
+@pytest.fixture
+def automatic() -> Iterator[None]:
+    autoamp.enable(**OPTIONS)
+    yield
+    autoamp.disable()
+
+
+@pytest.mark.usefixtures("automatic")
+def test_every_kind_of_block_is_converted_in_the_automatic_mode() -> None:
+    model = Broken([kind_of_block(i)(8) for i in range(MANY)])
+    model(torch.randn(2, 8))
+    assert low_products(model) == MANY
+
+
+def test_every_block_of_one_class_is_converted_whatever_its_size() -> None:
+    model = autoamp.convert(Broken([Block(8 + i) for i in range(MANY)]), **OPTIONS)
+    model(torch.randn(2, 8))
+    assert low_products(model) == MANY
+
+
+class Choosy(nn.Module):
+    """One graph for each value of an argument that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+
+    def forward(self, x: Tensor, word: str) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.blocks[1](x) * len(word)
+
+
+def test_the_recompile_limit_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = autoamp.convert(Choosy(), **OPTIONS)
+    for i in range(MANY):
+        model(torch.randn(2, 8), "x" * i)
+    (why,) = [why for _, why in autoamp.report(model).skipped if "recompile" in why]
+    assert "some calls of it run in fp32" in why
+    assert "recompile_limit" in caplog.text
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(8), Block(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_threads_that_race_at_a_new_size_all_run_rewritten_graphs() -> None:
+    model = autoamp.convert(Halves(), **OPTIONS)
+    model(torch.randn(3, 8))
+    start = threading.Barrier(MANY)
+
+    def work() -> None:
+        start.wait()
+        model(torch.randn(5, 8))
+
+    threads = [threading.Thread(target=work) for _ in range(MANY)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert autoamp.report(model).runs == 2 * (MANY + 1)
+
+
+def failing_on(graph: int) -> Callable[..., Any]:
+    """The pass, of which one graph cannot be rewritten at all."""
+    real, seen = pipeline.normalise, []
+
+    def fail(*args: Any) -> Any:
+        seen.append(args)
+        if graph in (len(seen) - 1, -1):
+            raise VerificationError("planted")
+        return real(*args)
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("graph", "aside", "in_part"), [(0, 0, 3), (1, 0, 3), (-1, 3, 0)]
+)
+def test_graphs_that_stayed_fp32_are_not_counted_as_rewritten(
+    graph: int, aside: int, in_part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "normalise", failing_on(graph))
+    model = autoamp.convert(Halves(), **OPTIONS)
+    for _ in range(3):
+        model(torch.randn(3, 8))
+    coverage = autoamp.report(model).coverage
+    assert coverage is not None
+    counts = (coverage.calls, coverage.calls_aside, coverage.calls_in_part)
+    assert counts == (3, aside, in_part)
+    said = f"{3 - aside} of 3 calls ran rewritten graphs"
+    beside = ", 3 of them beside graphs that stayed fp32" if in_part else "."
+    assert said + beside in str(autoamp.report(model))
+
+
+def test_what_failed_is_not_called_converted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "autoamp")
+    monkeypatch.setattr(pipeline, "normalise", failing_on(-1))
+    autoamp.convert(Block(8), **OPTIONS)(torch.randn(2, 8))
+    assert "planted" in caplog.text
+    assert "is converted" not in caplog.text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_thirty_models_of_a_class_say_it_once(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "autoamp")
+    if fails:
+        monkeypatch.setattr(pipeline, "normalise", failing_on(-1))
+    for _ in range(30):
+        autoamp.convert(Block(8), **OPTIONS)(torch.randn(2, 8))
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith("autoamp")]
+    assert len([line for line in lines if "first call" not in line]) == 1
+
+
+def error_of(model: nn.Module) -> str:
+    try:
+        model(torch.randn(1, 8))
+    except ValueError as error:
+        return "".join(traceback.format_exception(error))
+    raise AssertionError("a batch-norm of one sample raises")
+
+
+@pytest.mark.parametrize("mode", ["convert", "automatic"])
+def test_an_error_of_the_users_is_told_once(
+    mode: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    if mode == "convert":
+        autoamp.convert(model, **OPTIONS)
+    else:
+        request.getfixturevalue("automatic")
+    told = error_of(model)
+    assert told.count("ValueError:") == 1
+    assert "TorchRuntimeError" not in told
+    assert "WON'T CONVERT" not in caplog.text
+    model(torch.randn(4, 8))
+    assert low_products(model) == 1
+
+
+def test_a_source_line_is_a_line_of_code() -> None:
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    node.stack_trace = (
+        '  File "model.py", line 7, in forward\n    y = self.fc(x)\n        ^^^^^^^\n'
+    )
+    assert where(node).endswith("at model.py:7: y = self.fc(x))")
+
+
+def test_a_long_first_call_shows_signs_of_life(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "autoamp")
+    real = pipeline.normalise
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.3)
+        return real(*args)
+
+    monkeypatch.setattr(pipeline, "normalise", slow)
+    monkeypatch.setattr("autoamp.runtime.calls.signs_of_life", quickly)
+    autoamp.convert(Block(8), **OPTIONS)(torch.randn(2, 8))
+    assert "the first call of Block has taken 0 s" in caplog.text
+
+
+def quickly(say: Callable[[float], None]) -> Any:
+    return signs_of_life(say, every=0.05)
