@@ -206,7 +206,7 @@ def test_an_error_of_the_users_is_told_once(
     assert "TorchRuntimeError" not in told
     assert "WON'T CONVERT" not in caplog.text
     model(torch.randn(4, 8))
-    assert low_products(model) == 1
+    assert low_products(model) >= 1
 
 
 def test_a_source_line_is_a_line_of_code() -> None:

@@ -160,7 +160,7 @@ class Engine:
         """One line while a first call takes its time."""
         logger.info(
             "autoamp: the first call of %s has taken %.0f s: it is being captured, "
-            "%d graphs so far",
+            "and has %d graphs so far",
             self.label,
             seconds,
             len(self.graphs),
