@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from autoamp import compat
 from autoamp.runtime.conversion import conversion_of, inside_wrappers
 from autoamp.runtime.eligible import parameters_of
+from autoamp.runtime.methods import computing_methods
 
 
 class Choice(NamedTuple):
@@ -59,6 +61,33 @@ def inside(module: nn.Module) -> nn.Module:
         if held is module or not isinstance(held, nn.Module):
             return module
         module = held
+
+
+_DEEPEST = 16
+"""Frames looked at for the model whose method calls a module."""
+
+
+def caller_of(module: nn.Module) -> nn.Module | None:
+    """The model whose `forward`, or other method that computes, calls its `module`.
+
+    Called as `model.encode(x)` or `model.forward(x)` no call of the model itself is
+    seen; the outermost one on Python's stack is what the script called.
+    """
+    found = None
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(owner, nn.Module) and owner is not module:
+            computes = code.co_name == "forward" or code.co_name in computing_methods(
+                owner
+            )
+            if computes and any(each is module for each in owner.modules()):
+                found = owner
+        frame = frame.f_back
+    return found
 
 
 def _is_asynchronous(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoamp import compat
-from autoamp.auto.candidates import choose, inside
+from autoamp.auto.candidates import caller_of, choose, inside
 from autoamp.auto.environment import Settings
 from autoamp.auto.record import Recorder
 from autoamp.plain import class_name, plain
@@ -183,6 +183,9 @@ class AutomaticMode:
             known = self._known.get(id(module))
             if known is not None and known.module() is module:
                 return known
+            owner = caller_of(module)
+            if owner is not None and self._meet(owner) and self._ours(owner):
+                return None  # the model's next call runs it whole
             disown(module)
             choice = choose(module)
             if not choice.final:

@@ -23,7 +23,7 @@ from autoamp.auto.patch import Patch
 from autoamp.errors import OptionError
 from autoamp.options import Options
 from autoamp.runtime.attach import expect_models
-from autoamp.runtime.calls import under_compilation
+from autoamp.runtime.calls import inside_a_call, under_compilation
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def _watching(original: Call) -> Call:
     """What takes the place of `nn.Module.__call__`."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if under_compilation() or THREAD.inside:
+        if under_compilation() or THREAD.inside or inside_a_call():
             return original(self, *args, **kwargs)
         mode = _mode
         if mode is None:

@@ -7,7 +7,7 @@ import logging
 import threading
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -66,6 +66,11 @@ def disabled() -> Iterator[None]:
         _thread.off -= 1
 
 
+def inside_a_call() -> bool:
+    """Whether this thread is in a call of a converted model."""
+    return _thread.inside > 0
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _traced_for_us() -> bool:
     """Asked while Dynamo traces: is it for a converted model, or for the user?
@@ -110,9 +115,17 @@ def _apart(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    method: Method | None,
 ) -> Any:
     """A call met in the user's compilation, whose graph is broken around it."""
-    return call.compiled_by(place)(model, args, kwargs)
+    return call.compiled_by(place).of(method)(model, args, kwargs)
+
+
+class Method(NamedTuple):
+    """A method of a model besides `forward`: its name, and what makes its entry."""
+
+    name: str
+    entry: Callable[[], Callable[..., Any]]
 
 
 class CompiledCall:
@@ -127,6 +140,7 @@ class CompiledCall:
         self._make_entry = make_entry
         self._seen: set[tuple[bool, bool, bool]] = set()
         self._by_backend: dict[int, CompiledCall] = {}
+        self._methods: dict[str, CompiledCall] = {}
         self._in_vain = 0
         self._gave_up = False
         self._suppress = False
@@ -272,6 +286,15 @@ class CompiledCall:
             model, self._entry, unscaled_dtype(self.low), args, kwargs
         )
 
+    def of(self, method: Method | None) -> CompiledCall:
+        """What calls of a method go through; of `forward`, where none is named."""
+        if method is None:
+            return self
+        with self._lock:
+            if method.name not in self._methods:
+                self._methods[method.name] = CompiledCall(method.entry, self.engine)
+        return self._methods[method.name]
+
     def compiled_by(self, place: int) -> CompiledCall:
         """What calls go through whose graphs a backend of the user's compiles."""
         if self.engine.options.backend != "eager":
@@ -317,6 +340,7 @@ class CompiledCall:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        method: Method | None = None,
     ) -> Any:
         """What Dynamo traces where the call is part of a larger graph.
 
@@ -326,12 +350,12 @@ class CompiledCall:
         our pass never runs, and autocast stands in for it.
         """
         if not under_compilation():  # reached from code that was compiled before
-            return self(model, args, kwargs)
+            return self.of(method)(model, args, kwargs)
         if _traced_for_us():
             return entry(model, *args, **kwargs)
         place = _users_backend()
         if place == _OURS:
             return entry(model, *args, **kwargs)
         if place != _ONE_GRAPH:
-            return _apart(self, place, model, args, kwargs)
+            return _apart(self, place, model, args, kwargs, method)
         return under_autocast(model, entry, unscaled_dtype(self.low), args, kwargs)

@@ -22,7 +22,8 @@ from autoamp.plain import class_name
 from autoamp.runtime.calls import CompiledCall
 from autoamp.runtime.captured import Skipped
 from autoamp.runtime.engine import Engine
-from autoamp.runtime.forward import make_forward
+from autoamp.runtime.forward import MADE_HERE, make_forward, make_method
+from autoamp.runtime.methods import computing_methods
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Conversion:
     Attributes:
         call: what its calls go through, shared by deep copies; None once it is
             reverted underneath a wrapper that somebody put over our `forward`.
+        methods: those besides `forward` that are ours on the instance, by name.
         previous: the instance's own `forward` where somebody (accelerate, PEFT) had
             put one; it is called, not replaced.
         declined: why the model was left as it is.
@@ -57,8 +59,10 @@ class Conversion:
         previous: Callable[..., Any] | None = None,
         bound: types.MethodType | None = None,
         declined: list[Skipped] | None = None,
+        methods: tuple[str, ...] = (),
     ) -> None:
         self.call = call
+        self.methods = methods
         self.previous = previous
         self.declined = declined or []
         self._bound: weakref.ref[types.MethodType] | None = None
@@ -106,6 +110,7 @@ class Conversion:
             self.call,
             copy.deepcopy(self.previous, memo),
             copy.deepcopy(self.bound, memo),
+            methods=self.methods,
         )
 
 
@@ -120,9 +125,12 @@ def install(model: nn.Module) -> Conversion:
     """Puts our `forward` on the instance; it passes calls on until it has a `call`."""
     existing = model.__dict__.get("forward")
     bound = types.MethodType(make_forward(type(model), existing), model)
-    state = Conversion(None, existing, bound)
+    methods = [n for n in computing_methods(model) if n not in model.__dict__]
+    state = Conversion(None, existing, bound, methods=tuple(methods))
     model.__dict__[STATE] = state
     model.__dict__["forward"] = bound
+    for name in methods:
+        model.__dict__[name] = types.MethodType(make_method(type(model), name), model)
     model.__dict__[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, model)
     model.__dict__[_PICKLE] = types.MethodType(__getstate__, model)
     model.__dict__[_COPY] = types.MethodType(__deepcopy__, model)
@@ -142,7 +150,15 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     bound = state.bound
     if bound is not None and self.__dict__.get("forward") == bound:
         replica.__dict__["forward"] = types.MethodType(bound.__func__, replica)
+    for name in _own_methods(self.__dict__, state):
+        method = self.__dict__[name].__func__
+        replica.__dict__[name] = types.MethodType(method, replica)
     return replica
+
+
+def _own_methods(attributes: dict[str, Any], state: Conversion) -> list[str]:
+    """Our methods in a model's `__dict__`; the user may have put others there."""
+    return [n for n in state.methods if getattr(attributes.get(n), MADE_HERE, False)]
 
 
 # These names, too, are how a copy of a bound method is found again.
@@ -193,6 +209,8 @@ def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     conversion = model.__dict__.get(STATE)
     if not isinstance(conversion, Conversion) or conversion.bound is None:
         return kept
+    for name in _own_methods(kept, conversion):
+        del kept[name]
     if kept.get("forward") == conversion.bound:
         del kept["forward"]
         if conversion.previous is not None:

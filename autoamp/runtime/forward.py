@@ -1,4 +1,4 @@
-"""The `forward` a converted model has on the instance, and the one it had before."""
+"""The `forward` and methods a converted model has on the instance, and had before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from autoamp.runtime.calls import under_compilation
+from autoamp.runtime.calls import Method, inside_a_call, under_compilation
+
+MADE_HERE = "_autoamp_method"
+"""Set on functions that `make_method` made."""
 
 
 def make_forward(
@@ -43,6 +46,39 @@ def make_forward(
     if existing is not None:
         _keep_bound_signature(forward, existing)
     return forward
+
+
+def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
+    """The instance's new method `name`, converted like `forward` and with it."""
+    plain = getattr(owner, name)
+    this = Method(name, functools.partial(method_entry, owner, name))
+    entry = this.entry()
+
+    @functools.wraps(plain)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: Any = self._autoamp
+        call = state.call
+        if call is None:
+            return plain(self, *args, **kwargs)
+        if under_compilation():
+            return call.inlined(entry, self, args, kwargs, this)
+        if inside_a_call():  # what is captured there, captures this
+            return plain(self, *args, **kwargs)
+        return call.of(this)(self, args, kwargs)
+
+    method.__name__ = name  # by which bound methods are copied and pickled
+    method.__dict__[MADE_HERE] = True
+    return method
+
+
+def method_entry(owner: type[nn.Module], name: str) -> Callable[..., Any]:
+    """Method `name` of a class as a function of the instance: what is compiled."""
+    inner = _with_own_code(getattr(owner, name))
+
+    def entry(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return inner(mod, *args, **kwargs)
+
+    return entry
 
 
 def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:

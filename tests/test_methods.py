@@ -1,0 +1,178 @@
+"""Methods besides `forward` are converted where they compute."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.runtime.methods import computing_methods
+
+OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.decoder = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 8)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+    def decode(self, z: Tensor) -> Tensor:
+        for layer in self.decoder:
+            z = layer(z)
+        return z
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+    @torch.no_grad()
+    def sample(self, count: int) -> Tensor:
+        return self.head(torch.ones(count, 8))
+
+    def last(self, z: Tensor) -> Tensor:
+        return self.decoder[-1](z)
+
+    # None of these compute by themselves.
+
+    def training_step(self, x: Tensor) -> Tensor:
+        loss = self.encoder(x).sum()
+        loss.backward()
+        return loss
+
+    def width(self) -> int:
+        return self.encoder[0].in_features
+
+    def weights(self) -> list[Tensor]:
+        return list(self.encoder.parameters())
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+    def pieces(self, x: Tensor) -> Iterator[Tensor]:
+        for layer in self.decoder:
+            yield layer(x)
+
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+
+
+def runs_of(model: nn.Module) -> int:
+    return autoamp.report(model).runs
+
+
+def test_methods_that_compute_are_told_by_their_source() -> None:
+    found = set(computing_methods(Autoencoder()))
+    assert found == {"encode", "decode", "sample", "last"}
+
+
+def test_they_run_rewritten_graphs_and_are_counted() -> None:
+    model = Autoencoder()
+    plain = copy.deepcopy(model)
+    autoamp.convert(model, **OPTIONS)
+    calls = [("encode", X), ("decode", X[:, :4]), ("sample", 5), ("last", X)]
+    for count, (name, given) in enumerate(calls, 1):
+        found = getattr(model, name)(given)
+        true = getattr(plain, name)(given)
+        assert found.dtype == torch.float32
+        assert not torch.equal(found, true), "it was rounded"
+        torch.testing.assert_close(found, true, rtol=0.05, atol=0.05)
+        assert runs_of(model) == count
+    coverage = autoamp.report(model).coverage
+    assert coverage is not None
+    assert (coverage.calls, coverage.calls_aside) == (4, 0)
+    with autoamp.disabled():
+        assert torch.equal(model.encode(X), plain.encode(X))
+
+
+def test_a_method_trains() -> None:
+    model = autoamp.convert(Autoencoder(), precision="fp16", do_no_harm=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = (model.decode(model.encode(X)) - X).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert runs_of(model) == 10
+
+
+def test_one_called_by_forward_is_part_of_its_graph() -> None:
+    model = autoamp.convert(Autoencoder(), **OPTIONS)
+    model(X)
+    assert len(autoamp.report(model).graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_copies_run_their_own_weights(make: Any) -> None:
+    model = autoamp.convert(Autoencoder(), **OPTIONS)
+    model.encode(X)
+    other = make(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    assert other.encode(X).count_nonzero() == 0
+    assert model.encode(X).count_nonzero() > 0
+
+
+def test_revert_takes_them_away() -> None:
+    model = Autoencoder()
+    before = dict(model.__dict__)
+    autoamp.convert(model, **OPTIONS)
+    own = model.decode = lambda z: z  # the user's own, put there since
+    autoamp.revert(model)
+    assert model.__dict__ == {**before, "decode": own}
+    assert autoamp.convert(model, **OPTIONS).decode is own
+
+
+def test_no_method_is_a_data_parallel_replicas_of_another() -> None:
+    model = autoamp.convert(Autoencoder(), **OPTIONS)
+    replica = model._replicate_for_data_parallel()
+    assert replica.encode.__self__ is replica
+
+
+# -- the automatic mode ----------------------------------------------------------------
+
+
+@pytest.fixture
+def automatic() -> Iterator[None]:
+    autoamp.enable(**OPTIONS)
+    yield
+    autoamp.disable()
+
+
+class Trained(Autoencoder):
+    def training_step(self, x: Tensor) -> Tensor:
+        loss = (self.forward(x) - x).square().mean()
+        loss.backward()
+        return loss
+
+
+@pytest.mark.usefixtures("automatic")
+@pytest.mark.parametrize("name", ["encode", "forward", "training_step"])
+def test_seen_from_the_second_call_on_in_the_automatic_mode(name: str) -> None:
+    model = Trained()
+    for _ in range(3):
+        getattr(model, name)(X)
+    report = autoamp.report(model)
+    assert report.runs == 2
+    assert all(row.is_low for row in report.ops if row.op == "aten::linear.default")
+    coverage = report.coverage
+    assert coverage is not None
+    assert (coverage.calls, coverage.calls_aside) == (2, 0)
