@@ -115,6 +115,7 @@ def _apart(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
     method: Method | None,
 ) -> Any:
     """A call met in the user's compilation, whose graph is broken around it."""
@@ -357,5 +358,5 @@ class CompiledCall:
         if place == _OURS:
             return entry(model, *args, **kwargs)
         if place != _ONE_GRAPH:
-            return _apart(self, place, model, args, kwargs, method)
+            return _apart(self, place, model, args, kwargs, method=method)
         return under_autocast(model, entry, unscaled_dtype(self.low), args, kwargs)
