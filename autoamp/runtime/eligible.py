@@ -11,6 +11,7 @@ from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
 from autoamp.options import Options
 from autoamp.place.cost import device_of
+from autoamp.runtime.methods import computing_methods
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
@@ -36,7 +37,8 @@ def unsupported(model: Any) -> str | None:
             f"{name} is already compiled; convert the model inside it "
             "(model._orig_mod) and compile that, or pass backend='inductor'"
         )
-    if type(model).forward is nn.Module.forward and "forward" not in model.__dict__:
+    has_forward = type(model).forward is not nn.Module.forward
+    if not (has_forward or "forward" in model.__dict__ or computing_methods(model)):
         return f"{name} has no forward; convert the module that calls what it holds"
     named = (nn.Module.named_parameters, nn.Module.named_buffers)
     for path, tensor in [each for names in named for each in names(model)]:

@@ -1,0 +1,479 @@
+"""Ten scripts in the style of real projects, in fp32, bf16 and fp16.
+
+Each is trained as people write it; converted, its losses follow those of fp32 as far as
+the digits of the compute dtype go, and its products run low, by count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import autoamp
+
+Convert = Callable[..., nn.Module]
+"""Converts a model, given the optimizers of its script; or leaves it, for fp32."""
+
+STEPS = 6
+EPS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+class Script:
+    """One training script.
+
+    Attributes:
+        products: matrix products, convolutions, attention and recurrent ops of its
+            models, which run low.
+    """
+
+    products: int
+
+    def losses(self, convert: Convert) -> Iterator[Tensor]:
+        raise NotImplementedError
+
+
+def data(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(*shape: int, below: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, below, shape, generator=generator)
+
+
+# -- a small GPT, tied weights, accumulated gradients, clipping, a schedule ------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        split = (b, t, self.heads, c // self.heads)
+        q, k, v = (p.view(split).transpose(1, 2) for p in self.qkv(x).split(c, dim=2))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 16, words: int = 11, length: int = 8) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.places = nn.Embedding(length, width)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, 2)
+        self.inner = nn.Linear(width, 4 * width)
+        self.outer = nn.Linear(4 * width, width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.words.weight = self.head.weight
+
+    def forward(self, seen: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.words(seen) + self.places(torch.arange(seen.shape[1]))
+        x = x + self.attention(self.first(x))
+        x = x + self.outer(functional.gelu(self.inner(self.second(x))))
+        logits = self.head(x)
+        loss = functional.cross_entropy(
+            logits.view(-1, logits.shape[-1]), wanted.view(-1), ignore_index=-1
+        )
+        return logits, loss
+
+
+class LanguageModel(Script):
+    products = 6
+
+    def losses(self, convert: Convert) -> Iterator[Tensor]:
+        model = GPT()
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        others = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        model = convert(model, optimizer)
+        for step in range(STEPS):
+            total = torch.zeros(())
+            for part in range(2):
+                text = tokens(2, 9, below=11, seed=10 * step + part)
+                _, loss = model(text[:, :-1], text[:, 1:].contiguous())
+                (loss / 2).backward()
+                total += loss.detach() / 2
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=True)
+            yield total
+
+
+# -- a mean teacher, whose weights are swapped in between forward and backward ---------
+
+
+class Average:
+    """Keeps an average of weights, and lends it to the model by `.data`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept = [p.detach().clone() for p in model.parameters()]
+
+    def update(self, model: nn.Module) -> None:
+        for kept, p in zip(self.kept, model.parameters(), strict=True):
+            kept.lerp_(p.detach(), 0.1)
+
+    def call(self, model: nn.Module, x: Tensor) -> Tensor:
+        own = [p.data.clone() for p in model.parameters()]
+        for kept, p in zip(self.kept, model.parameters(), strict=True):
+            p.data.copy_(kept)
+        with torch.no_grad():
+            result: Tensor = model(x)
+        for saved, p in zip(own, model.parameters(), strict=True):
+            p.data.copy_(saved)
+        return result
+
+
+class MeanTeacher(Script):
+    products = 2
+
+    def losses(self, convert: Convert) -> Iterator[Tensor]:
+        model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        average = Average(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model = convert(model, optimizer)
+        for step in range(STEPS):
+            x, wanted = data(16, 8, seed=step), data(16, 4, seed=100 + step)
+            found = model(x)
+            taught = average.call(model, x + 0.1)
+            loss = functional.mse_loss(found, wanted) + functional.mse_loss(
+                found, taught
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            average.update(model)
+            yield loss
+
+
+# -- a soft prompt before a frozen model -----------------------------------------------
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(16, 2)
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x + self.attention(x)).mean(1))
+
+
+class SoftPrompt(Script):
+    products = 4
+
+    def losses(self, convert: Convert) -> Iterator[Tensor]:
+        model: nn.Module = Encoder().requires_grad_(False)
+        prompt = nn.Parameter(data(4, 16, seed=9))
+        optimizer = torch.optim.Adam([prompt], lr=0.1)
+        model = convert(model, optimizer)
+        for step in range(STEPS):
+            x, wanted = data(8, 5, 16, seed=step), tokens(8, below=3, seed=step)
+            joined = torch.cat([prompt.expand(8, -1, -1), x], dim=1)
+            loss = functional.cross_entropy(model(joined), wanted)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_value_([prompt], 0.5)
+            optimizer.step()
+            yield loss
+
+
+# -- an optimizer for each parameter, stepped in the backward --------------------------
+
+
+class StepsInBackward(Script):
+    products = 3
+
+    def losses(self, convert: Convert) -> Iterator[Tensor]:
+        model: nn.Module = nn.Sequential(
+            nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)
+        )
+        optimizers = {
+            p: torch.optim.SGD([p], lr=0.05, momentum=0.9) for p in model.parameters()
+        }
+        model = convert(model, *optimizers.values())
+
+        def step_one(p: Tensor) -> None:
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in optimizers:
+            p.register_post_accumulate_grad_hook(step_one)
+        for step in range(STEPS):
+            x, wanted = data(16, 8, seed=step), data(16, 2, seed=50 + step)
+            loss = functional.mse_loss(model(x), wanted)
+            loss.backward()
+            yield loss
+
+
+# -- a regressor on raw features, that denormalises what it predicts -------------------
+
+
+class Regressor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.hidden, self.out = nn.Linear(8, 16), nn.Linear(16, 1)
+        self.register_buffer("mean", torch.tensor(250_000.0))
+        self.register_buffer("spread", torch.tensor(40_000.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.out(functional.silu(self.hidden(self.norm(x))))
+        return y * self.spread + self.mean
+
+
+class Prices(Script):
+    products = 2
+
+    def losses(self, convert: Convert) -> Iterator[Tensor]:
+        model: nn.Module = Regressor()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        model = convert(model, optimizer)
+        for step in range(STEPS):
+            x = data(32, 8, seed=step) * 500 + 1e4
+            wanted = 250_000 + 40 * (x.mean(1, keepdim=True) - 1e4)
+            loss = functional.l1_loss(model(x), wanted) / 40_000
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+
+# -- a GAN, whose critic is frozen while the generator learns --------------------------
+
+
+class GAN(Script):
+    products = 4
+
+    def losses(self, convert: Convert) -> Iterator[Tensor]:
+        maker: nn.Module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+        critic: nn.Module = nn.Sequential(
+            nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)
+        )
+        makers = torch.optim.Adam(maker.parameters(), lr=1e-3, betas=(0.5, 0.9))
+        critics = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
+        maker, critic = convert(maker, makers), convert(critic, critics)
+        bce = nn.BCEWithLogitsLoss()
+        ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)
+        for step in range(STEPS):
+            made = maker(data(16, 4, seed=step))
+            real = bce(critic(data(16, 8, seed=30 + step)), ones)
+            loss = real + bce(critic(made.detach()), zeros)
+            critics.zero_grad()
+            loss.backward()
+            critics.step()
+            critic.requires_grad_(False)
+            fooled = bce(critic(made), ones)
+            makers.zero_grad()
+            fooled.backward()
+            makers.step()
+            critic.requires_grad_(True)
+            yield loss + fooled
+
+
+# -- sentences of several lengths ------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 16, padding_idx=0)
+        self.layer = nn.GRU(16, 16, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(
+            self.table(words), lengths, batch_first=True, enforce_sorted=False
+        )
+        seen, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+        return self.head(seen)
+
+
+class Tags(Script):
+    products = 2
+
+    def losses(self, convert: Convert) -> Iterator[Tensor]:
+        model: nn.Module = Tagger()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        model = convert(model, optimizer)
+        for step in range(STEPS):
+            lengths = tokens(6, below=8, seed=step) + 2
+            most = int(lengths.max())
+            words = tokens(6, most, below=19, seed=step) + 1
+            logits = model(words, lengths)
+            inside = torch.arange(most) < lengths[:, None]
+            loss = functional.cross_entropy(logits[inside], (words % 5)[inside])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+
+# -- a recurrence written with while_loop ----------------------------------------------
+
+
+class Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.cell = nn.Linear(4, 8), nn.Linear(8, 8)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        def goes_on(i: Tensor, h: Tensor) -> Tensor:
+            return i < steps
+
+        def body(i: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+            return i + 1, torch.tanh(self.cell(h))
+
+        start = torch.zeros((), dtype=torch.int64)
+        _, h = torch._higher_order_ops.while_loop(goes_on, body, (start, self.into(x)))
+        return self.out(h)
+
+
+class Loops(Script):
+    products = 3
+
+    def losses(self, convert: Convert) -> Iterator[Tensor]:
+        model: nn.Module = Loop()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model = convert(model, optimizer)
+        for step in range(STEPS):
+            loss = functional.mse_loss(
+                model(data(8, 4, seed=step), torch.tensor(3)), data(8, 1, seed=step)
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+
+# -- weights that are put away between steps -------------------------------------------
+
+
+class Offloaded(Script):
+    products = 2
+
+    def losses(self, convert: Convert) -> Iterator[Tensor]:
+        model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model = convert(model, optimizer)
+        weights = list(model.parameters())
+        away: list[Tensor] = []
+        for step in range(STEPS):
+            for p, kept in zip(weights, away, strict=False):
+                p.untyped_storage().resize_(kept.numel() * kept.element_size())
+                p.data.copy_(kept)
+            x, wanted = data(16, 8, seed=step), data(16, 2, seed=70 + step)
+            loss = functional.mse_loss(model(x), wanted)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            away = [p.detach().clone() for p in weights]
+            for p in weights:
+                p.untyped_storage().resize_(0)
+            yield loss
+
+
+# -- a model called by its methods -----------------------------------------------------
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.decoder = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_variance = self.encoder(x).chunk(2, dim=-1)
+        return mean, log_variance
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.decoder(z)
+
+
+class ByMethods(Script):
+    products = 3
+
+    def losses(self, convert: Convert) -> Iterator[Tensor]:
+        model: Any = VAE()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        model = convert(model, optimizer)
+        for step in range(STEPS):
+            x = data(16, 8, seed=step)
+            mean, log_variance = model.encode(x)
+            noise = data(16, 4, seed=200 + step)
+            found = model.decode(mean + noise * (0.5 * log_variance).exp())
+            divergence = mean.square() + log_variance.exp() - 1 - log_variance
+            loss = functional.mse_loss(found, x) + 0.05 * divergence.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+
+SCRIPTS: tuple[type[Script], ...] = (
+    LanguageModel,
+    MeanTeacher,
+    SoftPrompt,
+    StepsInBackward,
+    Prices,
+    GAN,
+    Tags,
+    Loops,
+    Offloaded,
+    ByMethods,
+)
+
+
+def run(script: type[Script], convert: Convert) -> list[float]:
+    torch.manual_seed(3)
+    return [float(loss.detach()) for loss in script().losses(convert)]
+
+
+def left_alone(model: nn.Module, *_: torch.optim.Optimizer) -> nn.Module:
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
+@pytest.mark.parametrize("precision", EPS)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
+def test_follows_fp32_and_is_active(script: type[Script], precision: str) -> None:
+    converted: list[nn.Module] = []
+
+    def convert(model: nn.Module, *optimizers: torch.optim.Optimizer) -> nn.Module:
+        options = {"precision": precision, "do_no_harm": False}
+        converted.append(autoamp.convert(model, **options))
+        return converted[-1]
+
+    ours, true = run(script, convert), run(script, left_alone)
+    for found, wanted in zip(ours, true, strict=True):
+        assert math.isfinite(found)
+        # Every step rounds anew, and carries on what was rounded before.
+        assert found == pytest.approx(wanted, rel=4 * STEPS * EPS[precision])
+    products = {
+        (place, row.module, row.source, row.is_low)
+        for place, model in enumerate(converted)
+        for row in autoamp.report(model).ops
+        if row.op.removeprefix("aten::").partition(".")[0] in _PRODUCTS
+    }
+    assert [low for *_, low in products] == [True] * script.products
+    coverages = [autoamp.report(model).coverage for model in converted]
+    assert all(c is not None and c.calls and not c.calls_aside for c in coverages)
+
+
+_PRODUCTS = ("linear", "matmul", "scaled_dot_product_attention", "gru")
