@@ -25,8 +25,10 @@ from autoamp.analyse.facts import (
     argument,
     tensors_of,
 )
+from autoamp.analyse.numbers import Known, known_numbers
 from autoamp.analyse.pins import (
     LAYER_NORMS,
+    cut_off,
     gradient_reason,
     literal_reason,
     pin_reason,
@@ -49,6 +51,7 @@ from autoamp.rules import Category, Rule, Rules
 CASTS = frozenset({"aten::to", "aten::_to_copy"})
 _MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
 _BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
+_SCALES = frozenset(f"aten::{name}" for name in ("mul", "div", "true_divide", "pow"))
 _CPU_MIXED = LAYER_NORMS | {
     "aten::group_norm",
     "aten::native_group_norm",
@@ -94,7 +97,7 @@ def classify(
     """
     given_up = given_up or {}
     nodes = {n.name: n for n in gm.graph.nodes}
-    under = _Context(facts, rules, low, keep)
+    under = _Context(facts, rules, low, keep, known_numbers(gm))
     verdicts: dict[str, Verdict] = {}
     for name, fact in facts.nodes.items():
         if name in facts.constants or not fact.involves_floats:
@@ -125,9 +128,11 @@ def _casting_extremes(
     """The verdict with numbers in tensors, where they are extreme, cast and not given.
 
     A kernel that converts `torch.tensor(finfo.min)` itself makes it infinite; our cast
-    saturates.
+    saturates.  A mask is filled in or added; a factor or a divisor is no mask.
     """
     if not any(o.is_scalar and o.value in extreme for o in fact.operands):
+        return verdict
+    if fact.op.partition(".")[0].rstrip("_") in _SCALES:
         return verdict
     modes = tuple(
         "same" if mode == "any" and o.is_scalar and o.value in extreme else mode
@@ -163,6 +168,7 @@ class _Context:
     rules: Rules
     low: torch.dtype
     keep: Sequence[str]
+    known: Known
 
 
 def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
@@ -186,20 +192,16 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
         verdict = replace(verdict, modes=_all("any", fact))
     pin = pin_reason(node, fact, under.facts, under.keep)
     if pin is None:
-        pin = _literal(node, verdict, under.low)
+        fills = verdict.category is Category.CLEAR
+        pin = literal_reason(node, under.low, under.known, fills)
     if pin is not None:
         return replace(verdict, pinned=True, reason=pin, origin="autoamp")
+    if cut_off(node, under.low, under.known):
+        verdict = replace(verdict, moves=not verdict.pinned)
     backward = gradient_reason(node, fact, under.facts)
     if backward is not None and not verdict.pinned:
         return replace(verdict, pinned=True, reason=backward, origin=BACKWARD)
     return verdict
-
-
-def _literal(node: fx.Node, verdict: Verdict, low: torch.dtype) -> str | None:
-    """What a call's own numbers say against `low`."""
-    if not isinstance(node.target, compat.OpOverload):
-        return None
-    return literal_reason(node, low, fills=verdict.category is Category.CLEAR)
 
 
 def _all(mode: Mode, fact: NodeFacts) -> tuple[Mode, ...]:

@@ -12,6 +12,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts, argument, tensors_of
+from autoamp.analyse.numbers import Known, filling, numbers
 from autoamp.dtypes import largest, short_name, smallest
 from autoamp.ops import FACTORIES, base_name, is_pointwise
 
@@ -52,9 +53,19 @@ For low data torch 2.13 makes these in fp32 or in the low dtype, by device and b
 dtype of the weight; its fake and meta tensors say other dtypes than kernels give."""
 
 _LIMITED = frozenset(
-    {"aten::clamp", "aten::clip", "aten::hardtanh", "aten::nan_to_num"}
+    f"aten::{name}"
+    for name in (
+        "clamp",
+        "clip",
+        "hardtanh",
+        "masked_fill",
+        "maximum",
+        "minimum",
+        "nan_to_num",
+        "where",
+    )
 )
-"""Ops that are not `clear` and take limits or fillings as numbers."""
+"""Ops that take limits or fillings, in whichever category a user puts them."""
 
 
 def pin_reason(
@@ -100,28 +111,41 @@ def _reads_beyond_first(node: fx.Node) -> bool:
     )
 
 
-def literal_reason(node: fx.Node, low: torch.dtype, fills: bool = False) -> str | None:
+def literal_reason(
+    node: fx.Node, low: torch.dtype, known: Known, fills: bool = False
+) -> str | None:
     """Why arithmetic with a number beyond the range of `low` must stay fp32, or None.
 
     A limit or a filling may be cut off at the range; a factor or a divisor may not.
     None may become zero: `functional.normalize` divides by what it keeps above 1e-12.
 
     Args:
+        known: the numbers that tensors hold.
         fills: the op does no arithmetic; its numbers are limits and fillings.
     """
     target = node.target
     assert isinstance(target, compat.OpOverload)
-    if not is_pointwise(target):
+    filled = filling(node, known)
+    if filled is None and not is_pointwise(target):
         return None
     fills = fills or base_name(target).rstrip("_") in _LIMITED
-    for value in (*node.args, *node.kwargs.values()):
-        if not isinstance(value, int | float) or not math.isfinite(value):
+    for value in numbers(node, known) if filled is None else (filled,):
+        if not math.isfinite(value):
             continue
         if 0 < abs(value) <= smallest(low) / 2:
             return f"computes with {value:g}, which {short_name(low)} rounds to zero"
-        if abs(value) > largest(low) and not fills:
+        if abs(value) > largest(low) and not fills and filled is None:
             return f"computes with {value:g}, which is beyond {short_name(low)}'s range"
     return None
+
+
+def cut_off(node: fx.Node, low: torch.dtype, known: Known) -> bool:
+    """Whether a call fills a tensor with a number beyond the range of `low`.
+
+    In `low` it were another number: one to mask with, not one to divide by.
+    """
+    filled = filling(node, known)
+    return filled is not None and largest(low) < abs(filled) < math.inf
 
 
 def gradient_reason(node: fx.Node, fact: NodeFacts, graph: Facts) -> str | None:

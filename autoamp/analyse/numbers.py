@@ -1,0 +1,118 @@
+"""The numbers a graph computes with that are known when it is captured.
+
+`x * 1e-8`, `x * torch.tensor(1e-8)` and `x * x.new_full((), 1e-8)` say the same: by a
+Python number, by a tensor that the graph holds, by one that it fills.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.facts import argument
+from autoamp.ops import base_name, is_pointwise, is_random, mutates
+
+Known = Mapping[str, int | float]
+"""Nodes whose tensors hold one number throughout, and the number."""
+
+_FILLERS = {
+    "aten::fill": "value",
+    "aten::full": "fill_value",
+    "aten::full_like": "fill_value",
+    "aten::new_full": "fill_value",
+    "aten::scalar_tensor": "s",
+}
+"""Ops whose result is one number throughout, and the argument that holds it."""
+
+_COPIES = frozenset(
+    f"aten::{name}" for name in ("_to_copy", "clone", "detach_", "lift_fresh_copy")
+)
+"""Ops that hand on what they are given, besides views."""
+
+
+def known_numbers(gm: fx.GraphModule) -> Known:
+    """What each node is known to hold; what a graph is handed is known to nobody.
+
+    A tensor that is written to later is taken to hold what it held first: whoever asks
+    keeps an op in fp32 for it, which harms nothing.
+    """
+    known: dict[str, int | float] = {}
+    for node in gm.graph.nodes:
+        number = None
+        if node.op == "get_attr":
+            number = _held(operator.attrgetter(str(node.target))(gm))
+        elif isinstance(node.target, compat.OpOverload):
+            number = _made(node, known)
+        if number is not None:
+            known[node.name] = number
+    return known
+
+
+def numbers(node: fx.Node, known: Known) -> Iterator[int | float]:
+    """The numbers that a call is given, in tensors or by themselves."""
+    for value in (*node.args, *node.kwargs.values()):
+        number = _number(value, known)
+        if number is not None:
+            yield number
+
+
+def filling(node: fx.Node, known: Known) -> int | float | None:
+    """The number that a call of a torch op fills a tensor with; None if it does not."""
+    assert isinstance(node.target, compat.OpOverload)
+    name = _FILLERS.get(base_name(node.target).removesuffix("_"))
+    return _number(argument(node, name), known) if name is not None else None
+
+
+def _number(value: object, known: Known) -> int | float | None:
+    if isinstance(value, fx.Node):
+        return known.get(value.name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number else None  # type: ignore[return-value]
+
+
+def _held(value: object) -> int | float | None:
+    """The number in an attribute that has one element; a parameter's is trained."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, compat.FakeTensor):
+        return None
+    if isinstance(value, torch.nn.Parameter) or value.is_meta or value.is_complex():
+        return None
+    if value.numel() != 1 or value.dtype == torch.bool:
+        return None
+    number = value.detach().item()
+    assert isinstance(number, int | float)
+    return number
+
+
+def _made(node: fx.Node, known: Known) -> int | float | None:
+    """What a call of a torch op makes, if it is one number known from its operands."""
+    assert isinstance(node.target, compat.OpOverload)
+    number = filling(node, known)
+    operands = node.all_input_nodes
+    if number is not None or not operands:
+        return number
+    if any(operand.name not in known for operand in operands):
+        return None
+    aliases = [r.alias_info for r in node.target._schema.returns]
+    views = any(alias is not None and not alias.is_write for alias in aliases)
+    if views or base_name(node.target) in _COPIES:
+        return known[operands[0].name]
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return None
+    settled = not (mutates(node.target) or is_random(node.target))
+    return _computed(node, known) if settled and is_pointwise(node.target) else None
+
+
+def _computed(node: fx.Node, known: Known) -> float:
+    """What a call makes of numbers it knows: `-torch.tensor(1e9)`."""
+
+    def operand(leaf: fx.Node) -> Any:
+        return torch.tensor(known[leaf.name], dtype=torch.float64, device="cpu")
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
+    return float(node.target(*args, **kwargs))  # type: ignore[operator]
