@@ -65,6 +65,13 @@ FACTORIES = frozenset(
 )
 """Ops that make a tensor from no data; their dtype is an argument."""
 
+NOISE = frozenset(
+    f"aten::{name}" for name in ("rand_like", "randint_like", "randn_like")
+)
+"""Ops that draw random numbers in the shape of a tensor, of which they read no data.
+
+Their dtype is an argument too, but another dtype draws other numbers."""
+
 _COPIES = frozenset(
     f"aten::{name}"
     for name in (

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
+from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
 from autoamp.errors import OptionError, RulesError
 from autoamp.loss_scale import resolve_loss_scale
 from autoamp.rules import Rules
+from autoamp.rules.files import COMPLETE, TENSORFLOW
 
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
 OBJECTIVES = ("time", "memory")
@@ -95,15 +96,24 @@ class Options:
                 )
         return dataclasses.replace(self, **changes)
 
+    @property
+    def is_tensorflows(self) -> bool:
+        """Whether lists and placement are both TensorFlow's, user's additions aside."""
+        name = self.rules.name if isinstance(self.rules, Rules) else str(self.rules)
+        lists = name.partition(" + ")[0] in TENSORFLOW.values()
+        return lists and self.placement == "tensorflow"
+
     def resolve_rules(self, low: torch.dtype) -> Rules:
         """The rules in force for compute dtype `low`: defaults, file, then lists."""
         rules = Rules.default(low)
         if isinstance(self.rules, Rules):
             rules = self.rules
         elif self.rules is not None:
-            laid = Rules.load(self.rules)
-            complete = self.rules in ("torch-cuda", "torch-cpu", "tensorflow")
-            rules = laid if complete else rules.merge(laid)
+            name = self.rules
+            if name in TENSORFLOW.values():  # it has lists for each precision
+                name = TENSORFLOW[short_name(low)]
+            laid = Rules.load(name)
+            rules = laid if name in COMPLETE else rules.merge(laid)
         for category, op in self.unlist:
             rules = rules.without(category, op)
         if self.allow or self.deny or self.infer or self.clear:

@@ -178,6 +178,7 @@ class _Attempt:
             self.options.keep,
             given_up=given_up,
             ceiling=self.options.placement != "tensorflow",
+            to_the_letter=self.options.is_tensorflows,
         )
 
     def _prices(self, classified: Classified) -> Prices:

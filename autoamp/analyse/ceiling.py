@@ -22,8 +22,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts
-from autoamp.analyse.verdict import BACKWARD, Verdict
-from autoamp.ops import FACTORIES, PROMOTING, base_name, only_moves
+from autoamp.analyse.verdict import Verdict
+from autoamp.ops import FACTORIES, NOISE, PROMOTING, base_name, only_moves
 from autoamp.rules import Category
 
 _AS_WIDE_AS_THE_DATA = frozenset(
@@ -57,11 +57,11 @@ def promotes_to_low(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[
     """Nodes that type promotion, allow ops being low, would leave low.
 
     Operands that are converted, or that promote nothing, do not count.  What is pinned
-    to fp32 is not low, unless it is so for its backward alone.
+    to fp32 is not low, unless its result may be rounded.
     """
     low: set[str] = set()
     for name, verdict in verdicts.items():
-        if not verdict.pinned or verdict.origin == BACKWARD:
+        if not verdict.pinned or verdict.may_round:
             widths = {facts.producer(v) for v in _promoting(name, facts, verdict)}
             if verdict.category is Category.ALLOW or (widths and widths <= low):
                 low.add(name)
@@ -72,7 +72,7 @@ def _promoting(name: str, facts: Facts, verdict: Verdict) -> list[str]:
     """The values that a node's result is as wide as."""
     fact = facts.nodes[name]
     base = fact.op.partition(".")[0]
-    if base in FACTORIES:  # `zeros_like` has the dtype of what it is like
+    if base in FACTORIES | NOISE:  # `zeros_like` has the dtype of what it is like
         return [o.value for o in fact.operands]
     read = list(zip(fact.operands, verdict.modes, strict=True))
     writes = base.endswith("_") and not base.endswith("__")

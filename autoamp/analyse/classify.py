@@ -39,6 +39,7 @@ from autoamp.errors import PassError
 from autoamp.graph_functions import STATE, checkpointed
 from autoamp.ops import (
     FACTORIES,
+    NOISE,
     base_name,
     bodies_of,
     is_inplace,
@@ -87,6 +88,7 @@ def classify(
     *,
     given_up: Mapping[str, str] | None = None,
     ceiling: bool = True,
+    to_the_letter: bool = False,
 ) -> Classified:
     """A verdict for every node that reads or makes fp32 tensors.
 
@@ -94,10 +96,12 @@ def classify(
         keep: the user's module-path patterns.
         given_up: nodes that stay fp32 whatever they are, and why.
         ceiling: pin what type promotion would leave fp32 (`analyse/ceiling.py`).
+        to_the_letter: the rules decide alone, as TensorFlow's lists do there; what
+            torch cannot do is pinned all the same (docs/how-it-works.md lists it).
     """
     given_up = given_up or {}
     nodes = {n.name: n for n in gm.graph.nodes}
-    under = _Context(facts, rules, low, keep, known_numbers(gm))
+    under = _Context(facts, rules, low, keep, known_numbers(gm), to_the_letter)
     verdicts: dict[str, Verdict] = {}
     for name, fact in facts.nodes.items():
         if name in facts.constants or not fact.involves_floats:
@@ -169,6 +173,7 @@ class _Context:
     low: torch.dtype
     keep: Sequence[str]
     known: Known
+    to_the_letter: bool
 
 
 def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
@@ -176,37 +181,47 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
         return _opaque(node, fact)
     base = base_name(node.target)
     if base in CASTS:
-        return _user_cast(node, fact, under.facts)
+        return _user_cast(node, fact, under)
     if node.target in _BITS:
         reason = "reads the bits of its operand: another dtype has others"
-        return Verdict(Category.DENY, reason, "autoamp", True, _all("same", fact))
+        return _left(reason, fact)
     if is_out_variant(node.target):
-        reason = "writes into a tensor it is given (out=), as the user made it"
-        return Verdict(Category.DENY, reason, "autoamp", True, _all("same", fact))
+        return _left(
+            "writes into a tensor it is given (out=), as the user made it", fact
+        )
     rule = _rule_of(node, under.rules)
     if rule is None:
         verdict = _by_schema(node.target, fact)
     else:
-        verdict = _by_rule(rule, node, fact, under.low)
-    if base in FACTORIES:
+        verdict = _by_rule(rule, node, fact, under)
+    if base in FACTORIES | NOISE:
         verdict = replace(verdict, modes=_all("any", fact))
     pin = pin_reason(node, fact, under.facts, under.keep)
-    if pin is None:
-        fills = verdict.category is Category.CLEAR
-        pin = literal_reason(node, under.low, under.known, fills)
+    if pin is None and not under.to_the_letter:
+        pin = literal_reason(node, under.low, under.known, verdict.category)
     if pin is not None:
-        return replace(verdict, pinned=True, reason=pin, origin="autoamp")
-    if cut_off(node, under.low, under.known):
+        return replace(
+            verdict, pinned=True, reason=pin, origin="autoamp", may_round=False
+        )
+    if not under.to_the_letter and cut_off(node, under.low, under.known):
         verdict = replace(verdict, moves=not verdict.pinned)
     backward = gradient_reason(node, fact, under.facts)
     if backward is not None and not verdict.pinned:
-        return replace(verdict, pinned=True, reason=backward, origin=BACKWARD)
+        return replace(
+            verdict, pinned=True, reason=backward, origin=BACKWARD, may_round=True
+        )
     return verdict
 
 
 def _all(mode: Mode, fact: NodeFacts) -> tuple[Mode, ...]:
     """The same mode for every operand."""
     return (mode,) * len(fact.operands)
+
+
+def _left(reason: str, fact: NodeFacts) -> Verdict:
+    """An op that stays as the user wrote it; no list says so."""
+    modes = _all("same", fact)
+    return Verdict(Category.DENY, reason, "autoamp", True, modes, listed=False)
 
 
 def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
@@ -229,7 +244,7 @@ def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
     )
 
 
-def _user_cast(node: fx.Node, fact: NodeFacts, graph: Facts) -> Verdict:
+def _user_cast(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
     """`.float()`, `.to(...)`, `.type(...)` as the user wrote them."""
     outputs = tensors_of(node.meta.get("val"))
     inputs = [t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))]
@@ -238,12 +253,15 @@ def _user_cast(node: fx.Node, fact: NodeFacts, graph: Facts) -> Verdict:
         if made.is_floating_point or made.is_complex:
             reason = f"the model's own cast to {short_name(made)} takes what comes"
             # Of what is low already it would be no copy, to be written to.
-            mode: Mode = "high" if fact.storage in graph.mutated else "any"
+            mode: Mode = "high" if fact.storage in under.facts.mutated else "any"
             return Verdict(Category.CLEAR, reason, "autoamp", False, (mode,))
         reason = "turns floats to integers: reads the value its producer made"
         return Verdict(Category.CLEAR, reason, "autoamp", False, ("follow",))
-    if read == torch.bool:
+    whole = not (read.is_floating_point or read.is_complex)
+    if read == torch.bool or (under.to_the_letter and whole):
         reason = "0 and 1 are exact in any dtype"
+        if read != torch.bool:
+            reason = "whole numbers are cast to what reads them, as TensorFlow does"
         return Verdict(Category.CLEAR, reason, "autoamp", False, ())
     # `x.to(device)` arrives as an overload that names a device, the dtype filled in.
     moves = str(node.target) in _MOVES or argument(node, "dtype") is None
@@ -254,25 +272,41 @@ def _user_cast(node: fx.Node, fact: NodeFacts, graph: Facts) -> Verdict:
     return Verdict(Category.DENY, reason, "autoamp", True, _all("same", fact))
 
 
-def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, low: torch.dtype) -> Verdict:
+def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
     category, reason = rule.category, rule.reason
     for condition in rule.when:
         if condition_holds(condition, node, fact):
             category, reason = condition.category, condition.reason
             break
-    if fact.device in rule.no_kernel and category is not Category.DENY:
-        category = Category.DENY
-        reason = f"torch has no {short_name(low)} kernel of it on {fact.device}"
-    assert isinstance(node.target, compat.OpOverload)
-    modes = tuple(_rule_mode(rule, node.target, o, fact) for o in fact.operands)
-    if rule.jumps or (category is Category.CLEAR and fact.makes_others):
-        # Rounded first, `topk` would pick others, `floor(2.999)` be 3.
-        modes = tuple("follow" if mode == "same" else mode for mode in modes)
+    modes = _rule_modes(rule, category, node, fact, under)
     asks_fp32 = argument(node, "dtype") == HIGH_DTYPE and bool(fact.operands)
-    if asks_fp32 and category is not Category.DENY:
+    if category is Category.DENY:
+        rounds = rule.may_round and not asks_fp32
+        return Verdict(category, reason, rule.origin, True, modes, may_round=rounds)
+    # TensorFlow's deny ops alone deny what follows; other fp32 ops there do not.
+    pinned = category if under.to_the_letter else Category.DENY
+    if fact.device in rule.no_kernel:
+        reason = f"torch has no {short_name(under.low)} kernel of it on {fact.device}"
+        return Verdict(pinned, reason, rule.origin, True, modes)
+    if asks_fp32:
         reason = "the model asks for an fp32 result (dtype=torch.float32)"
-        return Verdict(Category.DENY, reason, "autoamp", True, _all("any", fact))
-    return Verdict(category, reason, rule.origin, category is Category.DENY, modes)
+        return Verdict(pinned, reason, "autoamp", True, _all("any", fact))
+    return Verdict(category, reason, rule.origin, False, modes)
+
+
+def _rule_modes(
+    rule: Rule, category: Category, node: fx.Node, fact: NodeFacts, under: _Context
+) -> tuple[Mode, ...]:
+    """What each operand of a listed op needs."""
+    assert isinstance(node.target, compat.OpOverload)
+    modes = [_rule_mode(rule, node.target, o, fact) for o in fact.operands]
+    # Rounded first, `topk` would pick others, `floor(2.999)` be 3.
+    picks = rule.jumps or (category is Category.CLEAR and fact.makes_others)
+    if under.to_the_letter:
+        modes = ["same" if mode == "follow" else mode for mode in modes]
+    elif picks:
+        modes = ["follow" if mode == "same" else mode for mode in modes]
+    return tuple(modes)
 
 
 def _rule_mode(

@@ -15,6 +15,7 @@ from autoamp.analyse.facts import Facts, NodeFacts, argument, tensors_of
 from autoamp.analyse.numbers import Known, filling, numbers
 from autoamp.dtypes import largest, short_name, smallest
 from autoamp.ops import FACTORIES, base_name, is_pointwise
+from autoamp.rules import Category
 
 LAYER_NORMS = frozenset({"aten::layer_norm", "aten::native_layer_norm"})
 
@@ -111,8 +112,14 @@ def _reads_beyond_first(node: fx.Node) -> bool:
     )
 
 
+def scales(target: compat.OpOverload, category: Category) -> bool:
+    """Whether an op does arithmetic with its numbers: none is a limit or a filling."""
+    limited = category is Category.CLEAR or base_name(target).rstrip("_") in _LIMITED
+    return is_pointwise(target) and not limited
+
+
 def literal_reason(
-    node: fx.Node, low: torch.dtype, known: Known, fills: bool = False
+    node: fx.Node, low: torch.dtype, known: Known, category: Category
 ) -> str | None:
     """Why arithmetic with a number beyond the range of `low` must stay fp32, or None.
 
@@ -121,20 +128,19 @@ def literal_reason(
 
     Args:
         known: the numbers that tensors hold.
-        fills: the op does no arithmetic; its numbers are limits and fillings.
+        category: the op's; clear ops do no arithmetic.
     """
     target = node.target
     assert isinstance(target, compat.OpOverload)
     filled = filling(node, known)
     if filled is None and not is_pointwise(target):
         return None
-    fills = fills or base_name(target).rstrip("_") in _LIMITED
     for value in numbers(node, known) if filled is None else (filled,):
         if not math.isfinite(value):
             continue
         if 0 < abs(value) <= smallest(low) / 2:
             return f"computes with {value:g}, which {short_name(low)} rounds to zero"
-        if abs(value) > largest(low) and not fills and filled is None:
+        if abs(value) > largest(low) and filled is None and scales(target, category):
             return f"computes with {value:g}, which is beyond {short_name(low)}'s range"
     return None
 

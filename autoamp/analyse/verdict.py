@@ -33,6 +33,8 @@ class Verdict:
         moves: it may be low only where all that read its result are, which would round
             it in any case.
         listed: whether any rule knows the op.
+        may_round: pinned, but for how it computes alone: its result may be rounded as
+            type promotion has it, and widens nothing.
     """
 
     category: Category
@@ -42,3 +44,4 @@ class Verdict:
     modes: tuple[Mode, ...]
     moves: bool = False
     listed: bool = True
+    may_round: bool = False

@@ -24,11 +24,12 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import NodeFacts
+from autoamp.analyse.pins import scales
 from autoamp.analyse.verdict import GAVE_UP, Mode
 from autoamp.dtypes import HIGH_DTYPE, largest
 from autoamp.errors import PassError
 from autoamp.graph_functions import WITH_FP32_STATE
-from autoamp.ops import FACTORIES, base_name, is_out_variant, is_view
+from autoamp.ops import FACTORIES, NOISE, base_name, is_out_variant, is_view
 from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Cast, Emitted, dtype_of
 from autoamp.rewrite.uses import Copies, Uses
@@ -169,18 +170,19 @@ class _Emitter:
         if not isinstance(node.target, compat.OpOverload):
             return args, kwargs
         if is_low:
-            args = tuple(self._adapt(a) for a in args)
-            kwargs = {k: self._adapt(v) for k, v in kwargs.items()}
-        makes_data = base_name(node.target) in FACTORIES
+            cut = not scales(node.target, self.verdicts[node.name].category)
+            args = tuple(self._adapt(a, cut=cut) for a in args)
+            kwargs = {k: self._adapt(v, cut=cut) for k, v in kwargs.items()}
+        makes_data = base_name(node.target) in FACTORIES | NOISE
         makes_data &= not is_out_variant(node.target)
         if makes_data and self.facts.nodes[node.name].makes_floats:
             kwargs = {**kwargs, "dtype": self.low if is_low else HIGH_DTYPE}
         return args, kwargs
 
-    def _adapt(self, value: Any) -> Any:
+    def _adapt(self, value: Any, *, cut: bool) -> Any:
         if value is HIGH_DTYPE:
             return self.low
-        if isinstance(value, float) and math.isfinite(value):
+        if cut and isinstance(value, float) and math.isfinite(value):
             return max(-largest(self.low), min(largest(self.low), value))
         return value
 

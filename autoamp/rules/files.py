@@ -6,7 +6,13 @@ from pathlib import Path
 
 from autoamp.errors import RulesError
 
-BUILTIN = ("fp16", "bf16", "torch-cuda", "torch-cpu", "tensorflow")
+TENSORFLOW = {"fp16": "tensorflow", "bf16": "tensorflow-bf16"}
+"""TensorFlow's lists by precision."""
+
+COMPLETE = ("torch-cuda", "torch-cpu", *TENSORFLOW.values())
+"""The rule sets that say everything: they are laid over no other."""
+
+BUILTIN = ("fp16", "bf16", *COMPLETE)
 """The names of the rule sets that come with the package."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]

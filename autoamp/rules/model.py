@@ -70,6 +70,8 @@ class Rule:
             within the range of the low dtype (`clamp` with both bounds).
         jumps: The output jumps where the input crosses a number: the op computes in
             the precision that its operands were made in, and no cast rounds them first.
+        may_round: The op is denied for how it computes: its result may be rounded, and
+            widens nothing.
         no_kernel: Device types for which torch has no kernel in the low dtype,
             forward or backward.
         policy: In a compatibility set, what autocast does beyond the category.
@@ -87,6 +89,7 @@ class Rule:
     restores: bool = False
     restores_given: tuple[str, ...] = ()
     jumps: bool = False
+    may_round: bool = False
     no_kernel: tuple[str, ...] = ()
     policy: str = ""
     when: tuple[Condition, ...] = ()

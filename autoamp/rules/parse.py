@@ -20,7 +20,7 @@ MAX_DOTS = 100
 """Most dots on a line."""
 
 _META = {"dtype": ("float16", "bfloat16", "any"), "description": None}
-_FLAGS = ("accumulates", "restores", "jumps")
+_FLAGS = ("accumulates", "restores", "jumps", "may_round")
 _NAMES = ("fp32_operands", "no_kernel", "restores_given")
 _ATTRIBUTES = ("reason", "policy", "when", *_FLAGS, *_NAMES)
 _CONDITION = ("test", "value", "argument", "category", "reason")

@@ -1,0 +1,230 @@
+"""Random numbers: drawn as the model draws them in fp32, and no cast for a shape."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoamp.dtypes import parse_low_dtype
+from autoamp.options import Options
+from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.rules import Category, Rules
+from tests.strategies import capture
+from tests.truth import relative
+
+WIDTH = 20
+"""No multiple of 16: torch's CPU kernels then draw other normal numbers in fp16."""
+
+PRECISIONS = ("bf16", "fp16")
+X = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+class Of(nn.Module):
+    """A model of one function over two layers."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.fc = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def rewritten(model: nn.Module, precision: str, **options: Any) -> Rewritten:
+    low = parse_low_dtype(precision)
+    assert low is not None
+    chosen = Options(precision=precision, do_no_harm=False, strict=True, **options)
+    x = X.clone().requires_grad_()
+    return rewrite_graph(capture(model, 1), (x,), chosen, low)
+
+
+def seeded(call: Callable[..., Any]) -> tuple[Any, Tensor]:
+    """What `call` gives from one random state, and the state that it leaves."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        return call(X), torch.get_rng_state()
+
+
+def path(m: Of, h: Tensor) -> Tensor:
+    """Stochastic depth, as timm writes it."""
+    keep = h.new_empty((h.shape[0], 1)).bernoulli_(0.6)
+    return m.other(h * keep.div_(0.6))
+
+
+NOISE: dict[str, Callable[[Of, Tensor], Tensor]] = {
+    "randn_like": lambda m, h: torch.randn_like(h),
+    "rand_like": lambda m, h: torch.rand_like(h),
+    "randint_like": lambda m, h: torch.randint_like(h, 9),
+    "normal_": lambda m, h: torch.empty_like(h).normal_(),
+    "uniform_": lambda m, h: torch.empty_like(h).uniform_(),
+    "exponential_": lambda m, h: h.new_empty(h.shape).exponential_(),
+    "bernoulli_": lambda m, h: torch.empty_like(h).bernoulli_(0.3),
+    "bernoulli": lambda m, h: torch.bernoulli(h, 0.3),
+    "randn": lambda m, h: torch.randn(h.shape),
+    "two": lambda m, h: torch.randn_like(h) * 2 + torch.rand_like(h),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", NOISE)
+def test_the_draws_are_those_of_the_users_program(kind: str, precision: str) -> None:
+    """The same numbers, rounded at most, from the same stream."""
+    draw = NOISE[kind]
+    model = Of(lambda m, x: draw(m, m.fc(x)) + 0 * m.other(x))
+    found = rewritten(model, precision)
+    (ours, after), (theirs, left) = seeded(found.gm), seeded(model)
+    eps = torch.finfo(parse_low_dtype(precision)).eps
+    assert relative(ours.double(), theirs.double()) < eps, "a rounding or two"
+    assert torch.equal(after, left)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", ["randn_like", "rand_like", "randint_like"])
+def test_a_shape_is_read_without_a_cast(kind: str, precision: str) -> None:
+    draw = NOISE[kind]
+    found = rewritten(Of(lambda m, x: draw(m, m.fc(x))), precision)
+    assert "linear" in found.assignment.low
+    assert {c.value for c in found.casts if c.kind == "up"} == set()
+    assert not found.assignment.decisions[kind].low
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_normal_numbers_widen_nothing_and_uniform_ones_do(precision: str) -> None:
+    def noisy(m: Of, x: Tensor) -> Tensor:
+        h = m.fc(x)
+        h = h + torch.randn_like(h) * 0.1
+        h = h * torch.empty_like(h).normal_()
+        return m.other(h)
+
+    low = rewritten(Of(noisy), precision).assignment.low
+    assert {"add", "mul", "mul_1", "linear_1"} <= low
+    uniform = Of(lambda m, x: m.other((h := m.fc(x)) + torch.rand_like(h)))
+    assert "add" not in rewritten(uniform, precision).assignment.low
+
+
+@pytest.mark.parametrize("asked", ["dtype", "keep", "deny", "wide"])
+def test_noise_that_is_asked_for_in_fp32_widens(asked: str) -> None:
+    def noisy(m: Of, x: Tensor) -> Tensor:
+        h = m.fc(x)
+        like = x if asked == "wide" else h
+        dtype = {"dtype": torch.float32} if asked == "dtype" else {}
+        return m.other(h * torch.randn_like(like, **dtype))
+
+    options = {"keep": {"keep": ("*",)}, "deny": {"deny": ("randn_like",)}}
+    found = rewritten(Of(noisy), "bf16", **options.get(asked, {}))
+    assert "mul" not in found.assignment.low
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_mask_of_zeros_and_ones_is_low(precision: str) -> None:
+    """Its fp32 form widened every residual branch that stochastic depth drops."""
+    model = Of(lambda m, x: path(m, m.fc(x)))
+    found = rewritten(model, precision)
+    names = {"new_empty", "bernoulli_", "div_", "mul", "linear_1"}
+    assert names <= found.assignment.low
+    (ours, after), (theirs, left) = seeded(found.gm), seeded(model)
+    assert torch.equal(after, left)
+    eps = torch.finfo(parse_low_dtype(precision)).eps
+    assert relative(ours.double(), theirs.double()) < 8 * eps, "roundings in two layers"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [1e-3, 0.1, 0.5, 0.9])
+def test_zeros_and_ones_are_the_same_in_any_dtype(p: float, dtype: torch.dtype) -> None:
+    """Why those draws are clear."""
+    for size in (1, 15, 17, 100, 4099):
+        drawn = []
+        for made in (torch.float32, dtype):
+            torch.manual_seed(3)
+            mask = torch.empty(size, dtype=made).bernoulli_(p)
+            drawn.append((mask.float(), torch.get_rng_state()))
+        assert torch.equal(drawn[0][0], drawn[1][0])
+        assert torch.equal(drawn[0][1], drawn[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_draws_are_others_in_another_dtype(dtype: torch.dtype) -> None:
+    """Why those stay fp32."""
+    torch.manual_seed(3)
+    wide = torch.randn(100)
+    torch.manual_seed(3)
+    assert (wide - torch.randn(100, dtype=dtype)).abs().max() > 1
+    torch.manual_seed(3)
+    uniform = torch.rand(10**5)
+    assert uniform.max() < 1 == uniform.to(dtype).max(), "rounded, it reaches 1"
+
+
+class Autoencoder(nn.Module):
+    """A variational one: its encoder gives a mean and a log variance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Linear(WIDTH, 2 * WIDTH)
+        self.decoder = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, log_variance = self.encoder(x).chunk(2, -1)
+        deviation = (log_variance * 0.5).exp()
+        return self.decoder(mean + torch.randn_like(deviation) * deviation)
+
+
+class Jitter(Autoencoder):
+    """Noise of one size on what a layer gives, as wide as that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, spread = self.encoder(x).chunk(2, -1)
+        return self.decoder(mean + torch.randn_like(spread) * spread)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", [Autoencoder, Jitter])
+def test_reparametrised_models_give_what_they_gave(
+    kind: type[nn.Module], precision: str
+) -> None:
+    """From the same seed; under autocast other noise is drawn where that is low."""
+    model = kind()
+    low = parse_low_dtype(precision)
+    assert low is not None
+    found = rewritten(copy.deepcopy(model), precision)
+    theirs, left = seeded(model)
+
+    def autocast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", low):
+            return model(x).float()
+
+    def off(call: Callable[..., Any]) -> tuple[float, bool]:
+        result, after = seeded(call)
+        same = torch.equal(after, left)
+        return relative(result.double(), theirs.double()), same
+
+    ours, amp = off(found.gm), off(autocast)
+    assert ours[1]
+    allowed = 8 * torch.finfo(low).eps
+    assert ours[0] < allowed, "roundings of two layers and a sum"
+    if kind is Jitter:
+        assert amp[0] > allowed, "autocast draws other numbers here"
+    else:
+        assert ours[0] <= 1.1 * amp[0]
+    assert "linear_1" in found.assignment.low
+
+
+def test_the_rules_say_so() -> None:
+    for precision in PRECISIONS:
+        rules = Rules.default(precision)
+        bernoulli = rules.lookup(torch.ops.aten.bernoulli_.float)
+        assert bernoulli is not None
+        assert bernoulli.category is Category.CLEAR
+        by_tensor = rules.lookup(torch.ops.aten.bernoulli_.Tensor)
+        assert by_tensor is not None
+        assert by_tensor.category is Category.DENY
+        assert rules.table["aten::randn_like"].may_round
+        assert not rules.table["aten::rand_like"].may_round
