@@ -12,6 +12,7 @@ import click
 from autoamp.auto import environment
 from autoamp.errors import AutoampError
 from autoamp.inspect.devices import devices, versions
+from autoamp.options import PLACEMENTS
 from autoamp.plain import plain_line
 
 _LAUNCHED = {"AUTOAMP_ENABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
@@ -43,6 +44,7 @@ def main() -> None:
 @_lists
 @click.option("--loss-scale", metavar="S", help="auto, dynamic, off or a number.")
 @click.option("--backend", metavar="B", help="eager or inductor.")
+@click.option("--placement", metavar="P", help=", ".join(PLACEMENTS) + ".")
 @click.option("--do-no-harm", metavar="0|1", help="0: convert even what cannot gain.")
 @click.option("--strict", is_flag=True, help="Raise where it would fall back to fp32.")
 @click.option("--report-dir", metavar="DIR", help="Where graphs and reports go.")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from autoamp import AutoampError
 from autoamp.auto import environment
 from autoamp.auto.environment import Settings, read, unknown
+from autoamp.dtypes import parse_low_dtype
 from autoamp.options import Options
 from autoamp.rules.parse import MAX_BYTES
 
@@ -24,6 +25,7 @@ WORDS = {
     "AUTOAMP_PRECISION": "auto, fp16, bf16",
     "AUTOAMP_LOSS_SCALE": "auto, dynamic, off or a positive finite number",
     "AUTOAMP_BACKEND": "eager, inductor",
+    "AUTOAMP_PLACEMENT": "optimal, tensorflow, promote, forced",
     "AUTOAMP_DO_NO_HARM": "1, true, on, 0, false, off",
     "AUTOAMP_STRICT": "1, true, on, 0, false, off",
 }
@@ -64,6 +66,8 @@ GOOD = [
     ("AUTOAMP_LOSS_SCALE", "1e3", {"loss_scale": 1000.0}),
     ("AUTOAMP_LOSS_SCALE", "65536", {"loss_scale": 65536.0}),
     ("AUTOAMP_BACKEND", "Inductor", {"backend": "inductor"}),
+    ("AUTOAMP_PLACEMENT", "TensorFlow ", {"placement": "tensorflow"}),
+    ("AUTOAMP_PLACEMENT", "optimal", {}),
     ("AUTOAMP_DO_NO_HARM", "0", {"do_no_harm": False}),
     ("AUTOAMP_DO_NO_HARM", "TRUE", {"do_no_harm": True}),
     ("AUTOAMP_STRICT", "on", {"strict": True}),
@@ -166,8 +170,88 @@ def test_an_op_that_is_not_in_the_list_it_is_taken_from() -> None:
 
 def test_the_same_op_in_two_lists() -> None:
     message = problem(AUTOAMP_ALLOWLIST_ADD="tanh,mm", AUTOAMP_DENYLIST_ADD="tanh")
-    assert "aten::tanh is in two lists, " in message
-    assert message.startswith("AUTOAMP_DENYLIST_ADD='tanh'")
+    assert message == (
+        "AUTOAMP_DENYLIST_ADD='tanh': aten::tanh is in two lists, AUTOAMP_ALLOWLIST_ADD"
+        " and AUTOAMP_DENYLIST_ADD; take it out of one of them"
+    )
+
+
+@pytest.mark.parametrize("category", ["allow", "deny", "infer", "clear"])
+@pytest.mark.parametrize("change", ["ADD", "REMOVE"])
+def test_a_wrong_name_is_told_of_the_list_it_was_given_for(
+    category: str, change: str
+) -> None:
+    name = f"AUTOAMP_{category.upper()}LIST_{change}"
+    assert problem(**{name: "expp"}).startswith(
+        f"{name}='expp': {category}=expp: torch has no op aten::expp"
+    )
+
+
+# -- a list is its own, and what is added, less what is removed, as in TensorFlow ------
+
+
+@pytest.mark.parametrize(
+    ("variables", "category"),
+    [
+        ({"ALLOWLIST_ADD": "tanh"}, "allow"),
+        ({"ALLOWLIST_ADD": "tanh", "ALLOWLIST_REMOVE": "tanh"}, "infer"),
+        ({"ALLOWLIST_ADD": "aten.tanh", "ALLOWLIST_REMOVE": "aten::tanh"}, "infer"),
+        ({"ALLOWLIST_ADD": "tanh,mm", "ALLOWLIST_REMOVE": "mm, tanh"}, "infer"),
+        ({"ALLOWLIST_ADD": "tanh.default", "ALLOWLIST_REMOVE": "tanh"}, "infer"),
+        ({"ALLOWLIST_ADD": "tanh", "INFERLIST_REMOVE": "tanh"}, "allow"),
+        (
+            {
+                "ALLOWLIST_ADD": "tanh",
+                "ALLOWLIST_REMOVE": "tanh",
+                "DENYLIST_ADD": "tanh",
+            },
+            "deny",
+        ),
+        ({"INFERLIST_ADD": "tanh", "INFERLIST_REMOVE": "tanh"}, None),
+        ({"INFERLIST_REMOVE": "tanh"}, None),
+    ],
+)
+def test_what_is_removed_stays_removed(
+    variables: dict[str, str], category: str | None
+) -> None:
+    for precision in ("fp16", "bf16"):
+        given = {f"AUTOAMP_{k}": v for k, v in variables.items()}
+        options = read({**given, "AUTOAMP_PRECISION": precision}).options
+        low = parse_low_dtype(precision)
+        assert low is not None
+        rule = options.resolve_rules(low).lookup(torch.ops.aten.tanh.default)
+        assert (None if rule is None else rule.category) == category
+
+
+def test_what_was_never_there_cannot_be_removed() -> None:
+    given = {"AUTOAMP_ALLOWLIST_ADD": "sum", "AUTOAMP_ALLOWLIST_REMOVE": "tanh"}
+    assert "tanh is not in the allow list; it is in the infer list" in problem(**given)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("WHITELIST_ADD", "ALLOWLIST_ADD"),
+        ("WHITELIST_REMOVE", "ALLOWLIST_REMOVE"),
+        ("GRAYLIST_ADD", "INFERLIST_ADD"),
+        ("GREYLIST_REMOVE", "INFERLIST_REMOVE"),
+        ("BLACKLIST_ADD", "DENYLIST_ADD"),
+        ("BLACKLIST_REMOVE", "DENYLIST_REMOVE"),
+        ("CLEARLIST_ADDD", "CLEARLIST_ADD"),
+        ("PLACMENT", "PLACEMENT"),
+    ],
+)
+def test_a_list_by_its_old_name_is_pointed_to_its_new_one(
+    written: str, meant: str
+) -> None:
+    (sentence,) = unknown({f"AUTOAMP_{written}": "mm"})
+    assert sentence.endswith(f"did you mean AUTOAMP_{meant}?")
+
+
+def test_a_level_is_pointed_to_what_stands_for_it() -> None:
+    (sentence,) = unknown({"AUTOAMP_LEVEL": "TENSOR_CORES_ONLY"})
+    assert "AUTOAMP_PLACEMENT=forced" in sentence
+    assert "TENSOR_CORES_ONLY" in Path("docs/automatic-mode.md").read_text("utf-8")
 
 
 def only_in(fp16: bool) -> tuple[str, str]:

@@ -13,7 +13,8 @@ from typing import Any
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
 from autoamp.loss_scale import StaticLossScale
-from autoamp.options import BACKENDS, Options
+from autoamp.ops import parse_op_name
+from autoamp.options import BACKENDS, PLACEMENTS, Options
 from autoamp.plain import plain_line
 from autoamp.rules import Rules
 from autoamp_autoload import OFF as _OFF
@@ -23,8 +24,18 @@ from autoamp_autoload import VARIABLE as ENABLE
 REPORT_DIR = "AUTOAMP_REPORT_DIR"
 _PREFIX = "AUTOAMP_"
 _LISTS = ("allow", "deny", "infer", "clear")
+_OLD_LISTS = {"WHITE": "ALLOW", "GRAY": "INFER", "GREY": "INFER", "BLACK": "DENY"}
+"""What TensorFlow called its lists before 2.4, and calls them since."""
+
+_LEVEL = "AUTOAMP_LEVEL"
 _SHOWN, _TOLD = 100, 1000
 """Characters of a value, and of what is wrong with it, that a message holds."""
+
+_Given = Mapping[str, str]
+_Parse = Callable[[str, Options, _Given], dict[str, Any]]
+"""The options that a variable's value stands for.
+
+Takes the value, the options that the variables before it gave, and all variables."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         value = given.get(name)
         if value:
             try:
-                options = options.replace(**parse(value, options))
+                options = options.replace(**parse(value, options, given))
             except (AutoampError, OSError, ValueError) as error:
                 raise OptionError(_told(name, value, str(error))) from None
     place = given.get(REPORT_DIR)
@@ -77,24 +88,35 @@ def unknown(environ: Mapping[str, str]) -> list[str]:
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in known:
             shown = plain_line(name, _SHOWN)
-            close = difflib.get_close_matches(shown, known, 1) or known
-            found.append(
-                f"{shown} is no variable of autoamp; did you mean {', '.join(close)}?"
-            )
+            found.append(f"{shown} is no variable of autoamp; {_hint(shown, known)}")
     return found
 
 
-def _precision(value: str, _: Options) -> dict[str, Any]:
+def _hint(name: str, known: list[str]) -> str:
+    """What to write instead of a variable that is unknown."""
+    if name == _LEVEL:
+        return (
+            "docs/automatic-mode.md says what stands for each of TensorFlow's levels, "
+            "as AUTOAMP_PLACEMENT=forced for TENSOR_CORES_ONLY"
+        )
+    meant = name.upper()
+    for old, new in _OLD_LISTS.items():
+        meant = meant.replace(f"{old}LIST", f"{new}LIST")
+    close = difflib.get_close_matches(meant, known, 1) or known
+    return f"did you mean {', '.join(close)}?"
+
+
+def _precision(value: str, *_: Any) -> dict[str, Any]:
     if value.lower() != "auto" and parse_low_dtype(value) is None:
         raise OptionError(f"give one of auto, {', '.join(LOW_DTYPES)}")
     return {"precision": value.lower()}
 
 
-def _rules(value: str, _: Options) -> dict[str, Any]:
+def _rules(value: str, *_: Any) -> dict[str, Any]:
     return {"rules": value}
 
 
-def _loss_scale(value: str, _: Options) -> dict[str, Any]:
+def _loss_scale(value: str, *_: Any) -> dict[str, Any]:
     word = value.lower()
     if word in ("auto", "dynamic", "off"):
         return {"loss_scale": word}
@@ -108,14 +130,17 @@ def _loss_scale(value: str, _: Options) -> dict[str, Any]:
     return {"loss_scale": scale}
 
 
-def _backend(value: str, _: Options) -> dict[str, Any]:
-    if value.lower() not in BACKENDS:
-        raise OptionError(f"give one of {', '.join(BACKENDS)}")
-    return {"backend": value.lower()}
+def _word(option: str, valid: tuple[str, ...]) -> _Parse:
+    def parse(value: str, *_: Any) -> dict[str, Any]:
+        if value.lower() not in valid:
+            raise OptionError(f"give one of {', '.join(valid)}")
+        return {option: value.lower()}
+
+    return parse
 
 
-def _switch(option: str) -> Callable[[str, Options], dict[str, Any]]:
-    def parse(value: str, _: Options) -> dict[str, Any]:
+def _switch(option: str) -> _Parse:
+    def parse(value: str, *_: Any) -> dict[str, Any]:
         if value.lower() not in (*_ON, *_OFF):
             raise OptionError(f"give one of {', '.join((*_ON, *_OFF))}")
         return {option: value.lower() in _ON}
@@ -123,25 +148,55 @@ def _switch(option: str) -> Callable[[str, Options], dict[str, Any]]:
     return parse
 
 
-def _add(category: str) -> Callable[[str, Options], dict[str, Any]]:
-    return lambda value, _: {category: _names(value)}
+def _add(category: str) -> _Parse:
+    def parse(value: str, _: Options, given: _Given) -> dict[str, Any]:
+        """As in TensorFlow, a list has what is added to it less what is removed."""
+        kept = _kept(category, value, given)
+        for other in _LISTS[: _LISTS.index(category)]:
+            there = _kept(other, given.get(_variable(other, "ADD"), ""), given)
+            for op in map(parse_op_name, kept):
+                if op in map(parse_op_name, there):
+                    raise OptionError(
+                        f"{op} is in two lists, {_variable(other, 'ADD')} and "
+                        f"{_variable(category, 'ADD')}; take it out of one of them"
+                    )
+        return {category: kept}
+
+    return parse
 
 
-def _remove(category: str) -> Callable[[str, Options], dict[str, Any]]:
-    def parse(value: str, options: Options) -> dict[str, Any]:
+def _kept(category: str, added: str, given: _Given) -> tuple[str, ...]:
+    """The ops that are added to a list and not removed from it."""
+    removed = _names(given.get(_variable(category, "REMOVE"), ""))
+    return tuple(n for n in _names(added) if not any(_covers(r, n) for r in removed))
+
+
+def _covers(removed: str, added: str) -> bool:
+    """Whether an op that is removed is the one added, or has it as an overload."""
+    op, of = parse_op_name(removed), parse_op_name(added)
+    return of == op or of.startswith(f"{op}.")
+
+
+def _remove(category: str) -> _Parse:
+    def parse(value: str, options: Options, given: _Given) -> dict[str, Any]:
         """An op counts as listed if it is so for either precision."""
         tables = _rules_in_force(options)
+        added = _names(given.get(_variable(category, "ADD"), ""))
         for name in _names(value):
+            listed = any(table.lists(category, name) for table in tables)
+            if listed or any(_covers(name, other) for other in added):
+                continue
             there = [c for c in _LISTS if any(t.lists(c, name) for t in tables)]
-            if category not in there:
-                lists = " and ".join(f"the {c} list" for c in there) or "no list"
-                raise OptionError(
-                    f"{name} is not in the {category} list; it is in {lists}"
-                )
+            lists = " and ".join(f"the {c} list" for c in there) or "no list"
+            raise OptionError(f"{name} is not in the {category} list; it is in {lists}")
         taken = ((category, name) for name in _names(value))
         return {"unlist": (*options.unlist, *taken)}
 
     return parse
+
+
+def _variable(category: str, change: str) -> str:
+    return f"{_PREFIX}{category.upper()}LIST_{change}"
 
 
 def _rules_in_force(options: Options) -> list[Rules]:
@@ -175,13 +230,14 @@ def writable(value: str) -> Path:
         raise OptionError(_told(REPORT_DIR, value, problem)) from None
 
 
-_VARIABLES: dict[str, Callable[[str, Options], dict[str, Any]]] = {
+_VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_PRECISION": _precision,
     "AUTOAMP_RULES": _rules,
-    **{f"AUTOAMP_{c.upper()}LIST_REMOVE": _remove(c) for c in _LISTS},
-    **{f"AUTOAMP_{c.upper()}LIST_ADD": _add(c) for c in _LISTS},
+    **{_variable(c, "REMOVE"): _remove(c) for c in _LISTS},
+    **{_variable(c, "ADD"): _add(c) for c in _LISTS},
     "AUTOAMP_LOSS_SCALE": _loss_scale,
-    "AUTOAMP_BACKEND": _backend,
+    "AUTOAMP_BACKEND": _word("backend", BACKENDS),
+    "AUTOAMP_PLACEMENT": _word("placement", PLACEMENTS),
     "AUTOAMP_DO_NO_HARM": _switch("do_no_harm"),
     "AUTOAMP_STRICT": _switch("strict"),
 }
