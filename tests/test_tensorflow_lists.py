@@ -1,4 +1,4 @@
-"""TensorFlow's lists under TensorFlow's placement: its letter, and what differs from it."""
+"""TensorFlow's lists under its placement: its letter, and what differs from it."""
 
 from __future__ import annotations
 
@@ -264,19 +264,19 @@ def shared(m: Of, x: Tensor) -> tuple[Tensor, ...]:
     return h, h.view(-1), h @ m.fc.weight
 
 
-I = torch.arange(SIDE)
+ROWS = torch.arange(SIDE)
 LISTED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, str]] = {
     "no kernel": (pooled, (), "avg_pool3d", "torch has no fp16 kernel of it"),
     "outside": (remembered, (), "mul_", "a tensor that exists outside the graph"),
     "statistics": (statistics, (), "native_batch_norm", "its statistics are read"),
-    "tables": (looked_up, (X, I), "embedding", "sums the gradients of rows"),
+    "tables": (looked_up, (X, ROWS), "embedding", "sums the gradients of rows"),
     "fp32 asked": (asked, (), "softmax", "asks for an fp32 result"),
     "no floats": (selected, (), "where", "makes fp32 of what is no float"),
     "regions": (region, (), "tanh", "the model's own torch.autocast region"),
     "other floats": (wide, (), "mul", "operands of another float dtype"),
     "shared results": (shared, (), "linear", "shares memory with another tensor"),
 }
-"""Row of the documentation: a program, a node that TensorFlow paints, and our reason."""
+"""Row of the documentation: a program, a node that TensorFlow paints, our reason."""
 
 
 def is_painted(found: Rewritten, node: str) -> bool:
