@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autoamp
 from autoamp.dtypes import parse_low_dtype
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
@@ -193,6 +194,38 @@ def test_a_number_nobody_knows_is_as_true_as_under_autocast(
     assert errors(Of(scaled), given, low).worst() <= MARGIN
     found = rewritten(scaled, *given).assignment.decisions.values()
     assert not any("computes with" in d.reason for d in found)
+
+
+SHARED = torch.tensor(1e-8)
+HELD: dict[str, Callable[[Of, Tensor], Tensor]] = {
+    "tensor": SMALL["tensor"],
+    "full like": SMALL["full like"],
+    "attribute": SMALL["attribute"],
+    "buffer": SMALL["buffer"],
+    "element": SMALL["element"],
+    "global": lambda m, h: h * SHARED,
+    "divisor": LARGE["buffer"],
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_a_converted_model_knows_its_own_numbers(kind: str) -> None:
+    """Dynamo hands buffers, attributes and globals in; their values are the model's."""
+    function = HELD[kind]
+    model = Of(lambda m, x: function(m, m.fc(x)))
+    truth = model(X).detach()
+    autoamp.convert(model, precision="fp16", do_no_harm=False, strict=True)
+    result = model(X).detach()
+    low = {op.op for op in autoamp.report(model).ops if op.is_low}
+    assert "aten::linear.default" in low
+    assert relative(result.double(), truth.double()) < 2**-10, "one low linear"
+
+
+def test_an_argument_and_a_parameter_are_known_to_nobody() -> None:
+    model = Of(lambda m, x, s: m.fc(x) * s * m.trained)
+    autoamp.convert(model, precision="fp16", do_no_harm=False, strict=True)
+    model(X, torch.tensor(1e-8))
+    assert all(op.is_low for op in autoamp.report(model).ops if "mul" in op.op)
 
 
 def test_a_tensor_written_over_is_read_as_it_is() -> None:

@@ -40,6 +40,13 @@ UNTRACED = "autoamp_untraced"
 """In the `meta` of an ATen graph: calls that stayed whole, and why, by their names."""
 
 
+NUMBER = "autoamp_number"
+"""In the `meta` of a placeholder: the number in the model's own tensor given for it."""
+
+_OWN = re.compile(r"L\['(mod|self)'\]|G\[")
+"""Where a Dynamo source begins that is not an argument of the call."""
+
+
 @dataclass(frozen=True)
 class Normalised:
     """An ATen graph and the fake tensors it was traced with."""
@@ -71,7 +78,7 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
     mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
     fakes = tuple(compat.fake_inputs(example_inputs, mode))
     lowered = _trace(gm, fakes, mode)
-    _restore_placeholders(lowered, gm, fakes)
+    _restore_placeholders(lowered, gm, fakes, example_inputs)
     return Normalised(lowered, fakes, mode)
 
 
@@ -314,7 +321,7 @@ class _Lowering(fx.Interpreter):
     ) -> fx.GraphModule:
         """The ATen graph of a sub-graph that op `name` calls, to be rewritten too."""
         lowered = _trace(body, inputs, self.mode)
-        _restore_placeholders(lowered, body, tuple(inputs))
+        _restore_placeholders(lowered, body, tuple(inputs), inputs)
         lowered.meta[LOWERED_BODY] = name
         lowered.meta[BODY_RECORDS] = torch.is_grad_enabled()
         return lowered
@@ -392,13 +399,22 @@ def _keep_identities_apart(
 
 
 def _restore_placeholders(
-    lowered: fx.GraphModule, original: fx.GraphModule, fakes: Sequence[Any]
+    lowered: fx.GraphModule,
+    original: fx.GraphModule,
+    fakes: Sequence[Any],
+    given: Sequence[Any],
 ) -> None:
-    """Gives placeholders their readable names, sources and gradient flags back."""
+    """Gives placeholders their readable names, sources and gradient flags back.
+
+    And the numbers in 0-dim buffers and the like, which are the model's own.
+    """
     sources = compat.placeholder_sources(original)
     before = [n for n in original.graph.nodes if n.op == "placeholder"]
     after = [n for n in lowered.graph.nodes if n.op == "placeholder"]
-    for old, new, fake, source in zip(before, after, fakes, sources, strict=True):
+    every = zip(before, after, fakes, sources, given, strict=True)
+    for old, new, fake, source, real in every:
+        if _OWN.match(source):
+            new.meta[NUMBER] = compat.held_number(real)
         path = module_path(source) or old.meta.get("autoamp_path", "")
         name = re.sub(r"\W+", "_", path).strip("_") if path else old.name
         new.name = lowered.graph._graph_namespace.create_name(name or old.name, None)

@@ -15,6 +15,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import argument
+from autoamp.analyse.normalise import NUMBER
 from autoamp.ops import base_name, is_pointwise, is_random, mutates
 
 Known = Mapping[str, int | float]
@@ -36,16 +37,17 @@ _COPIES = frozenset(
 
 
 def known_numbers(gm: fx.GraphModule) -> Known:
-    """What each node is known to hold; what a graph is handed is known to nobody.
+    """What each node is known to hold: attributes, the model's own tensors, fillings.
 
-    A tensor that is written to later is taken to hold what it held first: whoever asks
-    keeps an op in fp32 for it, which harms nothing.
+    What the caller hands in is known to nobody.  A tensor that is written to later is
+    taken to hold what it held first: whoever asks keeps an op in fp32 for it, which
+    harms nothing.
     """
     known: dict[str, int | float] = {}
     for node in gm.graph.nodes:
-        number = None
+        number = node.meta.get(NUMBER)
         if node.op == "get_attr":
-            number = _held(operator.attrgetter(str(node.target))(gm))
+            number = compat.held_number(operator.attrgetter(str(node.target))(gm))
         elif isinstance(node.target, compat.OpOverload):
             number = _made(node, known)
         if number is not None:
@@ -73,19 +75,6 @@ def _number(value: object, known: Known) -> int | float | None:
         return known.get(value.name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number else None  # type: ignore[return-value]
-
-
-def _held(value: object) -> int | float | None:
-    """The number in an attribute that has one element; a parameter's is trained."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, compat.FakeTensor):
-        return None
-    if isinstance(value, torch.nn.Parameter) or value.is_meta or value.is_complex():
-        return None
-    if value.numel() != 1 or value.dtype == torch.bool:
-        return None
-    number = value.detach().item()
-    assert isinstance(number, int | float)
-    return number
 
 
 def _made(node: fx.Node, known: Known) -> int | float | None:

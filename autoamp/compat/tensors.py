@@ -30,6 +30,19 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
     return clone
 
 
+def held_number(value: object) -> int | float | None:
+    """The number in a tensor of one element, None for anything else.
+
+    A parameter's is moved by training; subclasses hold theirs elsewhere, if at all.
+    """
+    if type(value) is not torch.Tensor or value.requires_grad or value.is_meta:
+        return None
+    if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool:
+        return None
+    number: int | float = value.item()
+    return number
+
+
 def data_address(tensor: torch.Tensor) -> int:
     """Where the data lies, without making a lazy copy real."""
     ask = getattr(torch._C, "_data_address", None)
