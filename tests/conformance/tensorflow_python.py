@@ -112,7 +112,6 @@ def loop(number: int, spelt: str, merge: str, casts: int, **differs: str) -> Cas
         return at
 
     at = run(before, "x", "_before", "w")
-    # Enter is painted as what leads to it, unless that is downstream of a danger.
     at = line(f"{differs.get('enter', 'ENTER')} = clone({at})")
     at = line(f"{merge} = clone({at})")
     for turn in range(ROUNDS):
@@ -245,17 +244,10 @@ PYTHON = [
     loop(
         6,
         "b | CWCG | C",
-        "merge",
-        6,
-        enter="enter",
-        exit="exit",
+        "MERGE",
+        4,
         g3_3="g3_3",
-        c0_after="c0_after",
-        otherwise="the carried variable began downstream of a danger, and what a "
-        "storage has held it may hold: not rounded and then handed out whole. "
-        + UNROLLED
-        + "the "
-        "infer op of the last round leads to no product",
+        otherwise=UNROLLED + "the infer op of the last round leads to no product",
     ),
     loop(
         7,
