@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autoamp import compat
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.coverage import Coverage, coverage_of
 from autoamp.inspect.report import LossScaleReport, Report
@@ -42,6 +43,7 @@ def convert(
     objective: str = "time",
     do_no_harm: bool = True,
     strict: bool = False,
+    weight_copies: str = "kept",
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
@@ -67,6 +69,12 @@ def convert(
         objective: "time" or "memory".
         do_no_harm: leave in fp32 what is predicted to gain nothing.
         strict: raise where it would otherwise fall back to fp32.
+        weight_copies: "kept": a weight's low-precision copy is kept until the weight is
+            written to, through torch or through whatever shares its memory, an array of
+            NumPy's say.  A write through a bare address that was taken once goes unseen
+            (C code with `w.data_ptr()`, a replayed CUDA graph), and a write by torch
+            may move the weight away from that address: "every call" copies each weight
+            at each call, and never moves it.
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -89,6 +97,7 @@ def convert(
         objective=objective,
         do_no_harm=do_no_harm,
         strict=strict,
+        weight_copies=weight_copies,
     )
     optimizers = _checked_optimizers(optimizer, model)
     fresh = conversion_of(model) is None
@@ -178,7 +187,9 @@ def rewrite(
             f"{type(gm).__name__}; for a model use autoamp.convert()"
         )
     low = choose_graph_precision(gm, example_inputs, chosen)
-    return rewrite_graph(gm, example_inputs, chosen, low).gm
+    rewritten = rewrite_graph(gm, example_inputs, chosen, low).gm
+    compat.forget_inputs(rewritten)
+    return rewritten
 
 
 def _coverage(engine: Engine) -> Coverage:

@@ -47,6 +47,7 @@ def main() -> None:
 @click.option("--placement", metavar="P", help=", ".join(PLACEMENTS) + ".")
 @click.option("--do-no-harm", metavar="0|1", help="0: convert even what cannot gain.")
 @click.option("--strict", is_flag=True, help="Raise where it would fall back to fp32.")
+@click.option("--weight-copies", metavar="C", help='kept or "every call".')
 @click.option("--report-dir", metavar="DIR", help="Where graphs and reports go.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -18,6 +18,7 @@ from autoamp.rules.files import COMPLETE, TENSORFLOW
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
 OBJECTIVES = ("time", "memory")
 BACKENDS = ("eager", "inductor")
+WEIGHT_COPIES = ("kept", "every call")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Options:
     objective: str = "time"
     do_no_harm: bool = True
     strict: bool = False
+    weight_copies: str = "kept"
     unlist: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -58,6 +60,7 @@ class Options:
             )
         _choice("placement", self.placement, PLACEMENTS)
         _choice("objective", self.objective, OBJECTIVES)
+        _choice("weight_copies", self.weight_copies, WEIGHT_COPIES)
         if not callable(self.backend):
             _choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
         for name in ("do_no_harm", "strict"):

@@ -28,6 +28,7 @@ WORDS = {
     "AUTOAMP_PLACEMENT": "optimal, tensorflow, promote, forced",
     "AUTOAMP_DO_NO_HARM": "1, true, on, 0, false, off",
     "AUTOAMP_STRICT": "1, true, on, 0, false, off",
+    "AUTOAMP_WEIGHT_COPIES": "kept, every call",
 }
 ALL = [
     *WORDS,
@@ -72,6 +73,7 @@ GOOD = [
     ("AUTOAMP_DO_NO_HARM", "TRUE", {"do_no_harm": True}),
     ("AUTOAMP_STRICT", "on", {"strict": True}),
     ("AUTOAMP_STRICT", "off", {"strict": False}),
+    ("AUTOAMP_WEIGHT_COPIES", "Every Call", {"weight_copies": "every call"}),
     ("AUTOAMP_RULES", "tensorflow", {"rules": "tensorflow"}),
     ("AUTOAMP_ALLOWLIST_ADD", "exp , aten::log,", {"allow": ("exp", "aten::log")}),
     ("AUTOAMP_INFERLIST_ADD", ",", {}),

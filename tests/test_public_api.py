@@ -55,6 +55,7 @@ OPTIONS: dict[str, Any] = {
     "objective": "time",
     "do_no_harm": True,
     "strict": False,
+    "weight_copies": "kept",
 }
 
 

@@ -417,6 +417,7 @@ def _restore_placeholders(
             new.meta[NUMBER] = compat.held_number(real)
         path = module_path(source) or old.meta.get("autoamp_path", "")
         name = re.sub(r"\W+", "_", path).strip("_") if path else old.name
+        name = "self_" if name == "self" else name  # the generated code has that one
         new.name = lowered.graph._graph_namespace.create_name(name or old.name, None)
         new.target = new.name
         new.meta["autoamp_path"] = path

@@ -14,7 +14,7 @@ from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
 from autoamp.loss_scale import StaticLossScale
 from autoamp.ops import parse_op_name
-from autoamp.options import BACKENDS, PLACEMENTS, Options
+from autoamp.options import BACKENDS, PLACEMENTS, WEIGHT_COPIES, Options
 from autoamp.plain import plain_line
 from autoamp.rules import Rules
 from autoamp_autoload import OFF as _OFF
@@ -240,5 +240,6 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_PLACEMENT": _word("placement", PLACEMENTS),
     "AUTOAMP_DO_NO_HARM": _switch("do_no_harm"),
     "AUTOAMP_STRICT": _switch("strict"),
+    "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
 }
 """In the order they are read: lists are checked against the precision."""

@@ -116,7 +116,7 @@ def _start(
 def _watching(original: Call) -> Call:
     """What takes the place of `nn.Module.__call__`."""
 
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def __call__(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         if under_compilation() or THREAD.inside or inside_a_call():
             return original(self, *args, **kwargs)
         mode = _mode

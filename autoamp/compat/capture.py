@@ -100,10 +100,26 @@ def is_batch(value: torch.Tensor) -> bool:
 
 
 def hides_calls() -> bool:
-    """Whether a dispatch mode or jit tracing keeps Dynamo from capturing anything."""
+    """Whether a dispatch mode or a tracer keeps Dynamo from capturing anything."""
     modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+    return bool(modes()) or other_tracing()
+
+
+def other_tracing() -> bool:
+    """Whether `torch.jit` or `torch.fx` traces what runs now."""
     tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
-    return bool(modes()) or bool(tracing())
+    return bool(tracing()) or fx_tracing()
+
+
+def fx_tracing() -> bool:
+    """Whether `torch.fx` records what runs now: `symbolic_trace`, `make_fx`.
+
+    Dynamo raises where it is called then.
+    """
+    ask = getattr(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", None)
+    if ask is None:
+        ask = torch.fx._symbolic_trace.is_fx_tracing
+    return bool(ask())
 
 
 def is_compiled_module(module: Any) -> bool:

@@ -79,7 +79,7 @@ class CompiledEntry:
             _configure_while_compiling(context.callback, backend, self._skipped, leave)
         self._compiled: Callable[..., Any] = context(fresh)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The call, compiled; where it raises, Dynamo is to look at its code again.
 
         A frame that raises while it is traced (`if x.isnan().any(): raise`, and bad

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -74,6 +77,88 @@ def held_alone(tensor: torch.Tensor) -> bool:
     # A graph, DDP too, may own a tensor that needs a gradient; DLPack refuses those.
     owners = getattr(tensor, "_use_count", None)
     return tensor.requires_grad or (owners is not None and owners() == 1)
+
+
+def holders(tensor: torch.Tensor) -> int:
+    """A number that grows with whoever holds the tensor, or its memory.
+
+    Python's references, autograd's, and the tensors that share the memory: more than
+    there were when it was made means that somebody else may read it yet.
+    """
+    own: Any = getattr(tensor, "_use_count", int)()
+    count: Any = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:  # nobody knows, so there are always more
+        return next(_unknown)
+    sharing = count(tensor.untyped_storage()._cdata)
+    return int(sys.getrefcount(tensor) + own + sharing)
+
+
+_unknown = itertools.count()
+
+
+Memory = weakref.ref[Any]
+"""What a tensor's data lies in, whichever tensor shows it; held weakly.
+
+Not the tensor: `torch.utils.swap_tensors`, hence `Module.to` where that swaps, refuses
+one to which there is a weak reference, of Python's or of C++'s.
+"""
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """The memory of `tensor` now; other memory once its content is swapped."""
+    return weakref.ref(_memory_object(tensor))
+
+
+def lies_in(tensor: torch.Tensor, memory: Memory) -> bool:
+    """Whether the data of `tensor` is in `memory`."""
+    return memory() is _memory_object(tensor)
+
+
+def watch_memory(
+    tensor: torch.Tensor, key: Hashable, gone: Callable[[Memory], None]
+) -> Memory:
+    """The memory of `tensor`; `gone` is called with it once that is freed.
+
+    And before it is resized, since a storage that has a lazy clone does not outlive
+    that: torch 2.13 fails at the next write, "ctx != nullptr".  Whoever keeps weights
+    elsewhere between calls does it, `p.untyped_storage().resize_(0)`.
+
+    Args:
+        key: of who watches; it watches a memory once, whatever it asked before.
+    """
+    held = _memory_object(tensor)
+    memory = weakref.ref(held, gone)
+    if isinstance(held, torch.UntypedStorage):
+        resize = vars(held).get("resize_")
+        if not isinstance(resize, _Resize):
+            resize = _Resize(held)
+            held.resize_ = resize  # type: ignore[method-assign]
+        resize.watches[key] = memory, gone
+    return memory
+
+
+def _memory_object(tensor: torch.Tensor) -> Any:
+    """The storage: one Python object for as long as the memory lives."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:  # sparse and other storage-less layouts
+        return tensor
+
+
+class _Resize:
+    """In place of `resize_` on one storage object: tells those who watch it first."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = weakref.ref(storage)
+        self.watches: dict[Hashable, tuple[Memory, Callable[[Memory], None]]] = {}
+
+    def __call__(self, size: int) -> Any:
+        storage: Any = self._storage()
+        watches, self.watches = self.watches, {}
+        for memory, gone in watches.values():
+            gone(memory)
+        storage.data_ptr()  # plain again, as `end_lazy_clone` makes it
+        return torch.UntypedStorage.resize_(storage, size)
 
 
 def is_resizable(tensor: torch.Tensor) -> bool:

@@ -39,6 +39,26 @@ def current_fake_mode(inputs: Sequence[Any] = ()) -> FakeTensorMode | None:
     return mode if isinstance(mode, FakeTensorMode) else None
 
 
+def forget_inputs(gm: fx.GraphModule) -> None:
+    """Lets the fake modes of `gm` forget which tensors they have made fakes of.
+
+    They live as long as the graph, and hold weak references, for which
+    `torch.utils.swap_tensors` refuses a tensor.  To be called once all is traced: a
+    tensor met again would get another fake.
+    """
+    kept = [n.meta.get(key) for n in gm.graph.nodes for key in ("val", "example_value")]
+    modes: list[Any] = [v.fake_mode for v in kept if isinstance(v, FakeTensor)]
+    context = TracingContext.try_get()
+    if context is not None:
+        modes.append(context.fake_mode)
+    for mode in modes:
+        converter: Any = getattr(mode, "fake_tensor_converter", None)
+        meta: Any = getattr(converter, "meta_converter", None)
+        describer: Any = getattr(meta, "describer", None)
+        if getattr(describer, "lookup_tensor", None):
+            describer.lookup_tensor = type(describer.lookup_tensor)()
+
+
 def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
     """`inputs` as fake tensors of `mode`, with the symbolic sizes Dynamo gave them.
 

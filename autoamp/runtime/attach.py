@@ -70,7 +70,7 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     # A `MethodType`, because schedulers ask for `__func__`; `wraps` keeps the signature
     # and the mark of a scheduler that was here before.
     @functools.wraps(getattr(own, "__func__", own))
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, torch.optim.LBFGS):
             return lbfgs.step(boundary, inner, args, kwargs)
         if closure_of(args, kwargs) and not closures.evaluates_first(self):

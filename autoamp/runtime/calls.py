@@ -36,6 +36,13 @@ _RAN_NOTHING = (
 )
 
 
+_TRACED = (
+    "torch.fx has traced it (symbolic_trace, make_fx), and what it traced is the "
+    "model's own code, in fp32; convert what the tracer returns, or let its "
+    "`is_leaf_module` say that this model is a leaf"
+)
+
+
 _RECOMPILE_LIMIT = 8
 """Dynamo's own, per code object: more graphs than this in a row may mean it was hit."""
 
@@ -219,7 +226,7 @@ class CompiledCall:
             if local.error is not None:  # ours, wrapped by Dynamo
                 error, local.error = local.error, None
                 raise error from error.__cause__
-            if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            if compat.other_tracing():
                 result = self._entry(model, *args, **kwargs)
             elif self._may_try_again(caught):
                 return self._tried_again(caught, model, args, kwargs)
@@ -309,6 +316,10 @@ class CompiledCall:
     def _ran_nothing(self) -> None:
         """A converted call went past every rewritten graph: never silently."""
         engine = self.engine
+        if compat.fx_tracing():  # no call, but the making of another program
+            engine.tally.calls -= 1
+            engine.note(_TRACED)
+            return
         engine.tally.aside += 1
         if compat.hides_calls():
             self._start_afresh()

@@ -6,11 +6,13 @@ All of it stands in the instance's `__dict__`: the class, the parameters and the
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import logging
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -22,16 +24,16 @@ from autoamp.plain import class_name
 from autoamp.runtime.calls import CompiledCall
 from autoamp.runtime.captured import Skipped
 from autoamp.runtime.engine import Engine
-from autoamp.runtime.forward import MADE_HERE, make_forward, make_method
+from autoamp.runtime.forward import MADE_HERE, make_forward, make_method, plain_entry
 from autoamp.runtime.methods import computing_methods
 
 logger = logging.getLogger(__name__)
 
 STATE = "_autoamp"
 _REPLICATE = "_replicate_for_data_parallel"
-_PICKLE, _COPY = "__getstate__", "__deepcopy__"
+_PICKLE, _REDUCE, _COPY = "__getstate__", "__reduce_ex__", "__deepcopy__"
 _SCRIPT = "__prepare_scriptable__"
-OURS = (STATE, _REPLICATE, _PICKLE, _COPY, _SCRIPT)
+OURS = (STATE, _REPLICATE, _PICKLE, _REDUCE, _COPY, _SCRIPT)
 """What stands in the `__dict__` of a converted model, besides `forward`."""
 
 
@@ -48,27 +50,34 @@ class Conversion:
         call: what its calls go through, shared by deep copies; None once it is
             reverted underneath a wrapper that somebody put over our `forward`.
         methods: those besides `forward` that are ours on the instance, by name.
-        previous: the instance's own `forward` where somebody (accelerate, PEFT) had
-            put one; it is called, not replaced.
+        replaced: what the instance had of its own where ours stands now, by name.
         declined: why the model was left as it is.
     """
 
     def __init__(
         self,
         call: CompiledCall | None = None,
-        previous: Callable[..., Any] | None = None,
+        replaced: dict[str, Any] | None = None,
         bound: types.MethodType | None = None,
         declined: list[Skipped] | None = None,
         methods: tuple[str, ...] = (),
     ) -> None:
         self.call = call
         self.methods = methods
-        self.previous = previous
+        self.replaced = replaced or {}
         self.declined = declined or []
         self._bound: weakref.ref[types.MethodType] | None = None
         if bound is not None:
             self.bind(bound)
         CONVERSIONS.add(self)
+
+    @property
+    def previous(self) -> Callable[..., Any] | None:
+        """The instance's own `forward` where somebody (accelerate, PEFT) had put one.
+
+        It is called, not replaced.
+        """
+        return self.replaced.get("forward")
 
     @property
     def bound(self) -> types.MethodType | None:
@@ -108,7 +117,7 @@ class Conversion:
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
         return Conversion(
             self.call,
-            copy.deepcopy(self.previous, memo),
+            copy.deepcopy(self.replaced, memo),
             copy.deepcopy(self.bound, memo),
             methods=self.methods,
         )
@@ -123,18 +132,20 @@ DECLINED = WeakIdKeyDictionary()
 
 def install(model: nn.Module) -> Conversion:
     """Puts our `forward` on the instance; it passes calls on until it has a `call`."""
-    existing = model.__dict__.get("forward")
-    bound = types.MethodType(make_forward(type(model), existing), model)
-    methods = [n for n in computing_methods(model) if n not in model.__dict__]
-    state = Conversion(None, existing, bound, methods=tuple(methods))
-    model.__dict__[STATE] = state
-    model.__dict__["forward"] = bound
+    own = model.__dict__
+    replaced = {name: own[name] for name in ("forward", *OURS) if name in own}
+    bound = types.MethodType(make_forward(type(model), replaced.get("forward")), model)
+    methods = [name for name in computing_methods(model) if name not in own]
+    state = Conversion(None, replaced, bound, methods=tuple(methods))
+    own[STATE] = state
+    own["forward"] = bound
     for name in methods:
-        model.__dict__[name] = types.MethodType(make_method(type(model), name), model)
-    model.__dict__[_REPLICATE] = types.MethodType(_replicate_for_data_parallel, model)
-    model.__dict__[_PICKLE] = types.MethodType(__getstate__, model)
-    model.__dict__[_COPY] = types.MethodType(__deepcopy__, model)
-    model.__dict__[_SCRIPT] = types.MethodType(__prepare_scriptable__, model)
+        own[name] = types.MethodType(make_method(type(model), name), model)
+    for method in (_replicate_for_data_parallel, __getstate__, __deepcopy__):
+        own[method.__name__] = types.MethodType(method, model)
+    own[_SCRIPT] = types.MethodType(__prepare_scriptable__, model)
+    if _reduces_itself(model):
+        own[_REDUCE] = types.MethodType(__reduce_ex__, model)
     return state
 
 
@@ -168,15 +179,19 @@ def __getstate__(self: nn.Module) -> Any:  # noqa: N807
     So a checkpoint of a whole model loads where there is no autoamp, and a copy never
     runs the weights of the original.
     """
-    engine = self.__dict__[STATE].engine
+    _say_unconverted(self)
+    state = _state_by_its_class(self)
+    return without_ours(state, self) if isinstance(state, dict) else state
+
+
+def _say_unconverted(model: nn.Module) -> None:
+    engine = model.__dict__[STATE].engine
     if engine is not None and not engine.scaling.automatic:
         logger.warning(
             "autoamp: a pickle or shallow copy of %s is made unconverted: it runs in "
             "fp32 until you call autoamp.convert(copy)",
-            class_name(self),
+            class_name(model),
         )
-    state = _state_by_its_class(self)
-    return without_ours(state, self) if isinstance(state, dict) else state
 
 
 def _state_by_its_class(model: nn.Module) -> Any:
@@ -184,16 +199,75 @@ def _state_by_its_class(model: nn.Module) -> Any:
     return own(model)
 
 
-def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:  # noqa: N807
+def _reduces_itself(model: nn.Module) -> bool:
+    """Whether the class, or the instance, says itself how it is pickled."""
+    kind: Any = type(model)
+    default = kind.__reduce__ is object.__reduce__
+    return (
+        not default
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+        or _REDUCE in model.__dict__
+    )
+
+
+def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
+    """The same for a class that says itself how it is pickled, such as GraphModule."""
+    _say_unconverted(self)
+    with _as_it_was(self):
+        own: Any = self.__reduce_ex__
+        return _replaced(own(protocol), self.__dict__, dict(self.__dict__))
+
+
+def _replaced(value: Any, part: Any, by: Any) -> Any:
+    """`value`, which is or holds `part` in tuples, with something else for it."""
+    if value is part:
+        return by
+    if type(value) is tuple:
+        return tuple(_replaced(each, part, by) for each in value)
+    return value
+
+
+def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:  # noqa: N807
     """A deep copy is converted as well, and runs weights of its own."""
-    own = getattr(type(self), _COPY, None)
-    if own is not None:
-        copied: nn.Module = own(self, memo)
-        return copied
+    if getattr(type(self), _COPY, None) or _COPY in self.__dict__[STATE].replaced:
+        return _copied_by_itself(self, memo)
     other = type(self).__new__(type(self))
     memo[id(self)] = other
     other.__setstate__(copy.deepcopy(_state_by_its_class(self), memo))
     return other
+
+
+def _copied_by_itself(model: nn.Module, memo: dict[int, Any]) -> Any:
+    """A copy made by code of the model's own, which is to see nothing of ours.
+
+    It may copy the `__dict__`, and with it a `forward` that runs the original.
+    """
+    state: Conversion = model.__dict__[STATE]
+    with _as_it_was(model):
+        own: Any = model.__deepcopy__
+        made = own(memo)
+    if made is model or not isinstance(made, nn.Module) or state.call is None:
+        return made
+    new = install(made)
+    new.call = state.call
+    of_class = new.previous is None
+    if type(made) is not type(model) or of_class != (state.previous is None):
+        entry = functools.partial(plain_entry, type(made), of_class)
+        new.call = CompiledCall(entry, state.call.engine)
+    return made
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """A region in which the instance is what it was before `install`."""
+    converted = dict(model.__dict__)
+    uninstall(model)
+    plain = dict(model.__dict__)
+    try:
+        yield
+    finally:
+        ours = {k: v for k, v in converted.items() if plain.get(k) is not v}
+        model.__dict__.update(ours)
 
 
 def __prepare_scriptable__(self: nn.Module) -> nn.Module:  # noqa: N807
@@ -207,7 +281,10 @@ def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A copy of `state`, the `__dict__` of `model`, as it was before `install`."""
     kept = {k: v for k, v in state.items() if k not in OURS}
     conversion = model.__dict__.get(STATE)
-    if not isinstance(conversion, Conversion) or conversion.bound is None:
+    if not isinstance(conversion, Conversion):
+        return kept
+    kept |= {k: v for k, v in conversion.replaced.items() if k in OURS}
+    if conversion.bound is None:
         return kept
     for name in _own_methods(kept, conversion):
         del kept[name]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from autoamp import compat
 from autoamp.dtypes import short_name
@@ -180,6 +180,8 @@ class Engine:
                 self.local.error = self._strict_error(error)
                 raise self.local.error from error
             return self._unconverted(gm, example_inputs, error)
+        finally:
+            compat.forget_inputs(gm)
 
     def _strict_error(self, error: Exception) -> AutoampError:
         if isinstance(error, AutoampError):
@@ -255,7 +257,8 @@ class Engine:
         """
         local, scaling = self.local, self.scaling
         boundary, leaves = captured.boundary, captured.leaves
-        captured.copies = WeightCopies(self.low) if slots else None
+        kept = self.options.weight_copies == "kept"
+        captured.copies = WeightCopies(self.low, kept=kept) if slots else None
         fresh = captured.copies.fresh if captured.copies is not None else None
 
         def call(*args: Any) -> Any:
@@ -275,9 +278,9 @@ class Engine:
             graph_run = GraphRun(scaling, origin, weights, edge)
             copies = () if fresh is None else fresh([args[i] for i in slots])
             results = run(*args, *copies, *edge)
-            graph_run.watch(results)
+            graph_run.watch(results, weights)
             if boundary.written:
-                graph_run.watch([args[i] for i in boundary.written])
+                graph_run.watch([args[i] for i in boundary.written], weights)
             return results
 
         origin = Origin(weakref.ref(captured.gm), leaves, boundary.passes_on)
@@ -402,9 +405,14 @@ def _counting_sizes(
 
 
 def _leaves(inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of the inputs whose `.grad` a backward fills."""
-    return tuple(
+    """Positions of the inputs whose `.grad` a backward fills.
+
+    Weights come first, since runs are known by their first leaf: an input of the
+    caller's lives for one run, or longer than the model.
+    """
+    found = [
         i
         for i, value in enumerate(inputs)
         if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
-    )
+    ]
+    return tuple(sorted(found, key=lambda i: not isinstance(inputs[i], nn.Parameter)))

@@ -26,7 +26,7 @@ def make_forward(
     # `wraps` keeps the signature (Trainer and generate read it) and the name "forward",
     # by which bound methods are copied and pickled.
     @functools.wraps(existing if existing is not None else owner.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         nonlocal entry, known
         state: Any = self._autoamp
         call = state.call
@@ -55,7 +55,7 @@ def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
     entry = this.entry()
 
     @functools.wraps(plain)
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         state: Any = self._autoamp
         call = state.call
         if call is None:
@@ -75,7 +75,7 @@ def method_entry(owner: type[nn.Module], name: str) -> Callable[..., Any]:
     """Method `name` of a class as a function of the instance: what is compiled."""
     inner = _with_own_code(getattr(owner, name))
 
-    def entry(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def entry(mod: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return inner(mod, *args, **kwargs)
 
     return entry
@@ -88,23 +88,30 @@ def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
         signature = inspect.signature(existing)
     except (TypeError, ValueError):  # C callables may have none
         return
-    first = inspect.Parameter("_model", inspect.Parameter.POSITIONAL_ONLY)
+    name = "_model"
+    while name in signature.parameters:
+        name = f"_{name}"
+    first = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = signature.replace(
         parameters=[first, *signature.parameters.values()]
     )
 
 
 def plain_entry(owner: type[nn.Module], of_class: bool) -> Callable[..., Any]:
-    """What the model ran before, as a function of the instance: what is compiled."""
+    """What the model ran before, as a function of the instance: what is compiled.
+
+    The instance is positional only, as everywhere on a call's path: the model's own
+    keyword arguments may have any name.
+    """
     if of_class:
         inner = _with_own_code(owner.forward)
 
-        def entry(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def entry(mod: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return inner(mod, *args, **kwargs)
 
         return entry
 
-    def entry_of_instance(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def entry_of_instance(mod: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         # Looked up on the instance: a deep copy has a forward of its own.
         state: Any = mod._autoamp
         return state.previous(*args, **kwargs)

@@ -46,20 +46,22 @@ def gather(params: Iterable[torch.Tensor], since: int) -> Evidence:
 
     A run in the same backward that fills no gradients itself, of a piece of a model
     between two graph breaks, counts with the others.  In a backward that fills none at
-    all (through a frozen critic) whoever steps next is the one it was for.
+    all (through a frozen critic) whoever steps next is the one it was for.  One whose
+    weights are gone, or moved, may have filled them: the gradients have to tell.
 
     What FSDP gathers for a graph belongs to no optimizer: there every run may be for
     whoever steps, and the gradients have to tell.
     """
     ids = {id(p) for p in params}
     runs = BACKWARDS.since(since)
-    mine = [r for r in runs if r.touches(ids)]
+    mine = [r for r in runs if r.may_touch(ids)]
     tasks = {r.task for r in mine}
     mine += [r for r in runs if not r.leaves and r.task in tasks]
+    orphaned = {r.task for r in mine if r.is_orphaned}
     live: list[GraphRun] = []
     voided: list[GraphRun] = []
     for run in mine:
-        (voided if run.voided else live).append(run)
+        (voided if run.voided or run.task in orphaned else live).append(run)
     last = runs[-1].number if runs else since
     others = [r for r in runs if r.task not in tasks]
     shards = compat.shard_groups(params)

@@ -7,6 +7,7 @@ by one backward (a GAN's generator and critic) share one scale domain from then 
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
@@ -170,7 +171,7 @@ class GraphRun:
     Attributes:
         found_inf: one flag per device, set by the graph's own backward.
         leaves: ids of the leaf inputs whose `.grad` the backward fills, in order.
-        first: the first of them.
+        memory: of the first of them.
         origin: the graph.
         task: the backward that reached it; -1 before.
         number: its place in the order of backwards.
@@ -181,10 +182,10 @@ class GraphRun:
 
     __slots__ = (
         "counted",
-        "first",
         "found_inf",
         "group",
         "leaves",
+        "memory",
         "number",
         "origin",
         "scaling",
@@ -204,7 +205,7 @@ class GraphRun:
         self.origin = origin
         # Not the weights themselves: a run outlives its model here.
         self.leaves = [id(leaf) for leaf in leaves]
-        self.first = weakref.ref(leaves[0]) if leaves else None
+        self.memory = compat.memory_of(leaves[0]) if leaves else None
         self.found_inf = edge[2::3]
         self.group = compat.active_ddp_group()
         self.task = -1
@@ -212,17 +213,29 @@ class GraphRun:
         self.voided = False
         self.counted = False
 
-    def watch(self, results: Iterable[Any]) -> None:
-        """Notes the backward as soon as it reaches one of the graph's outputs."""
+    def watch(self, results: Iterable[Any], leaves: Sequence[torch.Tensor]) -> None:
+        """Notes the backward as soon as it reaches one of the graph's outputs.
+
+        The results hold `leaves`, those of this run, as their history does.
+        """
+        hook = functools.partial(self._reached, *leaves[:1])
         for value in results:
             if isinstance(value, torch.Tensor) and value.requires_grad:
-                value.register_hook(self._reached)
+                value.register_hook(hook)
 
-    def _reached(self, _: torch.Tensor) -> None:
+    def _reached(self, *first_and_grad: torch.Tensor) -> None:
         task = compat.backward_id()
         if task != self.task:
             self.task = task
-            BACKWARDS.note(self)
+            BACKWARDS.note(self, *first_and_grad[:-1])
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the memory of its leaves is gone: others may have their ids by now.
+
+        Or the same tensors, where they were given other memory meanwhile.
+        """
+        return self.memory is not None and self.memory() is None
 
     @property
     def overflowed_on_host(self) -> bool:
@@ -232,10 +245,12 @@ class GraphRun:
     def touches(self, ids: set[int]) -> bool:
         """Whether its backward fills the gradient of one of the tensors `ids`.
 
-        Not once its weights are gone: others may have their ids by now.
+        Not once it is orphaned.
         """
-        if self.first is not None and self.first() is None:
-            return False
+        return not self.is_orphaned and self.may_touch(ids)
+
+    def may_touch(self, ids: set[int]) -> bool:
+        """Whether it did so with tensors that had the same ids then."""
         return any(leaf in ids for leaf in self.leaves)
 
 
@@ -247,15 +262,16 @@ class Backwards:
         self._number = 0
         self._lock = threading.Lock()
 
-    def note(self, run: GraphRun) -> None:
-        """A backward has reached `run`."""
+    def note(self, run: GraphRun, first: torch.Tensor | None = None) -> None:
+        """A backward has reached `run`, whose first leaf is `first`."""
         with self._lock:
             self._number += 1
             run.number = self._number
             run.voided = run.counted = False
             if run in self.runs[-KEPT:]:  # a second backward over a retained graph
                 self.runs.remove(run)
-            self._void_older(run)
+            if first is not None:
+                self._void_older(run, first.grad)
             for other in reversed(self.runs):
                 if other.task != run.task:
                     break
@@ -264,12 +280,8 @@ class Backwards:
             if len(self.runs) > MOST:
                 self.runs = _merged(self.runs[: MOST // 2]) + self.runs[MOST // 2 :]
 
-    def _void_older(self, run: GraphRun) -> None:
+    def _void_older(self, run: GraphRun, accumulated: torch.Tensor | None) -> None:
         """Where gradients start afresh, those of earlier backwards are gone."""
-        first = run.first() if run.first is not None else None
-        if first is None:
-            return
-        accumulated = first.grad
         older = [
             other
             for other in (self.runs if accumulated is None else self.runs[-KEPT:])

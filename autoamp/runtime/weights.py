@@ -9,6 +9,11 @@ lives, any write to the weight, by whatever name, moves the weight's data to a n
 address: so the copy is kept exactly until then, in training over all micro-batches of a
 step.  The move costs a copy of the weight; `before_write` spares it where the write is
 announced.  Weights whose memory somebody else may hold a pointer to have no sentinel.
+
+A stale copy is refreshed where it is, unless somebody holds it yet: a graph that has
+still to run backward, a call in another thread.  Theirs stays as it was, and the copy
+gets new memory.  (Where eager's backward would raise, because the weight itself was
+written to and not its `.data`, that of such a graph does.)
 """
 
 from __future__ import annotations
@@ -28,15 +33,15 @@ _CHANCES = 2
 """Unannounced writes in training after which a weight's copy loses its sentinel."""
 
 
-@dataclass(eq=False)
 class _Copy:
     """One copy, and what its weight looked like when it was last refreshed.
 
     Attributes:
-        of: the weight.
-        low: the copy, whose version counter autograd watches.
-        writable: the same memory with another counter.
-        version, address: of the weight.
+        low: the copy.
+        memory: that of the weight, with which the copy goes; None before the first
+            refresh.
+        version: of the weight.
+        address: of the weight's data.
         sentinel: a copy-on-write clone of the weight, which tells any write to it;
             None: the copy is stale.
         from_training: whether the sentinel was made where a gradient was recorded.
@@ -45,16 +50,32 @@ class _Copy:
         captured: whether a CUDA graph holds the weight's address.
     """
 
-    of: weakref.ref[torch.Tensor]
-    low: torch.Tensor
-    writable: torch.Tensor
-    version: int = -1
-    address: int = -1
-    sentinel: torch.Tensor | None = None
-    from_training: bool = False
-    chances: int = _CHANCES
-    trainer: int | None = None
-    captured: bool = False
+    def __init__(self, weight: torch.Tensor, low: torch.dtype) -> None:
+        self.dtype = low
+        self.take_memory(weight)
+        self.memory: compat.Memory | None = None
+        self.version = -1
+        self.address = -1
+        self.sentinel: torch.Tensor | None = None
+        self.from_training = False
+        self.chances = _CHANCES
+        self.trainer: int | None = None
+        self.captured = False
+
+    def take_memory(self, weight: torch.Tensor) -> None:
+        """Gives the copy memory of its own; what was handed out stays as it is."""
+        # Made under inference_mode it could not be saved for a backward.
+        with _no_inference_mode(), torch.no_grad():
+            self.low = torch.empty_like(weight.detach(), dtype=self.dtype)
+        self._alone = self._holders()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a graph, or a call, may read what is in the copy now."""
+        return self._holders() > self._alone
+
+    def _holders(self) -> int:
+        return compat.holders(self.low)
 
 
 @dataclass(eq=False, frozen=True)
@@ -87,20 +108,24 @@ class WeightCopies:
     """The copies one graph needs, fresh at every call.
 
     Attributes:
+        kept: copies are kept until their weight is written to; False: each call makes
+            its own, and no weight has a sentinel.
         refreshed: how many copies were made equal to their weight again so far.
         unwatched: how many weights had no sentinel after the last call that looked at
             each: the next copies them again.
     """
 
-    def __init__(self, low: torch.dtype) -> None:
+    def __init__(self, low: torch.dtype, *, kept: bool = True) -> None:
         self.low = low
+        self.kept = kept
         self.refreshed = 0
         self.unwatched = 0
 
     def fresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of `weights` (fp32, any shapes) in the low dtype, equal to them now.
 
-        Those that are not are refreshed by one multi-tensor copy.
+        Those that are not are refreshed by one multi-tensor copy.  What was handed out
+        before is not written to while somebody may read it.
         """
         steady = _steady.get(self)
         if (
@@ -110,6 +135,7 @@ class WeightCopies:
             and not any(map(_on_side_stream, steady.devices))
         ):
             return steady.lows
+        del steady  # it holds the copies, and is to be the last that does
         return self._checked(weights)
 
     def _checked(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -117,13 +143,15 @@ class WeightCopies:
         recording = torch.is_grad_enabled()
         devices = {weight.device for weight in weights}
         aside = any(map(_on_side_stream, devices))
+        if aside and _capturing():
+            return self._for_cuda_graph(weights)
         copies = [self._find(weight) for weight in weights]
         stale: list[_Stale] = []
         with _lock:
             for copy, weight in zip(copies, weights, strict=True):
                 training = recording and weight.requires_grad
                 _note_a_write(copy, weight)
-                watch = not aside and _may_watch(copy, training)
+                watch = self.kept and not aside and _may_watch(copy, training)
                 if not watch:
                     _drop(weight, _copies_of(weight))
                 if copy.sentinel is None:
@@ -140,23 +168,29 @@ class WeightCopies:
         return lows
 
     def _find(self, weight: torch.Tensor) -> _Copy:
-        """The copy of a weight; a new one where it has none of its layout."""
-        store, key = _COPIES[self.low], id(weight)
-        copy = store.get(key)
-        if copy is not None and copy.of() is weight and _same_layout(copy.low, weight):
-            return copy
+        """The copy of a weight; a new one where it has none of its layout.
+
+        It may have been that of a weight which is gone and had the same `id`: what has
+        no sentinel is refreshed, and a sentinel is of an address.
+        """
+        store = _COPIES[self.low]
+        copy = store.get(id(weight))
         # `p.data = other` may change shape, strides or device of the same object.
-        # (And made under inference_mode it could not be saved for a backward.)
-        with _no_inference_mode(), torch.no_grad():
-            low = torch.empty_like(weight.detach(), dtype=self.low)
-
-        def forget(of: weakref.ref[torch.Tensor]) -> None:
-            _steady.clear()
-            if key in store and store[key].of is of:
-                del store[key]
-
-        copy = store[key] = _Copy(weakref.ref(weight, forget), low, low.data)
+        if copy is None or not _same_layout(copy.low, weight):
+            copy = store[id(weight)] = _Copy(weight, self.low)
         return copy
+
+    def _for_cuda_graph(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies in the memory of the CUDA graph that is being captured.
+
+        It writes them again at each replay, from where the weights are now.
+        """
+        with _lock, _no_inference_mode(), torch.no_grad():
+            lows = [torch.empty_like(w.detach(), dtype=self.low) for w in weights]
+            compat.copy_all(lows, weights)
+            _note_captured(weights)
+        self.refreshed += len(lows)
+        return lows
 
 
 def before_write(parameters: Iterable[torch.Tensor]) -> None:
@@ -169,6 +203,9 @@ def before_write(parameters: Iterable[torch.Tensor]) -> None:
     if not any(_COPIES.values()):
         return
     with _lock:
+        if _capturing():  # its replays will not be announced
+            _note_captured(parameters)
+            return
         for weight in parameters:
             copies = _copies_of(weight)
             for copy in copies:
@@ -192,7 +229,17 @@ class _Stale(NamedTuple):
 def _copies_of(weight: torch.Tensor) -> list[_Copy]:
     """The copies of a weight, in every low dtype."""
     found = [store.get(id(weight)) for store in _COPIES.values()]
-    return [copy for copy in found if copy is not None and copy.of() is weight]
+    return [copy for copy in found if copy is not None]
+
+
+def _note_captured(weights: Iterable[torch.Tensor]) -> None:
+    """A CUDA graph holds the addresses of `weights` from now on."""
+    for weight in weights:
+        if weight.is_cuda:
+            copies = _copies_of(weight)
+            _drop(weight, copies)
+            for copy in copies:
+                copy.captured = True
 
 
 def _same_layout(low: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -249,24 +296,43 @@ def _version(weight: torch.Tensor) -> int:
 
 
 def _refresh(stale: Sequence[_Stale]) -> None:
-    """Copies weights into their copies, in place, and notes what they look like.
-
-    A copy may be saved by a graph that has yet to run backward.  Its version counter
-    moves only if the weight's own did: exactly when eager autograd would complain.
-    """
-    with _no_inference_mode(), torch.no_grad():
-        compat.copy_all([s.copy.writable for s in stale], [s.weight for s in stale])
-        for copy, weight, watch, training in stale:
-            version = _version(weight)
-            if version != copy.version:
-                copy.version = version
+    """Copies weights into their copies, and notes what they look like."""
+    for copy, weight, *_ in stale:
+        version = _version(weight)
+        if copy.is_held:
+            if version != copy.version:  # then the holder's backward raises, as eager's
                 torch.autograd.graph.increment_version(copy.low)
+            copy.take_memory(weight)
+        copy.version = version
+    with _no_inference_mode(), torch.no_grad():
+        compat.copy_all([s.copy.low for s in stale], [s.weight for s in stale])
+        for copy, weight, watch, training in stale:
+            _follow(copy, weight)
             if watch and compat.held_alone(weight):
                 copy.sentinel = compat.lazy_clone(weight.detach())
                 copy.address = compat.data_address(weight)
                 copy.from_training = training
-            elif weight.is_cuda and torch.cuda.is_current_stream_capturing():
-                copy.captured = True
+
+
+def _follow(copy: _Copy, weight: torch.Tensor) -> None:
+    """Lets the copy go when the memory goes in which its weight is now."""
+    if copy.memory is not None and compat.lies_in(weight, copy.memory):
+        return
+    store, key = _COPIES[copy.dtype], id(weight)
+
+    def forget(memory: compat.Memory) -> None:
+        known = store.get(key)
+        if known is not None and known.memory is memory:
+            _steady.clear()
+            del store[key]
+
+    copy.memory = compat.watch_memory(weight, (copy.dtype, key), forget)
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
+    cuda = torch.cuda
+    return cuda.is_initialized() and cuda.is_current_stream_capturing()
 
 
 def _on_side_stream(device: torch.device) -> bool:
