@@ -76,7 +76,9 @@ class CompiledEntry:
         self._skipped: list[types.CodeType] = []
         context: Any = torch._dynamo.optimize(backend=backend)
         if hasattr(context, "callback"):  # absent where TORCHDYNAMO_DISABLE is set
-            _configure_while_compiling(context.callback, backend, self._skipped, leave)
+            _configure_while_compiling(
+                context.callback, backend, self._skipped, leave, fresh.__code__
+            )
         self._compiled: Callable[..., Any] = context(fresh)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -101,6 +103,7 @@ def _configure_while_compiling(
     backend: Backend,
     skipped: list[types.CodeType],
     leave: Callable[[types.CodeType, bool], None],
+    entry: types.CodeType,
 ) -> None:
     """Makes Dynamo's frame callback run under our configuration.
 
@@ -114,6 +117,7 @@ def _configure_while_compiling(
         leave: called with those of it that are methods of modules, after a graph break
             that Dynamo could not go on from; and, with true, where the recompile limit
             leaves some calls of it to Python.
+        entry: what the calls of the model begin with.
     """
     base = type(callback)
     exceeded: dict[types.CodeType, Any] = {}
@@ -148,7 +152,8 @@ def _configure_while_compiling(
             if found.frame_exec_strategy.cur_action.name == "RUN_ONLY":
                 found.apply_to_code = False  # our limit is not theirs
                 exceeded[code] = found
-                leave(code, True)
+                if code is not entry:  # whose calls then run no graph: they are counted
+                    leave(code, True)
             else:
                 skipped.append(code)
                 # An older torch gives no reason.
