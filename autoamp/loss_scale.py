@@ -62,6 +62,14 @@ class LossScale:
             found_inf: one fp32 element, 0 or 1, on any device; nothing waits for it.
         """
 
+    def correct(self, found_inf: torch.Tensor) -> None:
+        """Moves the scale for an overflow found after `update` was told of none.
+
+        Nothing happens where `found_inf` (one element) is 0.
+        """
+        if bool(found_inf):
+            self.update(found_inf)
+
     def count_skipped(self, found_inf: torch.Tensor) -> None:
         """Counts a step as skipped where `found_inf` (one element) is not 0."""
         found = (found_inf.reshape(()) != 0).long()
@@ -236,6 +244,20 @@ class DynamicLossScale(LossScale):
             self._patience = torch.where(moved, self.hysteresis, patience)
         self._scale, self._tracker = scale, tracker
         self._given.clear()
+
+    def correct(self, found_inf: torch.Tensor) -> None:
+        """Moves the scale for an overflow found late; see the base class."""
+        if found_inf.device.type == "cpu":
+            super().correct(found_inf)
+            return
+        before = self._scale, self._tracker, self._patience
+        self.update(found_inf)
+        found = found_inf.reshape(()) != 0
+        after = self._scale, self._tracker, self._patience
+        self._scale, self._tracker, self._patience = (
+            torch.where(found, new.to(found.device), old.to(found.device))
+            for new, old in zip(after, before, strict=True)
+        )
 
     @property
     def at_floor(self) -> bool:
