@@ -30,6 +30,7 @@ from autoamp.runtime.compilers import for_compilers
 from autoamp.runtime.hoist import Hoisted, hoist_weight_casts, with_casts_inside
 from autoamp.runtime.origin import Origins
 from autoamp.runtime.scaling import GraphRun, ModelScaling
+from autoamp.runtime.watch import Watched, can_watch
 from autoamp.runtime.weights import WeightCopies
 
 logger = logging.getLogger(__name__)
@@ -242,12 +243,18 @@ class Engine:
             edge = scaling.inputs(boundary.devices, leaves)
             graph_run = GraphRun(scaling, origin, leaves, edge)
             copies = () if fresh is None else fresh([args[i] for i in slots])
-            results = run(*args, *copies, *edge)
+            if watchable and scaling.looks:
+                watched = Watched(captured.gm, graph_run.look(edge))
+                results = watched.run(*args, *copies, *edge)
+            else:
+                results = run(*args, *copies, *edge)
             graph_run.watch(results)
             if boundary.written:
                 graph_run.watch([args[i] for i in boundary.written])
             return results
 
+        in_fp16 = self.low == torch.float16 and self.runs_as_is
+        watchable = in_fp16 and can_watch(captured.gm)
         origins = Origins(captured.gm, example_inputs, boundary.exits)
         inputs = enumerate(example_inputs)
         symbolic = [i for i, v in inputs if isinstance(v, torch.SymInt)]

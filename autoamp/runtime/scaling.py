@@ -56,6 +56,7 @@ class ScaleDomain:
             return
         if theirs._loss_scale.scale < mine._loss_scale.scale:
             mine, theirs = theirs, mine
+        mine._loss_scale.heed(theirs._loss_scale)
         theirs._joined = mine
 
 
@@ -144,6 +145,11 @@ class ModelScaling:
         """Somebody steps the model's weights: a GradScaler, or nobody but we."""
         self.foreign, self.scalers = foreign, ()
 
+    @property
+    def looks(self) -> bool:
+        """Whether runs are to tell how large their gradients are."""
+        return self.stepped and self.loss_scale.looks
+
     def _look_after_itself(self) -> None:
         """Lowers the scale after an overflow where no optimizer's step does.
 
@@ -213,6 +219,8 @@ class GraphRun:
         gone: ids of the leaves whose gradients were thrown away after it.
         counted: the loss scale has moved by all that it found.
         clean: it is known that it found nothing.
+        seen: how large the fp16 gradients inside were, at the scale of the run, which
+            comes last; None where nobody looks.
         recorded: a backward over it was itself recorded (`create_graph`), and a later
             one may set its flags before it gets to the outputs.
     """
@@ -230,6 +238,7 @@ class GraphRun:
         "origin",
         "recorded",
         "scaling",
+        "seen",
         "task",
     )
 
@@ -252,6 +261,20 @@ class GraphRun:
         self.gone: frozenset[int] = frozenset()
         self.counted = self.clean = self.recorded = False
         self._open = edge if scaling.scalers else None
+        self.seen: tuple[list[torch.Tensor], torch.Tensor] | None = None
+
+    def look(self, edge: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A list for the magnitudes of its fp16 gradients; `edge` as for the run."""
+        self.seen = [], edge[1]
+        return self.seen[0]
+
+    @property
+    def largest(self) -> torch.Tensor | None:
+        """The largest fp16 gradient seen inside, at its true value."""
+        if self.seen is None or not self.seen[0]:
+            return None
+        magnitudes, inverse = self.seen
+        return torch.stack([m.to(inverse.device) for m in magnitudes]).amax() * inverse
 
     def watch(self, results: Iterable[Any]) -> None:
         """Notes the backward as soon as it reaches one of the graph's outputs."""
@@ -382,14 +405,16 @@ class Backwards:
             same = other.leaves is run.leaves
             if not same and other.leaves.known.isdisjoint(run.leaves.known):
                 continue
-            if all(flag.device.type == "cpu" for flag in other.found_inf):
-                if other.overflowed_on_host:
-                    other.throw_away(in_place=True)
-            elif (first := other.leaves.first) is not None and first.grad is None:
-                if other.number > self._read:
-                    other.throw_away(in_place=False)
-                else:
-                    other.gone = other.leaves.known
+            if other.overflowed_on_host:
+                other.throw_away(in_place=True)
+                continue
+            first = other.leaves.first
+            if first is None or first.grad is not None:
+                continue
+            if other.number <= self._read:
+                other.gone = other.leaves.known
+            else:
+                other.throw_away(in_place=False)
 
     def overflowed(self, scaling: ModelScaling) -> list[GraphRun]:
         """Runs of a model whose overflow nobody has counted, as far as that is free."""

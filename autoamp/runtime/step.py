@@ -18,7 +18,7 @@ from autoamp.runtime.blame import blame
 from autoamp.runtime.masters import Masters
 from autoamp.runtime.optimizers import closure_of, params_of
 from autoamp.runtime.overflow import Evidence, found_inf, gather
-from autoamp.runtime.scaling import BACKWARDS, GraphRun, ModelScaling
+from autoamp.runtime.scaling import BACKWARDS, Backward, GraphRun, ModelScaling
 
 logger = logging.getLogger(__name__)
 
@@ -246,6 +246,9 @@ class OptimizerBoundary:
             before = [b.counted for b in mine if b.counted is not None]
             if len(before) < len(mine):
                 scale.update(flag)
+                if scale.looks:
+                    known = bool(flag) if free_to_read(flag) else flag
+                    scale.look(largest_of(mine, fresh), known)
             else:
                 scale.correct(newly(flag, before))
             for backward in mine:
@@ -338,6 +341,17 @@ class OptimizerBoundary:
 def free_to_read(flag: torch.Tensor) -> bool:
     """Whether reading `flag` waits for nothing: it is in the host's memory."""
     return flag.device.type == "cpu"
+
+
+def largest_of(
+    backwards: set[Backward], runs: Sequence[GraphRun]
+) -> torch.Tensor | None:
+    """The largest fp16 gradient in `backwards`; None where it is not all seen."""
+    found = [run.largest for run in runs if run.backward in backwards]
+    seen = [each for each in found if each is not None]
+    if compat.inside_backward() or not seen or len(seen) < len(found):
+        return None
+    return torch.stack([each.to(seen[0].device) for each in seen]).amax()
 
 
 def newly(flag: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
