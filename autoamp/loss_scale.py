@@ -26,6 +26,20 @@ MIN_SCALE = 2.0**-14
 larger than 10**9, and the loss, or something before it, is at fault.  (Not 1, as in
 DeepSpeed: where a script scales its loss by hand, ours goes below.)"""
 
+LOOKS = 5
+"""Steps in which a scale that climbs is told how large the gradients are."""
+
+_MOST = 12
+"""Doublings of one climb: what a small scale has rounded to 0 is seen at the next."""
+
+_ROOM, _ROOM_AT_LAST = 16, 1.8
+"""What a climb leaves for larger gradients than were seen: less, once more were seen.
+A power of two is then left between 1.8 and 3.6 times: within 4 also where gradients
+shrink meanwhile."""
+
+_DROP = 2.0**-7
+"""On top of the back-off, where a climb is going to follow: eight powers of two."""
+
 
 class LossScale:
     """Base of the loss scales; what `convert(loss_scale=...)` takes.
@@ -62,10 +76,37 @@ class LossScale:
             found_inf: one fp32 element, 0 or 1, on any device; nothing waits for it.
         """
 
+    def correct(self, found_inf: torch.Tensor) -> None:
+        """Moves the scale for an overflow found after `update` was told of none.
+
+        Nothing happens where `found_inf` (one element) is 0.
+        """
+        if bool(found_inf):
+            self.update(found_inf)
+
     def count_skipped(self, found_inf: torch.Tensor) -> None:
         """Counts a step as skipped where `found_inf` (one element) is not 0."""
         found = (found_inf.reshape(()) != 0).long()
         self._skipped = self._skipped.to(found.device) + found
+
+    @property
+    def looks(self) -> bool:
+        """Whether `look` is to be called after the next `update`."""
+        return False
+
+    def look(
+        self, largest: torch.Tensor | None, found_inf: bool | torch.Tensor
+    ) -> None:
+        """Moves the scale by how large gradients are.
+
+        Args:
+            largest: the largest fp16 gradient of a step, at its true value, 0-dim fp32;
+                None where it is not known.
+            found_inf: what `update` was given; as a bool where that is known here.
+        """
+
+    def heed(self, other: LossScale) -> None:
+        """Takes over what `other` was told of gradients: this one scales them now."""
 
     @property
     def at_floor(self) -> bool:
@@ -122,7 +163,7 @@ class LossScale:
                 f"the state was saved by {state['kind']!r}, and this run uses {kind}; "
                 "convert with the same loss_scale, or drop the field from the state"
             )
-        wanted, got = set(self.state_dict()), set(state)
+        wanted, got = set(self.state_dict()) - {_LEFT, _SEEN}, set(state)
         problems = (
             [f"missing {', '.join(sorted(wanted - got))}"] if wanted - got else []
         )
@@ -143,12 +184,20 @@ class DynamicLossScale(LossScale):
     As `torch.amp.GradScaler`: times `growth_factor` after `growth_interval` steps in a
     row without an overflow (never to infinity), times `backoff_factor` at an overflow.
 
+    One that climbs is sought besides: from the second step on it is doubled as often as
+    leaves room for 16 times the largest fp16 gradient seen so far, in the fifth for 1.8
+    times.  An overflow before that lowers it to 1/256, but not below 1, for the next
+    step to climb from.  Where
+    gradients cannot be seen (a compiler's graphs, loops, bf16) it moves as any other.
+
     Args:
         init_scale: the scale to begin with.
         growth_factor, backoff_factor, growth_interval: as above.
         min_scale: the floor.  An overflow at the floor is an error, not a skipped step.
         hysteresis: overflows it takes, between two moves, to back off once (DeepSpeed's
             `hysteresis`); every one of those steps is skipped.
+        climbs: whether it climbs.  By default where no `init_scale` is given: one that
+            is stays exactly there until it grows or backs off.
 
     Raises:
         LossScaleError: a value is unusable.
@@ -171,6 +220,8 @@ class DynamicLossScale(LossScale):
         growth_interval: int = 2000,
         min_scale: float = MIN_SCALE,
         hysteresis: int = 1,
+        *,
+        climbs: bool | None = None,
     ) -> None:
         self._configure(
             {
@@ -185,6 +236,9 @@ class DynamicLossScale(LossScale):
         super().__init__(init_scale)
         self._tracker = _scalar(0, torch.int32)
         self._patience = _scalar(hysteresis, torch.int32)
+        by_default = init_scale == INIT_SCALE and hysteresis == 1
+        self._looks = LOOKS if (by_default if climbs is None else climbs) else 0
+        self._largest = _scalar(0.0)
 
     def _configure(self, values: Mapping[str, Any]) -> None:
         for name in ("init_scale", "min_scale", "growth_factor", "backoff_factor"):
@@ -238,6 +292,52 @@ class DynamicLossScale(LossScale):
         self._given.clear()
 
     @property
+    def looks(self) -> bool:
+        """Whether it is still climbing."""
+        return self._looks > 0
+
+    def look(
+        self, largest: torch.Tensor | None, found_inf: bool | torch.Tensor
+    ) -> None:
+        """Moves the scale by how large gradients are; see the base class."""
+        first, known = self._looks == LOOKS, isinstance(found_inf, bool)
+        # An overflow has shown nothing: at least one look is to follow.
+        self._looks = max(self._looks - 1, int(found_inf is True))
+        if largest is None or not (self._looks or known):
+            return  # no look is left to climb back from where an overflow might lead
+        found = torch.as_tensor(found_inf, device=largest.device).reshape(()) != 0
+        scale = self._scale.to(found.device)
+        low = (scale * _DROP).maximum(scale.clamp(max=1.0)).clamp(min=self.min_scale)
+        seen = self._largest.to(found.device).maximum(torch.where(found, 0, largest))
+        self._largest = seen
+        limit = _FP16_LARGEST / (_ROOM if self._looks else _ROOM_AT_LAST)
+        room = (limit / (seen * scale)).log2().floor()
+        room = room.clamp(0, 0 if first else _MOST)  # one batch is no measure
+        high = torch.ldexp(scale, torch.where(seen > 0, room, 0))
+        self._scale = torch.where(found, low, high)
+        self._given.clear()
+
+    def heed(self, other: LossScale) -> None:
+        """Takes over what `other` was told of gradients; see the base class."""
+        if isinstance(other, DynamicLossScale):
+            theirs = other._largest.to(self._largest.device)
+            self._largest = self._largest.maximum(theirs)
+
+    def correct(self, found_inf: torch.Tensor) -> None:
+        """Moves the scale for an overflow found late; see the base class."""
+        if found_inf.device.type == "cpu":
+            super().correct(found_inf)
+            return
+        before = self._scale, self._tracker, self._patience
+        self.update(found_inf)
+        found = found_inf.reshape(()) != 0
+        after = self._scale, self._tracker, self._patience
+        self._scale, self._tracker, self._patience = (
+            torch.where(found, new.to(found.device), old.to(found.device))
+            for new, old in zip(after, before, strict=True)
+        )
+
+    @property
     def at_floor(self) -> bool:
         """Whether the scale is at `min_scale`; waits for the device."""
         return self.scale <= self.min_scale
@@ -249,13 +349,21 @@ class DynamicLossScale(LossScale):
 
     def state_dict(self) -> dict[str, Any]:
         """Every field, as plain Python numbers."""
-        return super().state_dict() | {
+        state = super().state_dict() | {
             "growth_tracker": self.growth_tracker,
             "hysteresis_left": int(self._patience),
         }
+        if self._looks and not _untouched(state):  # in the midst of it
+            return state | {_LEFT: self._looks, _SEEN: float(self._largest)}
+        return state
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises LossScaleError where `load_state_dict(state)` would."""
+        if isinstance(state, Mapping) and {_LEFT, _SEEN} <= set(state):
+            _count(_LEFT, state[_LEFT])
+            if not (isinstance(state[_SEEN], float) and state[_SEEN] >= 0):
+                raise LossScaleError(f"{_SEEN}={state[_SEEN]!r} is no magnitude")
+            state = {k: v for k, v in state.items() if k not in (_LEFT, _SEEN)}
         super().check(state)
         DynamicLossScale(**{name: state[name] for name in self._config})
         # A tracker beyond the interval would never meet it: no growth any more.
@@ -270,9 +378,12 @@ class DynamicLossScale(LossScale):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over every field, those of the constructor too; see the base class."""
         super().load_state_dict(state)
+        mine = _untouched(state) and state["init_scale"] == self.init_scale
         self._configure(state)
         self._tracker = _scalar(state["growth_tracker"], torch.int32)
         self._patience = _scalar(state["hysteresis_left"], torch.int32)
+        self._looks = state.get(_LEFT, self._looks if mine else 0)
+        self._largest = _scalar(state.get(_SEEN, 0.0))
 
 
 class StaticLossScale(LossScale):
@@ -322,6 +433,12 @@ def resolve_loss_scale(given: Any, low: torch.dtype) -> LossScale:
     )
 
 
+def _untouched(state: Mapping[str, Any]) -> bool:
+    """Whether no step has been taken at the scale of `state`."""
+    begun = state["growth_tracker"] or state["skipped_steps"]
+    return not begun and state["scale"] == state["init_scale"]
+
+
 def _scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(value, dtype=dtype, device="cpu")
 
@@ -341,6 +458,8 @@ def _count(name: str, value: Any, least: int = 0) -> None:
         )
 
 
+_LEFT, _SEEN = "looks_left", "largest_gradient"
+_FP16_LARGEST = torch.finfo(torch.float16).max
 _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 _LONGEST = torch.iinfo(torch.int32).max

@@ -319,7 +319,7 @@ def test_runs_of_dead_weights_concern_nobody() -> None:
     model = converted()
     loss_of(model, 0, HUGE).backward()
     run = BACKWARDS.runs[-1]
-    ids = set(run.leaves)
+    ids = set(run.leaves.ids)
     assert run.touches(ids)
     del model
     torch._dynamo.reset()

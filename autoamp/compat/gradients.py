@@ -185,6 +185,15 @@ def optimizers_and_scalers() -> tuple[
     return optimizers, scalers
 
 
+def scaler_uses(scaler: torch.amp.GradScaler) -> int:
+    """A number that grows with the first `scaler.scale` and every `scaler.update`.
+
+    The first makes the tensor it scales by, which the others write to.
+    """
+    scale = getattr(scaler, "_scale", None)
+    return 0 if scale is None else 1 + int(scale._version)
+
+
 _SCALER_STEPS = frozenset(
     f.__code__
     for f in (torch.amp.GradScaler.step, torch.amp.GradScaler._maybe_opt_step)

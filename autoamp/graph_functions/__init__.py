@@ -17,7 +17,7 @@ from autoamp.graph_functions.casts import (
     saturating_cast,
     scaled_result,
 )
-from autoamp.graph_functions.half import unscale_half_leaf
+from autoamp.graph_functions.half import unscale_half
 from autoamp.graph_functions.regions import checkpoint_as_python_does, checkpointed
 from autoamp.graph_functions.states import (
     STATE,
@@ -48,7 +48,7 @@ __all__ = [
     "traced_scale_grad_apart",
     "unscale_grad",
     "unscale_grad_",
-    "unscale_half_leaf",
+    "unscale_half",
 ]
 
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
@@ -64,7 +64,7 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         unscale_grad_,
         traced_scale_grad_,
         traced_scale_grad_apart,
-        unscale_half_leaf,
+        unscale_half,
         *FOR_COMPILERS.values(),
         *WITH_FP32_STATE.values(),
     }

@@ -62,7 +62,8 @@ def unscale_grad(
     # Not `view_as`, whose backward reshapes: a gradient may be sparse.
     alias: torch.Tensor = torch.ops.aten.alias.default(value)
     if alias.requires_grad:
-        alias.register_hook(functools.partial(_unscale, inv_loss_scale, found_inf))
+        unscale = _unscale if value.is_leaf else _unscale_and_pass_on
+        alias.register_hook(functools.partial(unscale, inv_loss_scale, found_inf))
     return alias
 
 
@@ -137,6 +138,25 @@ def leaving(
     return _unscaled_in_place(wide, inv_loss_scale, found_inf)
 
 
+def passed_on(grad: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
+    """`grad`, unscaled and checked, for what others computed: infinities become NaN.
+
+    The weights it flows on to belong to no graph of ours, so that no flag tells of
+    them, only their gradients: and `clip_grad_value_` makes a 1 of an infinity, but
+    leaves a NaN.
+    """
+    if found_inf.device.type == "cpu" and not bool(found_inf):
+        return grad
+    return infinities_as_nan(grad)
+
+
+def infinities_as_nan(grad: torch.Tensor) -> torch.Tensor:
+    """`grad` without infinities; sparse and complex ones, which nobody clips, as is."""
+    if grad.layout != torch.strided or grad.is_complex():
+        return grad
+    return grad.nan_to_num(torch.nan, torch.nan, torch.nan)
+
+
 def unscale_inside_grad(
     grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
@@ -160,6 +180,14 @@ def _unscale(
     if torch.is_grad_enabled():  # create_graph=True
         return unscale_inside_grad(grad, inv_loss_scale, found_inf)
     return unscaled(grad, inv_loss_scale, found_inf)
+
+
+@compat.never_captured
+def _unscale_and_pass_on(
+    inv_loss_scale: torch.Tensor, found_inf: torch.Tensor, grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    result = _unscale(inv_loss_scale, found_inf, grad)
+    return None if result is None else passed_on(result, found_inf)
 
 
 @compat.never_captured
@@ -216,6 +244,10 @@ class _UnscaleInPlace(Enter):
         ctx.inv, ctx.found_inf = inv, found_inf
         ctx.mark_dirty(value)
         return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _unscale_and_pass_on(ctx.inv, ctx.found_inf, grad), None, None
 
 
 class _Scale(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.graph_functions.boundary import leaving, scale_inside_grad
+from autoamp.graph_functions.boundary import leaving, passed_on, scale_inside_grad
 
 
 class _LowWeight(torch.autograd.Function):
@@ -40,11 +40,14 @@ class LowWeightUnscaled(torch.autograd.Function):
         found_inf: torch.Tensor,
     ) -> torch.Tensor:
         ctx.dtype, ctx.inv, ctx.found_inf = weight.dtype, inv, found_inf
+        ctx.is_leaf = weight.is_leaf
         return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         wide = leaving(grad.to(ctx.dtype), ctx.inv, ctx.found_inf)
+        if not ctx.is_leaf:
+            wide = passed_on(wide, ctx.found_inf)
         return wide, None, None, None
 
 

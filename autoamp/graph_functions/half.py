@@ -1,4 +1,4 @@
-"""Where the gradient of a half-precision leaf leaves the graph."""
+"""Where the gradient of a half-precision input leaves the graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.graph_functions.boundary import leaving
+from autoamp.graph_functions.boundary import leaving, unscale_grad
 
 
 class _HalfLeafUnscaled(torch.autograd.Function):
@@ -33,15 +33,17 @@ class _HalfLeafUnscaled(torch.autograd.Function):
 _apply_half_leaf_unscaled = compat.direct_apply(_HalfLeafUnscaled)
 
 
-def unscale_half_leaf(
-    leaf: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
+def unscale_half(
+    value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
-    """One use of `leaf`, an fp16 or bf16 leaf; its gradient leaves in fp32, unscaled.
+    """One use of `value`, fp16 or bf16; its gradient leaves unscaled, a leaf's in fp32.
 
     Args:
-        leaf: any shape; one node per use of it sums its gradients in fp32.
+        value: any shape; one node per use of a leaf sums its gradients in fp32.
         inv_loss_scale: 1/S, 0-dim fp32.
         found_inf: one fp32 element, set to 1 where the gradient is not finite.
     """
-    result: torch.Tensor = _apply_half_leaf_unscaled(leaf, inv_loss_scale, found_inf)
+    if not value.is_leaf:
+        return unscale_grad(value, inv_loss_scale, found_inf)
+    result: torch.Tensor = _apply_half_leaf_unscaled(value, inv_loss_scale, found_inf)
     return result

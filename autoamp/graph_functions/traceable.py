@@ -16,6 +16,7 @@ from autoamp import compat
 from autoamp.graph_functions.boundary import (
     Enter,
     Exit,
+    infinities_as_nan,
     plainly_unscaled,
     scale_grad,
     scaled,
@@ -27,7 +28,12 @@ from autoamp.graph_functions.casts import (
     low_weight_unscaled,
     scaled_result,
 )
-from autoamp.graph_functions.half import unscale_half_leaf
+from autoamp.graph_functions.half import unscale_half
+
+
+def _leaving(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
+    """Unscaled and checked; infinite nowhere, since a compiler knows of no leaves."""
+    return infinities_as_nan(plainly_unscaled(grad, ctx.inv, ctx.found_inf))
 
 
 class _TracedScale(Exit):
@@ -48,14 +54,13 @@ class _TracedScaleApart(_TracedScale):
 class _TracedUnscale(Enter):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return plainly_unscaled(grad, ctx.inv, ctx.found_inf), None, None
+        return _leaving(grad, ctx), None, None
 
 
 class _TracedLowWeight(LowWeightUnscaled):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        wide = plainly_unscaled(grad.to(ctx.dtype), ctx.inv, ctx.found_inf)
-        return wide, None, None, None
+        return _leaving(grad.to(ctx.dtype), ctx), None, None, None
 
 
 _apply_traced_scale = compat.direct_apply(_TracedScale)
@@ -128,7 +133,7 @@ def traced_low_weight_unscaled(
 FOR_COMPILERS: dict[Callable[..., Any], Callable[..., Any]] = {
     scale_grad: traced_scale_grad,
     unscale_grad: traced_unscale_grad,
-    unscale_half_leaf: traced_unscale_grad,
+    unscale_half: traced_unscale_grad,
     unscale_grad_: traced_unscale_grad_,
     scaled_result: traced_scaled_result,
     low_weight_unscaled: traced_low_weight_unscaled,

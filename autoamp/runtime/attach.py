@@ -146,11 +146,13 @@ def detach_from(model: torch.nn.Module) -> None:
 def meet(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> None:
     """Looks for whoever is going to step `weights`, before the first run with them.
 
-    Whoever made a GradScaler is about to use it, so there is no scaling of ours until
-    a first step without it; twice scaled, the first gradients would overflow.
+    A GradScaler may be about to scale this model's loss: twice scaled, the first
+    gradients would overflow.  So they are looked at again before a backward, unless the
+    user has asked for a loss scale of ours.
     """
     optimizers, scalers = compat.optimizers_and_scalers()
-    scaling.foreign = bool(scalers)
+    if not scaling.asked:
+        scaling.scalers = [(weakref.ref(s), compat.scaler_uses(s)) for s in scalers]
     ids = {id(weight) for weight in weights}
     for optimizer in optimizers:
         groups = getattr(optimizer, "param_groups", ())
@@ -165,7 +167,9 @@ def new_engine(
     options: Options, low: torch.dtype, label: str, loss_scale: LossScale
 ) -> Engine:
     """An engine; from now on optimizers are met at their first step, while it lives."""
-    engine = Engine(options, low, label, ModelScaling(loss_scale, label, meet))
+    scaling = ModelScaling(loss_scale, label, meet)
+    scaling.asked = options.loss_scale != "auto"
+    engine = Engine(options, low, label, scaling)
     _engines.add(engine)
     _hear()
     return engine

@@ -29,7 +29,7 @@ def blame(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:
             continue
         graph = gm.graph
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
-        by_id = dict(zip(run.leaves, run.origin.places, strict=True))
+        by_id = dict(zip(run.leaves.ids, run.origin.places, strict=True))
         weights = {inputs[place] for leaf, place in by_id.items() if leaf in bad}
         for node in reversed(graph.nodes):
             hit = next((w for w in _read_weights(node) if w in weights), None)

@@ -30,7 +30,7 @@ from autoamp.graph_functions import (
     scaled_result,
     unscale_grad,
     unscale_grad_,
-    unscale_half_leaf,
+    unscale_half,
 )
 from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND
@@ -48,12 +48,12 @@ class Boundary:
     Attributes:
         devices: for each of them `loss_scale`, `inv_loss_scale` and `found_inf`.
         written: positions of inputs that the graph writes results to.
-        passes_on: gradients leave through inputs that others computed.
+        exits: positions of the inputs that gradients leave through.
     """
 
     devices: tuple[torch.device, ...] = ()
     written: tuple[int, ...] = ()
-    passes_on: bool = False
+    exits: tuple[int, ...] = ()
 
 
 @dataclass
@@ -65,27 +65,26 @@ class _Inputs:
     found_inf: fx.Node
 
 
-def add_boundary(
-    gm: fx.GraphModule, rewritten: Rewritten, leaves: Sequence[int]
-) -> Boundary:
+def add_boundary(gm: fx.GraphModule, rewritten: Rewritten) -> Boundary:
     """Scales the gradients of `gm`, the graph made of `rewritten`, which it edits.
 
-    Where no gradient enters or leaves the graph nothing is changed.
-
-    Args:
-        leaves: positions of the inputs that are leaves of autograd's graph.
+    Where no gradient enters or leaves the graph nothing is changed.  What is changed
+    suits every call of the graph: an input that is a leaf of autograd's graph in one
+    may be what others computed in the next.
 
     Raises:
         CaptureError: the graph writes to two inputs that share memory.
     """
-    flow = GraphFlow(gm, rewritten, leaves)
+    flow = GraphFlow(gm, rewritten)
     edge = _Edge(flow)
     written = edge.run()
     if edge.inputs:
         gm.graph.lint()
         gm.recompile()
     places = tuple(flow.given.index(node) for node in written)
-    return Boundary(tuple(edge.inputs), places, flow.passes_on)
+    given = enumerate(flow.given)
+    exits = tuple(i for i, node in given if flow.differentiable(node, node))
+    return Boundary(tuple(edge.inputs), places, exits)
 
 
 class _Edge:
@@ -153,9 +152,9 @@ class _Edge:
                 new = self.graph.call_function(unscale_grad_, args)
             new.meta = dict(node.meta)
             return
-        if node in self.flow.leaves and node.meta["val"].dtype in LOW_DTYPES.values():
-            for use in readers:  # an alias each: gradients are summed in fp32
-                self._redirect(node, [use], by=unscale_half_leaf)
+        if node.meta["val"].dtype in LOW_DTYPES.values():
+            for use in readers:  # an alias each: a leaf's gradients are summed in fp32
+                self._redirect(node, [use], by=unscale_half)
             return
         for use in readers:
             if use.target is low_weight and use.args[0] is node:

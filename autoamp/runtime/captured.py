@@ -22,7 +22,6 @@ class CapturedGraph:
         problem: why the graph runs unconverted; "" where it does not.
         runs: how often it ran.
         copies: the weight copies it is given, or None where it needs none.
-        leaves: positions of its inputs that are leaves of autograd's graph.
         boundary: what loss scaling adds to its inputs.
         sizes: how often it ran with which values of its symbolic sizes; empty where it
             has none.
@@ -33,7 +32,6 @@ class CapturedGraph:
     problem: str = ""
     runs: int = 0
     copies: WeightCopies | None = None
-    leaves: tuple[int, ...] = ()
     boundary: Boundary = field(default_factory=Boundary)
     sizes: Counter[tuple[int, ...]] = field(default_factory=Counter)
 

@@ -9,14 +9,13 @@ import logging
 import sys
 import threading
 import types
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autoamp import compat
 from autoamp.dtypes import short_name
@@ -29,8 +28,10 @@ from autoamp.runtime.boundary import add_boundary
 from autoamp.runtime.captured import CapturedGraph, Skipped, Tally
 from autoamp.runtime.compilers import for_compilers
 from autoamp.runtime.hoist import Hoisted, hoist_weight_casts, with_casts_inside
+from autoamp.runtime.origin import Origins
 from autoamp.runtime.saying import say_once
-from autoamp.runtime.scaling import GraphRun, ModelScaling, Origin
+from autoamp.runtime.scaling import GraphRun, ModelScaling
+from autoamp.runtime.watch import Watched, can_watch
 from autoamp.runtime.weights import WeightCopies
 
 logger = logging.getLogger(__name__)
@@ -202,14 +203,11 @@ class Engine:
         bound.meta["autoamp_before"] = rewritten.before.print_readable(
             print_output=False
         )
-        leaves = _leaves(example_inputs)
-        captured = CapturedGraph(rewritten, bound, leaves=leaves)
+        captured = CapturedGraph(rewritten, bound)
         if self.scaling.enabled:
-            captured.boundary = add_boundary(bound, rewritten, leaves)
+            captured.boundary = add_boundary(bound, rewritten)
         run = self._runner(captured, example_inputs, slots)
-        inputs = enumerate(example_inputs)
-        symbolic = [i for i, v in inputs if isinstance(v, torch.SymInt)]
-        call = self._bind(captured, run, slots, symbolic)
+        call = self._bind(captured, run, slots, example_inputs)
         self.graphs.append(captured)
         self._log(captured)
         every = rewritten.with_bodies()
@@ -237,7 +235,7 @@ class Engine:
         copies = [
             torch.empty_like(example_inputs[i].detach(), dtype=self.low) for i in slots
         ]
-        edge = self.scaling.inputs(captured.boundary.devices, ())
+        edge = self.scaling.edge(captured.boundary.devices)
         graph = for_compilers(captured.gm)
         given = [*example_inputs, *copies, *edge]
         return compat.compile_with(self.options.backend, graph, given)
@@ -247,16 +245,15 @@ class Engine:
         captured: CapturedGraph,
         run: Callable[..., Any],
         slots: list[int],
-        symbolic: list[int],
+        example_inputs: Sequence[Any],
     ) -> Callable[..., Any]:
         """The callable Dynamo calls: counts, brings weight copies, runs.
 
         Args:
             slots: positions of the inputs that are weights with a copy.
-            symbolic: positions of the inputs that are sizes.
         """
         local, scaling = self.local, self.scaling
-        boundary, leaves = captured.boundary, captured.leaves
+        boundary = captured.boundary
         kept = self.options.weight_copies == "kept"
         captured.copies = WeightCopies(self.low, kept=kept) if slots else None
         fresh = captured.copies.fresh if captured.copies is not None else None
@@ -273,17 +270,26 @@ class Engine:
             local.runs += 1
             local.rewritten += 1
             captured.runs += 1
-            weights = [args[i] for i in leaves]
-            edge = scaling.inputs(boundary.devices, weights)
-            graph_run = GraphRun(scaling, origin, weights, edge)
+            origin = origins.of(args)
+            tensors, leaves = origin.leaves(args)
+            edge = scaling.inputs(boundary.devices, tensors)
+            graph_run = GraphRun(scaling, origin, leaves, edge)
             copies = () if fresh is None else fresh([args[i] for i in slots])
-            results = run(*args, *copies, *edge)
-            graph_run.watch(results, weights)
+            if watchable and scaling.looks:
+                watched = Watched(captured.gm, graph_run.look(edge))
+                results = watched.run(*args, *copies, *edge)
+            else:
+                results = run(*args, *copies, *edge)
+            graph_run.watch(results, tensors)
             if boundary.written:
-                graph_run.watch([args[i] for i in boundary.written], weights)
+                graph_run.watch([args[i] for i in boundary.written], tensors)
             return results
 
-        origin = Origin(weakref.ref(captured.gm), leaves, boundary.passes_on)
+        in_fp16 = self.low == torch.float16 and self.runs_as_is
+        watchable = in_fp16 and can_watch(captured.gm)
+        origins = Origins(captured.gm, example_inputs, boundary.exits)
+        inputs = enumerate(example_inputs)
+        symbolic = [i for i, v in inputs if isinstance(v, torch.SymInt)]
         chosen = call_scaled if boundary.devices else call
         if symbolic:
             chosen = _counting_sizes(chosen, symbolic, captured.sizes)
@@ -402,17 +408,3 @@ def _counting_sizes(
         return call(*args)
 
     return counting
-
-
-def _leaves(inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of the inputs whose `.grad` a backward fills.
-
-    Weights come first, since runs are known by their first leaf: an input of the
-    caller's lives for one run, or longer than the model.
-    """
-    found = [
-        i
-        for i, value in enumerate(inputs)
-        if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
-    ]
-    return tuple(sorted(found, key=lambda i: not isinstance(inputs[i], nn.Parameter)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -27,16 +26,13 @@ class GraphFlow:
         graph: the graph, which is about to be edited.
         order: the place of each node in it as it was.
         given: its inputs, without the weight copies.
-        leaves: those that are leaves of autograd's graph.
         names: each tensor with all its names.
         recording: for each node whether grad mode is on where it stands.
         output: the node that returns.
     """
 
-    def __init__(
-        self, gm: fx.GraphModule, rewritten: Rewritten, leaves: Sequence[int]
-    ) -> None:
-        """Args: `gm` was made of `rewritten`; `leaves` are positions of inputs."""
+    def __init__(self, gm: fx.GraphModule, rewritten: Rewritten) -> None:
+        """Args: `gm` was made of `rewritten`."""
         self.before = rewritten.before.graph
         self.facts = rewritten.facts
         self.graph = gm.graph
@@ -44,19 +40,12 @@ class GraphFlow:
         given = [n for n in self.before.nodes if n.op == "placeholder"]
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.given = placeholders[: len(given)]
-        self.leaves = {self.given[i] for i in leaves}
         self.output: fx.Node = next(n for n in self.graph.nodes if n.op == "output")
         self.recording = self._recording()
         self.writes = self._writes()
+        self._extended: set[str] = set()
         self._flowing, self._grown = self._flow()
         self.names = self._names_of_tensors()
-
-    @property
-    def passes_on(self) -> bool:
-        """Whether gradients leave through inputs that are not leaves."""
-        return any(
-            self.differentiable(n, n) for n in self.given if n not in self.leaves
-        )
 
     def results(self) -> list[fx.Node]:
         """The returned tensors a gradient flows into."""
@@ -80,12 +69,12 @@ class GraphFlow:
         )
 
     def written_with_grad(self, node: fx.Node) -> bool:
-        """Whether input `node` takes part in a gradient through what is written to it.
+        """Whether a write, itself or through a view, gives input `node` a new history.
 
-        A leaf can only be written to where no gradient is recorded.
+        Then it is no leaf: nobody may write to one like that.  (A write through
+        `detach` leaves the history of the input as it is.)
         """
-        leaf = node in self.leaves
-        return not leaf and _is_float(node) and self.storage(node) in self._grown
+        return _is_float(node) and node.name in self._extended
 
     def storage(self, node: fx.Node) -> int:
         fact = self.facts.nodes.get(node.name)
@@ -158,9 +147,25 @@ class GraphFlow:
             ):
                 names.add(node.name)
                 if recording:
-                    written = {self.storage(n) for n in _written(node)}
-                    storages |= written & self.facts.mutated
+                    written = _written(node)
+                    storages |= set(map(self.storage, written)) & self.facts.mutated
+                    self._extended |= self._shown_by(written)
         return names, storages
+
+    def _shown_by(self, values: list[fx.Node]) -> set[str]:
+        """The tensors of the graph as captured that `values` are, or are views of."""
+        found: set[str] = set()
+        pending = list(values)
+        while pending:
+            node = pending.pop()
+            if node.name in found:
+                continue
+            found.add(node.name)
+            if node.target not in _CUTS:
+                storage = self.storage(node)
+                sources = node.all_input_nodes
+                pending += [n for n in sources if self.storage(n) == storage]
+        return found
 
     def _recording(self) -> dict[fx.Node, bool]:
         """For each node whether grad mode is on where it stands."""

@@ -55,20 +55,19 @@ def gather(params: Iterable[torch.Tensor], since: int) -> Evidence:
     ids = {id(p) for p in params}
     runs = BACKWARDS.since(since)
     mine = [r for r in runs if r.may_touch(ids)]
-    tasks = {r.task for r in mine}
-    mine += [r for r in runs if not r.leaves and r.task in tasks]
     orphaned = {r.task for r in mine if r.is_orphaned}
-    live: list[GraphRun] = []
-    voided: list[GraphRun] = []
-    for run in mine:
-        (voided if run.voided or run.task in orphaned else live).append(run)
+    live = [r for r in mine if r.task not in orphaned and r.lives_in(ids)]
+    tasks, living = {r.task for r in mine}, {r.task for r in live}
+    filling = {r.task for r in runs if r.leaves.ids}
+    pieces = [r for r in runs if not r.leaves.ids and r.task in tasks]
+    live += [r for r in pieces if r.task in living]
+    voided = [r for r in (*mine, *pieces) if r not in live]
     last = runs[-1].number if runs else since
     others = [r for r in runs if r.task not in tasks]
     shards = compat.shard_groups(params)
     if shards:
         return Evidence(live, [*voided, *others], [], last, shards)
     passing = [r for r in others if r.origin.passes_on]
-    filling = {r.task for r in runs if r.leaves}
     return Evidence(
         live,
         [*voided, *(r for r in passing if r.task not in filling)],

@@ -18,7 +18,7 @@ from autoamp.runtime.blame import blame
 from autoamp.runtime.masters import Masters
 from autoamp.runtime.optimizers import closure_of, params_of
 from autoamp.runtime.overflow import Evidence, found_inf, gather
-from autoamp.runtime.scaling import BACKWARDS, GraphRun, ModelScaling
+from autoamp.runtime.scaling import BACKWARDS, Backward, GraphRun, ModelScaling
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class OptimizerBoundary:
         if not evidence.runs and not evidence.elsewhere and not doubt:
             return torch.zeros(1)
         for scaling in evidence.scalings:
-            scaling.foreign = False
+            scaling.settle(foreign=False)
             self.link(scaling)
         flag = found_inf(evidence, params, doubt)
         if not retries and self._takes_flag(flag):
@@ -176,7 +176,7 @@ class OptimizerBoundary:
         for scaling in self._read(self.params).scalings:
             if not scaling.foreign or scaling not in self.scalings:
                 _say_foreign(scaling)
-            scaling.foreign = True
+            scaling.settle(foreign=True)
             self.link(scaling)
         return True
 
@@ -214,8 +214,7 @@ class OptimizerBoundary:
         if self._skipped_before or not self._unsure:
             return self._skipped_before
         ids = {id(p) for p in params}
-        runs = [run for run in self._unsure if run.leaves]
-        return any(not run.voided or run.leaves[0] not in ids for run in runs)
+        return any(run.lives_in(ids) for run in self._unsure)
 
     def _note_skip(self, evidence: Evidence, params: list[torch.Tensor]) -> None:
         """Says why; raises where skipping can no longer help."""
@@ -223,7 +222,9 @@ class OptimizerBoundary:
         for scaling in evidence.scalings:
             scaling.note_skip(why)
             loss_scale = scaling.loss_scale
-            if loss_scale.at_floor:
+            # Or lower already, for another optimizer's part of the same backward.
+            new = [r for r in evidence.runs if not r.backward.overflowed]
+            if loss_scale.at_floor and (new or not evidence.runs):
                 self.mark(True)
                 raise LossScaleError(
                     f"{scaling.label}: gradients overflow even at the lowest loss "
@@ -239,16 +240,30 @@ class OptimizerBoundary:
 
         Two optimizers that step after one backward move it once.
         """
-        moved = [r.scaling.loss_scale for r in runs if not r.counted]
-        for scale in {id(s): s for s in moved}.values():
-            scale.update(flag)
+        fresh = [run for run in runs if not run.counted]
+        for scale in {id(s): s for s in (r.scaling.loss_scale for r in fresh)}.values():
+            mine = {r.backward for r in fresh if r.scaling.loss_scale is scale}
+            before = [b.counted for b in mine if b.counted is not None]
+            if len(before) < len(mine):
+                scale.update(flag)
+                if scale.looks:
+                    known = bool(flag) if free_to_read(flag) else flag
+                    scale.look(largest_of(mine, fresh), known)
+            else:
+                scale.correct(newly(flag, before))
+            for backward in mine:
+                backward.count(flag)
         # A step that is known to be taken is not counted.
         if not retries and not (free_to_read(flag) and not bool(flag)):
             concerned = [r.scaling.loss_scale for r in runs]
             for scale in {id(s): s for s in concerned}.values():
                 scale.count_skipped(flag)
+        if compat.inside_backward():
+            return  # what is still to come of it may overflow
+        clean = free_to_read(flag) and not bool(flag)
         for run in runs:
             run.counted = True
+            run.clean = clean and not run.overflowed_on_host
 
     def _read(self, params: list[torch.Tensor]) -> Evidence:
         """What has happened since the last step; lets go of what everybody has read."""
@@ -326,6 +341,24 @@ class OptimizerBoundary:
 def free_to_read(flag: torch.Tensor) -> bool:
     """Whether reading `flag` waits for nothing: it is in the host's memory."""
     return flag.device.type == "cpu"
+
+
+def largest_of(
+    backwards: set[Backward], runs: Sequence[GraphRun]
+) -> torch.Tensor | None:
+    """The largest fp16 gradient in `backwards`; None where it is not all seen."""
+    found = [run.largest for run in runs if run.backward in backwards]
+    seen = [each for each in found if each is not None]
+    if compat.inside_backward() or not seen or len(seen) < len(found):
+        return None
+    return torch.stack([each.to(seen[0].device) for each in seen]).amax()
+
+
+def newly(flag: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`flag` where none of the flags `before` is set, else 0."""
+    for other in before:
+        flag = flag * (1 - other.to(flag.device))
+    return flag
 
 
 def evaluated(
