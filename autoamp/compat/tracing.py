@@ -144,7 +144,8 @@ def recorded_so_far() -> fx.Node | None:
     if mode is None:
         return None
     tracer: Any = mode.tracer
-    return next(reversed(tracer.graph.nodes), None)
+    # In torch 2.11 what `reversed` gives can be gone through, and is no iterator.
+    return next(iter(reversed(tracer.graph.nodes)), None)
 
 
 def forget_since(mark: fx.Node | None) -> None:
