@@ -327,7 +327,11 @@ def test_a_branch_that_writes_to_a_buffer_stays_fp32(by_norm: bool) -> None:
     converted(model)
     inputs = given()
     with torch.no_grad():  # torch captures no such branch where a gradient is recorded
-        assert torch.equal(model(*inputs), plain(*inputs))
+        try:
+            expected = plain(*inputs)
+        except torch._dynamo.exc.UncapturedHigherOrderOpError:  # 2.11's `cond`
+            pytest.skip("this torch refuses branches that write")
+        assert torch.equal(model(*inputs), expected)
         model.turn.fill_(False)
         model(*inputs)
     for name, value in plain.named_buffers():

@@ -72,6 +72,7 @@ from autoamp.compat.tensors import (
     version_kept,
 )
 from autoamp.compat.tracing import (
+    as_traced,
     current_fake_mode,
     fake_inputs,
     forget_since,
@@ -116,6 +117,7 @@ __all__ = [
     "accumulate_in",
     "active_ddp_group",
     "any_autocast",
+    "as_traced",
     "autocast_nesting",
     "autocast_off",
     "backward_id",

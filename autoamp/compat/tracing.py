@@ -116,6 +116,20 @@ def outside_trace() -> Iterator[None]:
             _set_mode_pre_dispatch(mode)
 
 
+def as_traced() -> contextlib.AbstractContextManager[Any]:
+    """A region in which fake tensors meet the functions that a trace sends them to.
+
+    Torch has written some composite ops a second time for fake tensors.  The kernels of
+    `lstm` for GPUs, which they meet elsewhere, ask the driver and read memory.
+    """
+    try:
+        from torch._dispatch.python import enable_python_dispatcher
+    except ImportError:
+        return contextlib.nullcontext()
+    region: contextlib.AbstractContextManager[Any] = enable_python_dispatcher()
+    return region
+
+
 def record_call(
     target: Callable[..., Any],
     args: tuple[Any, ...],

@@ -103,7 +103,7 @@ class StandIns:
     def _answer(self, node: fx.Node) -> Any:
         """What an op gives for its operands, as fake tensors on their devices."""
         target: Any = node.target
-        with _mode(self.memo):
+        with compat.as_traced(), _mode(self.memo):
 
             def on_its_device(operand: fx.Node) -> Any:
                 device = getattr(operand.meta.get("val"), "device", _META)
