@@ -122,6 +122,7 @@ def _configure_while_compiling(
         config = torch._dynamo.config
         limits = {name: getattr(config, name) + others for name in _LIMITS}
         packed = packed_sequences() if backend.runs_as_is else nullcontext()
+        failed = _failed_frames()
         with config.patch({**_COMPILE_TIME_CONFIG, **limits}), packed, _quietly():
             found = base.__call__(self, frame, *args, **kwargs)
             if layer_left(frame, found):
@@ -134,18 +135,37 @@ def _configure_while_compiling(
                 exceeded[code] = found
             else:
                 skipped.append(code)
-                if _gave_up_on_module(frame, found):
+                if _is_module(frame) and _suppressed(found, failed):
                     leave(code)
         return found
 
     callback.__class__ = type(base.__name__, (base,), {"__call__": call})
 
 
-def _gave_up_on_module(frame: Any, found: Any) -> bool:
-    # An older torch gives no reason.
-    failed = getattr(found, "skip_reason", None) == _SUPPRESSED
+def _is_module(frame: Any) -> bool:
+    """Whether it is a call of a method of a module."""
     first = (*frame.f_code.co_varnames, "self")[0]
-    return failed and isinstance(frame.f_locals.get(first), nn.Module)
+    return isinstance(frame.f_locals.get(first), nn.Module)
+
+
+def _suppressed(found: Any, failed: int) -> bool:
+    """Whether Dynamo made nothing of a frame because of an error that it kept quiet.
+
+    Args:
+        failed: on how many frames it had failed before.
+    """
+    if hasattr(found, "skip_reason"):
+        return bool(found.skip_reason == _SUPPRESSED)
+    return _failed_frames() > failed  # an older torch gives no reason
+
+
+def _failed_frames() -> int:
+    """On how many frames Dynamo has failed so far, those being traced now included."""
+    counters: Any = getattr(torch._dynamo.utils, "counters", None)
+    if counters is None:
+        return 0
+    frames = counters["frames"]
+    return int(frames["total"] - frames["ok"])
 
 
 def _entries_of_others(code: types.CodeType, backend: Callable[..., Any]) -> int:
