@@ -18,8 +18,8 @@ QUICK := not slow and not gpu and not conformance
 ZOO := $(shell grep -E '^(pillow|timm|torchvision)==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup zoo demo test test-all test-oldest conformance mutants lint types \
-  bench clean
+.PHONY: help setup zoo demo test test-all test-oldest test-cuda-fake conformance mutants \
+  lint types bench clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -82,6 +82,9 @@ $(OLDEST_VENV)/.ready: $(OLDEST_VENV)/.torch
 
 test-oldest: $(OLDEST_VENV)/.ready ## The quick tests under the oldest torch that is allowed
 	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
+
+test-cuda-fake: $(OLDEST_VENV)/.ready ## What the pass makes of every model on GPUs; no GPU is needed
+	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) tests/test_cuda_fake.py
 
 conformance: $(VENV)/.ready $(VENV)/.zoo ## Every op, every peer's own cases, random programs, a zoo of models, faults
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/conformance \

@@ -7,15 +7,17 @@ go; a build for CPUs alone does not.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from autoamp import compat
 from tests.models import Case
 
 SKIPPED = pytest.mark.skipif(
@@ -24,39 +26,38 @@ SKIPPED = pytest.mark.skipif(
 )
 
 
-class Captured(Exception):
-    """Ends a call once its first graph has been dealt with: nothing can be computed."""
+def graphs_of(case: Case) -> list[tuple[fx.GraphModule, list[Any]]]:
+    """The graphs that Dynamo captures of a case on a GPU, and what each is given.
 
-
-def each_graph(
-    case: Case, use: Callable[[fx.GraphModule, list[Any], FakeTensorMode], None]
-) -> int:
-    """Calls `use` with each graph that Dynamo captures of a case on a GPU.
-
-    Gives how many there were.  After a branch on a value no more are captured.
+    After a branch on a value there are no more: nothing has one.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = moved(case.model(), mode)
     args, kwargs = pytree.tree_map_only(
         Tensor, lambda t: on_cuda(t, mode), case.inputs(0)
     )
-    seen = 0
+    found: list[tuple[fx.GraphModule, list[Any]]] = []
 
-    def backend(gm: fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
-        nonlocal seen
-        seen += 1
-        use(gm, given)
-        return gm.forward
+    def backend(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        # As Dynamo's own fake tensors, since those are on the other nodes.
+        inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        found.append((gm, [n.meta["example_value"] for n in inputs]))
 
-    with mode, _nothing_to_flatten(), torch._dynamo.config.patch(allow_rnn=True):
+        def run(*values: Any) -> Any:
+            with compat.as_traced():
+                return gm(*values)
+
+        return run
+
+    with mode, nothing_to_flatten(), torch._dynamo.config.patch(allow_rnn=True):
         compiled: Any = torch._dynamo.optimize(backend)(model)
         with contextlib.suppress(DataDependentOutputException):
             compiled(*args, **kwargs)
-    return seen
+    return found
 
 
 @contextlib.contextmanager
-def _nothing_to_flatten() -> Iterator[None]:
+def nothing_to_flatten() -> Iterator[None]:
     """Recurrent layers leave their weights where they are: fake ones are nowhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.RNNBase, "flatten_parameters", lambda self: None)
@@ -100,14 +101,15 @@ def as_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def autocast(device: str, low: torch.dtype) -> Iterator[None]:
+def autocast(device: str, low: torch.dtype, enabled: bool = True) -> Iterator[None]:
     """`torch.autocast`, which switches itself off where there is no CUDA device."""
+    before = torch.is_autocast_enabled(device)
     torch.set_autocast_dtype(device, low)
-    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_enabled(device, enabled)
     torch.autocast_increment_nesting()
     try:
         yield
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device, False)
+        torch.set_autocast_enabled(device, before)
