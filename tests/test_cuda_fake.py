@@ -153,17 +153,17 @@ def disagreements(found: Rewritten, made: dict[str, Any]) -> list[str]:
         if verdict is None or not isinstance(node.target, OpOverload):
             continue
         ours, theirs = floats(node.meta["val"]), floats(made[node.name])
-        rule = rules.lookup(node.target)
-        if ours == {found.low} and found.low not in theirs:
-            if verdict.category is not Category.CLEAR:
-                wrong.append(f"{node.name} ({node.target}) is low, autocast's fp32")
-        if ours == {found.low} and base(node) not in NORMS and rule is not None:
-            if rule.category is Category.DENY and not rule.policy.startswith("promote"):
-                wrong.append(f"{node.name} is low, and autocast denies {node.target}")
+        listed = rules.lookup(node.target)
+        category = None if listed is None else listed.category
+        low, unmoved = ours == {found.low}, verdict.category is not Category.CLEAR
+        if low and unmoved and found.low not in theirs:
+            wrong.append(f"{node.name} ({node.target}) is low, autocast's fp32")
+        if low and category is Category.DENY and base(node) not in NORMS:
+            wrong.append(f"{node.name} is low, and autocast denies {node.target}")
         excused = verdict.pinned and verdict.category is Category.ALLOW
-        if rule is not None and rule.category is Category.ALLOW and not excused:
-            if theirs == {found.low} and ours != theirs:
-                wrong.append(f"{node.name} is fp32, and autocast lowers {node.target}")
+        allowed = category is Category.ALLOW and not excused
+        if allowed and theirs == {found.low} and not low:
+            wrong.append(f"{node.name} is fp32, and autocast lowers {node.target}")
     return wrong
 
 
@@ -194,7 +194,7 @@ def test_models_on_every_gpu(case: Case) -> None:
                 assert not disagreements(found, autocast_makes(found))
 
 
-# -- every recurrent layer, whose state is a CPU's fact ----------------------------------
+# -- every recurrent layer, whose state is a CPU's fact --------------------------------
 
 RECURRENT = {
     "lstm": lambda: (nn.LSTM(6, 6), (5, 3, 6)),
