@@ -6,15 +6,20 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+OLDEST_VENV ?= .venv-oldest
 TORCH_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
+OLDEST_BIN := $(OLDEST_VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
+OLDEST_TORCH := $(shell sed -nE 's/^ *"torch>=([0-9.]+)",$$/torch==\1/p' pyproject.toml)
+QUICK := not slow and not gpu and not conformance
 ZOO := $(shell grep -E '^(pillow|timm|torchvision)==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup zoo demo test test-all conformance mutants lint types bench clean
+.PHONY: help setup zoo demo test test-all test-oldest test-cuda-fake conformance mutants \
+  lint types bench clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -52,10 +57,34 @@ demo: $(VENV)/.ready ## Train a small network in fp32 and in bf16, and show what
 	$(BIN)/python examples/train_digits.py
 
 test: lint types ## Lint, types and the quick tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow and not gpu and not conformance"
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
 test-all: lint types $(VENV)/.zoo ## The same with the slow tests, and the GPU tests where there is a GPU
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The oldest torch that pyproject.toml allows, beside the versions of constraints.txt less
+# setuptools, which an older torch limits.  From PyPI, where it is the CUDA build (5 GB on
+# the disk): that runs on CPUs too.
+$(OLDEST_VENV)/.torch: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	sed -e 's/^torch==.*/$(OLDEST_TORCH)/' -e '/^setuptools==/d' constraints.txt \
+	  >$(OLDEST_VENV)/constraints.txt
+	$(OLDEST_BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint $(OLDEST_VENV)/constraints.txt '$(OLDEST_TORCH)'
+	@touch $@
+
+$(OLDEST_VENV)/.ready: $(OLDEST_VENV)/.torch
+	$(OLDEST_BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint $(OLDEST_VENV)/constraints.txt hatchling
+	$(OLDEST_BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-build-isolation --constraint $(OLDEST_VENV)/constraints.txt --editable '.[tests]'
+	@touch $@
+
+test-oldest: $(OLDEST_VENV)/.ready ## The quick tests under the oldest torch that is allowed
+	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
+
+test-cuda-fake: $(OLDEST_VENV)/.ready ## What the pass makes of every model on GPUs; no GPU is needed
+	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) tests/test_cuda_fake.py
 
 conformance: $(VENV)/.ready $(VENV)/.zoo ## Every op, every peer's own cases, random programs, a zoo of models, faults
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/conformance \
@@ -77,5 +106,5 @@ bench: $(VENV)/.ready ## Time fp32, torch.autocast and autoamp side by side
 	$(BIN)/python -m benchmarks
 
 clean: ## Remove .venv and every cache
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(OLDEST_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

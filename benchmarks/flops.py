@@ -46,6 +46,7 @@ def _attention(
     out_shape: Any,
     **kwargs: Any,
 ) -> int:
+    k, v = _with_heads_of(q, k), _with_heads_of(q, v)
     return flop_counter.sdpa_flop_count(q, k, v)
 
 
@@ -58,7 +59,13 @@ def _attention_backward(
     out_shape: Any,
     **kwargs: Any,
 ) -> int:
+    k, v = _with_heads_of(q, k), _with_heads_of(q, v)
     return flop_counter.sdpa_backward_flop_count(grad, q, k, v)
+
+
+def _with_heads_of(q: torch.Size, kv: torch.Size) -> torch.Size:
+    """Keys or values as the kernel meets them; torch 2.11 counts no shared heads."""
+    return torch.Size([kv[0], q[1], *kv[2:]])
 
 
 def _rnn(

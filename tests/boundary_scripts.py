@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 def given(seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return torch.randn(WIDTH, WIDTH, generator=generator)
 
 

@@ -73,8 +73,24 @@ def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.fixture(
+    scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where tensors are made.  Tests that use it run once on each device there is.
+
+    On a CPU no default is set, as in most scripts.
+    """
+    if request.param == "cpu":
+        yield request.param
+        return
+    torch.set_default_device(request.param)
+    yield request.param
+    torch.set_default_device(None)
+
+
 @pytest.fixture(scope="module")
-def base() -> Iterator[nn.Module]:
+def base(device: str) -> Iterator[nn.Module]:
     """A converted model.  Tests marked `one_model` train copies, which share graphs."""
     torch.manual_seed(0)
     # A first call looks for optimizers among all objects: fewer are faster.

@@ -70,7 +70,7 @@ def name(optimizer: Optimizer, model: nn.Module) -> Optimizer:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 + step)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 + step)
     x = torch.randn(6, WIDTH, generator=generator)
     return x, torch.randn(6, 4, generator=generator)
 

@@ -244,7 +244,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
 
 def inputs(seed: int = 0, grad: bool = True) -> tuple[Tensor, Tensor]:
     """Small whole numbers; the first requires grad, the second may be written to."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     x, y = (
         torch.randint(-3, 4, (ROWS, WIDTH), generator=generator).float()
         for _ in range(2)

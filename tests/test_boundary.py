@@ -42,6 +42,7 @@ from tests.strategies import Program, inputs, programs, run
 from tests.test_laws import from_printed_code, text_of
 
 pytestmark = [
+    pytest.mark.usefixtures("device"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings(
         "ignore:.*should not be instantiated:DeprecationWarning"
@@ -283,9 +284,10 @@ def test_fp16_gradients_are_no_worse_than_grad_scalers(name: str, backend: str) 
     args, kwargs = case.inputs(0)
     exact, theirs = case.model(), case.model()
     case.loss(exact(*args, **kwargs)).backward()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
+    device = torch.get_default_device().type
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**13)
     optimizer = torch.optim.SGD(theirs.parameters())
-    with torch.autocast("cpu", torch.float16):
+    with torch.autocast(device, torch.float16):
         loss = case.loss(theirs(*args, **kwargs))
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
@@ -343,7 +345,7 @@ def test_derivatives_of_derivatives(precision: str, order: int, conv: bool) -> N
 
     def script(convert: Callable[..., nn.Module]) -> Seen:
         model = convert(Critic(conv))
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(1)
         x = torch.randn(4, WIDTH_OF_CRITIC, generator=generator).requires_grad_()
         third_order(model, x, order).backward()
         return {n: p.grad for n, p in model.named_parameters()} | {"x": x.grad}

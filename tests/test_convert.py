@@ -515,6 +515,11 @@ def test_calls_after_one_that_raises_are_converted(first: str, x: Tensor) -> Non
     assert len(autoamp.report(model).graphs) == 1
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="without a GPU, a CUDA build (2.11) frees what it guards devices with, with "
+    "the thread that first made fake tensors: making fake tensors in short-lived threads crashes plain torch too",
+)
 def test_models_trained_in_eight_threads_are_captured_once_each(x: Tensor) -> None:
     models = [convert(mlp()) for _ in range(8)]
 

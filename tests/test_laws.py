@@ -41,6 +41,8 @@ from tests.strategies import (
     twin,
 )
 
+pytestmark = pytest.mark.usefixtures("device")
+
 EXAMPLES = 25
 DEEP = 400
 

@@ -33,6 +33,7 @@ from tests.models import BY_NAME, CASES, Case
 
 # What Dynamo itself warns of while it captures a Function, or a value crossing a break.
 pytestmark = [
+    pytest.mark.usefixtures("device"),
     pytest.mark.filterwarnings(
         "ignore:.*should not be instantiated:DeprecationWarning"
     ),
@@ -52,7 +53,7 @@ def runs(model: nn.Module) -> int:
 
 
 def autocast() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16)
+    return torch.autocast(torch.get_default_device().type, torch.bfloat16)
 
 
 def train(
@@ -106,7 +107,8 @@ def test_trains_and_is_no_worse_than_autocast(case: Case) -> None:
         made.append(convert(model))
         return made[0]
 
-    record = compare_with_autocast(case, convert_and_keep, runs=runs)
+    device = torch.get_default_device().type
+    record = compare_with_autocast(case, convert_and_keep, runs=runs, device=device)
     print(table([record]))
     assert not unknown_shortfalls(record), "\n".join(unknown_shortfalls(record))
     unlisted = {op.op for op in autoamp.report(made[0]).ops if not op.listed}
@@ -121,7 +123,10 @@ def test_transformers_run_half_the_casts_of_autocast() -> None:
     torch.autocast and by us.
     """
     cases = [BY_NAME[name] for name in ("gpt2", "bert", "vit")]
-    records = [compare_with_autocast(case, convert, runs=runs) for case in cases]
+    device = torch.get_default_device().type
+    records = [
+        compare_with_autocast(case, convert, runs=runs, device=device) for case in cases
+    ]
     ours = sum(record.converted.counts.forward_casts for record in records)
     theirs = sum(record.autocast.counts.forward_casts for record in records)
     assert ours <= theirs / 2
@@ -164,7 +169,12 @@ def test_another_dropout_mask_would_be_seen(name: str) -> None:
 
 def test_a_model_left_alone_falls_short() -> None:
     case = BY_NAME["mlp"]
-    record = compare_with_autocast(case, lambda model: model, runs=lambda _: 0)
+    record = compare_with_autocast(
+        case,
+        lambda model: model,
+        runs=lambda _: 0,
+        device=torch.get_default_device().type,
+    )
     found = "\n".join(shortfalls(record))
     assert "mlp: a forward ran no rewritten graph: runs gained (0, 0, 0, 0, 0" in found
     assert "fp32 flops 292864 > autocast's 0" in found
@@ -173,7 +183,12 @@ def test_a_model_left_alone_falls_short() -> None:
 
 def test_every_promise_can_be_broken() -> None:
     case = BY_NAME["mlp"]
-    record = compare_with_autocast(case, lambda model: model, runs=lambda _: 0)
+    record = compare_with_autocast(
+        case,
+        lambda model: model,
+        runs=lambda _: 0,
+        device=torch.get_default_device().type,
+    )
     good = dataclasses.replace(
         record.autocast,
         output_dtypes=record.fp32.output_dtypes,

@@ -170,3 +170,11 @@ def test_readme_names_the_versions_that_are_tested() -> None:
     for name, (_, tested) in readme_versions().items():
         if name != "Python":
             assert tested == CONSTRAINTS[name.lower()], name
+
+
+def test_the_oldest_torch_is_what_the_project_allows() -> None:
+    (floor,) = (d for d in PROJECT["dependencies"] if d.startswith("torch>="))
+    commands = run("make", "--dry-run", "OLDEST_VENV=nowhere", "test-oldest", cwd=REPO)
+    wanted = floor.replace(">=", "==")
+    assert f"s/^torch==.*/{wanted}/" in commands
+    assert f"--constraint nowhere/constraints.txt '{wanted}'" in commands

@@ -53,15 +53,24 @@ def write(folder: Path, text: str) -> Path:
 
 # -- the files -------------------------------------------------------------------------
 
+OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Than the one that the files are written for."""
+
+NEW_OPS = {"_upsample_lanczos2d_aa"}
+"""What that one has and torch 2.11 has not."""
+
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_every_named_op_is_in_this_torch(name: str) -> None:
     tables = raw(name)
     names = [key for c in Category for key in tables.get(c, {})]
-    assert [n for n in names if not ops.exists(ops.parse_op_name(n))] == []
-    assert len(names) == len(Rules.load(name).table)  # none dropped, none twice
+    missing = {n for n in names if not ops.exists(ops.parse_op_name(n))}
+    assert missing <= (NEW_OPS if OLDER_TORCH else set())
+    # None twice, and none dropped but for those.
+    assert len(names) - len(missing) == len(Rules.load(name).table)
 
 
+@pytest.mark.skipif(OLDER_TORCH, reason="the files name ops that this torch lacks")
 @pytest.mark.parametrize("name", BUILTIN)
 def test_builtin_files_pass_the_checks_made_on_a_users_file(name: str) -> None:
     _, rules = read(builtin_path(name), builtin=False)
@@ -357,6 +366,11 @@ def changes(name: str, found: set[str]) -> dict[str, set[str]]:
     listed = set(Rules.load(name).table)
     if torch.version.cuda is None:  # registered with cuDNN, which a CPU build lacks
         listed.discard("aten::_cudnn_rnn.default")
+    if OLDER_TORCH:  # it has named tensors, and no rule for this norm
+        found = {
+            op for op in found if "dimname" not in op.lower() and "names" not in op
+        }
+        listed -= {"aten::rms_norm.default"} - found
     return {"torch has added": found - listed, "torch has dropped": listed - found}
 
 

@@ -248,21 +248,24 @@ def test_a_sparse_tensor_stands_as_a_dense_one() -> None:
     assert found.device == META
 
 
-def test_an_op_that_fails_is_named_with_its_line() -> None:
+def product(*shape: int) -> fx.GraphModule:
     made = fx.Graph()
     x = made.placeholder("x")
-    x.meta["val"] = torch.zeros(4, 6)
+    x.meta["val"] = torch.zeros(shape)
     call = made.call_function(ATEN.mm.default, (x, x))
     call.meta["stack_trace"] = 'File "net.py", line 3, in forward\n    x @ x\n'
     made.output(call)
-    gm = fx.GraphModule({}, made)
-    excused = StandIns(gm, {})
-    assert excused.unanswered == {call.name}
+    return fx.GraphModule({}, made)
+
+
+def test_an_op_that_fails_is_named_with_its_line() -> None:
+    original, rewritten = product(4, 4), product(4, 6)
     with pytest.raises(VerificationError) as caught:
-        StandIns(gm, {}, excused=())
-    assert caught.value.nodes == (call.name, "x")
+        StandIns(rewritten, {}, original=StandIns(original, {}))
+    assert caught.value.nodes == ("mm_default", "x")
     assert str(caught.value).startswith(
-        "mm_default (aten.mm.default, at x @ x) fails on its operands: RuntimeError: "
+        "mm_default (aten.mm.default, at net.py:3: x @ x) fails on its operands: "
+        "RuntimeError: "
     )
     assert isinstance(caught.value.__cause__, RuntimeError)
 

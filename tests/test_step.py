@@ -29,7 +29,7 @@ from tests.steps import (
     weights_of,
 )
 
-pytestmark = pytest.mark.one_model
+pytestmark = [pytest.mark.one_model, pytest.mark.usefixtures("device")]
 
 STEPS = 5
 FOUND = ("named", "before the first call", "after a forward", "after a backward")

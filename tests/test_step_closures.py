@@ -23,7 +23,7 @@ from tests.steps import (
     weights_of,
 )
 
-pytestmark = pytest.mark.one_model
+pytestmark = [pytest.mark.one_model, pytest.mark.usefixtures("device")]
 
 
 # -- closures --------------------------------------------------------------------------

@@ -37,6 +37,9 @@ def loss_scale(model: nn.Module) -> Any:
     return autoamp.report(model).loss_scale
 
 
+pytestmark = pytest.mark.usefixtures("device")
+
+
 # -- GradScaler ------------------------------------------------------------------------
 
 
@@ -46,12 +49,15 @@ def scaler_script(
     """As in torch's documentation; gives scales, losses and the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, **options)
     scaler = torch.amp.GradScaler(
-        "cpu", init_scale=2.0**12, growth_interval=3, enabled=enabled
+        torch.get_default_device().type,
+        init_scale=2.0**12,
+        growth_interval=3,
+        enabled=enabled,
     )
     scales, losses = [], []
     for number in range(8):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             loss = loss_of(model, number, HUGE if number == 4 else 1.0)
         scaler.scale(loss).backward()
         if clip:

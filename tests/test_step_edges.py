@@ -13,7 +13,10 @@ import autoamp
 from autoamp.runtime import attach
 
 # Dynamo's own, of an input that others computed.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
+]
 
 HUGE = 1e30
 BF16: dict[str, Any] = {

@@ -24,6 +24,7 @@ from tests.steps import (
     converted,
     fresh_copy,
     loss_of,
+    mlp,
     moved,
     name,
     scaling_of,
@@ -33,7 +34,13 @@ from tests.steps import (
 
 pytestmark = pytest.mark.one_model
 
-FUSED = [label for label in OPTIMIZERS if label.endswith("fused")]
+FUSED = [
+    label
+    for label, make_one in OPTIMIZERS.items()
+    if label.endswith("fused")
+    # Adagrad's of torch 2.11 is handed no flag, and so its step waits.
+    and getattr(make_one(mlp()), "_step_supports_amp_scaling", False)
+]
 STEPS = 4
 
 

@@ -1,8 +1,8 @@
 """Every private or recent torch API this package uses, each with its fallback.
 
-torch 2.13 is what the project is tested on; 2.11 must work.  Nothing outside this
-sub-package reaches into `torch._*` (a test enforces it), so that a new torch breaks one
-place.  Nothing here changes global state outside the call that asks for it.
+torch 2.13 is what CI tests, and 2.11 must work (`make test-oldest`).  Nothing outside
+this sub-package reaches into `torch._*` (a test enforces it), so that a new torch
+breaks one place.  Nothing here changes global state outside the call that asks for it.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload
@@ -81,6 +81,7 @@ from autoamp.compat.tensors import (
     watch_memory,
 )
 from autoamp.compat.tracing import (
+    as_traced,
     current_fake_mode,
     fake_inputs,
     forget_inputs,
@@ -127,6 +128,7 @@ __all__ = [
     "accumulate_in",
     "active_ddp_group",
     "any_autocast",
+    "as_traced",
     "autocast_nesting",
     "autocast_off",
     "backward_id",

@@ -144,6 +144,7 @@ def _configure_while_compiling(
         config = torch._dynamo.config
         limits = {name: getattr(config, name) + more for name in _LIMITS}
         packed = packed_sequences() if backend.runs_as_is else nullcontext()
+        failed = _failed_frames()
         with config.patch({**_COMPILE_TIME_CONFIG, **limits}), packed, _quietly():
             found = base.__call__(self, frame, *args, **kwargs)
             if layer_left(frame, found):
@@ -156,9 +157,7 @@ def _configure_while_compiling(
                     leave(code, True)
             else:
                 skipped.append(code)
-                # An older torch gives no reason.
-                gave_up = getattr(found, "skip_reason", None) == _SUPPRESSED
-                if gave_up and _module_of(frame):
+                if _module_of(frame) and _suppressed(found, failed):
                     leave(code, False)
         return found
 
@@ -170,6 +169,26 @@ def _module_of(frame: Any) -> set[int]:
     names = (*frame.f_code.co_varnames[:1], "self")  # the code after a break has `self`
     found = (frame.f_locals.get(name) for name in names)
     return {id(value) for value in found if isinstance(value, nn.Module)}
+
+
+def _suppressed(found: Any, failed: int) -> bool:
+    """Whether Dynamo made nothing of a frame because of an error that it kept quiet.
+
+    Args:
+        failed: on how many frames it had failed before.
+    """
+    if hasattr(found, "skip_reason"):
+        return bool(found.skip_reason == _SUPPRESSED)
+    return _failed_frames() > failed  # an older torch gives no reason
+
+
+def _failed_frames() -> int:
+    """On how many frames Dynamo has failed so far, those being traced now included."""
+    counters: Any = getattr(torch._dynamo.utils, "counters", None)
+    if counters is None:
+        return 0
+    frames = counters["frames"]
+    return int(frames["total"] - frames["ok"])
 
 
 _LOCK: Any = getattr(torch._dynamo.convert_frame, "compile_lock", None)

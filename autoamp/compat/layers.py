@@ -14,7 +14,6 @@ import torch._dynamo.convert_frame
 from torch import nn
 
 _RESUME = "torch_dynamo_resume"
-_IN_TORCH = "frame is in the Dynamo skipfiles list"
 
 
 def layer_left(frame: Any, found: Any) -> bool:
@@ -24,7 +23,7 @@ def layer_left(frame: Any, found: Any) -> bool:
         frame: what Dynamo's callback was given.
         found: what it returned.
     """
-    if getattr(found, "skip_reason", None) != _IN_TORCH:  # an older torch says none
+    if found.guarded_code is not None or not _passed_over(frame.f_code):
         return False
     layer = frame.f_locals.get("self")
     if not isinstance(layer, nn.Module):
@@ -36,6 +35,13 @@ def layer_left(frame: Any, found: Any) -> bool:
         and forward.__module__.startswith("torch.nn.modules.")
         and any(p.is_floating_point() for p in layer.parameters())
     )
+
+
+def _passed_over(code: Any) -> bool:
+    """Whether Dynamo starts no graph in the file that `code` is from."""
+    rules: Any = getattr(torch._dynamo, "trace_rules", None)
+    check = getattr(rules, "check", None)
+    return check is not None and bool(check(code))
 
 
 def _goes_on(code: Any, forward: Any) -> bool:

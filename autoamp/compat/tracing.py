@@ -136,6 +136,20 @@ def outside_trace() -> Iterator[None]:
             _set_mode_pre_dispatch(mode)
 
 
+def as_traced() -> contextlib.AbstractContextManager[Any]:
+    """A region in which fake tensors meet the functions that a trace sends them to.
+
+    Torch has written some composite ops a second time for fake tensors.  The kernels of
+    `lstm` for GPUs, which they meet elsewhere, ask the driver and read memory.
+    """
+    try:
+        from torch._dispatch.python import enable_python_dispatcher
+    except ImportError:
+        return contextlib.nullcontext()
+    region: contextlib.AbstractContextManager[Any] = enable_python_dispatcher()
+    return region
+
+
 def record_call(
     target: Callable[..., Any],
     args: tuple[Any, ...],
@@ -164,7 +178,8 @@ def recorded_so_far() -> fx.Node | None:
     if mode is None:
         return None
     tracer: Any = mode.tracer
-    return next(reversed(tracer.graph.nodes), None)
+    # In torch 2.11 what `reversed` gives can be gone through, and is no iterator.
+    return next(iter(reversed(tracer.graph.nodes)), None)
 
 
 def forget_since(mark: fx.Node | None) -> None:

@@ -37,6 +37,8 @@ def versions() -> list[tuple[str, str]]:
             found.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             continue
+    # Torch itself says which build it is ("+cu130"); its wheel's name may not.
+    found = [(n, str(torch.__version__) if n == "torch" else v) for n, v in found]
     found.append(("CUDA", str(torch.version.cuda or "none in this torch")))
     return found
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -33,19 +32,19 @@ class StandIns:
         gm: fx.GraphModule,
         memo: Memo,
         given: tuple[Any, ...] | None = None,
-        excused: Collection[str] | None = None,
+        original: StandIns | None = None,
     ) -> None:
         """Runs `gm` on stand-ins for its inputs, or on those that are given.
 
         Args:
-            excused: nodes whose result may be taken from the record, where a stand-in
-                cannot be computed (it depends on data); None stands for all.
+            original: the graph that `gm` was made of, run.  A result may be taken from
+                the record where a stand-in cannot be computed (it depends on data), but
+                only where the original has none either.
         """
         self.gm = gm
         self.memo = memo
         self.given = None if given is None else iter(given)
-        self.excused = excused
-        self.unanswered: set[str] = set()
+        self.original = original
         self.values: dict[str, Any] = {}
         self.nodes = {n.name: n for n in gm.graph.nodes}
         with torch.no_grad():
@@ -76,8 +75,7 @@ class StandIns:
         try:
             return self._call(node, args, kwargs)
         except Exception as error:
-            if self.excused is None or node.name in self.excused:
-                self.unanswered.add(node.name)
+            if self.original is None or self.original.has_no_answer(node.name):
                 return _stand_in(node.meta.get("val"))
             raise VerificationError(
                 f"{where(node)} fails on its operands: {type(error).__name__}: {error}",
@@ -97,14 +95,25 @@ class StandIns:
         key = (target, _signature(args), _signature(kwargs), self._devices(node))
         if key not in self.memo:
             # The original's record is the tracer's own: fake tensors gave it.
-            known = node.meta.get("val") if self.excused is None else None
+            known = node.meta.get("val") if self.original is None else None
             self.memo[key] = self._answer(node) if known is None else known
         return _stand_in(self.memo[key])
+
+    def has_no_answer(self, name: str) -> bool:
+        """Whether no stand-in tells what a node gives; its name may be unknown."""
+        node = self.nodes.get(name)
+        if node is None or node.op != "call_function":
+            return False
+        try:
+            self._answer(node)
+        except (RuntimeError, TypeError, ValueError):
+            return True
+        return False
 
     def _answer(self, node: fx.Node) -> Any:
         """What an op gives for its operands, as fake tensors on their devices."""
         target: Any = node.target
-        with _mode(self.memo):
+        with compat.as_traced(), _mode(self.memo):
 
             def on_its_device(operand: fx.Node) -> Any:
                 device = getattr(operand.meta.get("val"), "device", _META)

@@ -87,8 +87,8 @@ class Verifier:
         self._before = StandIns(original, self._memo)
 
     def _after(self, rewritten: fx.GraphModule) -> StandIns:
-        """The rewritten graph on stand-ins, excused where the original needed it."""
-        return StandIns(rewritten, self._memo, excused=self._before.unanswered)
+        """The rewritten graph on stand-ins."""
+        return StandIns(rewritten, self._memo, original=self._before)
 
     def verify(
         self,

@@ -28,6 +28,7 @@ from torch.testing._internal import autocast_test_lists
 from torch.utils import _pytree as pytree
 
 import autoamp
+from tests.fake_cuda import autocast
 from tests.strategies import capture
 
 HALF = (torch.float16, torch.bfloat16)
@@ -150,23 +151,9 @@ def autocast_computes_in(row: Row) -> set[torch.dtype]:
 
     Comparisons promote natively, and a comparison of fp32 with half is one of fp32.
     """
-    with _autocast(row.device, row.low):
+    with autocast(row.device, row.low):
         made = row.function(*row.args, **row.kwargs)
     return _floats(made) or {torch.float32}
-
-
-@contextlib.contextmanager
-def _autocast(device: str, low: torch.dtype) -> Iterator[None]:
-    """`torch.autocast`, which switches itself off where there is no CUDA device."""
-    torch.set_autocast_dtype(device, low)
-    torch.set_autocast_enabled(device, True)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device, False)
 
 
 def _floats(values: Any) -> set[torch.dtype]:

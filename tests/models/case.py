@@ -64,8 +64,8 @@ def labelled(output: Mapping[str, Tensor]) -> Tensor:
 
 
 def generator(seed: int) -> torch.Generator:
-    """A CPU generator for one batch; batches of different seeds are independent."""
-    return torch.Generator().manual_seed(1000 + seed)
+    """A generator for one batch; batches of different seeds are independent."""
+    return torch.Generator(torch.get_default_device()).manual_seed(1000 + seed)
 
 
 def normal(*shape: int) -> Callable[[int], Args]:

@@ -74,9 +74,9 @@ class MaskedAttention(nn.Module):
         batch, length, width = x.shape
         shape = (batch, length, 3, self.heads, width // self.heads)
         q, k, v = self.qkv(x).view(shape).permute(2, 0, 3, 1, 4)
-        mask = torch.zeros(batch, 1, 1, length, dtype=x.dtype)
+        mask = torch.zeros(batch, 1, 1, length, dtype=x.dtype, device=x.device)
         mask = mask.masked_fill(~keep[:, None, None], torch.finfo(x.dtype).min)
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + mask
         scores = torch.where(causal, scores, torch.finfo(scores.dtype).min)
         y = scores.softmax(-1) @ v
@@ -101,7 +101,7 @@ class VariableLength(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         batch, length = ids.shape
-        x = self.embed(ids) + self.position(torch.arange(length))
+        x = self.embed(ids) + self.position(torch.arange(length, device=ids.device))
         q, k, v = self.qkv(x).view(batch, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(x + y.transpose(1, 2).reshape(batch, length, -1))
