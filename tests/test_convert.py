@@ -518,7 +518,7 @@ def test_calls_after_one_that_raises_are_converted(first: str, x: Tensor) -> Non
 @pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(),
     reason="without a GPU, a CUDA build (2.11) frees what it guards devices with, with "
-    "the thread that first made fake tensors: making fake tensors in short-lived threads crashes plain torch too",
+    "the thread that first made fake tensors, and so plain torch crashes too",
 )
 def test_models_trained_in_eight_threads_are_captured_once_each(x: Tensor) -> None:
     models = [convert(mlp()) for _ in range(8)]
