@@ -46,15 +46,20 @@ def held_number(value: object) -> int | float | None:
     return number
 
 
-def data_address(tensor: torch.Tensor) -> int:
-    """Where the data lies, without making a lazy copy real."""
-    ask = getattr(torch._C, "_data_address", None)
-    return int(ask(tensor)) if ask is not None else tensor.data_ptr()
+_STRIDES_UNSEEN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""An older Dynamo runs a graph on, although a parameter's strides are others."""
 
 
-def data_addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+def data_address(tensor: torch.Tensor) -> Hashable:
+    """Where the data lies, without making a lazy copy real; and how, if need be."""
+    ask: Any = getattr(torch._C, "_data_address", torch.Tensor.data_ptr)
+    return (ask(tensor), tensor.stride()) if _STRIDES_UNSEEN else ask(tensor)
+
+
+def data_addresses(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """`data_address` of each, at a tenth of a microsecond each."""
-    return list(map(getattr(torch._C, "_data_address", data_address), tensors))
+    quick = None if _STRIDES_UNSEEN else getattr(torch._C, "_data_address", None)
+    return list(map(quick or data_address, tensors))
 
 
 def held_alone(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,7 +55,7 @@ class _Copy:
         self.take_memory(weight)
         self.memory: compat.Memory | None = None
         self.version = -1
-        self.address = -1
+        self.address: Hashable = -1
         self.sentinel: torch.Tensor | None = None
         self.from_training = False
         self.chances = _CHANCES
@@ -85,7 +85,7 @@ class _Steady:
     An equal address is the same unwritten memory then, whichever tensor shows it.
     """
 
-    addresses: list[int]
+    addresses: list[Hashable]
     lows: list[torch.Tensor]
     trainer: int | None
     devices: set[torch.device]
