@@ -178,10 +178,11 @@ def module_paths(node: fx.Node) -> tuple[str, ...]:
 def written_values(node: fx.Node) -> list[fx.Node]:
     """The operands that a call may write to.
 
-    A custom Function (`mark_dirty`) or a branch may write whatever it is handed.
+    A custom Function (`mark_dirty`) or a branch may write whatever it is handed, unless
+    its bodies are known not to.
     """
     if isinstance(node.target, compat.HigherOrderOperator):
-        return list(node.all_input_nodes)
+        return list(node.all_input_nodes) if _may_write(node) else []
     if not isinstance(node.target, compat.OpOverload):
         return []
     written = mutated_arguments(node.target)
@@ -343,8 +344,6 @@ class _Collector:
 
     def _note_writes(self, node: fx.Node) -> None:
         opaque = isinstance(node.target, compat.HigherOrderOperator)
-        if opaque and not _may_write(node):
-            return
         for value in written_values(node):
             for tensor in tensors_of(value.meta.get("val")):
                 storage = _storage(tensor)

@@ -71,10 +71,12 @@ class GraphFlow:
     def written_with_grad(self, node: fx.Node) -> bool:
         """Whether a write, itself or through a view, gives input `node` a new history.
 
-        Then it is no leaf: nobody may write to one like that.  (A write through
-        `detach` leaves the history of the input as it is.)
+        Then it is no leaf: nobody may write to one like that, so that what a region
+        might do to a parameter it does not.  (A write through `detach` leaves the
+        history of the input as it is.)
         """
-        return _is_float(node) and node.name in self._extended
+        is_parameter = node.meta.get("autoamp_is_parameter", False)
+        return _is_float(node) and not is_parameter and node.name in self._extended
 
     def storage(self, node: fx.Node) -> int:
         fact = self.facts.nodes.get(node.name)
