@@ -161,8 +161,8 @@ def test_recorded_dtypes_are_true() -> None:
     relu.meta["val"] = relu.meta["val"].to(LOW)
     relu.meta["stack_trace"] = 'File "net.py", line 3\n  x.relu()'
     assert refused(graph(RELU), after) == (
-        "relu (aten.relu.default, at x.relu()) is recorded as [torch.bfloat16] but "
-        "computes [torch.float32]"
+        "relu (aten.relu.default, at net.py:3: x.relu()) is recorded as "
+        "[torch.bfloat16] but computes [torch.float32]"
     )
 
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -97,6 +98,12 @@ class Seen:
         scales = [report.loss_scale for _, report in self.models]
         return {skip for scale in scales if scale for skip in scale.skips}
 
+    @property
+    def skipped(self) -> frozenset[int]:
+        """The places of those steps."""
+        places = [re.match(r"step (\d+): ", skip) for skip in self.skips]
+        return frozenset(int(place[1]) for place in places if place)
+
 
 class Forward(TorchDispatchMode):
     """Counts the flops of what is called in this thread, outside any backward."""
@@ -132,8 +139,8 @@ def run(
 
 
 @functools.cache
-def plain(name: str, left_out: int = 0) -> Seen:
-    """The script in fp32, the first steps of its optimizers left out."""
+def plain(name: str, left_out: frozenset[int] = frozenset()) -> Seen:
+    """The script in fp32, some steps of its optimizers left out."""
     with contextlib.ExitStack() as stack:
         for owner in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
             stack.enter_context(steps_left_out(owner, left_out))
@@ -142,16 +149,17 @@ def plain(name: str, left_out: int = 0) -> Seen:
 
 
 @contextlib.contextmanager
-def steps_left_out(owner: Any, count: int) -> Iterator[None]:
-    """A region in which the first `count` steps of a class of optimizers do nothing.
+def steps_left_out(owner: Any, places: frozenset[int]) -> Iterator[None]:
+    """A region in which these steps of a class of optimizers do nothing.
 
-    What a loss scale does with the first one, where it begins too high.
+    What a loss scale does with those it is too high for.
     """
     original, calls = owner.step, itertools.count()
 
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) if next(calls) >= count else None
+        left_out = next(calls) in places
+        return None if left_out else original(self, *args, **kwargs)
 
     owner.step = step
     try:
