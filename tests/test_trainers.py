@@ -19,7 +19,7 @@ TRAINERS = {
     "hf": ("hf_trainer", {}, {"mixed": "bf16"}, 1),
     "accelerate": ("accelerate_loop", {}, {"mixed": "bf16"}, 1),
     "lightning": ("lightning_fit", {}, {"mixed": "bf16-mixed"}, 1),
-    "lightning-parts": ("lightning_fit", {"kind": "parts"}, {"mixed": "bf16-mixed"}, 3),
+    "lightning-parts": ("lightning_fit", {"kind": "parts"}, {"mixed": "bf16-mixed"}, 1),
 }
 WRAPPERS = {
     "data_parallel": ("plain_loop", {"wrap": "data_parallel"}, {"mixed": "bf16"}, 1),
@@ -74,8 +74,9 @@ def assert_converted(ours: Ran, models: int) -> None:
         assert report.coverage is not None
         assert report.coverage.share_of_calls == 1
         assert report.coverage.flops == report.coverage.low_flops > 0
-    assert [level for level, _ in ours.lines] == [logging.INFO] * models
-    assert all("is converted to" in line for _, line in ours.lines)
+    lines = [line for line in ours.lines if "the first call of" not in line[1]]
+    assert [level for level, _ in lines] == [logging.INFO] * models, lines
+    assert all("is converted to" in line for _, line in lines)
 
 
 @cases(TRAINERS, WRAPPERS, COMPILED)

@@ -31,7 +31,7 @@ def layer_left(frame: Any, found: Any) -> bool:
     forward: Any = type(layer).forward
     code = getattr(forward, "__code__", None)
     return (
-        (code == frame.f_code or _goes_on(frame.f_code, code))
+        (code == frame.f_code or _goes_on(layer, frame.f_code, code))
         and forward.__module__.startswith("torch.nn.modules.")
         and any(p.is_floating_point() for p in layer.parameters())
     )
@@ -44,8 +44,14 @@ def _passed_over(code: Any) -> bool:
     return check is not None and bool(check(code))
 
 
-def _goes_on(code: Any, forward: Any) -> bool:
-    """Whether Dynamo made `code` of what comes after a graph break in `forward`."""
+def _goes_on(layer: nn.Module, code: Any, forward: Any) -> bool:
+    """Whether `code` comes after a graph break in a recurrent layer's `forward`.
+
+    On a packed sequence there are two before the kernel is called.  Of other layers
+    nothing is left then (a batch-norm whose momentum is a new number at every step).
+    """
+    if not isinstance(layer, nn.RNNBase):
+        return False
     resumes = code.co_name.startswith(f"{_RESUME}_in_{forward.co_name}_at_")
     return bool(resumes and code.co_filename == forward.co_filename)
 

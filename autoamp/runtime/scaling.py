@@ -287,6 +287,7 @@ class GraphRun:
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 value.register_hook(hook)
 
+    @compat.never_captured
     def _reached(self, leaves: Sequence[torch.Tensor], _: torch.Tensor) -> None:
         task = compat.backward_id()
         if task == self.task:
