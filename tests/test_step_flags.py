@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -232,6 +233,29 @@ def test_a_scale_that_reached_its_floor_in_this_backward_is_no_error_yet() -> No
     loss_of(model, 0, HUGE).backward()
     with pytest.raises(autoamp.LossScaleError):
         optimizers[0].step()
+
+
+@pytest.mark.parametrize("graph", ["lives", "gone"])
+def test_a_scale_at_its_floor_is_not_judged_by_a_model_that_is_gone(graph: str) -> None:
+    """Whose weights had the ids that those of this one have now."""
+    other: Any = converted()
+    loss_of(other, 0, HUGE).backward()
+    run = BACKWARDS.runs[-1]
+    kept = run.origin.gm() if graph == "lives" else None
+    scale = autoamp.DynamicLossScale(2.0**15, min_scale=2.0**14)
+    model: Any = converted(loss_scale=scale)
+    ids = [id(p) for p in model.parameters()]
+    run.leaves.ids, run.leaves.known = ids, frozenset(ids)  # as chance has it
+    del other
+    torch._dynamo.reset()
+    gc.collect()
+    assert run.is_orphaned
+    assert run.is_of_nobody is (kept is None)
+    parts = [torch.optim.SGD(model[i].parameters(), 0.1) for i in (0, 2)]
+    loss_of(model, 0, HUGE).backward()
+    for optimizer in parts:
+        optimizer.step()
+    assert scale.scale == 2.0**14
 
 
 # -- clipping by value -----------------------------------------------------------------

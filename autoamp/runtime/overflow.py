@@ -54,7 +54,7 @@ def gather(params: Iterable[torch.Tensor], since: int) -> Evidence:
     """
     ids = {id(p) for p in params}
     runs = BACKWARDS.since(since)
-    mine = [r for r in runs if r.may_touch(ids)]
+    mine = [r for r in runs if r.may_touch(ids) and not r.is_of_nobody]
     orphaned = {r.task for r in mine if r.is_orphaned}
     live = [r for r in mine if r.task not in orphaned and r.lives_in(ids)]
     tasks, living = {r.task for r in mine}, {r.task for r in live}

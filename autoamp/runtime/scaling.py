@@ -321,6 +321,11 @@ class GraphRun:
         """Whether its weights are gone, or moved: others may have their ids by now."""
         return self.leaves.stale
 
+    @property
+    def is_of_nobody(self) -> bool:
+        """Whether the weights are gone, and the model with them."""
+        return self.is_orphaned and self.origin.gm() is None
+
     def touches(self, ids: set[int]) -> bool:
         """Whether its backward filled the gradient of one of the tensors `ids`.
 

@@ -223,7 +223,12 @@ class OptimizerBoundary:
             scaling.note_skip(why)
             loss_scale = scaling.loss_scale
             # Or lower already, for another optimizer's part of the same backward.
-            new = [r for r in evidence.runs if not r.backward.overflowed]
+            new = [
+                run
+                for run in evidence.runs
+                if run.scaling.domain.root is scaling.domain.root
+                and not run.backward.overflowed
+            ]
             if loss_scale.at_floor and (new or not evidence.runs):
                 self.mark(True)
                 raise LossScaleError(
