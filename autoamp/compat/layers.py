@@ -14,6 +14,7 @@ import torch._dynamo.convert_frame
 from torch import nn
 
 _RESUME = "torch_dynamo_resume"
+_IN_TORCH = "frame is in the Dynamo skipfiles list"
 
 
 def layer_left(frame: Any, found: Any) -> bool:
@@ -23,7 +24,11 @@ def layer_left(frame: Any, found: Any) -> bool:
         frame: what Dynamo's callback was given.
         found: what it returned.
     """
-    if found.guarded_code is not None or not _passed_over(frame.f_code):
+    if hasattr(found, "skip_reason"):
+        passed_over = found.skip_reason == _IN_TORCH
+    else:  # an older torch says none
+        passed_over = found.guarded_code is None and _passed_over(frame.f_code)
+    if not passed_over:
         return False
     layer = frame.f_locals.get("self")
     if not isinstance(layer, nn.Module):

@@ -277,7 +277,10 @@ class Engine:
             copies = () if fresh is None else fresh([args[i] for i in slots])
             if watchable and scaling.looks:
                 watched = Watched(captured.gm, graph_run.look(edge))
-                results = watched.run(*args, *copies, *edge)
+                try:
+                    results = watched.run(*args, *copies, *edge)
+                finally:
+                    watched.env.clear()  # an error may hold it, and it the inputs
             else:
                 results = run(*args, *copies, *edge)
             graph_run.watch(results, tensors)
