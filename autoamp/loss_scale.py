@@ -187,8 +187,8 @@ class DynamicLossScale(LossScale):
     One that climbs is sought besides: from the second step on it is doubled as often as
     leaves room for 16 times the largest fp16 gradient seen so far, in the fifth for 1.8
     times.  An overflow before that lowers it to 1/256, but not below 1, for the next
-    step to climb from.  Where
-    gradients cannot be seen (a compiler's graphs, loops, bf16) it moves as any other.
+    step to climb from.  Where gradients cannot be seen (a compiler's graphs, loops,
+    bf16) it moves as any other.
 
     Args:
         init_scale: the scale to begin with.

@@ -42,6 +42,9 @@ class Autoencoder(nn.Module):
     def last(self, z: Tensor) -> Tensor:
         return self.decoder[-1](z)
 
+    def log_odds(self, x: Tensor) -> Tensor:
+        return torch.log(self.head(x).sigmoid()) - (-self.head(x)).sigmoid().log()
+
     # None of these compute by themselves.
 
     def training_step(self, x: Tensor) -> Tensor:
@@ -75,7 +78,7 @@ def runs_of(model: nn.Module) -> int:
 
 def test_methods_that_compute_are_told_by_their_source() -> None:
     found = set(computing_methods(Autoencoder()))
-    assert found == {"encode", "decode", "sample", "last"}
+    assert found == {"encode", "decode", "sample", "last", "log_odds"}
 
 
 def test_they_run_rewritten_graphs_and_are_counted() -> None:
@@ -176,3 +179,12 @@ def test_seen_from_the_second_call_on_in_the_automatic_mode(name: str) -> None:
     coverage = report.coverage
     assert coverage is not None
     assert (coverage.calls, coverage.calls_aside) == (2, 0)
+
+
+@pytest.mark.usefixtures("automatic")
+def test_a_method_that_was_taken_before_runs_converted_parts() -> None:
+    model = Trained()
+    encode = model.encode
+    for _ in range(3):
+        encode(X)
+    assert autoamp.report(model.encoder).runs == 2

@@ -463,7 +463,8 @@ def test_follows_fp32_and_is_active(script: type[Script], precision: str) -> Non
     ours, true = run(script, convert), run(script, left_alone)
     for found, wanted in zip(ours, true, strict=True):
         assert math.isfinite(found)
-        # Every step rounds anew, and carries on what was rounded before.
+        # A step rounds what goes into a product and what comes out, forward and
+        # backward, and the next ones carry that on.
         assert found == pytest.approx(wanted, rel=4 * STEPS * EPS[precision])
     products = {
         (place, row.module, row.source, row.is_low)

@@ -101,12 +101,8 @@ def _is_extreme_number(gm: fx.GraphModule, node: fx.Node, limit: float) -> bool:
     """Whether an attribute is one such number: `torch.tensor(finfo.min)`."""
     if node.op != "get_attr":
         return False
-    value = operator.attrgetter(str(node.target))(gm)
-    if not isinstance(value, torch.Tensor) or isinstance(value, compat.FakeTensor):
-        return False
-    if value.numel() != 1 or not value.is_floating_point() or value.is_meta:
-        return False
-    return limit * 0.99 < abs(float(value.detach())) < math.inf
+    number = compat.held_number(operator.attrgetter(str(node.target))(gm))
+    return number is not None and limit * 0.99 < abs(number) < math.inf
 
 
 def _masks_given_from_outside(

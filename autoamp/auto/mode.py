@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat
 from autoamp.auto.candidates import caller_of, choose, inside
@@ -111,6 +112,7 @@ class AutomaticMode:
         self.on_capture = self.recorder.write if self.recorder is not None else None
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._known: dict[int, _Known] = {}
+        self._waiting = WeakIdKeyDictionary()
         self._lock = threading.RLock()
 
     def call(
@@ -183,9 +185,13 @@ class AutomaticMode:
             known = self._known.get(id(module))
             if known is not None and known.module() is module:
                 return known
-            owner = caller_of(module)
-            if owner is not None and self._meet(owner) and self._ours(owner):
-                return None  # the model's next call runs it whole
+            if module not in self._waiting:
+                owner = caller_of(module)
+                if owner is not None and self._meet(owner) and self._ours(owner):
+                    # The model's next call runs it whole.  One that comes past what is
+                    # ours then (`forward = model.forward`, taken before) ends the wait.
+                    self._waiting[module] = True
+                    return None
             disown(module)
             choice = choose(module)
             if not choice.final:

@@ -18,20 +18,12 @@ from typing import Any
 from torch import nn
 
 _TRAINS = frozenset(
-    {
-        "backward",
-        "load_state_dict",
-        "log",
-        "log_dict",
-        "manual_backward",
-        "optimizers",
-        "save",
-        "state_dict",
-        "step",
-        "zero_grad",
-    }
+    {"backward", "load_state_dict", "save", "state_dict", "step", "zero_grad"}
 )
-"""What methods of a training loop call."""
+"""What methods of a training loop call, of an optimizer, a loss or torch."""
+
+_OF_A_LOOP = frozenset({"log", "log_dict", "manual_backward", "optimizers"})
+"""What they call of the model itself, where a trainer runs them; `x.log()` is none."""
 
 
 def computing_methods(model: nn.Module) -> tuple[str, ...]:
@@ -78,13 +70,21 @@ def _computes(function: types.FunctionType, children: frozenset[str]) -> bool:
         return False
     this = plain.__code__.co_varnames[0]
     called = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    if any(isinstance(f, ast.Attribute) and f.attr in _TRAINS for f in called):
+    if any(_trains(f, this) for f in called):
         return False
     looped = set(_loop_names(tree, this, children))
     return any(
         _is_child(f, this, children) or (isinstance(f, ast.Name) and f.id in looped)
         for f in called
     )
+
+
+def _trains(value: ast.AST, this: str) -> bool:
+    """Whether a function that is called says that the method trains."""
+    if not isinstance(value, ast.Attribute):
+        return False
+    own = isinstance(value.value, ast.Name) and value.value.id == this
+    return value.attr in _TRAINS or (own and value.attr in _OF_A_LOOP)
 
 
 def _loop_names(tree: ast.AST, this: str, children: frozenset[str]) -> Iterator[str]:
