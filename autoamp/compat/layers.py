@@ -36,7 +36,7 @@ def layer_left(frame: Any, found: Any) -> bool:
     forward: Any = type(layer).forward
     code = getattr(forward, "__code__", None)
     return (
-        (code == frame.f_code or _goes_on(layer, frame.f_code, code))
+        (code is frame.f_code or _goes_on(layer, frame.f_code, code))
         and forward.__module__.startswith("torch.nn.modules.")
         and any(p.is_floating_point() for p in layer.parameters())
     )
@@ -54,9 +54,12 @@ def _goes_on(layer: nn.Module, code: Any, forward: Any) -> bool:
 
     On a packed sequence there are two before the kernel is called.  Of other layers
     nothing is left then (a batch-norm whose momentum is a new number at every step).
+    A layer that is itself the model runs a copy of its `forward`.
     """
     if not isinstance(layer, nn.RNNBase):
         return False
+    if code == forward:
+        return True
     resumes = code.co_name.startswith(f"{_RESUME}_in_{forward.co_name}_at_")
     return bool(resumes and code.co_filename == forward.co_filename)
 
