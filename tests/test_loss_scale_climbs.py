@@ -274,3 +274,28 @@ def test_a_bad_climb_is_an_error(name: str, value: Any) -> None:
     assert name in state
     with pytest.raises(autoamp.LossScaleError, match=name):
         DynamicLossScale().load_state_dict({**state, name: value})
+
+
+
+def test_a_look_at_a_copy_whose_uses_sum_their_gradients_in_fp32() -> None:
+    """No gradient flows through the copy itself, and its hook is called with none."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(16)
+            self.parts = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x)
+            q, k, v = (part(x) for part in self.parts)
+            y: Tensor = nn.functional.scaled_dot_product_attention(q, k, v)
+            return y
+
+    model = autoamp.convert(Attention(), **FP16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4, 16)).square().mean().backward()
+        optimizer.step()
+    assert scaling_of(model).loss_scale.scale > INIT_SCALE

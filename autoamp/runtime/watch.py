@@ -46,7 +46,9 @@ class Watched(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     @compat.never_captured
-    def _see(self, grad: torch.Tensor) -> None:
+    def _see(self, grad: torch.Tensor | None) -> None:
+        if grad is None:  # nothing flows back here: what comes after cuts it off
+            return
         if compat.is_batch(grad):
             self.seen.append(torch.tensor(torch.inf))
         elif grad.numel():
