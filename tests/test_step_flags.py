@@ -241,7 +241,7 @@ def test_a_scale_at_its_floor_is_not_judged_by_a_model_that_is_gone(graph: str) 
     other: Any = converted()
     loss_of(other, 0, HUGE).backward()
     run = BACKWARDS.runs[-1]
-    kept = run.origin.gm() if graph == "lives" else None
+    kept = run.origin.graph() if graph == "lives" else None
     scale = autoamp.DynamicLossScale(2.0**15, min_scale=2.0**14)
     model: Any = converted(loss_scale=scale)
     ids = [id(p) for p in model.parameters()]

@@ -8,6 +8,7 @@ and autograd still runs below it, so attention kernels are chosen by dtype.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from autoamp.analyse.control_flow import (
     body_inputs,
     written_input,
 )
+from autoamp.analyse.settled import spellings_of
+from autoamp.analyse.spelling import Spellings
 from autoamp.analyse.transforms import fold_transforms
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
@@ -75,15 +78,22 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
             "a sequence of one value per input"
         )
         raise CaptureError(message)
-    mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
-    fakes = tuple(compat.fake_inputs(example_inputs, mode))
-    lowered = _trace(gm, fakes, mode)
+    spellings = spellings_of(gm, example_inputs)
+    if spellings is not None:
+        mode, fakes = spellings.mode, spellings.inputs
+    else:
+        mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
+        fakes = tuple(compat.fake_inputs(example_inputs, mode))
+    lowered = _trace(gm, fakes, mode, spellings)
     _restore_placeholders(lowered, gm, fakes, example_inputs)
     return Normalised(lowered, fakes, mode)
 
 
 def _trace(
-    gm: fx.GraphModule, fakes: Sequence[Any], mode: compat.FakeTensorMode
+    gm: fx.GraphModule,
+    fakes: Sequence[Any],
+    mode: compat.FakeTensorMode,
+    spellings: Spellings | None = None,
 ) -> fx.GraphModule:
     """The ATen graph of `gm`, whose own parameters and buffers stay attributes."""
     gm = fold_transforms(gm)
@@ -91,7 +101,7 @@ def _trace(
     fake_named = dict(
         zip(named, compat.fake_inputs([*named.values()], mode), strict=True)
     )
-    lowering = _Lowering(gm, mode)
+    lowering = _Lowering(gm, mode, spellings)
 
     def run(*values: Any) -> Any:
         attributes = dict(zip(named, values, strict=False))
@@ -201,16 +211,30 @@ def _assign(root: torch.nn.Module, path: str, value: torch.Tensor) -> None:
 class _Lowering(fx.Interpreter):
     """Runs a graph for the tracer; keeps what must not be traced through whole."""
 
-    def __init__(self, gm: fx.GraphModule, mode: compat.FakeTensorMode) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        mode: compat.FakeTensorMode,
+        spellings: Spellings | None,
+    ) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.mode = mode
+        self.spellings = spellings
         self.bodies: dict[str, fx.GraphModule] = {}
         self.untraced: dict[str, str] = {}
         self.current_node: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
         self.current_node = n
+        if n.op == "placeholder":
+            return self.placeholder(n.target, n.args, n.kwargs)
         with fx.traceback.set_current_meta(n):
+            known = self.spellings
+            call = known.call(n, self.env) if known is not None else None
+            if known is not None and call is not None:
+                repeated = known.repeated(call, n)
+                if repeated is not None:
+                    return repeated
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             before = _proxies((args, kwargs))
             mark = compat.recorded_so_far()
@@ -221,7 +245,11 @@ class _Lowering(fx.Interpreter):
                     raise
                 compat.forget_since(mark)
                 result = self._untraced(n, args, kwargs, error)
-            return _keep_identities_apart(result, before)
+            result = _keep_identities_apart(result, before)
+            if known is not None and call is not None:
+                made = compat.recorded_since(mark)
+                result = known.learn(call, n, made, result)
+            return result
 
     def _untraced(self, n: fx.Node, args: Any, kwargs: Any, error: Exception) -> Any:
         """A call that cannot be traced to ATen: one node, run as the user wrote it."""
@@ -428,6 +456,7 @@ def _restore_placeholders(
     lowered.recompile()
 
 
+@functools.lru_cache(maxsize=4096)  # asked for every node, of few modules
 def module_path(source: str) -> str:
     """A Dynamo source as a user would write it: `L['mod'].fc.weight` is `fc.weight`.
 

@@ -60,7 +60,9 @@ class Recorder:
         first = self._written.get(engine, 0)
         for number, captured in enumerate(engine.graphs[first:], first):
             after = captured.gm.print_readable(print_output=False)
-            before = captured.gm.meta.get("autoamp_before", after)
+            before = after
+            if captured.rewritten is not None:
+                before = captured.rewritten.before.print_readable(print_output=False)
             _put(place / f"graph-{number}-before.py", _named(before))
             _put(place / f"graph-{number}-after.py", _named(after))
             self._written[engine] = number + 1

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     make_fx,
@@ -18,6 +21,8 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def new_fake_mode(*, symbolic: bool = True) -> FakeTensorMode:
@@ -194,6 +199,97 @@ def forget_since(mark: fx.Node | None) -> None:
         tracer.graph.erase_node(node)
 
 
+def recorded_since(mark: fx.Node | None) -> list[fx.Node]:
+    """The nodes recorded after `mark` in the trace that is running, in order."""
+    mode = get_proxy_mode()
+    found: list[fx.Node] = []
+    if mode is None or mark is None:
+        return found
+    tracer: Any = mode.tracer
+    for node in reversed(tracer.graph.nodes):
+        if node is mark:
+            break
+        found.append(node)
+    return found[::-1]
+
+
+def record_op(target: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
+    """Records a call of a torch op on nodes of the trace that is running.
+
+    It is named as if it had been traced.
+    """
+    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    name = tracer.graph._target_to_str(target.overloadpacket.__name__)
+    node = tracer.create_node("call_function", target, args, kwargs, name)
+    _track(result, fx.Proxy(node, tracer), tracer)
+
+
+def record_as(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Has `other` stand for what `tensor` stands for in the trace that is running."""
+    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    _track(other, tracer.tensor_tracker[tensor].proxy, tracer)
+
+
+def _track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> None:
+    """What `track_tensor_tree` does for a tensor without symbolic sizes."""
+    if _ProxyTensor is None or fast_detach is None:
+        track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+        return
+    assert isinstance(tensor, FakeTensor)
+    proxy.node.meta["val"] = fast_detach(tensor.fake_mode, tensor)
+    tracer.tensor_tracker[tensor] = _ProxyTensor(proxy, None)
+
+
+_ProxyTensor: Any = getattr(proxy_tensor, "_ProxyTensor", None)
+
+fast_detach: Any = getattr(fake_impls, "fast_detach", None)
+"""`detach` of a fake tensor, without a walk through the dispatcher."""
+
+
+def without_torch_function(function: _F) -> _F:
+    """`function`, in which torch functions and attributes of tensors are just that.
+
+    While a trace is running a mode looks at each, which costs more than what it is for.
+    """
+
+    @functools.wraps(function)
+    def quick(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return cast(_F, quick)
+
+
+def restrided(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The memory of `tensor`, laid out as that of `like`, of the same dtype, is."""
+    with outside_trace():
+        shape, stride, offset = like.shape, like.stride(), like.storage_offset()
+        return tensor.detach().as_strided(shape, stride, offset)
+
+
+def is_plain_fake(value: Any) -> bool:
+    """Whether it is a fake tensor with strides, and of no other kind besides."""
+    return type(value) is FakeTensor and value.layout == torch.strided
+
+
+def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A `GraphModule` whose code is made when it is first called or looked at."""
+    try:
+        from torch.fx import _lazy_graph_module as lazy
+
+        with lazy._use_lazy_graph_module(True):
+            return lazy._make_graph_module(root, graph)
+    except (ImportError, AttributeError):  # an older torch makes it at once
+        return fx.GraphModule(root, graph)
+
+
+def make_code(gm: fx.GraphModule) -> None:
+    """Makes the code of a `GraphModule` now: from now on its `forward` is that code."""
+    make: Any = getattr(type(gm), "real_recompile", None)
+    if make is not None:
+        make(gm)
+
+
 def module_proxy(name: str, module: fx.GraphModule) -> Any:
     """A `get_attr` of sub-graph `module`, registered as `name` in the trace."""
     mode = get_proxy_mode()
@@ -222,11 +318,16 @@ def split_identity(tensor: torch.Tensor, before: Any) -> torch.Tensor:
         return tensor
     tracker = mode.tracer.tensor_tracker
     now = tracker[tensor]
-    with outside_trace():
-        alias = tensor.view_as(tensor)
+    alias = aliased(tensor)
     tracker[alias] = now
     tracker[tensor] = before
     return alias
+
+
+def aliased(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias of `tensor`, of which a trace that is running knows nothing."""
+    with outside_trace():
+        return tensor.view_as(tensor)
 
 
 def proxy_node(proxy: Any) -> fx.Node:

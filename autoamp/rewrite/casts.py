@@ -54,7 +54,7 @@ def insert_casts(
             emitter.emit(node)
         except Exception as error:
             raise PassError.at(node.name, error) from error
-    rewritten = fx.GraphModule(gm, emitted.graph)
+    rewritten = compat.graph_module(gm, emitted.graph)
     rewritten.meta.update(gm.meta)
     return rewritten, emitted.casts
 

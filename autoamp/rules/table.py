@@ -53,8 +53,8 @@ class Rules:
         return type(self), (self.name, dict(self.table), self.dtype)
 
     def __hash__(self) -> int:
-        """Agrees with equality: equal tables have equal names of ops."""
-        return hash((self.name, self.dtype, tuple(sorted(self.table))))
+        """Agrees with equality: equal tables have equal sizes."""
+        return hash((self.name, self.dtype, len(self.table)))
 
     @classmethod
     def default(cls, precision: str | torch.dtype) -> Rules:

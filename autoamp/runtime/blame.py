@@ -24,10 +24,10 @@ def blame(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:
     for run in reversed(runs):
         if not any(bool(flag) for flag in run.found_inf):
             continue
-        gm = run.origin.gm()
-        if gm is None:  # collected since
+        captured = run.origin.graph()
+        if captured is None:  # collected since
             continue
-        graph = gm.graph
+        graph = captured.gm.graph
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
         by_id = dict(zip(run.leaves.ids, run.origin.places, strict=True))
         weights = {inputs[place] for leaf, place in by_id.items() if leaf in bad}

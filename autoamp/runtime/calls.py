@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.plain import plain_line
+from autoamp.runtime.alike import likeness
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.fallback import (
     all_widened,
@@ -22,6 +22,7 @@ from autoamp.runtime.fallback import (
     unscaled_dtype,
 )
 from autoamp.runtime.graph_backend import is_ours
+from autoamp.runtime.program import RUNNING, Program, program_for
 from autoamp.runtime.saying import signs_of_life
 
 logger = logging.getLogger(__name__)
@@ -130,22 +131,29 @@ def _apart(
 
 
 class Method(NamedTuple):
-    """A method of a model besides `forward`: its name, and what makes its entry."""
+    """What calls of a model run: `forward` or another method, and its code.
+
+    Attributes:
+        name: of the method.
+        entry: makes a function of the model, with code objects of its own.
+        shared: what the function is made of, the same for models of one class; None
+            where the instance has a method of its own.
+    """
 
     name: str
     entry: Callable[[], Callable[..., Any]]
+    shared: Hashable | None = None
 
 
 class CompiledCall:
     """The compiled entry of one conversion, shared by its deep copies."""
 
-    def __init__(
-        self, make_entry: Callable[[], Callable[..., Any]], engine: Engine
-    ) -> None:
-        """Args: `make_entry` gives what to compile, with code objects of its own."""
+    def __init__(self, method: Method, engine: Engine) -> None:
         self.engine = engine
         self.low = engine.low
-        self._make_entry = make_entry
+        self._method = method
+        self._entry = method.entry()
+        self._program: Program | None = None
         self._seen: set[tuple[bool, bool, bool]] = set()
         self._by_backend: dict[int, CompiledCall] = {}
         self._methods: dict[str, CompiledCall] = {}
@@ -154,25 +162,35 @@ class CompiledCall:
         self._suppress = False
         self._lock = threading.RLock()
         self._compilations = 0
-        self._compile()
+        self._graphs_before = 0
 
-    def _compile(self) -> None:
-        self._entry = self._make_entry()
-        assert isinstance(self._entry, types.FunctionType)
-        self._compiled = compat.CompiledEntry(
-            self._entry, self.engine, self.engine.left
-        )
+    def _compile(self) -> Program:
+        """Code of this model's own, whatever others like it were compiled to."""
+        return self._begin(Program(self._method.entry(), self.engine))
+
+    def _begin(self, program: Program) -> Program:
+        self._program = program
         self._compilations += 1
-        self._as_is = self.engine.runs_as_is
         self._graphs_before = len(self.engine.graphs)
+        return program
 
-    def renew(self, make_entry: Callable[[], Callable[..., Any]]) -> None:
+    def _joined(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Program:
+        """The program of all models like this one, at its first call."""
+        what = self._method.shared
+        if what is not None:
+            like = likeness(model, args, kwargs)
+            what = None if like is None else (what, like)
+        return self._begin(program_for(what, self._method.entry, self.engine))
+
+    def renew(self, method: Method) -> None:
         """From now on other code is what is compiled."""
         with self._lock:
-            self._make_entry = make_entry
+            self._method, self._entry = method, method.entry()
             self._seen.clear()
             self._by_backend.clear()
-            self._compile()
+            self._program = None
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -199,29 +217,42 @@ class CompiledCall:
         )
         if mode in self._seen:
             return self._run(model, args, kwargs)
-        with self._lock, signs_of_life(self.engine.tell_progress):
-            result = self._run(model, args, kwargs)
+        with self._lock:
+            program = self._program or self._joined(model, args, kwargs)
+            with self._signs_of_life(mode in program.seen):
+                result = self._run(model, args, kwargs)
+            program.seen.add(mode)
+            program.tell(self.engine)
             self.engine.announce()
         self._seen.add(mode)
         return result
 
+    def _signs_of_life(self, captured: bool) -> contextlib.AbstractContextManager[None]:
+        """While a call may take long; one that was captured before does not."""
+        if captured:
+            return contextlib.nullcontext()
+        return signs_of_life(self.engine.tell_progress)
+
     def _run(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self.engine.differentiated_twice and not self._as_is:
-            self._compile()
-        engine = self.engine
+        engine, program = self.engine, self._program
+        if program is None:
+            program = self._joined(model, args, kwargs)
+        elif engine.differentiated_twice and not program.runs_as_is:
+            program = self._compile()
         engine.tally.calls += 1
         local = engine.local
         runs, rewritten, local.error = local.runs, local.rewritten, None
         local.regions = compat.autocast_nesting()
         _thread.inside += 1
+        outer, RUNNING.engine = RUNNING.engine, engine
         try:
             if self._suppress:
                 with compat.capture_errors_suppressed():
-                    result = self._compiled(model, *args, **kwargs)
+                    result = program.call(model, *args, **kwargs)
             else:
-                result = self._compiled(model, *args, **kwargs)
+                result = program.call(model, *args, **kwargs)
         except Exception as caught:
             if local.error is not None:  # ours, wrapped by Dynamo
                 error, local.error = local.error, None
@@ -234,6 +265,7 @@ class CompiledCall:
                 raise
         finally:
             _thread.inside -= 1
+            RUNNING.engine = outer
         runs, rewritten = local.runs - runs, local.rewritten - rewritten
         if rewritten < runs:
             engine.tally.in_part += rewritten > 0
@@ -300,7 +332,7 @@ class CompiledCall:
             return self
         with self._lock:
             if method.name not in self._methods:
-                self._methods[method.name] = CompiledCall(method.entry, self.engine)
+                self._methods[method.name] = CompiledCall(method, self.engine)
         return self._methods[method.name]
 
     def compiled_by(self, place: int) -> CompiledCall:
@@ -310,7 +342,7 @@ class CompiledCall:
         with self._lock:
             if place not in self._by_backend:
                 engine = self.engine.compiled_by(_users_backends[place])
-                self._by_backend[place] = CompiledCall(self._make_entry, engine)
+                self._by_backend[place] = CompiledCall(self._method, engine)
         return self._by_backend[place]
 
     def _ran_nothing(self) -> None:
@@ -321,6 +353,8 @@ class CompiledCall:
             engine.note(_TRACED)
             return
         engine.tally.aside += 1
+        if self._program is not None:
+            self._program.stepped_aside = True
         if compat.hides_calls():
             self._start_afresh()
         else:

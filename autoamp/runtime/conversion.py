@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import types
 import weakref
@@ -21,15 +20,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.options import Options
 from autoamp.plain import class_name
+from autoamp.runtime.alike import STATE
 from autoamp.runtime.calls import CompiledCall
 from autoamp.runtime.captured import Skipped
 from autoamp.runtime.engine import Engine
-from autoamp.runtime.forward import MADE_HERE, make_forward, make_method, plain_entry
+from autoamp.runtime.forward import MADE_HERE, forward_of, make_forward, make_method
 from autoamp.runtime.methods import computing_methods
 
 logger = logging.getLogger(__name__)
 
-STATE = "_autoamp"
 _REPLICATE = "_replicate_for_data_parallel"
 _PICKLE, _REDUCE, _COPY = "__getstate__", "__reduce_ex__", "__deepcopy__"
 _SCRIPT = "__prepare_scriptable__"
@@ -252,8 +251,8 @@ def _copied_by_itself(model: nn.Module, memo: dict[int, Any]) -> Any:
     new.call = state.call
     of_class = new.previous is None
     if type(made) is not type(model) or of_class != (state.previous is None):
-        entry = functools.partial(plain_entry, type(made), of_class)
-        new.call = CompiledCall(entry, state.call.engine)
+        forward = forward_of(type(made), of_class)
+        new.call = CompiledCall(forward, state.call.engine)
     return made
 
 

@@ -7,7 +7,6 @@ weights; everything else about the model is untouched.
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -19,13 +18,13 @@ from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.loss_scale import NoLossScale, resolve_loss_scale
 from autoamp.options import Options
 from autoamp.plain import class_name
+from autoamp.runtime.alike import STATE
 from autoamp.runtime.attach import detach_from, new_engine, stop_listening
 from autoamp.runtime.calls import CompiledCall
 from autoamp.runtime.captured import Skipped
 from autoamp.runtime.conversion import (
     CONVERSIONS,
     DECLINED,
-    STATE,
     Conversion,
     conversion_of,
     inside_wrappers,
@@ -33,7 +32,7 @@ from autoamp.runtime.conversion import (
     uninstall,
 )
 from autoamp.runtime.eligible import choose_precision, own_precision, unsupported
-from autoamp.runtime.forward import plain_entry
+from autoamp.runtime.forward import forward_of
 from autoamp.runtime.loaded import own_loaded_weights
 from autoamp.runtime.saying import say_once
 from autoamp.runtime.warmup import capture_now
@@ -90,8 +89,8 @@ def convert_model(
     if not isinstance(state, Conversion):
         state = install(model)
     before = state.call
-    make_entry = functools.partial(plain_entry, type(model), state.previous is None)
-    state.call = CompiledCall(make_entry, new_engine(options, low, label, scale))
+    forward = forward_of(type(model), state.previous is None)
+    state.call = CompiledCall(forward, new_engine(options, low, label, scale))
     state.call.engine.skipped += notes
     if example_inputs is not None:
         try:

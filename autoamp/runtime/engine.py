@@ -1,6 +1,6 @@
-"""The Dynamo backend: one per conversion, shared by its deep copies.
+"""What a conversion knows and runs: one per conversion, shared by its deep copies.
 
-Given a captured graph it runs the pass and returns what is to be called instead.
+Given a captured graph it has the pass run and returns what is to be called instead.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError
-from autoamp.graph_functions import checkpoint_as_python_does
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline import Rewritten
 from autoamp.plain import plain, plain_line
-from autoamp.runtime.boundary import add_boundary
-from autoamp.runtime.captured import CapturedGraph, Skipped, Tally
-from autoamp.runtime.compilers import for_compilers
-from autoamp.runtime.hoist import Hoisted, hoist_weight_casts, with_casts_inside
+from autoamp.runtime.captured import CapturedGraph, Prepared, Skipped, Tally
 from autoamp.runtime.origin import Origins
+from autoamp.runtime.prepare import as_it_is, prepare
 from autoamp.runtime.saying import say_once
 from autoamp.runtime.scaling import GraphRun, ModelScaling
 from autoamp.runtime.watch import Watched, can_watch
@@ -88,6 +85,7 @@ class Engine:
         differentiated_twice: somebody asked for that of a compiled graph, so the model
             is to be captured again and run as it is.
         tally: of its calls.
+        bound: what runs each graph, which other models may run as well.
     """
 
     options: Options
@@ -99,6 +97,8 @@ class Engine:
     differentiated_twice: bool = False
     tally: Tally = field(default_factory=Tally)
     local: _Local = field(default_factory=_Local)
+    bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
+    _binding: Any = field(default_factory=threading.RLock)
 
     @property
     def runs(self) -> int:
@@ -170,19 +170,37 @@ class Engine:
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """The Dynamo backend: the callable to run instead of `gm`."""
+        """The Dynamo backend of one model: the callable to run instead of `gm`."""
+        return self.bind(self.prepared(gm, example_inputs), example_inputs)
+
+    def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
+        """What is run for `gm`: rewritten, or as it is where the pass fails on it."""
+        options = self._options
         if not compat.any_autocast() and compat.autocast_nesting() > self.local.regions:
-            return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
+            return as_it_is(gm, example_inputs, options, _SWITCHED_OFF)
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
-                return self._compile(gm, example_inputs)
+                return prepare(gm, example_inputs, options, self.low, self.scaling)
         except Exception as error:
-            if self.options.strict:
+            if options.strict:
                 self.local.error = self._strict_error(error)
                 raise self.local.error from error
-            return self._unconverted(gm, example_inputs, error)
+            problem = plain(f"{type(error).__name__}: {error}")
+            say_once(
+                logger,
+                logging.WARNING,
+                f"autoamp: a graph of {self.label} runs in fp32, because the pass "
+                f"failed on it: {problem}",
+            )
+            return as_it_is(gm, example_inputs, options, problem)
         finally:
             compat.forget_inputs(gm)
+
+    @property
+    def _options(self) -> Options:
+        """What graphs captured now are compiled with."""
+        as_is = self.runs_as_is and self.options.backend != "eager"
+        return self.options.replace(backend="eager") if as_is else self.options
 
     def _strict_error(self, error: Exception) -> AutoampError:
         if isinstance(error, AutoampError):
@@ -191,71 +209,40 @@ class Engine:
             f"the pass failed on {self.label}: {type(error).__name__}: {error}"
         )
 
-    def _compile(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
-    ) -> Callable[..., Any]:
-        rewritten = rewrite_graph(
-            gm, example_inputs, self.options, self.low, free_weights=True
-        )
-        self._note_given_up(rewritten)
-        hoisted = self._hoisted(rewritten)
-        bound, slots = hoisted.gm, hoisted.weights
-        bound.meta["autoamp_before"] = rewritten.before.print_readable(
-            print_output=False
-        )
-        captured = CapturedGraph(rewritten, bound)
-        if self.scaling.enabled:
-            captured.boundary = add_boundary(bound, rewritten)
-        run = self._runner(captured, example_inputs, slots)
-        call = self._bind(captured, run, slots, example_inputs)
-        self.graphs.append(captured)
-        self._log(captured)
-        every = rewritten.with_bodies()
-        if any(d.low for r in every for d in r.assignment.decisions.values()):
-            self.tally.lowers = True
-        else:
-            self._note_all_fp32(rewritten)
-        return call
-
-    def _hoisted(self, rewritten: Rewritten) -> Hoisted:
-        try:
-            return hoist_weight_casts(rewritten)
-        except Exception as error:
-            if self.options.strict:
-                raise
-            problem = f"{type(error).__name__}: {error}"
-            self.note(plain_line(f"its weights are cast at every call: {problem}"))
-            return with_casts_inside(rewritten)
-
-    def _runner(
-        self, captured: CapturedGraph, example_inputs: Sequence[Any], slots: list[int]
-    ) -> Callable[..., Any]:
-        if self.runs_as_is:
-            return captured.gm.forward
-        copies = [
-            torch.empty_like(example_inputs[i].detach(), dtype=self.low) for i in slots
-        ]
-        edge = self.scaling.edge(captured.boundary.devices)
-        graph = for_compilers(captured.gm)
-        given = [*example_inputs, *copies, *edge]
-        return compat.compile_with(self.options.backend, graph, given)
-
-    def _bind(
-        self,
-        captured: CapturedGraph,
-        run: Callable[..., Any],
-        slots: list[int],
-        example_inputs: Sequence[Any],
-    ) -> Callable[..., Any]:
-        """The callable Dynamo calls: counts, brings weight copies, runs.
+    def bind(self, prepared: Prepared, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What this model's calls run for a graph: it counts, brings weight copies.
 
         Args:
-            slots: positions of the inputs that are weights with a copy.
+            inputs: of this model, those the graph was captured with or those of a call.
         """
-        local, scaling = self.local, self.scaling
-        boundary = captured.boundary
+        with self._binding:
+            if prepared not in self.bound:
+                self.bound[prepared] = self._bind(prepared, inputs)
+        return self.bound[prepared]
+
+    def _bind(self, prepared: Prepared, inputs: Sequence[Any]) -> Callable[..., Any]:
         kept = self.options.weight_copies == "kept"
-        captured.copies = WeightCopies(self.low, kept=kept) if slots else None
+        copies = WeightCopies(self.low, kept=kept) if prepared.weights else None
+        captured = CapturedGraph(prepared, copies)
+        for why in prepared.notes:
+            self.note(why)
+        if prepared.rewritten is None:
+            chosen = _counted(self.local, prepared.run)
+        elif prepared.boundary.devices:
+            chosen = self._scaled(captured, inputs)
+        else:
+            chosen = self._unscaled(captured)
+        self.graphs.append(captured)
+        self._note_what_it_is(captured)
+        if prepared.rewritten is None:
+            return chosen
+        if prepared.sizes:
+            chosen = _counting_sizes(chosen, prepared.sizes, captured.sizes)
+        return chosen if self.runs_as_is else self._watched(chosen)
+
+    def _unscaled(self, captured: CapturedGraph) -> Callable[..., Any]:
+        local, run = self.local, captured.prepared.run
+        slots = captured.prepared.weights
         fresh = captured.copies.fresh if captured.copies is not None else None
 
         def call(*args: Any) -> Any:
@@ -265,6 +252,18 @@ class Engine:
             if fresh is None:
                 return run(*args)
             return run(*args, *fresh([args[i] for i in slots]))
+
+        return call
+
+    def _scaled(
+        self, captured: CapturedGraph, inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        local, scaling, run = self.local, self.scaling, captured.prepared.run
+        slots, boundary = captured.prepared.weights, captured.boundary
+        fresh = captured.copies.fresh if captured.copies is not None else None
+        in_fp16 = self.low == torch.float16 and self.runs_as_is
+        watchable = in_fp16 and can_watch(captured.gm)
+        origins = Origins(captured, inputs, boundary.exits)
 
         def call_scaled(*args: Any) -> Any:
             local.runs += 1
@@ -288,15 +287,7 @@ class Engine:
                 graph_run.watch([args[i] for i in boundary.written], tensors)
             return results
 
-        in_fp16 = self.low == torch.float16 and self.runs_as_is
-        watchable = in_fp16 and can_watch(captured.gm)
-        origins = Origins(captured.gm, example_inputs, boundary.exits)
-        inputs = enumerate(example_inputs)
-        symbolic = [i for i, v in inputs if isinstance(v, torch.SymInt)]
-        chosen = call_scaled if boundary.devices else call
-        if symbolic:
-            chosen = _counting_sizes(chosen, symbolic, captured.sizes)
-        return chosen if self.runs_as_is else self._watched(chosen)
+        return call_scaled
 
     @property
     def runs_as_is(self) -> bool:
@@ -331,62 +322,28 @@ class Engine:
 
         return call_watched
 
-    def _unconverted(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], error: Exception
-    ) -> Callable[..., Any]:
-        problem = plain(f"{type(error).__name__}: {error}")
-        say_once(
-            logger,
-            logging.WARNING,
-            f"autoamp: a graph of {self.label} runs in fp32, because the pass failed "
-            f"on it: {problem}",
-        )
-        return self._as_it_is(gm, example_inputs, problem)
+    def _note_what_it_is(self, captured: CapturedGraph) -> None:
+        """Keeps what is low in a graph new to this model, and where nothing is, why."""
+        rewritten, why = captured.rewritten, captured.problem
+        if rewritten is not None:
+            every = [
+                d
+                for r in rewritten.with_bodies()
+                for d in r.assignment.decisions.values()
+            ]
+            if any(d.low for d in every):
+                self.tally.lowers = True
+            elif every:
+                why = f"all of its {len(every)} float ops stay fp32"
+            else:
+                why = "it has no float op"
+            self._log(rewritten)
+        if why:
+            self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", why))
 
-    def _as_it_is(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], problem: str
-    ) -> Callable[..., Any]:
-        """The graph in fp32, reported with the reason."""
-        self.graphs.append(CapturedGraph(None, gm, problem))
-        self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", problem))
-        local = self.local
-        backend = "eager" if self.runs_as_is else self.options.backend
-        if backend == "eager":
-            checkpoint_as_python_does(gm)
-        run = compat.compile_with(backend, gm, example_inputs)
-
-        def call(*args: Any) -> Any:
-            local.runs += 1
-            return run(*args)
-
-        return call
-
-    def _note_given_up(self, rewritten: Rewritten) -> None:
-        """Says what failed checks keep in fp32, each error once with its nodes."""
-        errors: dict[str, list[str]] = {}
-        for each in rewritten.with_bodies():
-            for name, why in each.given_up.items():
-                fact = each.facts.nodes.get(name)
-                place = (fact.source or fact.module or name) if fact else name
-                errors.setdefault(why, []).append(place)
-        for why, places in errors.items():
-            where = ", ".join(dict.fromkeys(places[:4]))
-            more = f" and {len(places) - 4} more" if len(places) > 4 else ""
-            self.note(plain_line(f"{why} (ops at {where}{more})"))
-
-    def _note_all_fp32(self, rewritten: Rewritten) -> None:
-        """Says in the report that a graph was captured and nothing in it is low."""
-        every = rewritten.with_bodies()
-        count = sum(len(r.assignment.decisions) for r in every)
-        why = (
-            f"all of its {count} float ops stay fp32" if count else "it has no float op"
-        )
-        self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", why))
-
-    def _log(self, captured: CapturedGraph) -> None:
-        assert captured.rewritten is not None
-        decisions = captured.rewritten.assignment.decisions
-        kinds = [c.kind for c in captured.rewritten.casts]
+    def _log(self, rewritten: Rewritten) -> None:
+        decisions = rewritten.assignment.decisions
+        kinds = [c.kind for c in rewritten.casts]
         logger.debug(
             "autoamp: %s graph %d: %d of %d float ops in %s; casts: %d down, %d up, "
             "%d weight copies",
@@ -401,8 +358,18 @@ class Engine:
         )
 
 
+def _counted(local: _Local, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, of which it is known that it ran."""
+
+    def call(*args: Any) -> Any:
+        local.runs += 1
+        return run(*args)
+
+    return call
+
+
 def _counting_sizes(
-    call: Callable[..., Any], symbolic: list[int], sizes: Counter[tuple[int, ...]]
+    call: Callable[..., Any], symbolic: Sequence[int], sizes: Counter[tuple[int, ...]]
 ) -> Callable[..., Any]:
     """`call` that notes the sizes it is called with: flops depend on them."""
 

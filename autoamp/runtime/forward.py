@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import nn
@@ -35,7 +36,7 @@ def make_forward(
             known = type(self).forward
             entry = plain_entry(type(self), of_class=True)
             if call is not None:
-                call.renew(functools.partial(plain_entry, type(self), True))
+                call.renew(forward_of(type(self), of_class=True))
         if call is None:
             return entry(self, *args, **kwargs)
         if under_compilation():
@@ -51,7 +52,7 @@ def make_forward(
 def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
     """The instance's new method `name`, converted like `forward` and with it."""
     plain = getattr(owner, name)
-    this = Method(name, functools.partial(method_entry, owner, name))
+    this = method_of(owner, name)
     entry = this.entry()
 
     @functools.wraps(plain)
@@ -69,6 +70,26 @@ def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
     method.__name__ = name  # by which bound methods are copied and pickled
     method.__dict__[MADE_HERE] = True
     return method
+
+
+def forward_of(owner: type[nn.Module], of_class: bool) -> Method:
+    """What calls of a model run: the `forward` of its class, or one of its own."""
+    make = functools.partial(plain_entry, owner, of_class)
+    return Method("forward", make, _shared(owner, "forward") if of_class else None)
+
+
+def method_of(owner: type[nn.Module], name: str) -> Method:
+    """Another method of a class."""
+    make = functools.partial(method_entry, owner, name)
+    return Method(name, make, _shared(owner, name))
+
+
+def _shared(owner: type[nn.Module], name: str) -> Hashable | None:
+    """What models whose method of that name is the same code have in common."""
+    function: Any = getattr(owner, name)
+    if not isinstance(function, types.FunctionType):
+        return None
+    return name, weakref.ref(owner), weakref.ref(function)
 
 
 def method_entry(owner: type[nn.Module], name: str) -> Callable[..., Any]:

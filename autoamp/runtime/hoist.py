@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import fx
 
+from autoamp import compat
 from autoamp.analyse.control_flow import CONTROL_FLOW
 from autoamp.graph_functions import checkpointed, low_weight
 from autoamp.pipeline import Rewritten
@@ -51,7 +52,7 @@ class _Hoist:
         self.graph.output(self.graph.graph_copy(rewritten.gm.graph, values))
         for old, new in values.items():
             new.meta = dict(old.meta)
-        self.gm = fx.GraphModule(rewritten.gm, self.graph)
+        self.gm = compat.graph_module(rewritten.gm, self.graph)
         self.placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.copies: dict[fx.Node, fx.Node] = {}
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from autoamp import compat
+from autoamp.runtime.captured import CapturedGraph
 
 
 class Leaves:
@@ -48,15 +48,15 @@ class Origin:
     """A graph, and where its gradients go while the same inputs are leaves.
 
     Attributes:
-        gm: the graph, while it lives.
+        graph: the graph as its model runs it, while that lives.
         places: where among its inputs the leaves are.
         passes_on: gradients leave it through inputs that others computed.
     """
 
     def __init__(
-        self, gm: weakref.ref[fx.GraphModule], places: list[int], passes_on: bool
+        self, graph: weakref.ref[CapturedGraph], places: list[int], passes_on: bool
     ) -> None:
-        self.gm = gm
+        self.graph = graph
         self.places = places
         self.passes_on = passes_on
         self._leaves: Leaves | None = None
@@ -75,10 +75,10 @@ class Origins:
     """The origins of the runs of one graph."""
 
     def __init__(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], exits: Sequence[int]
+        self, graph: CapturedGraph, inputs: Sequence[Any], exits: Sequence[int]
     ) -> None:
-        """Args: `inputs` it was captured with; gradients leave at positions `exits`."""
-        self._gm = weakref.ref(gm)
+        """Args: `inputs` of a run of it; gradients leave at positions `exits`."""
+        self._graph = weakref.ref(graph)
         self._exits = exits
         self._known: dict[tuple[bool, ...], Origin] = {}
         needing = [i for i, v in enumerate(inputs) if _needs_grad(v)]
@@ -97,7 +97,7 @@ class Origins:
             # Weights come first: runs are known by the memory of their first leaf, and
             # an input of the caller's lives for one run, or longer than the model.
             places = [*self._always, *more]
-            self._known[pattern] = Origin(self._gm, places, passes_on)
+            self._known[pattern] = Origin(self._graph, places, passes_on)
         return self._known[pattern]
 
 

@@ -324,7 +324,7 @@ class GraphRun:
     @property
     def is_of_nobody(self) -> bool:
         """Whether the weights are gone, and the model with them."""
-        return self.is_orphaned and self.origin.gm() is None
+        return self.is_orphaned and self.origin.graph() is None
 
     def touches(self, ids: set[int]) -> bool:
         """Whether its backward filled the gradient of one of the tensors `ids`.

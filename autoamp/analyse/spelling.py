@@ -1,0 +1,296 @@
+"""How calls of a captured graph are spelled in ATen, remembered within the graph.
+
+A model repeats itself: of its twelve layers the first tells which ATen op each call of
+the others is.  What they compute Dynamo has computed already, as fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoamp import compat
+from autoamp.ops import mutates
+
+
+class _Place(NamedTuple):
+    """In the arguments of a spelling: the operand of that number."""
+
+    number: int
+
+
+class _Spelling(NamedTuple):
+    """One ATen op, and its arguments, in which operands are numbered.
+
+    `returned` is the operand that Dynamo has for its result, or None: what it writes
+    to, or what it leaves as it is (`x.float()` of an fp32 tensor).
+    """
+
+    target: compat.OpOverload
+    args: Any
+    kwargs: Any
+    returned: int | None
+
+
+class Call(NamedTuple):
+    """A call about to be made.
+
+    Attributes:
+        key: equal for calls that are spelled alike.
+        operands: the tensors it reads, each once, in order.
+        nodes: what they are in the trace before it.
+    """
+
+    key: Hashable
+    operands: Sequence[torch.Tensor]
+    nodes: Sequence[fx.Node]
+
+
+class Spellings:
+    """The calls of one graph, met in order while a trace is running.
+
+    What a node is in the trace is the very tensor that Dynamo has made for it, so that
+    views share memory as they do in the model, whichever of them were traced.
+    """
+
+    def __init__(self, mode: compat.FakeTensorMode, inputs: Sequence[Any]) -> None:
+        """Args: `inputs` of the graph, which like `mode` are Dynamo's."""
+        self.mode = mode
+        self.inputs = tuple(inputs)
+        self._known: dict[Hashable, _Spelling | None] = {}
+        self._dynamos = {id(value) for value in inputs}
+        self._described: dict[int, Hashable] = {}
+
+    @compat.without_torch_function
+    def call(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Call | None:
+        """The call of a node; None where nobody can tell what it is like."""
+        if node.op not in ("call_function", "call_method"):
+            return None
+        found: dict[int, torch.Tensor] = {}
+        try:
+            shape = self._frozen((node.args, node.kwargs), env, found)
+            key = node.target, shape, torch.is_grad_enabled(), compat.any_autocast()
+            hash(key)
+        except TypeError:
+            return None
+        operands = [*found.values()]
+        proxies: list[Any] = [compat.recorded_proxy(value) for value in operands]
+        if any(proxy is None for proxy in proxies):
+            return None
+        return Call(key, operands, [compat.proxy_node(proxy) for proxy in proxies])
+
+    @compat.without_torch_function
+    def repeated(self, call: Call, node: fx.Node) -> torch.Tensor | None:
+        """The result of a call like one that was met; None where it is to be traced."""
+        spelling = self._known.get(call.key)
+        result: Any = node.meta.get("example_value")
+        if spelling is None or not self._is_dynamos(result):
+            return None
+        if spelling.returned is not None:
+            if call.operands[spelling.returned] is not result:
+                return None
+            if not mutates(spelling.target):
+                result = compat.aliased(result)
+        elif compat.recorded_proxy(result) is not None:
+            return None
+        args, kwargs = _mapped(
+            (spelling.args, spelling.kwargs),
+            lambda v: call.nodes[v.number] if isinstance(v, _Place) else v,
+        )
+        compat.record_op(spelling.target, args, kwargs, result)
+        self._dynamos.add(id(result))
+        found: torch.Tensor = result
+        return found
+
+    def learn(
+        self, call: Call, node: fx.Node, made: Sequence[fx.Node], result: Any
+    ) -> Any:
+        """What a call that was just traced is in the trace; its spelling is kept.
+
+        Args:
+            made: the nodes of the trace it was traced to.
+            result: of the call.
+        """
+        if call.key not in self._known:
+            example = node.meta.get("example_value")
+            self._known[call.key] = _spelling(call, made, result, example)
+        ours, spec = pytree.tree_flatten(result)
+        theirs, like = pytree.tree_flatten(node.meta.get("example_value"))
+        if spec != like:
+            return result
+        memory = {compat.storage_id(operand) for operand in call.operands}
+        replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for own, other in zip(ours, theirs, strict=True):
+            if not isinstance(own, torch.Tensor) or id(own) in self._dynamos:
+                continue
+            if self._stands_for(own, other):
+                replaced.append((own, other))
+            elif compat.storage_id(own) not in memory:
+                return result
+        if not self._replace(replaced, memory, made):
+            return result
+        by_own = {id(own): other for own, other in replaced}
+        found = [by_own.get(id(own), own) for own in ours]
+        self._dynamos.update(id(v) for v in found if isinstance(v, torch.Tensor))
+        if isinstance(result, list | tuple) and made:
+            _set_producer(made, [_value_of(each) for each in found], spec)
+        return pytree.tree_unflatten(found, spec)
+
+    def _replace(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        memory: set[int],
+        made: Sequence[fx.Node],
+    ) -> bool:
+        """Has Dynamo's tensors stand for ours in the trace; false where that fails.
+
+        What else the call was traced to, and shares memory with ours, is made to share
+        it with Dynamo's.
+
+        Args:
+            memory: of the operands, which is Dynamo's already.
+        """
+        theirs = {compat.storage_id(own): other for own, other in pairs}
+        results = {compat.proxy_node(compat.recorded_proxy(own)) for own, _ in pairs}
+        moved: list[tuple[fx.Node, torch.Tensor]] = []
+        for each in made:
+            value = each.meta.get("val")
+            if each in results or not isinstance(value, torch.Tensor):
+                continue
+            other = theirs.get(compat.storage_id(value))
+            if other is None or compat.storage_id(value) in memory:
+                continue
+            if other.dtype != value.dtype:
+                return False
+            moved.append((each, compat.restrided(other, value)))
+        for own, other in pairs:
+            compat.record_as(own, other)
+        for each, value in moved:
+            each.meta["val"] = value
+        return True
+
+    def _stands_for(self, own: torch.Tensor, other: Any) -> bool:
+        """Whether Dynamo's tensor `other` can be `own` in the trace."""
+        return (
+            self._is_dynamos(other)
+            and compat.recorded_proxy(other) is None
+            and compat.recorded_proxy(own) is not None
+            and description(own) == description(other)
+        )
+
+    def _is_dynamos(self, value: Any) -> bool:
+        return compat.is_plain_fake(value) and value.fake_mode is self.mode
+
+    def _frozen(
+        self, value: Any, env: Mapping[fx.Node, Any], found: dict[int, torch.Tensor]
+    ) -> Hashable:
+        """Arguments of a call, to be compared; its tensors are added to `found`.
+
+        Raises:
+            TypeError: they cannot be.
+        """
+        if isinstance(value, fx.Node):
+            value = env[value]
+            if isinstance(value, torch.Tensor):
+                if id(value) not in self._dynamos:
+                    raise TypeError
+                known = found.setdefault(id(value), value)
+                place = [*found].index(id(known))
+                return _Place(place), self._described_as(value)
+        if isinstance(value, list | tuple):
+            return type(value), tuple(self._frozen(v, env, found) for v in value)
+        if isinstance(value, dict):
+            items = ((k, self._frozen(v, env, found)) for k, v in value.items())
+            return type(value), tuple(items)
+        if isinstance(value, slice):
+            parts = (value.start, value.stop, value.step)
+            return slice, tuple(self._frozen(v, env, found) for v in parts)
+        if isinstance(
+            value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool
+        ):
+            raise TypeError
+        # 0.0 and -0.0 are equal, and not the same.
+        kept: Hashable = repr(value) if isinstance(value, float | complex) else value
+        return type(value), kept
+
+    def _described_as(self, value: torch.Tensor) -> Hashable:
+        known = self._described.get(id(value))
+        if known is None:
+            known = self._described[id(value)] = description(value)
+        return known
+
+
+def _value_of(result: Any) -> Any:
+    """What the trace says of a part of a result: a fake tensor, or the part itself."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    return compat.proxy_node(compat.recorded_proxy(result)).meta["val"]
+
+
+def _set_producer(
+    made: Sequence[fx.Node], values: Sequence[Any], spec: pytree.TreeSpec
+) -> None:
+    """Gives the node whose elements these are the same values as they have."""
+    for each in made:
+        if pytree.tree_structure(each.meta.get("val")) == spec:
+            each.meta["val"] = pytree.tree_unflatten(values, spec)
+
+
+@compat.without_torch_function
+def description(value: torch.Tensor) -> Hashable:
+    """All that the spelling of a call can depend on."""
+    return (
+        isinstance(value, torch.nn.Parameter),
+        value.shape,
+        value.stride(),
+        value.storage_offset(),
+        value.dtype,
+        value.device,
+        value.requires_grad,
+    )
+
+
+def _spelling(
+    call: Call, made: Sequence[fx.Node], result: Any, example: Any
+) -> _Spelling | None:
+    """How a call is spelled that was traced to the nodes `made`; None if not simply.
+
+    Simply: one op, of the operands of the call, whose result is that of the call.
+
+    Args:
+        example: what Dynamo has for the result.
+    """
+    if len(made) != 1 or not isinstance(result, torch.Tensor):
+        return None
+    (node,) = made
+    target, proxy = node.target, compat.recorded_proxy(result)
+    if not isinstance(target, compat.OpOverload) or proxy is None:
+        return None
+    if compat.proxy_node(proxy) is not node:
+        return None
+    same = [i for i, operand in enumerate(call.operands) if operand is example]
+    if mutates(target) and not (same and result is example):
+        return None
+    places = {each: _Place(i) for i, each in enumerate(call.nodes)}
+    if not places.keys() >= set(node.all_input_nodes):
+        return None
+    args, kwargs = _mapped(
+        (node.args, node.kwargs),
+        lambda v: places[v] if isinstance(v, fx.Node) else v,
+    )
+    return _Spelling(target, args, kwargs, same[0] if same else None)
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """`value` with `function` of each leaf in place of it."""
+    if isinstance(value, _Place):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(v, function) for v in value)
+    if isinstance(value, dict):
+        return {k: _mapped(v, function) for k, v in value.items()}
+    return function(value)

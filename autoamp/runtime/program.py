@@ -1,0 +1,117 @@
+"""What Dynamo makes of a model's code, once for all models that are alike.
+
+Of thirty models of one class the first is captured; the others run its graphs with
+weights, weight copies, a loss scale and a record of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from torch import fx
+
+from autoamp import compat
+from autoamp.runtime.engine import Engine
+
+
+class _Running(threading.local):
+    """`engine`: of the model whose call this thread is in."""
+
+    engine: Engine | None = None
+
+
+RUNNING = _Running()
+
+
+class Program:
+    """The Dynamo backend of models that are alike, and their compiled entry.
+
+    Attributes:
+        runs_as_is: no compiler is handed the graphs in turn.
+        call: the compiled entry, called with the model first.
+        stepped_aside: Dynamo looks at some of its code no more; no model is to join.
+        seen: kinds of calls that have been captured: recording, inference, training.
+    """
+
+    def __init__(self, entry: Callable[..., Any], engine: Engine) -> None:
+        """Args: `engine` is that of the first model."""
+        assert isinstance(entry, types.FunctionType)
+        self.runs_as_is = engine.runs_as_is
+        self._left: list[tuple[types.CodeType, bool]] = []
+        self.stepped_aside = False
+        self.seen: set[tuple[bool, bool, bool]] = set()
+        self._first = weakref.ref(engine)
+        self.call = compat.CompiledEntry(entry, self, self._leave)
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Prepares a graph for the model that is running, and runs it for any."""
+        engine = self._running()
+        prepared = engine.prepared(gm, example_inputs)
+        engine.bind(prepared, example_inputs)
+
+        def run(*args: Any) -> Any:
+            engine = RUNNING.engine or self._running()
+            call = engine.bound.get(prepared) or engine.bind(prepared, args)
+            return call(*args)
+
+        return run
+
+    def tell(self, engine: Engine) -> None:
+        """Has a model report what of its code was left to Python before it came."""
+        for code, at_limit in self._left:
+            engine.left(code, at_limit)
+
+    def _running(self) -> Engine:
+        engine = RUNNING.engine or self._first()
+        assert engine is not None, "a graph is run outside a call of its model"
+        return engine
+
+    def _leave(self, code: types.CodeType, at_limit: bool) -> None:
+        self._left.append((code, at_limit))
+        self._running().left(code, at_limit)
+
+
+_PROGRAMS: weakref.WeakValueDictionary[Hashable, Program] = (
+    weakref.WeakValueDictionary()
+)
+_LOCK = threading.Lock()
+
+
+def program_for(
+    what: Hashable, make: Callable[[], Callable[..., Any]], engine: Engine
+) -> Program:
+    """That of models alike while one of them is converted; else a new one.
+
+    Args:
+        what: equal for models that are alike; None where the program is not shared.
+        make: gives the entry, with code objects of its own.
+    """
+    key = None if what is None else _with_options(what, engine)
+    if key is None:
+        return Program(make(), engine)
+    with _LOCK:
+        found = _PROGRAMS.get(key)
+        if found is None or found.stepped_aside:
+            found = _PROGRAMS[key] = Program(make(), engine)
+    return found
+
+
+def _with_options(what: Hashable, engine: Engine) -> Hashable | None:
+    """`what`, and all else that a graph depends on; None if that cannot be compared."""
+    options = engine.options
+    fields = [f.name for f in dataclasses.fields(options) if f.name != "loss_scale"]
+    rules = options.resolve_rules(engine.low)  # by name, they may be in a file
+    chosen = tuple(getattr(options, name) for name in fields)
+    key = (what, engine.low, engine.scaling.enabled, engine.runs_as_is, rules, chosen)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

@@ -1,0 +1,280 @@
+"""`python -m benchmarks.first_call`: CPU time of first calls, beside `torch.compile`'s.
+
+Seconds of CPU that the first call of a model takes, converted and under
+`torch.compile(backend="eager")`, which captures the same graphs and makes nothing of
+them.  Both run in one process on one thread, in turn, after a call of another model has
+imported what either needs; the least of several is kept.  Graphs are forgotten between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+import autoamp
+
+from . import report
+from .capability import capability
+
+LIMIT, RECURRENT_LIMIT = 1.25, 2.0
+"""Times plain torch.compile: for graphs of over 100 nodes and all but the first of a
+class; for recurrent layers."""
+
+MODELS_OF_A_CLASS = 30
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its batch, the ratio asked, and whether only later models are counted.
+
+    Args:
+        allow_rnn: plain torch.compile captures recurrent layers as well; by default it
+            leaves them to Python, which takes no time.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    limit: float
+    models: int = 1
+    allow_rnn: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """CPU seconds of one case, by torch.compile and by a converted model."""
+
+    name: str
+    nodes: int
+    plain: float
+    ours: float
+    limit: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times plain torch.compile's."""
+        return self.ours / self.plain
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer and a head."""
+
+    def __init__(self, kind: type[nn.RNNBase], layers: int) -> None:
+        super().__init__()
+        self.rnn = kind(16, 32, num_layers=layers, batch_first=True)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+class Small(nn.Module):
+    """One of an ensemble."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def _gpt2() -> nn.Module:
+    config = hf.GPT2Config(
+        n_layer=12, n_embd=64, n_head=4, vocab_size=200, use_cache=False
+    )
+    return hf.GPT2LMHeadModel(config)
+
+
+def _bert() -> nn.Module:
+    config = hf.BertConfig(
+        num_hidden_layers=12,
+        hidden_size=64,
+        num_attention_heads=4,
+        intermediate_size=128,
+        vocab_size=200,
+    )
+    return hf.BertForMaskedLM(config)
+
+
+def _t5() -> nn.Module:
+    config = hf.T5Config(
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=6,
+        num_heads=4,
+        vocab_size=200,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    return hf.T5ForConditionalGeneration(config)
+
+
+def _resnet() -> nn.Module:
+    sizes = [16, 32, 64, 128]
+    config = hf.ResNetConfig(embedding_size=16, hidden_sizes=sizes, num_labels=10)
+    return hf.ResNetForImageClassification(config)
+
+
+def _vit() -> nn.Module:
+    config = hf.ViTConfig(
+        num_hidden_layers=12,
+        hidden_size=64,
+        num_attention_heads=4,
+        intermediate_size=128,
+        image_size=32,
+        patch_size=8,
+    )
+    return hf.ViTForImageClassification(config)
+
+
+def _ids() -> Batch:
+    return (), {"input_ids": torch.arange(16).view(2, 8)}
+
+
+def _pairs() -> Batch:
+    ids = torch.arange(16).view(2, 8)
+    return (), {"input_ids": ids, "labels": ids}
+
+
+def _pixels() -> Batch:
+    return (torch.randn(2, 3, 32, 32),), {}
+
+
+def _vectors() -> Batch:
+    return (torch.randn(4, 16),), {}
+
+
+def _series() -> Batch:
+    return (torch.randn(2, 5, 16),), {}
+
+
+CASES = (
+    Case("gpt2, 12 layers", _gpt2, _ids, LIMIT),
+    Case("bert, 12 layers", _bert, _ids, LIMIT),
+    Case("t5, 6 + 6 layers", _t5, _pairs, LIMIT),
+    Case("resnet50", _resnet, _pixels, LIMIT),
+    Case("vit, 12 layers", _vit, _pixels, LIMIT),
+    *(
+        Case(
+            f"{kind.__name__}, {layers} layers",
+            lambda kind=kind, layers=layers: Recurrent(kind, layers),
+            _series,
+            RECURRENT_LIMIT,
+            allow_rnn=True,
+        )
+        for kind, layers in ((nn.LSTM, 1), (nn.LSTM, 3), (nn.GRU, 2), (nn.RNN, 2))
+    ),
+    Case("2nd to 30th of a class", Small, _vectors, LIMIT, models=MODELS_OF_A_CLASS),
+)
+
+
+def first_calls(case: Case, start: Callable[[nn.Module], nn.Module]) -> float:
+    """CPU seconds until every model of a case has been called once.
+
+    Where there are several, of all but the first.
+
+    Args:
+        start: compiles or converts a model.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    models = [case.build() for _ in range(case.models)]
+    args, kwargs = case.batch()
+    models[0](*args, **kwargs)
+    taken = []
+    for model in models:
+        begin = time.process_time()
+        start(model)(*args, **kwargs)
+        taken.append(time.process_time() - begin)
+    return sum(taken[1:] or taken)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def _ours(model: nn.Module) -> nn.Module:
+    return autoamp.convert(model, precision="bf16", do_no_harm=False)
+
+
+def measure(case: Case, repeats: int) -> Found:
+    """The least of `repeats` of each, in turn."""
+    plain, ours = [], []
+    for _ in range(repeats):
+        with torch._dynamo.config.patch(allow_rnn=case.allow_rnn):
+            plain.append(first_calls(case, _plain))
+        ours.append(first_calls(case, _ours))
+    return Found(case.name, _nodes(case), min(plain), min(ours), case.limit)
+
+
+def _nodes(case: Case) -> int:
+    """How many nodes the ATen graphs of a case have."""
+    torch._dynamo.reset()
+    model = _ours(case.build())
+    args, kwargs = case.batch()
+    model(*args, **kwargs)
+    graphs = [g.rewritten for g in model._autoamp.engine.graphs]
+    return sum(len(g.before.graph.nodes) for g in graphs if g is not None)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table and writes it; 1 if a limit is passed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_call")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    first_calls(Case("warm-up", Small, _vectors, 0.0), _plain)
+    first_calls(Case("warm-up", Small, _vectors, 0.0), _ours)
+    chosen = [case for case in CASES if options.only in case.name]
+    found = [measure(case, options.repeats) for case in chosen]
+    header = (
+        "first call of",
+        "nodes",
+        "torch.compile s",
+        "autoamp s",
+        "ratio",
+        "asked",
+    )
+    rows = [
+        (
+            f.name,
+            str(f.nodes),
+            f"{f.plain:.3f}",
+            f"{f.ours:.3f}",
+            f"{f.ratio:.2f}",
+            f"{f.limit:.2f}",
+        )
+        for f in found
+    ]
+    above = [f.name for f in found if f.ratio > f.limit]
+    verdict = f"above the ratio asked: {', '.join(above) or 'none'}"
+    table = report.markdown(header, rows)
+    text = "\n".join([capability("cpu"), "", table, "", verdict]) + "\n"
+    print(text)
+    if not options.only:
+        data = {
+            "capability": capability("cpu"),
+            "cases": [asdict(f) | {"ratio": f.ratio} for f in found],
+        }
+        report.write(options.out / "first_call", text, data)
+    return int(bool(above))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

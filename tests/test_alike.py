@@ -1,0 +1,372 @@
+"""Models that are alike are captured once, and share nothing else."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autoamp
+from autoamp.runtime import engine as engines
+from autoamp.runtime.alike import likeness
+
+
+class Small(nn.Module):
+    """Two layers, a number that is a buffer, and an attribute."""
+
+    def __init__(self, tiny: float = 1.0, power: int = 1) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.power = power
+        self.register_buffer("tiny", torch.tensor(tiny))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(torch.relu(self.up(x)))
+        return y**self.power * self.tiny
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.up(x)
+
+
+class Broken(Small):
+    """A graph break that Dynamo cannot go on from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.down(self.up(x))
+            torch._dynamo.graph_break()
+        return x
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the pass was run on."""
+    graphs: list[Any] = []
+    inner = engines.prepare
+
+    def counting(gm: Any, *args: Any) -> Any:
+        graphs.append(gm)
+        return inner(gm, *args)
+
+    monkeypatch.setattr(engines, "prepare", counting)
+    return graphs
+
+
+def several(
+    make: Callable[[], nn.Module] = Small, count: int = 5, **options: Any
+) -> list[Any]:
+    """Converted models of one class, with other weights each."""
+    torch.manual_seed(0)
+    options = {"precision": "bf16", "do_no_harm": False} | options
+    return [autoamp.convert(make(), **options) for _ in range(count)]
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def alone(model: Any, x: Tensor = X) -> Tensor:
+    """What a model gives by its own weights under autocast; all of it linear here."""
+    with torch.autocast("cpu", torch.bfloat16), autoamp.disabled():
+        return model(x)
+
+
+def test_models_of_one_class_are_captured_once(prepared: list[Any]) -> None:
+    models = several()
+    for model in models:
+        got = model(X)
+        assert torch.allclose(got, alone(model).float(), atol=1e-2)
+        got.square().sum().backward()
+    assert len(prepared) == 1
+    for model in models:
+        report = autoamp.report(model)
+        assert report.runs == 1
+        assert len(report.graphs) == 1
+        assert report.skipped == []
+        assert all(p.grad is not None for p in model.parameters())
+    grads = [m.up.weight.grad for m in models]
+    assert not torch.equal(grads[0], grads[1])
+
+
+def test_their_weights_are_their_own(prepared: list[Any]) -> None:
+    first, second = several(count=2)
+    first(X)
+    before = second(X)
+    with torch.no_grad():
+        first.up.weight.zero_()
+    assert torch.equal(second(X), before)
+    with torch.no_grad():
+        second.up.weight.zero_()
+        second.up.bias.zero_()
+    assert torch.allclose(second(X), second.down.bias.expand(4, 8), atol=1e-2)
+    assert len(prepared) == 1
+
+
+def test_the_first_may_go(prepared: list[Any]) -> None:
+    first, second = several(count=2)
+    first(X)
+    gone = weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None
+    assert torch.allclose(second(X), alone(second).float(), atol=1e-2)
+    assert autoamp.report(second).runs == 1
+    assert len(prepared) <= 2  # Dynamo may capture anew where a model it saw is gone
+
+
+def test_nothing_is_kept_once_all_are_gone() -> None:
+    from autoamp.runtime.program import _PROGRAMS
+
+    gc.collect()
+    before = len(_PROGRAMS)
+    models = several(count=3)
+    for model in models:
+        model(X)
+    assert len(_PROGRAMS) == before + 1
+    del models, model
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(_PROGRAMS) == before
+
+
+def test_kinds_of_calls_are_captured_once_each(prepared: list[Any]) -> None:
+    models = several()
+    for model in models:
+        model(X)
+        model.eval()
+        with torch.no_grad():
+            model(X)
+        assert torch.allclose(model(X[:3]), alone(model, X[:3]).float(), atol=1e-2)
+    assert [autoamp.report(m).runs for m in models] == [3] * 5
+    assert len(prepared) <= 4
+
+
+def test_methods_are_shared_too(prepared: list[Any]) -> None:
+    for model in several():
+        assert torch.allclose(model.encode(X), model.up(X), atol=1e-2)
+        assert autoamp.report(model).runs == 1
+    assert len(prepared) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: Small(power=2),
+        lambda: Small(tiny=1e-9),
+        lambda: Small().requires_grad_(False),
+        lambda: nn.Sequential(Small()),
+    ],
+    ids=["attribute", "number", "frozen", "another class"],
+)
+def test_others_have_graphs_of_their_own(
+    other: Callable[[], nn.Module], prepared: list[Any]
+) -> None:
+    """And in fp16 a number that would be zero is not another model's number."""
+    one = several(count=1, precision="fp16", loss_scale=1.0)[0]
+    two = several(other, count=1, precision="fp16", loss_scale=1.0)[0]
+    one(X)
+    got = two(X).detach()
+    with autoamp.disabled():
+        assert torch.allclose(
+            got, two(X), rtol=1e-2, atol=0.01 * float(got.abs().max())
+        )
+    assert len(prepared) == 2
+    assert likeness(one, (X,), {}) != likeness(two, (X,), {})
+
+
+@pytest.mark.parametrize("change", [{"deny": ["linear"]}, {"precision": "fp16"}])
+def test_options_tell_models_apart(change: dict[str, Any], prepared: list[Any]) -> None:
+    several(count=1)[0](X)
+    model = several(count=1, **change)[0]
+    model(X)
+    rows = autoamp.report(model).ops
+    low = {row.precision for row in rows if row.is_low}
+    assert low == ({"fp16"} if "precision" in change else set())
+    assert len(prepared) == 2
+
+
+def test_hooks_and_functions_of_an_instance_are_its_own() -> None:
+    models = several(count=3)
+    seen: list[int] = []
+    for number, model in enumerate(models):
+        model.up.register_forward_hook(lambda *_, n=number: seen.append(n))
+    for model in models:
+        model(X)
+        model(X)
+    assert seen == [0, 0, 1, 1, 2, 2]
+    assert likeness(models[0], (X,), {}) is None
+
+
+def test_a_function_of_torch_is_shared_and_one_with_a_closure_is_not() -> None:
+    def with_function(function: Any) -> nn.Module:
+        model = Small()
+        model.function = function  # type: ignore[assignment]
+        return model
+
+    def made(by: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: x * by
+
+    same = [likeness(with_function(functional.relu), (X,), {}) for _ in range(2)]
+    assert same[0] is not None
+    assert same[0] == same[1]
+    others = [likeness(with_function(made(b)), (X,), {}) for b in (1.0, 2.0)]
+    assert others[0] != others[1]
+
+
+def test_a_part_that_is_converted_by_itself_keeps_to_itself() -> None:
+    models = [nn.Sequential(part, nn.Linear(8, 8)) for part in several(count=2)]
+    for model in models:
+        autoamp.convert(model, precision="bf16", do_no_harm=False)
+        model(X)
+        assert likeness(model, (X,), {}) is None
+        assert autoamp.report(model).runs == 1
+
+
+def test_what_is_left_to_python_is_in_every_report() -> None:
+    models = several(Broken, count=3)
+    for model in models:
+        model(X)
+    reports = [autoamp.report(model) for model in models]
+    assert reports[0].runs == reports[1].runs == reports[2].runs > 0
+    assert reports[0].skipped
+    assert reports[0].skipped == reports[1].skipped == reports[2].skipped
+
+
+def test_what_the_pass_fails_on_is_in_every_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(engines, "prepare", fail)
+    models = several(count=2)
+    for model in models:
+        model(X)
+        report = autoamp.report(model)
+        assert report.runs == 0
+        assert any("on purpose" in why for _, why in report.skipped)
+
+
+def test_a_graph_of_no_low_op_is_said_of_every_model() -> None:
+    models = several(count=2, keep=("*",))
+    for model in models:
+        model(X)
+    whys = [[why for _, why in autoamp.report(m).skipped] for m in models]
+    assert whys[0] == whys[1]
+    assert any("stay fp32" in why for why in whys[0])
+
+
+def test_loss_scales_are_their_own() -> None:
+    """An overflow of one skips no step of another."""
+    models = several(count=2, precision="fp16", loss_scale="dynamic")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    for size in (1.0, 1.0):
+        for model in models:
+            (model(X).square().mean() * size).backward()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    (models[0](X).square().mean() * 1e30).backward()
+    models[1](X).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [o.step_was_skipped for o in optimizers] == [True, False]
+
+
+def test_copies_of_one_share_its_record_and_models_alike_do_not() -> None:
+    import copy
+
+    first, second = several(count=2)
+    twin = copy.deepcopy(first)
+    for model in (first, twin, second):
+        model(X)
+    assert autoamp.report(first).runs == autoamp.report(twin).runs == 2
+    assert autoamp.report(second).runs == 1
+
+
+def test_threads_call_models_alike_at_once() -> None:
+    models = several(count=6)
+    results: list[Any] = [None] * len(models)
+    ready = threading.Barrier(len(models))
+
+    def call(place: int) -> None:
+        ready.wait()
+        results[place] = models[place](X)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(models))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for model, result in zip(models, results, strict=True):
+        assert torch.allclose(result, alone(model).float(), atol=1e-2)
+        assert autoamp.report(model).runs == 1
+
+
+def test_one_inside_the_call_of_another() -> None:
+    """After a graph break the outer model's graphs count for it again."""
+
+    @torch.compiler.disable
+    def called(inner: nn.Module, x: Tensor) -> Tensor:
+        return inner(x)
+
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = [inner]  # no module of its own
+            self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            x = called(self.inner[0], x)
+            return self.after(x)
+
+    inner = several(count=1)[0]
+    outer = [
+        autoamp.convert(Outer(inner), precision="bf16", do_no_harm=False) for _ in "ab"
+    ]
+    for model in outer:
+        model(X)
+    assert [autoamp.report(m).runs for m in outer] == [2, 2]
+    assert autoamp.report(inner).runs == 2
+
+
+def test_a_model_whose_call_was_not_captured_leaves_the_others_alone() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    first, second = several(count=2)
+    with FlopCounterMode(display=False):
+        first(X)
+    for model in (second, first):
+        model(X)
+        model(X)
+    assert autoamp.report(second).runs == 2
+    assert autoamp.report(first).runs == 2
+
+
+def test_reverted_models_leave_the_others_converted() -> None:
+    first, second, third = several(count=3)
+    for model in (first, second):
+        model(X)
+    autoamp.revert(first)
+    for model in (second, third):
+        model(X)
+    assert autoamp.report(second).runs == 2
+    assert autoamp.report(third).runs == 1
+    with autoamp.disabled():
+        expected = first(X)
+    assert torch.equal(first(X), expected)
+
+
+@pytest.mark.slow
+def test_inductor_compiles_models_alike_once(prepared: list[Any]) -> None:
+    for model in several(count=3, backend="inductor"):
+        loss = model(X).square().mean()
+        loss.backward()
+        assert torch.allclose(model(X), alone(model).float(), atol=1e-2)
+    assert len(prepared) == 1

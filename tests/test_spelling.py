@@ -1,0 +1,285 @@
+"""A call spelled from memory is the call that a trace would have found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from autoamp.analyse import normalise as passes
+from autoamp.analyse.normalise import Normalised, normalise
+from autoamp.analyse.settled import spellings_of
+from tests.models import CASES, Case
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+Graph = tuple[fx.GraphModule, list[Any]]
+
+
+def captured(model: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Graph]:
+    """The graphs Dynamo hands to a backend, with what it hands them."""
+    return [graph for graph, _ in both(model, *args, **kwargs)]
+
+
+def both(
+    model: Callable[..., Any], *args: Any, **kwargs: Any
+) -> list[tuple[Graph, tuple[Normalised, Normalised, int]]]:
+    """Each graph of a model, normalised from memory and by a trace of everything.
+
+    And how many calls were spelled from memory.
+    """
+    found = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            repeats = _counting(patch)
+            quick = normalise(gm, inputs)
+            patch.setattr(passes, "spellings_of", lambda *_: None)
+            slow = normalise(gm, inputs)
+        found.append(((gm, inputs), (quick, slow, len(repeats))))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        torch.compile(model, backend=backend)(*args, **kwargs)
+    torch._dynamo.reset()
+    return found
+
+
+def _counting(patch: pytest.MonkeyPatch) -> list[str]:
+    from autoamp.analyse.spelling import Spellings
+
+    repeats: list[str] = []
+    inner = Spellings.repeated
+
+    def repeated(self: Spellings, call: Any, node: fx.Node) -> Any:
+        result = inner(self, call, node)
+        if result is not None:
+            repeats.append(node.name)
+        return result
+
+    patch.setattr(Spellings, "repeated", repeated)
+    return repeats
+
+
+def told(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """Everything the passes read of a graph; memory by the order it appears in."""
+    memory: dict[int, int] = {}
+
+    def value(of: Any) -> Any:
+        if isinstance(of, (list, tuple)):
+            return tuple(value(each) for each in of)
+        if not isinstance(of, Tensor):
+            return repr(of)
+        place = -1
+        if of.layout == torch.strided:
+            key = of.untyped_storage()._cdata
+            place = memory.setdefault(key, len(memory))
+        strides = of.stride() if place != -1 else ()
+        return of.shape, strides, of.dtype, of.device, of.requires_grad, place
+
+    kept = ("autoamp_requires_grad", "autoamp_is_parameter", "autoamp_path")
+    return [
+        (
+            node.op,
+            node.name,
+            str(node.target),
+            repr(node.args),
+            repr(node.kwargs),
+            value(node.meta.get("val")),
+            node.stack_trace,
+            str(node.meta.get("nn_module_stack")),
+            *(node.meta.get(key) for key in kept),
+        )
+        for node in gm.graph.nodes
+    ]
+
+
+def assert_equal(model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Both ways give the same graphs; how many calls were spelled from memory."""
+    found = both(model, *args, **kwargs)
+    assert found
+    for _, (quick, slow, _) in found:
+        assert told(quick.gm) == told(slow.gm)
+    return sum(repeats for _, (*_, repeats) in found)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_graphs_of_models_are_those_of_a_trace(case: Case) -> None:
+    args, kwargs = case.inputs(0)
+    assert_equal(case.model(), *args, **kwargs)
+
+
+class Stack(nn.Module):
+    """Layers alike, of which the first is traced."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        make = nn.TransformerEncoderLayer
+        self.layers = nn.ModuleList(
+            make(16, 2, 32, batch_first=True) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_layers_alike_are_traced_once() -> None:
+    few, many = (assert_equal(Stack(n), torch.randn(2, 5, 16)) for n in (2, 6))
+    assert many > 4 * few > 0
+
+
+def signs_of_zero(x: Tensor) -> Tensor:
+    return (x * 0.0) / 1.0 + 1.0 / (x * -0.0) + 1.0 / (x * 0.0)
+
+
+def one_and_true(x: Tensor) -> Tensor:
+    return x * 1 + x * True + x * 1.0
+
+
+def in_place(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.add_(1.0)
+    z = y.relu_()
+    y.add_(1.0)
+    y[0] = 2.0
+    y[0] = 2.0
+    return z + y.mul_(2.0)
+
+
+def identities(x: Tensor) -> Tensor:
+    y = x.float() + x.contiguous()
+    z = y.float() + y.contiguous()
+    return z.float() * z.to(torch.float32) * z.float()
+
+
+def views(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    c, d = (a + 1).chunk(2, dim=-1)
+    e, f = (b + 1).chunk(2, dim=-1)
+    y = x + 1
+    y[:, :2].add_(1.0)
+    y[:, :2].add_(1.0)
+    return torch.cat([c, d, e, f, a[:, :2], b[:, :2], y], -1).t().t()
+
+
+def statistics(x: Tensor) -> Tensor:
+    first = torch.var_mean(x, 0)
+    second = torch.var_mean(x, 0)
+    return first[0] + second[1] + torch.native_layer_norm(x, [8], None, None, 1e-5)[1]
+
+
+def same_operand_twice(x: Tensor) -> Tensor:
+    y = x + 1
+    return torch.add(x, x) + torch.add(x, y) + torch.add(y, y) + torch.add(y, x)
+
+
+def modes(x: Tensor) -> Tensor:
+    y = (x + 1) * 2
+    with torch.no_grad():
+        z = (x + 1) * 2
+    return y + z
+
+
+def other_dtypes(x: Tensor) -> Tensor:
+    picked = x.argmax(-1)
+    return (
+        functional.one_hot(picked, 8)
+        + (picked + 1).float()[:, None]
+        + picked.cos()[:, None]
+    )
+
+
+def recomputed(x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = checkpoint(lambda v: (v * 2).tanh(), x, use_reentrant=False)
+    return x
+
+
+def sizes_of_data(x: Tensor) -> Tensor:
+    return x[x > 0].sum() + x[x > 0].sum()
+
+
+def moved(x: Tensor) -> Tensor:
+    y = x.clone()
+    z = y + 1
+    y.t_()
+    return (y + 1) @ (z + 1)
+
+
+def random(x: Tensor) -> Tensor:
+    return torch.rand_like(x) + functional.dropout(x) + torch.rand_like(x)
+
+
+PROGRAMS = (
+    signs_of_zero,
+    one_and_true,
+    in_place,
+    identities,
+    views,
+    statistics,
+    same_operand_twice,
+    modes,
+    other_dtypes,
+    recomputed,
+    moved,
+    random,
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=[p.__name__ for p in PROGRAMS])
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+def test_odd_programs(program: Callable[[Tensor], Tensor], trained: bool) -> None:
+    x = torch.randn(4, 8).requires_grad_(trained)
+    assert_equal(program, x)
+
+
+def test_sizes_that_depend_on_data_are_traced() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        ((gm, inputs),) = captured(sizes_of_data, torch.randn(4, 8))
+    assert spellings_of(gm, inputs) is None
+
+
+def test_symbolic_sizes_are_traced() -> None:
+    def program(x: Tensor) -> Tensor:
+        return (x + 1).view(-1) * (x + 1).view(-1)
+
+    graphs: list[Graph] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append((gm, inputs))
+        assert spellings_of(gm, inputs) is None
+        return gm.forward
+
+    torch.compile(program, backend=backend, dynamic=True)(torch.randn(4, 8))
+    assert graphs
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x.double(),
+        lambda x: x[:2],
+        lambda x: x.t().contiguous().t(),
+        lambda x: x.clone().requires_grad_(),
+        lambda x: nn.Parameter(x.clone()),
+        lambda x: x.to_sparse(),
+        lambda _: 3,
+    ],
+    ids=["dtype", "shape", "strides", "grad", "parameter", "sparse", "number"],
+)
+def test_other_inputs_than_dynamos_are_traced(other: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(4, 8)
+    ((gm, inputs),) = captured(lambda v: v + 1, x)
+    assert spellings_of(gm, inputs) is not None
+    assert spellings_of(gm, [other(inputs[0])]) is None
