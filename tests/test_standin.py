@@ -68,6 +68,70 @@ def test_views_share_storage_and_copies_do_not() -> None:
     assert len({storage["x"], storage["copy"], storage["again"]}) == 3
 
 
+def counted(
+    x_dtype: torch.dtype = torch.float32, hist_dtype: torch.dtype = torch.float32
+) -> fx.GraphModule:
+    """`torch.histogram(x, out=...)`, of which torch has no meta kernel.
+
+    The record is that of a trace in fp32, whatever the operands are now.
+    """
+    made = fx.Graph()
+    given = {
+        "x": torch.zeros(4, dtype=x_dtype),
+        "hist": torch.zeros(2, dtype=hist_dtype),
+        "bin_edges": torch.zeros(3),
+    }
+    x, hist, edges = map(made.placeholder, given)
+    for node, value in zip((x, hist, edges), given.values(), strict=True):
+        node.meta["val"] = value
+    op, out = ATEN.histogram.bin_ct_out, {"hist": hist, "bin_edges": edges}
+    call = made.create_node("call_function", op, (x, 2), out, "counted")
+    call.meta["val"] = torch.zeros(2), torch.zeros(3)
+    made.output(call)
+    return fx.GraphModule({}, made)
+
+
+def test_what_is_written_is_returned_without_a_meta_kernel() -> None:
+    """Before the rewrite and after it: writes to it are seen."""
+    memo: Memo = {}
+    before = StandIns(counted(), memo)
+    after = StandIns(counted(), memo, original=before)
+    alone = StandIns(counted(), {}, original=before)  # asks for itself
+    for run in (before, after, alone):
+        hist, edges = run.values["counted"]
+        assert hist is run.values["hist"]
+        assert edges is run.values["bin_edges"]
+    assert not before.has_no_answer("counted")
+
+
+def test_what_is_written_keeps_its_dtype_whatever_is_recorded() -> None:
+    run = StandIns(counted(hist_dtype=LOW), {})
+    assert dtypes_of(run.values["counted"]) == [LOW, torch.float32]
+
+
+@pytest.mark.parametrize("operand", ["x_dtype", "hist_dtype"])
+def test_without_a_meta_kernel_the_devices_own_refuses_operands(operand: str) -> None:
+    before = StandIns(counted(), {})
+    with pytest.raises(VerificationError, match=r"counted .* fails on its operands"):
+        StandIns(counted(**{operand: LOW}), {}, original=before)
+
+
+def test_what_is_written_is_returned_where_its_size_depends_on_data() -> None:
+    """No stand-in tells that size, so that it comes from the record."""
+    made = fx.Graph()
+    x, mask, out = map(made.placeholder, ("x", "mask", "out"))
+    x.meta["val"], mask.meta["val"] = torch.zeros(4), torch.zeros(4, dtype=torch.bool)
+    out.meta["val"] = torch.zeros(2)
+    call = made.call_function(ATEN.masked_select.out, (x, mask), {"out": out})
+    call.meta["val"] = torch.zeros(2)
+    made.output(call)
+    gm = fx.GraphModule({}, made)
+    before = StandIns(gm, {})
+    assert before.has_no_answer(call.name)
+    for run in (before, StandIns(gm, {}, original=before)):
+        assert run.values[call.name] is run.values["out"]
+
+
 def test_what_an_op_gives_is_kept_for_the_next_layer() -> None:
     calls = 0
 

@@ -126,7 +126,7 @@ def _configure_while_compiling(
 
     def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
         seen = len(_entries(frame.f_code))
-        with _LOCK:
+        with _lock():
             raced[frame.f_code] += len(_entries(frame.f_code)) > seen
             return call_alone(self, frame, *args, **kwargs)
 
@@ -191,10 +191,16 @@ def _failed_frames() -> int:
     return int(frames["total"] - frames["ok"])
 
 
-_LOCK: Any = getattr(torch._dynamo.convert_frame, "compile_lock", None)
-if _LOCK is None:
-    _LOCK = threading.RLock()
-"""Dynamo's own: our limits stand in torch's configuration while it compiles."""
+def _lock() -> Any:
+    """Dynamo's own: our limits stand in torch's configuration while it compiles.
+
+    Where Dynamo shows none, ours keeps converted models apart from each other, though
+    not from what the user compiles in another thread.
+    """
+    return getattr(torch._dynamo.convert_frame, "compile_lock", _OUR_LOCK)
+
+
+_OUR_LOCK = threading.RLock()
 
 
 def _entries(code: types.CodeType) -> list[Any]:

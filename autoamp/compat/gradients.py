@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, cast
@@ -188,10 +189,18 @@ def optimizers_and_scalers() -> tuple[
 def scaler_uses(scaler: torch.amp.GradScaler) -> int:
     """A number that grows with the first `scaler.scale` and every `scaler.update`.
 
-    The first makes the tensor it scales by, which the others write to.
+    The first makes the tensor it scales by, which the others write to.  Where torch
+    hides that, a scaler counts as used whenever it is asked about: a model that is
+    unscaled until its optimizer's first step loses less than one that is scaled twice,
+    whose gradients overflow until the scaler has come down.
     """
-    scale = getattr(scaler, "_scale", None)
+    if not hasattr(scaler, "_scale"):
+        return next(_unknown)
+    scale: torch.Tensor | None = scaler._scale
     return 0 if scale is None else 1 + int(scale._version)
+
+
+_unknown = itertools.count()
 
 
 _SCALER_STEPS = frozenset(

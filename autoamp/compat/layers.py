@@ -65,15 +65,18 @@ def _goes_on(layer: nn.Module, code: Any, forward: Any) -> bool:
 
 
 def layer_captured(callback: Any, frame: Any, cache_entry: Any, state: Any) -> Any:
-    """What Dynamo makes of a layer's frame; None where this torch cannot be asked."""
+    """What Dynamo makes of a layer's frame; None where this torch cannot be asked.
+
+    The caller holds the lock under which Dynamo compiles.
+    """
     dynamo: Any = torch._dynamo.convert_frame
     try:
         inner = callback._torchdynamo_orig_backend
-        lock, modes_off = dynamo.compile_lock, dynamo._disable_current_modes
+        modes_off = dynamo._disable_current_modes
         watched = dynamo.is_in_any_mode_without_ignore_compile_internals()
     except AttributeError:
         return None
     if torch._dynamo.config.disable or watched:
         return None
-    with lock, modes_off():
+    with modes_off():
         return inner(frame, cache_entry, callback.hooks, state, skip=1)

@@ -76,7 +76,7 @@ class StandIns:
             return self._call(node, args, kwargs)
         except Exception as error:
             if self.original is None or self.original.has_no_answer(node.name):
-                return _stand_in(node.meta.get("val"))
+                return _with_written(node, args, kwargs, node.meta.get("val"))
             raise VerificationError(
                 f"{where(node)} fails on its operands: {type(error).__name__}: {error}",
                 nodes=named(node),
@@ -91,13 +91,16 @@ class StandIns:
             args = tuple(_META if isinstance(a, torch.device) else a for a in args)
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": _META}
-            return target(*args, **kwargs)
+            try:
+                return target(*args, **kwargs)
+            except NotImplementedError:
+                pass  # Torch has no meta kernel; fake tensors try the device's own.
         key = (target, _signature(args), _signature(kwargs), self._devices(node))
         if key not in self.memo:
             # The original's record is the tracer's own: fake tensors gave it.
             known = node.meta.get("val") if self.original is None else None
             self.memo[key] = self._answer(node) if known is None else known
-        return _stand_in(self.memo[key])
+        return _with_written(node, args, kwargs, self.memo[key])
 
     def has_no_answer(self, name: str) -> bool:
         """Whether no stand-in tells what a node gives; its name may be unknown."""
@@ -159,6 +162,47 @@ def _signature(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple((k, _signature(v)) for k, v in value.items())
     return (type(value), value)
+
+
+def _with_written(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], known: Any
+) -> Any:
+    """A stand-in for what a node is known to give; what it wrote to is itself.
+
+    An op that writes to an operand (`out=`, or in place) returns that.  A new tensor
+    in its stead would share no storage with it, and have the dtype that was recorded.
+    """
+    made = _stand_in(known)
+    if not isinstance(node.target, compat.OpOverload):
+        return made
+    returned = _written_and_returned(node.target)
+    if not any(returned):
+        return made
+    order = [a.name for a in node.target._schema.arguments]
+    given: dict[Any, Any] = {**dict(zip(order, args, strict=False)), **kwargs}
+    if len(returned) == 1:
+        return given[returned[0]]
+    others = made if isinstance(made, (list, tuple)) else [None] * len(returned)
+    pairs = zip(returned, others, strict=True)
+    return tuple(given[name] if name else other for name, other in pairs)
+
+
+@functools.cache
+def _written_and_returned(target: compat.OpOverload) -> tuple[str | None, ...]:
+    """For each result of an op, the argument that it is, if the op writes to that."""
+    written = {
+        mark: a.name
+        for a in target._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+        for mark in a.alias_info.before_set
+    }
+    marks = [
+        () if r.alias_info is None else r.alias_info.before_set
+        for r in target._schema.returns
+    ]
+    return tuple(
+        next((written[m] for m in each if m in written), None) for each in marks
+    )
 
 
 def _stand_in(value: Any, device: torch.device = _META) -> Any:

@@ -1,13 +1,12 @@
 """Another torch: private functions that are missing, and ops it does not have.
 
 Every name of torch that autoamp/compat looks for is taken away once, and the fallback
-does its work.
+does its work; those that tell of captures are in test_faults_capture.py.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.conformance.table import Figures
 from tests.steps import BF16, FP16, assert_same, mlp, weights_of
 
 COMPAT = Path(compat.__file__).parent
+HERE = Path(__file__).parent
 
 # -- taken away one by one -------------------------------------------------------------
 
@@ -238,25 +238,38 @@ def no_sources(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_skip_reasons(patch: pytest.MonkeyPatch) -> None:
-    """Then no layer is captured by itself, and nobody is told of what is left."""
+    """A layer is known by its file then, and where that is unknown it stays fp32."""
 
     class Frame:
         f_code = nn.Linear.forward.__code__
         f_locals: ClassVar = {"self": nn.Linear(2, 2)}
 
     class Skipped:
-        skip_reason = layers._IN_TORCH
+        skip_reason = "another"
+        guarded_code = None
 
-    assert layers.layer_left(Frame, Skipped)
-    hide(patch, "skip_reason")
     assert not layers.layer_left(Frame, Skipped)
-    assert not entry._gave_up_on_module(Frame, Skipped)
+    Skipped.skip_reason = layers._IN_TORCH
+    assert layers.layer_left(Frame, Skipped)
+    Skipped.skip_reason = "another"
+    hide(patch, "skip_reason")
+    assert layers.layer_left(Frame, Skipped)
+    for rules in ("trace_rules", "check"):
+        hide(patch, "skip_reason", rules)
+        assert not layers.layer_left(Frame, Skipped)
     assert layers.layer_captured(object(), Frame, None, None) is None
 
 
 def no_entries(patch: pytest.MonkeyPatch) -> None:
+    """Then what others have compiled of a shared code object counts as ours."""
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    torch.compile(double, backend="eager")(torch.ones(2))
+    assert entry._entries(double.__code__)
     hide(patch, "_debug_get_cache_entry_list")
-    assert entry._entries_of_others(no_entries.__code__, mlp) == 0
+    assert entry._entries(double.__code__) == []
 
 
 def no_total_norm(patch: pytest.MonkeyPatch) -> None:
@@ -313,7 +326,7 @@ def test_every_name_compat_asks_for_is_taken_away_here() -> None:
         for file in COMPAT.glob("*.py")
         for name in _ASKED.findall(file.read_text())
     }
-    here = inspect.getsource(inspect.getmodule(test_fallback))  # type: ignore[arg-type]
+    here = "".join(file.read_text() for file in HERE.glob("test_faults_*.py"))
     missing = {name for name in asked if f'"{name}"' not in here}
     assert len(asked) > 15
     assert not missing
