@@ -130,7 +130,6 @@ def test_nothing_is_kept_once_all_are_gone() -> None:
         model(X)
     assert len(_PROGRAMS) == before + 1
     del models, model
-    torch._dynamo.reset()
     gc.collect()
     assert len(_PROGRAMS) == before
 

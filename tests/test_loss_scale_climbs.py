@@ -276,7 +276,6 @@ def test_a_bad_climb_is_an_error(name: str, value: Any) -> None:
         DynamicLossScale().load_state_dict({**state, name: value})
 
 
-
 def test_a_look_at_a_copy_whose_uses_sum_their_gradients_in_fp32() -> None:
     """No gradient flows through the copy itself, and its hook is called with none."""
 

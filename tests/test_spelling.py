@@ -211,10 +211,10 @@ def sizes_of_data(x: Tensor) -> Tensor:
 
 
 def moved(x: Tensor) -> Tensor:
-    y = x.clone()
-    z = y + 1
-    y.t_()
-    return (y + 1) @ (z + 1)
+    y, z = x.clone(), x + 1
+    before = y.view(-1)
+    y.set_(z)
+    return before + y.view(-1)
 
 
 def random(x: Tensor) -> Tensor:

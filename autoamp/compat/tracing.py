@@ -232,18 +232,14 @@ def record_as(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 def _track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> None:
     """What `track_tensor_tree` does for a tensor without symbolic sizes."""
-    if _ProxyTensor is None or fast_detach is None:
+    record: Any = getattr(proxy_tensor, "_ProxyTensor", None)
+    detached: Any = getattr(fake_impls, "fast_detach", None)
+    if record is None or detached is None:
         track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
         return
     assert isinstance(tensor, FakeTensor)
-    proxy.node.meta["val"] = fast_detach(tensor.fake_mode, tensor)
-    tracer.tensor_tracker[tensor] = _ProxyTensor(proxy, None)
-
-
-_ProxyTensor: Any = getattr(proxy_tensor, "_ProxyTensor", None)
-
-fast_detach: Any = getattr(fake_impls, "fast_detach", None)
-"""`detach` of a fake tensor, without a walk through the dispatcher."""
+    proxy.node.meta["val"] = detached(tensor.fake_mode, tensor)
+    tracer.tensor_tracker[tensor] = record(proxy, None)
 
 
 def without_torch_function(function: _F) -> _F:

@@ -28,25 +28,21 @@ class _Running(threading.local):
 RUNNING = _Running()
 
 
-class Program:
-    """The Dynamo backend of models that are alike, and their compiled entry.
+class Backend:
+    """What Dynamo hands the graphs of models that are alike.
+
+    Dynamo keeps it as long as the code it has compiled, so that it must not hold that.
 
     Attributes:
         runs_as_is: no compiler is handed the graphs in turn.
-        call: the compiled entry, called with the model first.
-        stepped_aside: Dynamo looks at some of its code no more; no model is to join.
-        seen: kinds of calls that have been captured: recording, inference, training.
+        left: code that was left to Python, and whether only past the recompile limit.
     """
 
-    def __init__(self, entry: Callable[..., Any], engine: Engine) -> None:
+    def __init__(self, engine: Engine) -> None:
         """Args: `engine` is that of the first model."""
-        assert isinstance(entry, types.FunctionType)
         self.runs_as_is = engine.runs_as_is
-        self._left: list[tuple[types.CodeType, bool]] = []
-        self.stepped_aside = False
-        self.seen: set[tuple[bool, bool, bool]] = set()
+        self.left: list[tuple[types.CodeType, bool]] = []
         self._first = weakref.ref(engine)
-        self.call = compat.CompiledEntry(entry, self, self._leave)
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -63,19 +59,44 @@ class Program:
 
         return run
 
-    def tell(self, engine: Engine) -> None:
-        """Has a model report what of its code was left to Python before it came."""
-        for code, at_limit in self._left:
-            engine.left(code, at_limit)
+    def leave(self, code: types.CodeType, at_limit: bool) -> None:
+        """Notes what Dynamo leaves to Python."""
+        self.left.append((code, at_limit))
+        self._running().left(code, at_limit)
 
     def _running(self) -> Engine:
         engine = RUNNING.engine or self._first()
         assert engine is not None, "a graph is run outside a call of its model"
         return engine
 
-    def _leave(self, code: types.CodeType, at_limit: bool) -> None:
-        self._left.append((code, at_limit))
-        self._running().left(code, at_limit)
+
+class Program:
+    """The compiled entry of models that are alike.
+
+    Attributes:
+        backend: what its graphs are handed to.
+        call: the compiled entry, called with the model first.
+        stepped_aside: Dynamo looks at some of its code no more; no model is to join.
+        seen: kinds of calls that have been captured: recording, inference, training.
+    """
+
+    def __init__(self, entry: Callable[..., Any], engine: Engine) -> None:
+        """Args: `engine` is that of the first model."""
+        assert isinstance(entry, types.FunctionType)
+        self.backend = Backend(engine)
+        self.stepped_aside = False
+        self.seen: set[tuple[bool, bool, bool]] = set()
+        self.call = compat.CompiledEntry(entry, self.backend, self.backend.leave)
+
+    @property
+    def runs_as_is(self) -> bool:
+        """Whether no compiler is handed the graphs in turn."""
+        return self.backend.runs_as_is
+
+    def tell(self, engine: Engine) -> None:
+        """Has a model report what of its code was left to Python before it came."""
+        for code, at_limit in self.backend.left:
+            engine.left(code, at_limit)
 
 
 _PROGRAMS: weakref.WeakValueDictionary[Hashable, Program] = (

@@ -6,6 +6,7 @@ A model is as right without them as ever, and each test says what else is lost.
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ def expected() -> tuple[dict[str, Tensor], int]:
 
 def looped() -> tuple[Tensor, list[str], list[str]]:
     """What the model gives, its low ops, and why something of it is in no graph."""
+    gc.collect()  # models alike are captured once while one of them lives
     torch._dynamo.reset()  # what is left to Python once would not be told again
     torch.manual_seed(0)
     model = autoamp.convert(Looping(), precision="bf16", do_no_harm=False)
@@ -112,6 +114,8 @@ def test_training_is_the_same_where_fakes_are_remembered(
     swap(free)
     hide(monkeypatch, name)
     assert_same(trained(BF16), expected)
+    del free
+    gc.collect()  # or what was captured for others would be run
     held = autoamp.convert(mlp(), **BF16)
     held(torch.randn(4, 8)).sum().backward()
     with pytest.raises(RuntimeError, match="weakref"):
@@ -241,4 +245,21 @@ def test_beside_a_grad_scaler_that_shows_no_scale_a_step_is_unscaled(
     assert scaler.is_enabled()
     assert arrived == [False, True, True]
     assert scaling_of(model).foreign is False
+    figures.count("names taken away")
+
+
+# -- what a trace keeps ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["_ProxyTensor", "fast_detach", "real_recompile"])
+def test_training_is_the_same_without_short_ways(
+    name: str,
+    expected: tuple[dict[str, Tensor], int],
+    monkeypatch: pytest.MonkeyPatch,
+    figures: Figures,
+) -> None:
+    """What is lost is time: of the first call, or a little of each."""
+    hide(monkeypatch, name)
+    torch._dynamo.reset()  # or what was captured before is run
+    assert_same(trained(BF16), expected)
     figures.count("names taken away")
