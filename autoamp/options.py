@@ -67,7 +67,7 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)
-        resolve_loss_scale(self.loss_scale, torch.float16)
+        resolve_loss_scale(self.loss_scale, torch.bfloat16)  # makes the least there
         self._check_rules()
 
     def _check_rules(self) -> None:

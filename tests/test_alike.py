@@ -369,3 +369,22 @@ def test_inductor_compiles_models_alike_once(prepared: list[Any]) -> None:
         loss.backward()
         assert torch.allclose(model(X), alone(model).float(), atol=1e-2)
     assert len(prepared) == 1
+
+
+def test_after_a_reset_of_dynamo_models_are_captured_anew(prepared: list[Any]) -> None:
+    first, second = several(count=2)
+    first(X)
+    torch._dynamo.reset()
+    second(X)
+    first(X)
+    assert [autoamp.report(m).runs for m in (first, second)] == [2, 1]
+    assert len(prepared) == 3
+    assert len(autoamp.report(second).graphs) == 1
+
+
+def test_models_with_a_graph_break_are_captured_once(prepared: list[Any]) -> None:
+    first, second = several(Broken, count=2)
+    first(X)
+    graphs = len(prepared)
+    second(X)
+    assert graphs == len(prepared) > 0

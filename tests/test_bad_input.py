@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.runtime import engine
+from autoamp.runtime import prepare
 
 WIDTH = 8
 BF16 = {"precision": "bf16", "do_no_harm": False}
@@ -301,7 +301,7 @@ def failing_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ArithmeticError("the bridge is out")
 
-    monkeypatch.setattr(engine, "rewrite_graph", fail)
+    monkeypatch.setattr(prepare, "rewrite_graph", fail)
 
 
 @pytest.mark.usefixtures("failing_pass")

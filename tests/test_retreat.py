@@ -21,7 +21,7 @@ from autoamp.place import cost
 from autoamp.retreat import REPORT, retreating
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import Emitted
-from autoamp.runtime import engine
+from autoamp.runtime import prepare
 from tests.metrics import relative_error
 
 WIDTH = 8
@@ -159,7 +159,7 @@ def in_hoist(patch: pytest.MonkeyPatch) -> None:
     def failing(_: Any) -> Any:
         raise ValueError("planted")
 
-    patch.setattr(engine, "hoist_weight_casts", failing)
+    patch.setattr(prepare, "hoist_weight_casts", failing)
 
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [

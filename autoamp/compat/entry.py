@@ -73,13 +73,26 @@ class CompiledEntry:
             entry.__defaults__,
             entry.__closure__,
         )
+        self._captured: list[types.CodeType] = []
         self._skipped: list[types.CodeType] = []
         context: Any = torch._dynamo.optimize(backend=backend)
         if hasattr(context, "callback"):  # absent where TORCHDYNAMO_DISABLE is set
             _configure_while_compiling(
-                context.callback, backend, self._skipped, leave, fresh.__code__
+                context.callback,
+                backend,
+                self._captured,
+                self._skipped,
+                leave,
+                fresh.__code__,
             )
         self._compiled: Callable[..., Any] = context(fresh)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether Dynamo has anything for it: `torch._dynamo.reset()` drops all."""
+        if not _can_list_entries():
+            return bool(self._captured)
+        return any(map(_entries, self._captured))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The call, compiled; where it raises, Dynamo is to look at its code again.
@@ -98,9 +111,10 @@ class CompiledEntry:
             raise
 
 
-def _configure_while_compiling(
+def _configure_while_compiling(  # noqa: PLR0917
     callback: Any,
     backend: Backend,
+    captured: list[types.CodeType],
     skipped: list[types.CodeType],
     leave: Callable[[types.CodeType, bool], None],
     entry: types.CodeType,
@@ -113,6 +127,7 @@ def _configure_while_compiling(
     wrapping object crashes it.)
 
     Args:
+        captured: what has graphs from now on is added.
         skipped: what is left to Python from now on is added.
         leave: called with those of it that are methods of modules, after a graph break
             that Dynamo could not go on from; and, with true, where the recompile limit
@@ -149,6 +164,8 @@ def _configure_while_compiling(
             found = base.__call__(self, frame, *args, **kwargs)
             if layer_left(frame, found):
                 found = layer_captured(self, frame, *args, **kwargs) or found
+        if found.guarded_code is not None and code not in captured:
+            captured.append(code)
         if found.guarded_code is None and found.apply_to_code:
             if found.frame_exec_strategy.cur_action.name == "RUN_ONLY":
                 found.apply_to_code = False  # our limit is not theirs
@@ -205,10 +222,14 @@ _OUR_LOCK = threading.RLock()
 
 def _entries(code: types.CodeType) -> list[Any]:
     """What `code` was compiled to, with whichever backend."""
-    ask: Any = getattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
-    if ask is None:  # models of one class then share a limit
+    if not _can_list_entries():  # models of one class then share a limit
         return []
+    ask: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
     return list(ask(code))
+
+
+def _can_list_entries() -> bool:
+    return hasattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list")
 
 
 def set_frames_action(code: types.CodeType, own: str, called: str) -> None:

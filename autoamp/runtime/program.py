@@ -89,6 +89,11 @@ class Program:
         self.call = compat.CompiledEntry(entry, self.backend, self.backend.leave)
 
     @property
+    def may_be_joined(self) -> bool:
+        """Whether another model finds its graphs here, and nothing in their way."""
+        return bool(self.seen) and self.call.is_captured and not self.stepped_aside
+
+    @property
     def runs_as_is(self) -> bool:
         """Whether no compiler is handed the graphs in turn."""
         return self.backend.runs_as_is
@@ -108,7 +113,7 @@ _LOCK = threading.Lock()
 def program_for(
     what: Hashable, make: Callable[[], Callable[..., Any]], engine: Engine
 ) -> Program:
-    """That of models alike while one of them is converted; else a new one.
+    """That of models alike, once one of them was captured and while it lives.
 
     Args:
         what: equal for models that are alike; None where the program is not shared.
@@ -119,9 +124,14 @@ def program_for(
         return Program(make(), engine)
     with _LOCK:
         found = _PROGRAMS.get(key)
-        if found is None or found.stepped_aside:
-            found = _PROGRAMS[key] = Program(make(), engine)
-    return found
+        if found is not None and found.may_be_joined:
+            return found
+        mine = Program(make(), engine)
+        # One that another thread is capturing now is not waited for: that thread may
+        # wait for this one in turn, as ranks do that are threads.
+        if found is None or found.seen:
+            _PROGRAMS[key] = mine
+    return mine
 
 
 def _with_options(what: Hashable, engine: Engine) -> Hashable | None:
