@@ -3,12 +3,15 @@
 Seconds of CPU that the first call of a model takes, converted and under
 `torch.compile(backend="eager")`, which captures the same graphs and makes nothing of
 them.  Both run in one process on one thread, in turn, after a call of another model has
-imported what either needs; the least of several is kept.  Graphs are forgotten between.
+imported what either needs; the median of several pairs is kept.  Graphs are forgotten
+between.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -52,18 +55,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """CPU seconds of one case, by torch.compile and by a converted model."""
+    """Median CPU seconds of one case, and the median ratio of the pairs."""
 
     name: str
     nodes: int
     plain: float
     ours: float
+    ratio: float
     limit: float
-
-    @property
-    def ratio(self) -> float:
-        """How many times plain torch.compile's."""
-        return self.ours / self.plain
 
 
 class Recurrent(nn.Module):
@@ -191,6 +190,7 @@ def first_calls(case: Case, start: Callable[[nn.Module], nn.Module]) -> float:
         start: compiles or converts a model.
     """
     torch._dynamo.reset()
+    gc.collect()
     torch.manual_seed(0)
     models = [case.build() for _ in range(case.models)]
     args, kwargs = case.batch()
@@ -212,13 +212,15 @@ def _ours(model: nn.Module) -> nn.Module:
 
 
 def measure(case: Case, repeats: int) -> Found:
-    """The least of `repeats` of each, in turn."""
-    plain, ours = [], []
+    """Medians of `repeats` pairs."""
+    pairs: list[tuple[float, float]] = []
     for _ in range(repeats):
         with torch._dynamo.config.patch(allow_rnn=case.allow_rnn):
-            plain.append(first_calls(case, _plain))
-        ours.append(first_calls(case, _ours))
-    return Found(case.name, _nodes(case), min(plain), min(ours), case.limit)
+            plain = first_calls(case, _plain)
+        pairs.append((plain, first_calls(case, _ours)))
+    plain, ours = (statistics.median(each) for each in zip(*pairs, strict=True))
+    ratio = statistics.median(ours / plain for plain, ours in pairs)
+    return Found(case.name, _nodes(case), plain, ours, ratio, case.limit)
 
 
 def _nodes(case: Case) -> int:
@@ -234,7 +236,7 @@ def _nodes(case: Case) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table and writes it; 1 if a limit is passed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_call")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     options = parser.parse_args(arguments)
@@ -270,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.only:
         data = {
             "capability": capability("cpu"),
-            "cases": [asdict(f) | {"ratio": f.ratio} for f in found],
+            "cases": [asdict(f) for f in found],
         }
         report.write(options.out / "first_call", text, data)
     return int(bool(above))

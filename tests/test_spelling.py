@@ -265,6 +265,34 @@ def test_symbolic_sizes_are_traced() -> None:
     assert graphs
 
 
+def test_a_function_that_keeps_a_state_is_traced_each_time() -> None:
+    made: list[int] = []
+
+    @torch.compiler.allow_in_graph
+    def counted(x: Tensor) -> Tensor:
+        made.append(1)
+        return x * float(len(made))
+
+    def program(x: Tensor) -> Tensor:
+        return counted(x + 1) + counted(x + 1) + counted(x + 1)
+
+    (_, (quick, *_)) = both(program, torch.randn(4, 8))[0]
+    factors = [n.args[1] for n in quick.gm.graph.nodes if "mul" in str(n.target)]
+    assert len(set(factors)) == 3
+
+
+def test_where_the_short_way_fails_the_long_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ((gm, inputs),) = captured(lambda x: (x + 1) * (x + 1), torch.randn(4, 8))
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr("autoamp.analyse.spelling.Spellings.learn", fail)
+    assert "aten.mul.Tensor" in str(normalise(gm, inputs).gm.graph)
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -7,6 +7,7 @@ and autograd still runs below it, so attention kernels are chosen by dtype.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
@@ -81,10 +82,13 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
     spellings = spellings_of(gm, example_inputs)
     if spellings is not None:
         mode, fakes = spellings.mode, spellings.inputs
-    else:
-        mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
-        fakes = tuple(compat.fake_inputs(example_inputs, mode))
-    lowered = _trace(gm, fakes, mode, spellings)
+        with contextlib.suppress(CaptureError):  # the long way says what is wrong
+            lowered = _trace(gm, fakes, mode, spellings)
+            _restore_placeholders(lowered, gm, fakes, example_inputs)
+            return Normalised(lowered, fakes, mode)
+    mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
+    fakes = tuple(compat.fake_inputs(example_inputs, mode))
+    lowered = _trace(gm, fakes, mode)
     _restore_placeholders(lowered, gm, fakes, example_inputs)
     return Normalised(lowered, fakes, mode)
 

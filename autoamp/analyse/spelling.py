@@ -6,6 +6,7 @@ the others is.  What they compute Dynamo has computed already, as fake tensors.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ class Spellings:
     @compat.without_torch_function
     def call(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Call | None:
         """The call of a node; None where nobody can tell what it is like."""
-        if node.op not in ("call_function", "call_method"):
+        if node.op != "call_method" and not _is_torchs(node):
             return None
         found: dict[int, torch.Tensor] = {}
         try:
@@ -222,6 +223,16 @@ class Spellings:
         if known is None:
             known = self._described[id(value)] = description(value)
         return known
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    """Whether it calls a function of torch or Python's own: others may keep a state."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return False
+    if isinstance(target, types.FunctionType):
+        return target.__module__.partition(".")[0] == "torch"
+    return isinstance(target, types.BuiltinFunctionType | compat.OpOverload)
 
 
 def _value_of(result: Any) -> Any:
