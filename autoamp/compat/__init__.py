@@ -62,7 +62,7 @@ from autoamp.compat.names import (
     WHILE_LOOP,
     WRAP,
 )
-from autoamp.compat.packed import PACKED, is_packed, packed_result
+from autoamp.compat.recurrent import PACKED, is_packed, packed_result
 from autoamp.compat.tensors import (
     Memory,
     copy_all,

@@ -18,7 +18,7 @@ import torch._dynamo.convert_frame
 from torch import fx, nn
 
 from autoamp.compat.layers import layer_captured, layer_left
-from autoamp.compat.packed import packed_sequences
+from autoamp.compat.recurrent import recurrent_results
 
 _COMPILE_TIME_CONFIG = {
     # Without it nn.LSTM, GRU and RNN give no graph at all, silently.
@@ -158,9 +158,9 @@ def _configure_while_compiling(  # noqa: PLR0917
         more = others + max(len(known) - 1, 0) + raced[code]
         config = torch._dynamo.config
         limits = {name: getattr(config, name) + more for name in _LIMITS}
-        packed = packed_sequences() if backend.runs_as_is else nullcontext()
+        recurrent = recurrent_results() if backend.runs_as_is else nullcontext()
         failed = _failed_frames()
-        with config.patch({**_COMPILE_TIME_CONFIG, **limits}), packed, _quietly():
+        with config.patch({**_COMPILE_TIME_CONFIG, **limits}), recurrent, _quietly():
             found = base.__call__(self, frame, *args, **kwargs)
             if layer_left(frame, found):
                 found = layer_captured(self, frame, *args, **kwargs) or found

@@ -135,7 +135,7 @@ def test_models_compile_one_at_a_time_without_dynamos_lock(
     hide(monkeypatch, "compile_lock")
     now: list[int] = []
     most: list[int] = []
-    real = entry.packed_sequences
+    real = entry.recurrent_results
 
     @contextmanager
     def watched() -> Iterator[None]:
@@ -147,7 +147,7 @@ def test_models_compile_one_at_a_time_without_dynamos_lock(
             yield
         now.pop()
 
-    monkeypatch.setattr(entry, "packed_sequences", watched)
+    monkeypatch.setattr(entry, "recurrent_results", watched)
     models = [autoamp.convert(mlp(), **BF16) for _ in range(THREADS)]
     start = threading.Barrier(THREADS)
 
