@@ -185,7 +185,7 @@ def show_report(console: Console, report: autoamp.Report, lines: int) -> None:
     """The table of ops and casts, and the start of the graph before and after."""
     print(report)
     graph = report.graphs[0]
-    before = str(graph.meta["autoamp_before"])
+    before = report.rewritten[0].before.print_readable(print_output=False)
     after = graph.print_readable(print_output=False)
     for title, text in (("before", before), ("after", after)):
         code = Syntax(excerpt(text, lines), "python", word_wrap=True)
