@@ -174,13 +174,15 @@ class Engine:
         return self.bind(self.prepared(gm, example_inputs), example_inputs)
 
     def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
-        """What is run for `gm`: rewritten, or as it is where the pass fails on it."""
+        """What is run for `gm`, by this model too: as it is where a stage fails."""
         options = self._options
         if not compat.any_autocast() and compat.autocast_nesting() > self.local.regions:
-            return as_it_is(gm, example_inputs, options, _SWITCHED_OFF)
+            return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
-                return prepare(gm, example_inputs, options, self.low, self.scaling)
+                found = prepare(gm, example_inputs, options, self.low, self.scaling)
+                self.bind(found, example_inputs)
+            return found
         except Exception as error:
             if options.strict:
                 self.local.error = self._strict_error(error)
@@ -192,9 +194,20 @@ class Engine:
                 f"autoamp: a graph of {self.label} runs in fp32, because the pass "
                 f"failed on it: {problem}",
             )
-            return as_it_is(gm, example_inputs, options, problem)
+            return self._as_it_is(gm, example_inputs, problem)
         finally:
             compat.forget_inputs(gm)
+
+    def _as_it_is(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], problem: str
+    ) -> Prepared:
+        try:
+            found = as_it_is(gm, example_inputs, self._options, problem)
+        except Exception:  # the compiler's, on this graph too: Dynamo runs the model
+            self.skipped.append(Skipped(f"graph {len(self.graphs)}", problem))
+            raise
+        self.bind(found, example_inputs)
+        return found
 
     @property
     def _options(self) -> Options:

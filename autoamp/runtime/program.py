@@ -48,9 +48,7 @@ class Backend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Prepares a graph for the model that is running, and runs it for any."""
-        engine = self._running()
-        prepared = engine.prepared(gm, example_inputs)
-        engine.bind(prepared, example_inputs)
+        prepared = self._running().prepared(gm, example_inputs)
 
         def run(*args: Any) -> Any:
             engine = RUNNING.engine or self._running()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp import compat, pipeline
 from autoamp.rewrite.verify import Verifier
-from autoamp.runtime import engine
+from autoamp.runtime import engine, prepare
 from tests.conformance.table import Figures
 from tests.steps import BF16, FP16, assert_same, weights_of
 
@@ -309,10 +309,10 @@ STAGES: list[tuple[Any, str]] = [
     (Verifier, "__init__"),
     (Verifier, "recount"),
     (Verifier, "verify"),
-    (engine, "hoist_weight_casts"),
-    (engine, "add_boundary"),
-    (engine.Engine, "_runner"),
-    (engine.Engine, "_bind"),
+    (prepare, "hoist_weight_casts"),
+    (compat, "make_code"),
+    (prepare, "add_boundary"),
+    (engine.Engine, "_scaled"),
 ]
 
 
