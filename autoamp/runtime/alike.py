@@ -7,6 +7,7 @@ they fill each other's recompile limit.
 
 from __future__ import annotations
 
+import itertools
 import types
 import weakref
 from collections.abc import Hashable, Iterator
@@ -28,8 +29,9 @@ _HOOKS = tuple(
     name for name in _EVERY if name.endswith("_hooks") and "dict" not in name
 )
 
-_DEEPEST = 3
-"""So far into lists, and no further, it is worth telling models apart."""
+_MOST = 256
+"""Values in one list or dictionary of a module that are looked at; where there are more,
+a look would cost more than it may save."""
 
 
 STATE = "_autoamp"
@@ -57,7 +59,7 @@ def likeness(
                 (name, *_of_module(module, module is model, places))
                 for name, module in model.named_modules()
             ),
-            tuple(_value(v) for v in pytree.tree_leaves((args, kwargs))),
+            tuple(_argument(v) for v in pytree.tree_leaves((args, kwargs))),
             tuple(kwargs),
         )
         hash(kept)
@@ -77,33 +79,44 @@ def _of_module(
     for kind in ("_parameters", "_buffers"):
         for name, value in own[kind].items():
             place = places.setdefault(id(value), len(places))
-            yield name, place, _value(value), compat.held_number(value)
+            yield name, place, _value(value)
     for name, value in own.items():
         ours = root and (name == STATE or isinstance(value, types.MethodType))
         if name not in _EVERY and not ours:
-            number = compat.held_number(value)
-            yield name, _value(value), number
+            yield name, _held(value)
 
 
-def _value(value: Any, depth: int = 0) -> Hashable:
+def _held(value: Any) -> Hashable:
+    """What a module holds besides parameters, buffers and children."""
+    if not isinstance(value, list | tuple | dict):
+        return _value(value)
+    # A generator stops at the limit: a vocabulary has a million entries.
+    leaves = [*itertools.islice(pytree.tree_iter(value), _MOST + 1)]
+    if len(leaves) > _MOST:
+        raise _Unlike
+    return str(pytree.tree_structure(value)), tuple(map(_value, leaves))
+
+
+def _value(value: Any) -> Hashable:
     """What tells one value from others that Dynamo would not run the same graph on."""
+    if isinstance(value, torch.Tensor):  # a number may decide what stays fp32
+        return _argument(value), compat.held_number(value)
     if value is None or isinstance(value, _PLAIN):
         return value
-    if isinstance(value, torch.Tensor):
-        kind = weakref.ref(type(value))
-        return kind, value.shape, value.dtype, value.device, value.requires_grad
     if callable(value) and not isinstance(value, nn.Module):
         return _function(value)
-    if isinstance(value, list | tuple) and depth < _DEEPEST:
-        return type(value), tuple(_value(each, depth + 1) for each in value)
-    if isinstance(value, dict) and depth < _DEEPEST:
-        pairs = ((k, _value(v, depth + 1)) for k, v in value.items())
-        return type(value), tuple(pairs)
-    if any(
-        isinstance(v, torch.Tensor) for v in getattr(value, "__dict__", {}).values()
-    ):
-        raise _Unlike  # the number in one may decide what stays fp32
+    inside = itertools.islice(pytree.tree_iter(getattr(value, "__dict__", {})), _MOST)
+    if any(isinstance(each, torch.Tensor) for each in inside):
+        raise _Unlike
     return weakref.ref(type(value))
+
+
+def _argument(value: Any) -> Hashable:
+    """What tells arguments of a call apart: of tensors, not what they hold."""
+    if not isinstance(value, torch.Tensor):
+        return _value(value)
+    kind = weakref.ref(type(value))
+    return kind, value.shape, value.dtype, value.device, value.requires_grad
 
 
 def _function(value: Any) -> Hashable:
