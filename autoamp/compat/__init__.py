@@ -62,6 +62,22 @@ from autoamp.compat.names import (
     WHILE_LOOP,
     WRAP,
 )
+from autoamp.compat.record import (
+    aliased,
+    forget_since,
+    module_proxy,
+    outside_trace,
+    proxy_node,
+    record_as,
+    record_call,
+    record_op,
+    recorded_proxy,
+    recorded_since,
+    recorded_so_far,
+    restrided,
+    split_identity,
+    without_torch_function,
+)
 from autoamp.compat.recurrent import PACKED, is_packed, packed_result
 from autoamp.compat.tensors import (
     Memory,
@@ -81,35 +97,21 @@ from autoamp.compat.tensors import (
     watch_memory,
 )
 from autoamp.compat.tracing import (
-    aliased,
     as_traced,
     current_fake_mode,
     fake_inputs,
     forget_inputs,
-    forget_since,
     graph_module,
     hint,
     is_plain_fake,
     make_code,
-    module_proxy,
     new_fake_mode,
-    outside_trace,
     placeholder_sources,
-    proxy_node,
-    record_as,
-    record_call,
-    record_op,
-    recorded_proxy,
-    recorded_since,
-    recorded_so_far,
-    restrided,
     size_symbols,
     size_with,
-    split_identity,
     told_apart,
     trace_pre_dispatch,
     with_parameters,
-    without_torch_function,
 )
 
 __all__ = [

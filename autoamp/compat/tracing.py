@@ -1,28 +1,18 @@
-"""Fake tensors and tracing."""
+"""Fake tensors, what is traced with them, and graphs."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import (
-    get_proxy_mode,
-    make_fx,
-    track_tensor_tree,
-)
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def new_fake_mode(*, symbolic: bool = True) -> FakeTensorMode:
@@ -126,21 +116,6 @@ def trace_pre_dispatch(
         )(*inputs)
 
 
-@contextlib.contextmanager
-def outside_trace() -> Iterator[None]:
-    """A region of a `trace_pre_dispatch` run that records nothing."""
-    from torch._ops import _set_mode_pre_dispatch, unset_mode_pre_dispatch
-
-    key = torch._C._TorchDispatchModeKey.PROXY
-    mode = unset_mode_pre_dispatch(key)
-    try:
-        with torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing():
-            yield
-    finally:
-        if mode is not None:
-            _set_mode_pre_dispatch(mode)
-
-
 def as_traced() -> contextlib.AbstractContextManager[Any]:
     """A region in which fake tensors meet the functions that a trace sends them to.
 
@@ -153,114 +128,6 @@ def as_traced() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     region: contextlib.AbstractContextManager[Any] = enable_python_dispatcher()
     return region
-
-
-def record_call(
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: Any,
-    name: str,
-) -> Any:
-    """Records one `call_function` node in the trace that is running; gives `result`.
-
-    `result` (fake tensors, any nesting) becomes the value of the new node.
-    """
-    mode = get_proxy_mode()
-    if mode is None:
-        return result
-    tracer: Any = mode.tracer
-    proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
-    proxy = tracer.create_proxy(
-        "call_function", target, proxy_args, proxy_kwargs, name=name
-    )
-    return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
-
-
-def recorded_so_far() -> fx.Node | None:
-    """The last node of the trace that is running; None outside a trace."""
-    mode = get_proxy_mode()
-    if mode is None:
-        return None
-    tracer: Any = mode.tracer
-    # In torch 2.11 what `reversed` gives can be gone through, and is no iterator.
-    return next(iter(reversed(tracer.graph.nodes)), None)
-
-
-def forget_since(mark: fx.Node | None) -> None:
-    """Takes what was recorded after node `mark` out of the trace that is running."""
-    mode = get_proxy_mode()
-    if mode is None or mark is None:
-        return
-    tracer: Any = mode.tracer
-    for node in list(reversed(tracer.graph.nodes)):
-        if node is mark:
-            return
-        tracer.graph.erase_node(node)
-
-
-def recorded_since(mark: fx.Node | None) -> list[fx.Node]:
-    """The nodes recorded after `mark` in the trace that is running, in order."""
-    mode = get_proxy_mode()
-    found: list[fx.Node] = []
-    if mode is None or mark is None:
-        return found
-    tracer: Any = mode.tracer
-    for node in reversed(tracer.graph.nodes):
-        if node is mark:
-            break
-        found.append(node)
-    return found[::-1]
-
-
-def record_op(target: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
-    """Records a call of a torch op on nodes of the trace that is running.
-
-    It is named as if it had been traced.
-    """
-    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
-    name = tracer.graph._target_to_str(target.overloadpacket.__name__)
-    node = tracer.create_node("call_function", target, args, kwargs, name)
-    _track(result, fx.Proxy(node, tracer), tracer)
-
-
-def record_as(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Has `other` stand for what `tensor` stands for in the trace that is running."""
-    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
-    _track(other, tracer.tensor_tracker[tensor].proxy, tracer)
-
-
-def _track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> None:
-    """What `track_tensor_tree` does for a tensor without symbolic sizes."""
-    record: Any = getattr(proxy_tensor, "_ProxyTensor", None)
-    detached: Any = getattr(fake_impls, "fast_detach", None)
-    if record is None or detached is None:
-        track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
-        return
-    assert isinstance(tensor, FakeTensor)
-    proxy.node.meta["val"] = detached(tensor.fake_mode, tensor)
-    tracer.tensor_tracker[tensor] = record(proxy, None)
-
-
-def without_torch_function(function: _F) -> _F:
-    """`function`, in which torch functions and attributes of tensors are just that.
-
-    While a trace is running a mode looks at each, which costs more than what it is for.
-    """
-
-    @functools.wraps(function)
-    def quick(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
-
-    return cast(_F, quick)
-
-
-def restrided(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The memory of `tensor`, laid out as that of `like`, of the same dtype, is."""
-    with outside_trace():
-        shape, stride, offset = like.shape, like.stride(), like.storage_offset()
-        return tensor.detach().as_strided(shape, stride, offset)
 
 
 def is_plain_fake(value: Any) -> bool:
@@ -284,53 +151,6 @@ def make_code(gm: fx.GraphModule) -> None:
     make: Any = getattr(type(gm), "real_recompile", None)
     if make is not None:
         make(gm)
-
-
-def module_proxy(name: str, module: fx.GraphModule) -> Any:
-    """A `get_attr` of sub-graph `module`, registered as `name` in the trace."""
-    mode = get_proxy_mode()
-    if mode is None:
-        return module
-    tracer: Any = mode.tracer
-    tracer.root.register_module(name, module)
-    return tracer.create_proxy("get_attr", name, (), {})
-
-
-def recorded_proxy(tensor: torch.Tensor) -> Any:
-    """The trace's record of what `tensor` is, or None outside a trace."""
-    mode = get_proxy_mode()
-    return None if mode is None else mode.tracer.tensor_tracker.get(tensor)
-
-
-def split_identity(tensor: torch.Tensor, before: Any) -> torch.Tensor:
-    """An alias of `tensor` that stands for the op just traced; `tensor` for before it.
-
-    An op that returns its own argument (`x.float()` of an fp32 tensor) makes the trace
-    read every later use of `x` as a use of that op.  Uses of `x` stay uses of `x` when
-    the op's result is another tensor object.
-    """
-    mode = get_proxy_mode()
-    if mode is None:
-        return tensor
-    tracker = mode.tracer.tensor_tracker
-    now = tracker[tensor]
-    alias = aliased(tensor)
-    tracker[alias] = now
-    tracker[tensor] = before
-    return alias
-
-
-def aliased(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias of `tensor`, of which a trace that is running knows nothing."""
-    with outside_trace():
-        return tensor.view_as(tensor)
-
-
-def proxy_node(proxy: Any) -> fx.Node:
-    """The graph node behind what `recorded_proxy` gave."""
-    node = proxy.proxy.node
-    assert isinstance(node, fx.Node)
-    return node
 
 
 def hint(value: Any) -> int:

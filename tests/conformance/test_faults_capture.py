@@ -246,20 +246,3 @@ def test_beside_a_grad_scaler_that_shows_no_scale_a_step_is_unscaled(
     assert arrived == [False, True, True]
     assert scaling_of(model).foreign is False
     figures.count("names taken away")
-
-
-# -- what a trace keeps ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["_ProxyTensor", "fast_detach", "real_recompile"])
-def test_training_is_the_same_without_short_ways(
-    name: str,
-    expected: tuple[dict[str, Tensor], int],
-    monkeypatch: pytest.MonkeyPatch,
-    figures: Figures,
-) -> None:
-    """What is lost is time: of the first call, or a little of each."""
-    hide(monkeypatch, name)
-    torch._dynamo.reset()  # or what was captured before is run
-    assert_same(trained(BF16), expected)
-    figures.count("names taken away")

@@ -24,6 +24,7 @@ from autoamp.compat import (
     entry,
     gradients,
     layers,
+    record,
     tensors,
     tracing,
 )
@@ -47,6 +48,9 @@ ABSENT = (
     "_top_saved_tensors_default_hooks",
     "_active_ddp_module",
     "_current_graph_task_id",
+    "_ProxyTensor",
+    "fast_detach",
+    "real_recompile",
 )
 """What a model that trains meets."""
 
@@ -60,7 +64,8 @@ def hide(patch: pytest.MonkeyPatch, *names: str) -> None:
     def hasattr_(owner: Any, name: str) -> bool:
         return name not in names and hasattr(owner, name)
 
-    for module in (capture, device, entry, gradients, layers, tensors, tracing):
+    torch._dynamo.reset()  # or a model alike would run what was captured before
+    for module in (capture, device, entry, gradients, layers, record, tensors, tracing):
         patch.setattr(module, "getattr", getattr_, raising=False)
         patch.setattr(module, "hasattr", hasattr_, raising=False)
 
