@@ -67,7 +67,8 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)
-        resolve_loss_scale(self.loss_scale, torch.bfloat16)  # makes the least there
+        # An unusable one is so for any dtype; for bf16 "auto" needs no tensors.
+        resolve_loss_scale(self.loss_scale, torch.bfloat16)
         self._check_rules()
 
     def _check_rules(self) -> None:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers as hf
@@ -26,14 +25,13 @@ import autoamp
 
 from . import report
 from .capability import capability
+from .errors import Batch
 
 LIMIT, RECURRENT_LIMIT = 1.25, 2.0
 """Times plain torch.compile: for graphs of over 100 nodes and all but the first of a
 class; for recurrent layers."""
 
 MODELS_OF_A_CLASS = 30
-
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,13 @@ class Small(nn.Module):
 
 def _gpt2() -> nn.Module:
     config = hf.GPT2Config(
-        n_layer=12, n_embd=64, n_head=4, vocab_size=200, use_cache=False
+        n_layer=12,
+        n_embd=64,
+        n_head=4,
+        vocab_size=200,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
     )
     return hf.GPT2LMHeadModel(config)
 

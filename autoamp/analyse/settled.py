@@ -1,4 +1,4 @@
-"""Whether what Dynamo has computed for a graph says what each node of it is."""
+"""For which graphs Dynamo's own fake tensors can stand for the values of the nodes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from autoamp.analyse.spelling import Spellings, description
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
-_MOVE = frozenset({"detach_", "resize_", "resize_as_", "set_"})
-"""Ops that move a tensor, besides those that torch has tagged."""
-
 
 def spellings_of(gm: fx.GraphModule, given: Sequence[Any]) -> Spellings | None:
     """For a graph that Dynamo captured with inputs such as `given`; None for another.
 
-    Nor for one with symbolic sizes or loops, or one that moves a tensor to another
-    shape or memory: what Dynamo's tensors are is what they are at the end.
+    Nor for one with symbolic sizes or loops, or one that gives a tensor other memory:
+    Dynamo's tensors are as they are at the end of the graph.  (A tensor whose shape has
+    changed since a call is told by that shape, and the call is traced.)
     """
     nodes = gm.graph.nodes
     inputs = [n.meta.get("example_value") for n in nodes if n.op == "placeholder"]
@@ -42,7 +40,7 @@ def _is_beyond_us(node: fx.Node) -> bool:
     values = pytree.tree_leaves(node.meta.get("example_value"))
     sizes = [s for v in values for s in (v.shape if torch.is_tensor(v) else (v,))]
     symbolic = any(isinstance(size, _SYMBOLIC) for size in sizes)
-    return symbolic or node.target in CONTROL_FLOW or _moves_a_tensor(node)
+    return symbolic or node.target in CONTROL_FLOW or _sets_memory(node)
 
 
 def _is_like(value: torch.Tensor, given: Any) -> bool:
@@ -52,22 +50,7 @@ def _is_like(value: torch.Tensor, given: Any) -> bool:
     return description(given) == description(value)
 
 
-def _moves_a_tensor(node: fx.Node) -> bool:
-    """Whether a call may change the shape, the memory or the kind of an operand."""
-    if node.op == "call_module":
-        return True
-    name = node.target if isinstance(node.target, str) else _name(node.target)
-    if node.op not in ("call_function", "call_method") or not name.endswith("_"):
-        return False
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None or name in _MOVE:  # `requires_grad_`, and what nobody knows
-        return True
-    known = (getattr(packet, overload) for overload in packet.overloads())
-    return any(torch.Tag.inplace_view in op.tags for op in known)
-
-
-def _name(function: Any) -> str:
-    """By which a function is known as one that writes: not `operator.and_`."""
-    of_python = getattr(function, "__module__", None) == "_operator"
-    name = getattr(function, "__name__", "").removesuffix("__")
-    return "" if of_python else name
+def _sets_memory(node: fx.Node) -> bool:
+    """Whether a call gives a tensor the memory of another, which no shape tells."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return name.partition(".")[0] == "set_"

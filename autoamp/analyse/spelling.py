@@ -1,7 +1,7 @@
 """How calls of a captured graph are spelled in ATen, remembered within the graph.
 
 A model repeats itself: of its twelve layers the first tells which ATen op each call of
-the others is.  What they compute Dynamo has computed already, as fake tensors.
+the others is.  Dynamo has computed the result of every call already, as a fake tensor.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Call(NamedTuple):
 class Spellings:
     """The calls of one graph, met in order while a trace is running.
 
-    What a node is in the trace is the very tensor that Dynamo has made for it, so that
-    views share memory as they do in the model, whichever of them were traced.
+    The value of a node in the trace is the very tensor that Dynamo has made for it, so
+    that views share memory as they do in the model, whichever of them were traced.
     """
 
     def __init__(self, mode: compat.FakeTensorMode, inputs: Sequence[Any]) -> None:
@@ -110,7 +110,7 @@ class Spellings:
     def learn(
         self, call: Call, node: fx.Node, made: Sequence[fx.Node], result: Any
     ) -> Any:
-        """What a call that was just traced is in the trace; its spelling is kept.
+        """Keeps how a call that was just traced is spelled; gives its result.
 
         Args:
             made: the nodes of the trace it was traced to.
@@ -236,7 +236,7 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 def _value_of(result: Any) -> Any:
-    """What the trace says of a part of a result: a fake tensor, or the part itself."""
+    """The fake tensor that the trace has for a part of a result, or the part itself."""
     if not isinstance(result, torch.Tensor):
         return result
     return compat.proxy_node(compat.recorded_proxy(result)).meta["val"]

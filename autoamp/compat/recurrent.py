@@ -1,9 +1,9 @@
-"""Recurrent layers, for captures: what they give, without going through the steps.
+"""Results of recurrent layers for captures, without a walk through the steps.
 
-Torch's kernels for fake tensors make every operation of every step: two seconds for a
-GRU of two layers and 200 steps.  On packed sequences, how many still run at each
-step is in a tensor, which those kernels read, so that no graph takes the call.  The
-shapes of the results depend on neither.
+Torch's kernels for fake tensors make every operation of every step.  For a packed
+sequence, a tensor says how many rows still run at each step, and those kernels read
+that tensor, so that no graph takes the call.  The shapes of the results depend on
+neither the operations nor that tensor.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ _HOOKS = tuple(
 )
 
 _MOST = 256
-"""Values in one list or dictionary of a module that are looked at; where there are more,
-a look would cost more than it may save."""
+"""Values of one list or dictionary that are looked at; a look at more would cost more
+than it may save."""
 
 
 STATE = "_autoamp"

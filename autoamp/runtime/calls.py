@@ -239,7 +239,7 @@ class CompiledCall:
         engine, program = self.engine, self._program
         if program is None:
             program = self._joined(model, args, kwargs)
-        elif engine.differentiated_twice and not program.runs_as_is:
+        elif engine.differentiated_twice and not program.backend.runs_as_is:
             program = self._compile()
         engine.tally.calls += 1
         local = engine.local

@@ -1,6 +1,6 @@
-"""What a conversion knows and runs: one per conversion, shared by its deep copies.
+"""The record of one conversion, and what its models run; deep copies share both.
 
-Given a captured graph it has the pass run and returns what is to be called instead.
+Given a captured graph, the engine has the pass run and returns what is called instead.
 """
 
 from __future__ import annotations

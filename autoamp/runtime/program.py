@@ -1,4 +1,4 @@
-"""What Dynamo makes of a model's code, once for all models that are alike.
+"""The compiled code of a model, shared by all models that are alike.
 
 Of thirty models of one class the first is captured; the others run its graphs with
 weights, weight copies, a loss scale and a record of their own.
@@ -29,9 +29,10 @@ RUNNING = _Running()
 
 
 class Backend:
-    """What Dynamo hands the graphs of models that are alike.
+    """The Dynamo backend of models that are alike.
 
-    Dynamo keeps it as long as the code it has compiled, so that it must not hold that.
+    Dynamo keeps a backend as long as the code compiled with it, so that a backend must
+    not hold that code.
 
     Attributes:
         runs_as_is: no compiler is handed the graphs in turn.
@@ -91,11 +92,6 @@ class Program:
         """Whether another model finds its graphs here, and nothing in their way."""
         return bool(self.seen) and self.call.is_captured and not self.stepped_aside
 
-    @property
-    def runs_as_is(self) -> bool:
-        """Whether no compiler is handed the graphs in turn."""
-        return self.backend.runs_as_is
-
     def tell(self, engine: Engine) -> None:
         """Has a model report what of its code was left to Python before it came."""
         for code, at_limit in self.backend.left:
@@ -111,10 +107,10 @@ _LOCK = threading.Lock()
 def program_for(
     what: Hashable, make: Callable[[], Callable[..., Any]], engine: Engine
 ) -> Program:
-    """That of models alike, once one of them was captured and while it lives.
+    """The program of models that are alike, once one was captured and while it lives.
 
     Args:
-        what: equal for models that are alike; None where the program is not shared.
+        what: a key, equal for models that are alike; None for a program of its own.
         make: gives the entry, with code objects of its own.
     """
     key = None if what is None else _with_options(what, engine)
