@@ -120,7 +120,7 @@ def test_the_first_may_go(prepared: list[Any]) -> None:
     assert gone() is None
     assert torch.allclose(second(X), alone(second).float(), atol=CLOSE)
     assert autoamp.report(second).runs == 1
-    assert len(prepared) == 1
+    assert len(prepared) == 2  # Dynamo drops what it compiled with the model it saw
 
 
 def test_nothing_is_kept_once_all_are_gone() -> None:
