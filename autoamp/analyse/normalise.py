@@ -114,7 +114,11 @@ def _trace(
 
     try:
         inputs = compat.told_apart([*fake_named.values(), *fakes])
-        traced = compat.trace_pre_dispatch(run, inputs, mode)
+        if spellings is None:
+            traced = compat.trace_pre_dispatch(run, inputs, mode)
+        else:
+            begin = compat.recorded_inputs
+            traced = compat.trace_pre_dispatch(lambda: run(*begin(inputs)), (), mode)
     except Exception as error:
         where = lowering.current_node
         at = f" at {where.format_node()}" if where is not None else ""
@@ -232,13 +236,13 @@ class _Lowering(fx.Interpreter):
         self.current_node = n
         if n.op == "placeholder":
             return self.placeholder(n.target, n.args, n.kwargs)
+        known = self.spellings
+        call = known.call(n, self.env) if known is not None else None
+        if known is not None and call is not None:
+            repeated = known.repeated(call, n)
+            if repeated is not None:
+                return repeated
         with fx.traceback.set_current_meta(n):
-            known = self.spellings
-            call = known.call(n, self.env) if known is not None else None
-            if known is not None and call is not None:
-                repeated = known.repeated(call, n)
-                if repeated is not None:
-                    return repeated
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             before = _proxies((args, kwargs))
             mark = compat.recorded_so_far()

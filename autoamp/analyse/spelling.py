@@ -6,6 +6,7 @@ the others is.  Dynamo has computed the result of every call already, as a fake 
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.ops import mutates
+from autoamp.ops import is_inplace, mutates
 
 
 class _Place(NamedTuple):
@@ -27,14 +28,18 @@ class _Place(NamedTuple):
 class _Spelling(NamedTuple):
     """One ATen op, and its arguments, in which operands are numbered.
 
-    `returned` is the operand that Dynamo has for its result, or None: what it writes
-    to, or what it leaves as it is (`x.float()` of an fp32 tensor).
+    Attributes:
+        target: None where the call does nothing (`x.contiguous()` of what is).
+        returned: the operand that Dynamo has for the result, or None: the one written
+            to, or left as it is (`x.float()` of an fp32 tensor).
+        parts: how the results lie in the value of an op that has several; else None.
     """
 
-    target: compat.OpOverload
+    target: compat.OpOverload | None
     args: Any
     kwargs: Any
     returned: int | None
+    parts: pytree.TreeSpec | None = None
 
 
 class Call(NamedTuple):
@@ -85,27 +90,49 @@ class Spellings:
         return Call(key, operands, [compat.proxy_node(proxy) for proxy in proxies])
 
     @compat.without_torch_function
-    def repeated(self, call: Call, node: fx.Node) -> torch.Tensor | None:
+    def repeated(self, call: Call, node: fx.Node) -> Any:
         """The result of a call like one that was met; None where it is to be traced."""
         spelling = self._known.get(call.key)
+        if spelling is None:
+            return None
         result: Any = node.meta.get("example_value")
-        if spelling is None or not self._is_dynamos(result):
+        if spelling.parts is not None:
+            return self._repeated_parts(spelling, spelling.parts, call, node)
+        if not self._is_dynamos(result):
             return None
-        if spelling.returned is not None:
-            if call.operands[spelling.returned] is not result:
+        if spelling.returned is None:
+            if compat.recorded_proxy(result) is not None:
                 return None
-            if not mutates(spelling.target):
-                result = compat.aliased(result)
-        elif compat.recorded_proxy(result) is not None:
+        elif call.operands[spelling.returned] is not result:
             return None
-        args, kwargs = _mapped(
-            (spelling.args, spelling.kwargs),
-            lambda v: call.nodes[v.number] if isinstance(v, _Place) else v,
-        )
-        compat.record_op(spelling.target, args, kwargs, result)
+        elif spelling.target is None:
+            return result
+        elif not mutates(spelling.target):
+            result = compat.aliased(result)
+        compat.record_value(_recorded(spelling, call, node), result)
         self._dynamos.add(id(result))
-        found: torch.Tensor = result
-        return found
+        return result
+
+    def _repeated_parts(
+        self, spelling: _Spelling, parts: pytree.TreeSpec, call: Call, node: fx.Node
+    ) -> Any:
+        """As `repeated`, of an op that has several results."""
+        results = node.meta.get("example_value")
+        if not isinstance(results, list | tuple) or not all(
+            self._is_dynamos(part) and compat.recorded_proxy(part) is None
+            for part in results
+        ):
+            return None
+        if len(results) != len({id(part) for part in results}):
+            return None
+        whole = _recorded(spelling, call, node)
+        for place, part in enumerate(results):
+            element = compat.record_op(operator.getitem, (whole, place), {}, node)
+            compat.record_value(element, part)
+        self._dynamos.update(map(id, results))
+        values = [_value_of(part) for part in results]
+        whole.meta["val"] = pytree.tree_unflatten(values, parts)
+        return results
 
     def learn(
         self, call: Call, node: fx.Node, made: Sequence[fx.Node], result: Any
@@ -196,12 +223,12 @@ class Spellings:
         """
         if isinstance(value, fx.Node):
             value = env[value]
-            if isinstance(value, torch.Tensor):
-                if id(value) not in self._dynamos:
-                    raise TypeError
-                known = found.setdefault(id(value), value)
-                place = [*found].index(id(known))
-                return _Place(place), self._described_as(value)
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._dynamos:
+                raise TypeError
+            found.setdefault(id(value), value)
+            place = [*found].index(id(value))
+            return _Place(place), self._described_as(value)
         if isinstance(value, list | tuple):
             return type(value), tuple(self._frozen(v, env, found) for v in value)
         if isinstance(value, dict):
@@ -210,9 +237,7 @@ class Spellings:
         if isinstance(value, slice):
             parts = (value.start, value.stop, value.step)
             return slice, tuple(self._frozen(v, env, found) for v in parts)
-        if isinstance(
-            value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool
-        ):
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise TypeError
         # 0.0 and -0.0 are equal, and not the same.
         kept: Hashable = repr(value) if isinstance(value, float | complex) else value
@@ -265,27 +290,46 @@ def description(value: torch.Tensor) -> Hashable:
     )
 
 
+def _recorded(spelling: _Spelling, call: Call, like: fx.Node) -> fx.Node:
+    """The node of a call that is spelled so, in the trace that is running."""
+    args, kwargs = _mapped(
+        (spelling.args, spelling.kwargs),
+        lambda v: call.nodes[v.number] if isinstance(v, _Place) else v,
+    )
+    return compat.record_op(spelling.target, args, kwargs, like)
+
+
 def _spelling(
     call: Call, made: Sequence[fx.Node], result: Any, example: Any
 ) -> _Spelling | None:
     """How a call is spelled that was traced to the nodes `made`; None if not simply.
 
-    Simply: one op, of the operands of the call, whose result is that of the call.
+    Simply: one op at most, of the operands of the call, whose results are those of the
+    call.
 
     Args:
         example: what Dynamo has for the result.
     """
-    if len(made) != 1 or not isinstance(result, torch.Tensor):
+    if not made:
+        return _nothing_done(call, result, example)
+    node, *elements = made
+    target = node.target
+    if not isinstance(target, compat.OpOverload):
         return None
-    (node,) = made
-    target, proxy = node.target, compat.recorded_proxy(result)
-    if not isinstance(target, compat.OpOverload) or proxy is None:
+    parts = None
+    same: list[int] = []
+    if isinstance(result, list | tuple):
+        parts = _parts(node, elements, result)
+        if parts is None or mutates(target):
+            return None
+    elif elements or _node_of(result) is not node:
         return None
-    if compat.proxy_node(proxy) is not node:
-        return None
-    same = [i for i, operand in enumerate(call.operands) if operand is example]
-    if mutates(target) and not (same and result is example):
-        return None
+    else:
+        same = [i for i, operand in enumerate(call.operands) if operand is example]
+        if is_inplace(target) and not (same and result is example):
+            return None
+        if mutates(target) and not is_inplace(target) and (same or _aliases(target)):
+            return None
     places = {each: _Place(i) for i, each in enumerate(call.nodes)}
     if not places.keys() >= set(node.all_input_nodes):
         return None
@@ -293,7 +337,39 @@ def _spelling(
         (node.args, node.kwargs),
         lambda v: places[v] if isinstance(v, fx.Node) else v,
     )
-    return _Spelling(target, args, kwargs, same[0] if same else None)
+    return _Spelling(target, args, kwargs, same[0] if same else None, parts)
+
+
+def _nothing_done(call: Call, result: Any, example: Any) -> _Spelling | None:
+    """The spelling of a call that gives one of its operands, which Dynamo has too."""
+    for place, operand in enumerate(call.operands):
+        if result is operand and result is example:
+            return _Spelling(None, (), {}, place)
+    return None
+
+
+def _parts(
+    node: fx.Node, elements: Sequence[fx.Node], results: Sequence[Any]
+) -> pytree.TreeSpec | None:
+    """How `results` lie in the value of `node`, of whose `elements` they are all."""
+    wanted = [(operator.getitem, (node, place)) for place in range(len(results))]
+    if not results or [(each.target, each.args) for each in elements] != wanted:
+        return None
+    if [_node_of(result) for result in results] != elements:
+        return None
+    values, spec = pytree.tree_flatten(node.meta.get("val"))
+    return spec if len(values) == len(results) else None
+
+
+def _node_of(result: Any) -> fx.Node | None:
+    """The node of the trace that a tensor stands for; None for anything else."""
+    proxy = compat.recorded_proxy(result) if isinstance(result, torch.Tensor) else None
+    return None if proxy is None else compat.proxy_node(proxy)
+
+
+def _aliases(target: compat.OpOverload) -> bool:
+    """Whether a result of an op may be, or be part of, what the op is given."""
+    return any(each.alias_info is not None for each in target._schema.returns)
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.utils import _pytree as pytree
+
+_ORIGIN = ("nn_module_stack", "stack_trace")
+"""In the `meta` of a node: where in the model it comes from."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -118,15 +122,43 @@ def record_call(
     return track_tensor_tree(result, proxy, constant=None, tracer=tracer)
 
 
-def record_op(target: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
-    """Records a call of a torch op on nodes of the trace that is running.
+@without_torch_function
+def recorded_inputs(values: Sequence[Any]) -> Sequence[Any]:
+    """`values`, now placeholders of the trace that is running, which is empty so far.
 
-    It is named as if it had been traced.
+    A trace that is given them looks at each many times.
     """
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
-    name = tracer.graph._target_to_str(target.overloadpacket.__name__)
-    node = tracer.create_node("call_function", target, args, kwargs, name)
-    _track(result, fx.Proxy(node, tracer), tracer)
+    for value in values:
+        node = tracer.graph.create_node("placeholder", "given", (), {}, "given")
+        proxy = fx.Proxy(node, tracer)
+        if isinstance(value, FakeTensor):
+            _track(value, proxy, tracer)
+        else:
+            track_tensor_tree(value, proxy, constant=None, tracer=tracer)
+    return values
+
+
+def record_op(target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
+    """Records a call of a torch op on nodes of the trace that is running.
+
+    The node is named as if it had been traced, and comes from where node `like` does.
+    """
+    graph: fx.Graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
+    packet = getattr(target, "overloadpacket", target)
+    name = graph._target_to_str(packet.__name__)
+    # Not by the tracer, which also notes of each node what no pass reads, and slowly.
+    node = graph.create_node("call_function", target, args, kwargs, name)
+    for key in _ORIGIN:
+        if key in like.meta:
+            node.meta[key] = copy.copy(like.meta[key])
+    return node
+
+
+def record_value(node: fx.Node, tensor: torch.Tensor) -> None:
+    """Has `tensor` stand for a node of the trace that is running."""
+    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    _track(tensor, fx.Proxy(node, tracer), tracer)
 
 
 def record_as(tensor: torch.Tensor, other: torch.Tensor) -> None:
