@@ -142,14 +142,19 @@ def _trace(
 
 def _drop_our_frames(node: fx.Node) -> None:
     """Takes the frames of this package out of a node's stack trace."""
-    trace = node.meta.get("stack_trace") or ""
-    if _PACKAGE in trace:
-        frames = re.split(r"(?m)^(?=  File )", trace)
-        trace = "".join(f for f in frames if f'File "{_PACKAGE}' not in f)
+    trace = _without_our_frames(node.meta.get("stack_trace") or "")
     if trace:
         node.meta["stack_trace"] = trace
     else:
         node.meta.pop("stack_trace", None)
+
+
+@functools.lru_cache(maxsize=1024)  # the nodes of one line share it
+def _without_our_frames(trace: str) -> str:
+    if _PACKAGE not in trace:
+        return trace
+    frames = re.split(r"(?m)^(?=  File )", trace)
+    return "".join(f for f in frames if f'File "{_PACKAGE}' not in f)
 
 
 def _refuses_backward(node: fx.Node, mode: compat.FakeTensorMode) -> bool:

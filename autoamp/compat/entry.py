@@ -26,8 +26,6 @@ _COMPILE_TIME_CONFIG = {
     # DDPOptimizer would call the backend once per bucket with fake tensors; the eager
     # back end has per-op autograd, so DDP overlaps without any splitting.
     "optimize_ddp": False,
-    # By default a hook registered after the capture is never called.
-    "skip_nnmodule_hook_guards": False,
 }
 
 _SUPPRESSED = "an error was suppressed during compilation"
@@ -64,8 +62,16 @@ class CompiledEntry:
         entry: types.FunctionType,
         backend: Backend,
         leave: Callable[[types.CodeType, bool], None],
+        *,
+        hooked: bool,
     ) -> None:
-        """Args: `leave` is told of methods of modules that are left to Python."""
+        """Compiles nothing yet.
+
+        Args:
+            leave: told of methods of modules that are left to Python.
+            hooked: modules may get hooks, and lose them.  Dynamo guards against that
+                slowly: a third of all its guards are about hooks.
+        """
         fresh = types.FunctionType(
             entry.__code__.replace(co_name=entry.__code__.co_name),
             entry.__globals__,
@@ -84,6 +90,7 @@ class CompiledEntry:
                 self._skipped,
                 leave,
                 fresh.__code__,
+                hooked=hooked,
             )
         self._compiled: Callable[..., Any] = context(fresh)
 
@@ -118,6 +125,8 @@ def _configure_while_compiling(  # noqa: PLR0917
     skipped: list[types.CodeType],
     leave: Callable[[types.CodeType, bool], None],
     entry: types.CodeType,
+    *,
+    hooked: bool,
 ) -> None:
     """Makes Dynamo's frame callback run under our configuration.
 
@@ -133,7 +142,9 @@ def _configure_while_compiling(  # noqa: PLR0917
             that Dynamo could not go on from; and, with true, where the recompile limit
             leaves some calls of it to Python.
         entry: what the calls of the model begin with.
+        hooked: as of a `CompiledEntry`.
     """
+    ours = {**_COMPILE_TIME_CONFIG, "skip_nnmodule_hook_guards": not hooked}
     base = type(callback)
     exceeded: dict[types.CodeType, Any] = {}
     modules: defaultdict[types.CodeType, set[int]] = defaultdict(set)
@@ -160,7 +171,7 @@ def _configure_while_compiling(  # noqa: PLR0917
         limits = {name: getattr(config, name) + more for name in _LIMITS}
         recurrent = recurrent_results() if backend.runs_as_is else nullcontext()
         failed = _failed_frames()
-        with config.patch({**_COMPILE_TIME_CONFIG, **limits}), recurrent, _quietly():
+        with config.patch({**ours, **limits}), recurrent, _quietly():
             found = base.__call__(self, frame, *args, **kwargs)
             if layer_left(frame, found):
                 found = layer_captured(self, frame, *args, **kwargs) or found

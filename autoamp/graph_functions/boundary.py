@@ -40,12 +40,12 @@ def scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
     if value.requires_grad:
         whole = _whole(value)
         if whole.grad_fn is None:
-            whole.register_hook(functools.partial(_scale, loss_scale))
+            compat.hook_gradient(whole, functools.partial(_scale, loss_scale))
         else:
             # After every hook on the tensor, the caller's later ones too, and after
             # `autograd.grad` has taken what it asks for.
             enter = functools.partial(_scale_one, loss_scale, whole.output_nr)
-            whole.grad_fn.register_prehook(enter)
+            compat.hook_node(whole.grad_fn, enter)
     return value
 
 
@@ -63,7 +63,8 @@ def unscale_grad(
     alias: torch.Tensor = torch.ops.aten.alias.default(value)
     if alias.requires_grad:
         unscale = _unscale if value.is_leaf else _unscale_and_pass_on
-        alias.register_hook(functools.partial(unscale, inv_loss_scale, found_inf))
+        leave = functools.partial(unscale, inv_loss_scale, found_inf)
+        compat.hook_gradient(alias, leave)
     return alias
 
 

@@ -25,10 +25,6 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _EVERY = frozenset(nn.Module().__dict__) - {"training"}
 """What every module keeps for itself: its parameters, buffers, children and hooks."""
 
-_HOOKS = tuple(
-    name for name in _EVERY if name.endswith("_hooks") and "dict" not in name
-)
-
 _MOST = 256
 """Values of one list or dictionary that are looked at; a look at more would cost more
 than it may save."""
@@ -73,7 +69,7 @@ def _of_module(
 ) -> Iterator[Hashable]:
     """What is said of one module; `places` numbers tensors, which may be shared."""
     own = module.__dict__
-    if any(own.get(name) for name in _HOOKS) or (STATE in own and not root):
+    if any(own.get(name) for name in compat.HOOKS) or (STATE in own and not root):
         raise _Unlike
     yield weakref.ref(type(module))
     for kind in ("_parameters", "_buffers"):

@@ -330,7 +330,7 @@ class Engine:
             if not self.differentiated_twice:
                 for value in results:
                     if isinstance(value, torch.Tensor) and value.requires_grad:
-                        value.register_hook(look)
+                        compat.hook_gradient(value, look)
             return results
 
         return call_watched

@@ -79,13 +79,22 @@ class Program:
         seen: kinds of calls that have been captured: recording, inference, training.
     """
 
-    def __init__(self, entry: Callable[..., Any], engine: Engine) -> None:
-        """Args: `engine` is that of the first model."""
+    def __init__(
+        self, entry: Callable[..., Any], engine: Engine, *, hooked: bool
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            engine: that of the first model.
+            hooked: modules inside have hooks, or have had some.
+        """
         assert isinstance(entry, types.FunctionType)
         self.backend = Backend(engine)
         self.stepped_aside = False
         self.seen: set[tuple[bool, bool, bool]] = set()
-        self.call = compat.CompiledEntry(entry, self.backend, self.backend.leave)
+        self.call = compat.CompiledEntry(
+            entry, self.backend, self.backend.leave, hooked=hooked
+        )
 
     @property
     def may_be_joined(self) -> bool:
@@ -105,22 +114,27 @@ _LOCK = threading.Lock()
 
 
 def program_for(
-    what: Hashable, make: Callable[[], Callable[..., Any]], engine: Engine
+    what: Hashable,
+    make: Callable[[], Callable[..., Any]],
+    engine: Engine,
+    *,
+    hooked: bool,
 ) -> Program:
     """The program of models that are alike, once one was captured and while it lives.
 
     Args:
         what: a key, equal for models that are alike; None for a program of its own.
         make: gives the entry, with code objects of its own.
+        hooked: as of a `Program`; those of models with hooks are not shared.
     """
     key = None if what is None else _with_options(what, engine)
     if key is None:
-        return Program(make(), engine)
+        return Program(make(), engine, hooked=hooked)
     with _LOCK:
         found = _PROGRAMS.get(key)
         if found is not None and found.may_be_joined:
             return found
-        mine = Program(make(), engine)
+        mine = Program(make(), engine, hooked=hooked)
         # One that another thread is capturing now is not waited for: that thread may
         # wait for this one in turn, as ranks do that are threads.
         if found is None or found.seen:

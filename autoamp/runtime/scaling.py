@@ -285,7 +285,7 @@ class GraphRun:
         hook = functools.partial(self._reached, leaves)
         for value in results:
             if isinstance(value, torch.Tensor) and value.requires_grad:
-                value.register_hook(hook)
+                compat.hook_gradient(value, hook)
 
     @compat.never_captured
     def _reached(self, leaves: Sequence[torch.Tensor], _: torch.Tensor) -> None:

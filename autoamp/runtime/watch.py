@@ -35,7 +35,7 @@ class Watched(fx.Interpreter):
             and value.dtype == torch.float16
             and value.requires_grad
         ):
-            value.register_hook(self._see)
+            compat.hook_gradient(value, self._see)
         return value
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:

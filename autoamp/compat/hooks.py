@@ -1,0 +1,55 @@
+"""Hooks on modules and gradients: which there are, and whether others added any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+HOOKS = tuple(
+    name for name in vars(nn.Module()) if name.endswith("_hooks") and "dict" not in name
+)
+"""The attributes of a module that hold the hooks its calls and gradients meet."""
+
+_EVERYWHERE: list[Any] = [
+    getattr(nn.modules.module, f"_global{name}", {}) for name in HOOKS
+]
+"""Where torch keeps hooks on all modules."""
+
+
+class _Ours:
+    """How many hooks we have registered; threads may lose one, which costs a look."""
+
+    count = 0
+
+
+def hook_gradient(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
+    """Registers a hook of ours, called with the gradient of `tensor`."""
+    _Ours.count += 1
+    tensor.register_hook(hook)
+
+
+def hook_node(node: Any, hook: Callable[..., Any]) -> None:
+    """Registers a hook of ours, called before node `node` of autograd's graph."""
+    _Ours.count += 1
+    node.register_prehook(hook)
+
+
+def hooks_of_others() -> int | None:
+    """How many hooks others have registered so far; None where torch does not count."""
+    made = getattr(RemovableHandle, "next_id", None)
+    return made - _Ours.count if isinstance(made, int) else None
+
+
+def hooks_everywhere() -> bool:
+    """Whether there is a hook on all modules."""
+    return any(_EVERYWHERE)
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Whether `model` or any module inside it has a hook."""
+    every = nn.Module.modules(model)
+    return any(vars(module).get(name) for module in every for name in HOOKS)

@@ -1,0 +1,150 @@
+"""Hooks put on modules after the capture are called, and cost nothing before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp import compat
+
+X = torch.randn(4, 8)
+PRECISIONS = ("bf16", "fp16")
+
+
+def model(precision: str, **options: Any) -> nn.Module:
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    made = nn.Sequential(inner, nn.Linear(8, 8))
+    return autoamp.convert(made, precision=precision, do_no_harm=False, **options)
+
+
+def step(converted: nn.Module) -> None:
+    converted(X).square().mean().backward()
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The models whose modules were looked through for hooks, in order."""
+    found: list[nn.Module] = []
+    inner = compat.has_hooks
+
+    def look(of: nn.Module) -> bool:
+        found.append(of)
+        return inner(of)
+
+    monkeypatch.setattr(compat, "has_hooks", look)
+    return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_hook_is_called_from_when_it_is_put_there_until_it_is_taken_away(
+    precision: str, training: bool
+) -> None:
+    converted = model(precision)
+    run: Callable[..., Any] = step if training else converted
+    given = (converted,) if training else (X,)
+    seen: list[int] = []
+    for _ in range(3):
+        run(*given)
+    for _ in range(2):
+        handle = converted[0][0].register_forward_hook(lambda *_: seen.append(1))
+        for _ in range(3):
+            run(*given)
+        assert len(seen) == 3
+        handle.remove()
+        run(*given)
+        assert len(seen) == 3
+        seen.clear()
+    coverage = autoamp.report(converted).coverage
+    assert coverage is not None
+    assert coverage.share_of_calls == 1
+
+
+def test_what_a_hook_gives_is_what_goes_on() -> None:
+    converted = model("bf16")
+    with torch.no_grad():
+        before = converted[1](converted[0](X) * 2)
+        converted(X)
+        converted[0].register_forward_hook(lambda _, __, out: out * 2)
+        assert torch.allclose(converted(X), before, atol=0.05)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_copy_and_its_original_have_hooks_of_their_own(precision: str) -> None:
+    first = model(precision)
+    step(first)
+    second = copy.deepcopy(first)
+    step(second)
+    seen: list[str] = []
+    second[1].register_forward_pre_hook(lambda *_: seen.append("second"))
+    step(first)
+    assert seen == []
+    step(second)
+    assert seen == ["second"]
+    third = copy.deepcopy(second)
+    step(third)
+    step(first)
+    assert seen == ["second"] * 2
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_no_model_is_looked_through_while_nobody_adds_a_hook(
+    precision: str, looks: list[nn.Module]
+) -> None:
+    converted = model(precision)
+    optimizer = torch.optim.SGD(converted.parameters(), lr=0.1)
+    for _ in range(4):
+        step(converted)
+        optimizer.step()
+        optimizer.zero_grad()
+    # The first backward registers some of torch's own; ours are not counted.
+    assert 1 <= len(looks) <= 2
+    X.clone().requires_grad_().register_hook(lambda _: None)
+    converted(X)
+    converted(X)
+    assert len(looks) <= 3
+
+
+def test_a_hook_on_a_tensor_captures_nothing_anew() -> None:
+    converted = model("bf16")
+    for _ in range(3):
+        value = converted(X)
+        value.register_hook(lambda grad: grad * 2)
+        value.sum().backward()
+    assert len(autoamp.report(converted).graphs) == 1
+
+
+def test_a_hook_on_all_modules_is_called_too() -> None:
+    everywhere: list[str] = []
+    converted = model("bf16")
+    converted(X)
+    for _ in range(2):
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, *_: everywhere.append(type(module).__name__)
+        )
+        try:
+            converted(X)
+        finally:
+            handle.remove()
+        assert everywhere.count("Linear") == 2
+        everywhere.clear()
+        converted(X)
+        assert everywhere == []
+
+
+def test_where_torch_does_not_count_hooks_dynamo_guards_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "hooks_of_others", lambda: None)
+    converted = model("bf16")
+    converted(X)
+    seen: list[Tensor] = []
+    converted[1].register_forward_hook(lambda *given: seen.append(given[2]))
+    converted(X)
+    assert len(seen) == 1
