@@ -6,6 +6,7 @@ is an fp32 tensor a node produces; only values can be lowered.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections import defaultdict
@@ -146,11 +147,15 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
     """The arguments of a call of a torch op by the names of its schema."""
     if isinstance(node.target, compat.OpOverload):
-        names = [a.name for a in node.target._schema.arguments]
-        yield from zip(names, node.args, strict=False)
+        yield from zip(_argument_names(node.target), node.args, strict=False)
     else:
         yield from ((f"arg{i}", a) for i, a in enumerate(node.args))
     yield from node.kwargs.items()
+
+
+@functools.cache  # torch makes a schema's arguments anew each time
+def _argument_names(target: compat.OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in target._schema.arguments)
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:

@@ -46,10 +46,12 @@ class StandIns:
         self.given = None if given is None else iter(given)
         self.original = original
         self.values: dict[str, Any] = {}
+        self.devices: dict[str, torch.device | None] = {}
         self.nodes = {n.name: n for n in gm.graph.nodes}
         with torch.no_grad():
             for node in gm.graph.nodes:
                 self.values[node.name] = self._value(node)
+                self.devices[node.name] = getattr(node.meta.get("val"), "device", None)
 
     def _value(self, node: fx.Node) -> Any:
         if node.op == "output":
@@ -128,10 +130,8 @@ class StandIns:
                 return compat.packed_result(*args)
             return target(*args, **kwargs)
 
-    @staticmethod
-    def _devices(node: fx.Node) -> tuple[Any, ...]:
-        values = (n.meta.get("val") for n in node.all_input_nodes)
-        return tuple(v.device for v in values if isinstance(v, torch.Tensor))
+    def _devices(self, node: fx.Node) -> tuple[Any, ...]:
+        return tuple([self.devices[n.name] for n in node.all_input_nodes])
 
 
 def _mode(memo: Memo) -> compat.FakeTensorMode:
