@@ -120,6 +120,26 @@ def test_a_hook_on_a_tensor_captures_nothing_anew() -> None:
     assert len(autoamp.report(converted).graphs) == 1
 
 
+class Doubling(nn.Linear):
+    """A layer with a hook from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.handle = self.register_forward_hook(lambda _, __, out: out * 2)
+
+
+def test_a_module_with_a_hook_is_put_in_the_place_of_one_without() -> None:
+    other = Doubling()
+    converted = model("bf16")
+    converted(X)
+    converted[1] = other
+    with torch.no_grad():
+        once = other.forward(converted[0](X))
+        assert torch.allclose(converted(X), 2 * once, atol=0.05)
+        other.handle.remove()
+        assert torch.allclose(converted(X), once, atol=0.05)
+
+
 def test_a_hook_on_all_modules_is_called_too() -> None:
     everywhere: list[str] = []
     converted = model("bf16")

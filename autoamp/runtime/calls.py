@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from autoamp.runtime.fallback import (
     unscaled_dtype,
 )
 from autoamp.runtime.graph_backend import is_ours
+from autoamp.runtime.hooks import Hooks
 from autoamp.runtime.program import RUNNING, Program, program_for
 from autoamp.runtime.saying import signs_of_life
 
@@ -158,8 +158,7 @@ class CompiledCall:
         self._seen: set[tuple[bool, bool, bool]] = set()
         self._by_backend: dict[int, CompiledCall] = {}
         self._methods: dict[str, CompiledCall] = {}
-        self._hooked = self._everywhere = False
-        self._unhooked: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+        self._hooks = Hooks()
         self._in_vain = 0
         self._gave_up = False
         self._suppress = False
@@ -170,7 +169,7 @@ class CompiledCall:
     def _compile(self) -> Program:
         """Code of this model's own, whatever others like it were compiled to."""
         entry = self._method.entry()
-        return self._begin(Program(entry, self.engine, hooked=self._hooked))
+        return self._begin(Program(entry, self.engine, hooked=self._hooks.guarded))
 
     def _begin(self, program: Program) -> Program:
         self._program = program
@@ -187,7 +186,7 @@ class CompiledCall:
             like = likeness(model, args, kwargs)
             what = None if like is None else (what, like)
         entry, engine = self._method.entry, self.engine
-        return self._begin(program_for(what, entry, engine, hooked=self._hooked))
+        return self._begin(program_for(what, entry, engine, hooked=self._hooks.guarded))
 
     def renew(self, method: Method) -> None:
         """From now on other code is what is compiled."""
@@ -215,7 +214,7 @@ class CompiledCall:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs; the first call of each kind alone, or each thread would capture."""
-        if self._meets_hooks(model):
+        if self._hooks.are_new(model, len(self.engine.graphs)):
             self._guard_hooks()
         mode = (
             torch.is_grad_enabled(),
@@ -234,38 +233,13 @@ class CompiledCall:
         self._seen.add(mode)
         return result
 
-    def _meets_hooks(self, model: nn.Module) -> bool:
-        """Whether modules of a model have hooks now, of which no graph knows.
-
-        It is asked at every call, and looks only where anybody has added a hook to
-        anything since the last one.  Hooks on all modules Dynamo guards in no way.
-        """
-        if compat.hooks_everywhere() != self._everywhere:
-            return True
-        if self._hooked:
-            return False
-        added = compat.hooks_of_others()
-        known = self._unhooked.get(id(model))
-        if known is not None and known[1] == added and known[0]() is model:
-            return False
-        if added is None or compat.has_hooks(model):
-            return True
-        for place, (other, _) in list(self._unhooked.items()):
-            if other() is None:
-                self._unhooked.pop(place, None)
-        self._unhooked[id(model)] = weakref.ref(model), added
-        return False
-
     def _guard_hooks(self) -> None:
-        """From now on Dynamo guards the hooks of all modules, as it can."""
-        everywhere = compat.hooks_everywhere()
+        """Compiles anew where modules have hooks that no graph knows of."""
         with self._lock:
-            if self._hooked and self._everywhere == everywhere:
-                return  # another thread was first
-            self._hooked, self._everywhere = True, everywhere
-            self._seen.clear()
-            if self._program is not None:
-                self._compile()
+            if self._hooks.guard():
+                self._seen.clear()
+                if self._program is not None:
+                    self._compile()
 
     def _signs_of_life(self, captured: bool) -> contextlib.AbstractContextManager[None]:
         """While a call may take long; one that was captured before does not."""
