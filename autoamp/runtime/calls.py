@@ -214,7 +214,7 @@ class CompiledCall:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Runs; the first call of each kind alone, or each thread would capture."""
-        if self._hooks.are_new(model, len(self.engine.graphs)):
+        if self._hooks.are_new(model):
             self._guard_hooks()
         mode = (
             torch.is_grad_enabled(),

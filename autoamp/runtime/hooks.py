@@ -2,7 +2,9 @@
 
 Dynamo can guard that no module has a hook, at a third of all its guards.  Instead a
 model's modules are looked through where anybody has registered a hook on anything since
-the last call, or a graph was captured: Dynamo guards their hooks once there are any.
+the last call; Dynamo guards their hooks once there are any.  A hook that was registered
+before that call, on a module that has come into the model since, is not met where one
+of the same class was there before.
 """
 
 from __future__ import annotations
@@ -24,29 +26,24 @@ class Hooks:
     def __init__(self) -> None:
         self.guarded = False
         self._everywhere = False
-        self._unhooked: dict[int, tuple[weakref.ref[nn.Module], tuple[int, int]]] = {}
+        self._unhooked: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
 
-    def are_new(self, model: nn.Module, graphs: int) -> bool:
-        """Whether hooks must be guarded that are not, or those on all modules changed.
-
-        Args:
-            graphs: how many the model has; a module may have been put in its place that
-                had a hook before.
-        """
+    def are_new(self, model: nn.Module) -> bool:
+        """Whether hooks must be guarded that are not, or those on all modules changed."""
         if compat.hooks_everywhere() != self._everywhere:
             return True  # of these Dynamo guards none, ever
         if self.guarded:
             return False
         added = compat.hooks_of_others()
         known = self._unhooked.get(id(model))
-        if known is not None and known[1] == (added, graphs) and known[0]() is model:
+        if known is not None and known[1] == added and known[0]() is model:
             return False
         if added is None or compat.has_hooks(model):
             return True
         for place, (other, _) in list(self._unhooked.items()):
             if other() is None:
                 self._unhooked.pop(place, None)
-        self._unhooked[id(model)] = weakref.ref(model), (added, graphs)
+        self._unhooked[id(model)] = weakref.ref(model), added
         return False
 
     def guard(self) -> bool:
