@@ -29,7 +29,7 @@ class Hooks:
         self._unhooked: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
 
     def are_new(self, model: nn.Module) -> bool:
-        """Whether hooks must be guarded that are not, or those on all modules changed."""
+        """Whether there are hooks to guard, or those on all modules have changed."""
         if compat.hooks_everywhere() != self._everywhere:
             return True  # of these Dynamo guards none, ever
         if self.guarded:
