@@ -135,11 +135,11 @@ def detach_from(model: torch.nn.Module) -> None:
 
     One that holds another converted model's as well is met again at its next step.
     """
-    ids = {id(p) for p in torch.nn.Module.parameters(model)}
+    held = {id(p): p for p in torch.nn.Module.parameters(model)}
     # Or another model's hook would meet the optimizer again, by what is past.
-    BACKWARDS.drop(ids)
+    BACKWARDS.drop(held)
     for boundary in list(BOUNDARIES):
-        if any(id(p) in ids for p in boundary.params):
+        if any(id(p) in held for p in boundary.params):
             detach(boundary)
 
 

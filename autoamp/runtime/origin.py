@@ -7,7 +7,7 @@ optimizes) and what others computed in the next (a generator's output).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,15 @@ class Leaves:
     Attributes:
         ids: the `id` of each, in order.
         known: the same, as a set.
-        memory: of the first of them.
+        memories: of each, by its `id`.
     """
 
-    __slots__ = ("ids", "known", "memory")
+    __slots__ = ("ids", "known", "memories")
 
     def __init__(self, tensors: Sequence[torch.Tensor], ids: list[int]) -> None:
         self.ids = ids
         self.known = frozenset(ids)
-        self.memory = compat.memory_of(tensors[0]) if tensors else None
+        self.memories = dict(zip(ids, map(compat.memory_of, tensors), strict=True))
 
     @property
     def stale(self) -> bool:
@@ -41,7 +41,15 @@ class Leaves:
 
         Or the same tensors, where they were given other memory meanwhile.
         """
-        return self.memory is not None and self.memory() is None
+        return bool(self.ids) and self.memories[self.ids[0]]() is None
+
+    def are_among(self, held: Mapping[int, torch.Tensor]) -> bool:
+        """Whether some of `held`, by their `id`, are leaves, not others with such ids.
+
+        As far as the first tells, which must be where it was.
+        """
+        first = next((i for i in self.ids if i in held), None)
+        return first is not None and compat.lies_in(held[first], self.memories[first])
 
 
 class Origin:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,22 +41,26 @@ class Evidence:
         return [*self.live, *self.doubtful]
 
 
-def gather(params: Iterable[torch.Tensor], since: int) -> Evidence:
+def gather(
+    params: Sequence[torch.Tensor], since: int, met: Collection[ModelScaling] = ()
+) -> Evidence:
     """The runs after number `since` whose backward filled gradients of `params`.
 
     A run in the same backward that fills no gradients itself, of a piece of a model
     between two graph breaks, counts with the others.  In a backward that fills none at
     all (through a frozen critic) whoever steps next is the one it was for.  One whose
-    weights are gone, or moved, may have filled them: the gradients have to tell.
+    weights are gone, or moved, may have filled them: the gradients have to tell.  Only
+    if it is of a model that the optimizer has `met`, which keeps its weights alive: by
+    now, those of another may be tensors of somebody else's that have the same ids.
 
     What FSDP gathers for a graph belongs to no optimizer: there every run may be for
     whoever steps, and the gradients have to tell.
     """
-    ids = {id(p) for p in params}
+    held = {id(p): p for p in params}
     runs = BACKWARDS.since(since)
-    mine = [r for r in runs if r.may_touch(ids) and not r.is_of_nobody]
+    mine = [r for r in runs if _concerns(r, held, met)]
     orphaned = {r.task for r in mine if r.is_orphaned}
-    live = [r for r in mine if r.task not in orphaned and r.lives_in(ids)]
+    live = [r for r in mine if r.task not in orphaned and r.lives_in(held)]
     tasks, living = {r.task for r in mine}, {r.task for r in live}
     filling = {r.task for r in runs if r.leaves.ids}
     pieces = [r for r in runs if not r.leaves.ids and r.task in tasks]
@@ -67,13 +71,25 @@ def gather(params: Iterable[torch.Tensor], since: int) -> Evidence:
     shards = compat.shard_groups(params)
     if shards:
         return Evidence(live, [*voided, *others], [], last, shards)
-    passing = [r for r in others if r.origin.passes_on]
+    passing = [r for r in others if r.origin.passes_on and _may_concern(r, met)]
     return Evidence(
         live,
         [*voided, *(r for r in passing if r.task not in filling)],
         [r for r in passing if r.task in filling],
         last,
     )
+
+
+def _concerns(
+    run: GraphRun, held: Mapping[int, torch.Tensor], met: Collection[ModelScaling]
+) -> bool:
+    if run.scaling in met:
+        return run.may_touch(held) and not run.is_of_nobody
+    return run.touches(held)
+
+
+def _may_concern(run: GraphRun, met: Collection[ModelScaling]) -> bool:
+    return run.scaling in met or run.origin.graph() is not None
 
 
 def found_inf(

@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -326,18 +326,18 @@ class GraphRun:
         """Whether the weights are gone, and the model with them."""
         return self.is_orphaned and self.origin.graph() is None
 
-    def touches(self, ids: set[int]) -> bool:
-        """Whether its backward filled the gradient of one of the tensors `ids`.
+    def touches(self, held: Mapping[int, torch.Tensor]) -> bool:
+        """Whether its backward filled the gradient of one of the tensors `held`.
 
-        Not once it is orphaned.
+        Not once it is orphaned.  The tensors are given by their `id`.
         """
-        return not self.is_orphaned and self.may_touch(ids)
+        return self.leaves.are_among(held)
 
-    def may_touch(self, ids: set[int]) -> bool:
+    def may_touch(self, ids: Collection[int]) -> bool:
         """Whether it did so with tensors that had the same ids then."""
         return not self.leaves.known.isdisjoint(ids)
 
-    def lives_in(self, ids: set[int]) -> bool:
+    def lives_in(self, ids: Collection[int]) -> bool:
         """Whether what it filled is still in the gradients of the tensors `ids`."""
         return not (self.leaves.known - self.gone).isdisjoint(ids)
 
@@ -462,10 +462,10 @@ class Backwards:
                 found.append(run)
             return found[::-1]
 
-    def drop(self, ids: set[int]) -> None:
-        """Drops runs that filled gradients of the tensors `ids`: nobody scales them."""
+    def drop(self, held: Mapping[int, torch.Tensor]) -> None:
+        """Drops runs that filled gradients of tensors `held`: nobody scales them."""
         with self._lock:
-            self.runs = [r for r in self.runs if not r.touches(ids)]
+            self.runs = [r for r in self.runs if not r.touches(held)]
 
     def forget(self, number: int) -> None:
         """Drops runs up to `number`, which every known optimizer has read."""

@@ -272,7 +272,7 @@ class OptimizerBoundary:
 
     def _read(self, params: list[torch.Tensor]) -> Evidence:
         """What has happened since the last step; lets go of what everybody has read."""
-        evidence = gather(params, self.seen)
+        evidence = gather(params, self.seen, self.scalings)
         self.seen = evidence.last
         BACKWARDS.forget(min((b.seen for b in list(BOUNDARIES)), default=-1))
         return evidence
