@@ -325,12 +325,15 @@ def test_runs_of_dead_weights_concern_nobody() -> None:
     model = converted()
     loss_of(model, 0, HUGE).backward()
     run = BACKWARDS.runs[-1]
-    ids = set(run.leaves.ids)
-    assert run.touches(ids)
+    held = {id(p): p for p in model.parameters()}
+    assert run.touches(held)
+    others = {place: torch.zeros(3) for place in held}
+    assert not run.touches(others)
+    held.clear()
     del model
     torch._dynamo.reset()
     gc.collect()
-    assert not run.touches(ids)
+    assert not run.touches(others)
 
 
 def test_runs_are_bounded_without_steps_and_none_is_lost() -> None:

@@ -246,6 +246,7 @@ def test_a_scale_at_its_floor_is_not_judged_by_a_model_that_is_gone(graph: str) 
     model: Any = converted(loss_scale=scale)
     ids = [id(p) for p in model.parameters()]
     run.leaves.ids, run.leaves.known = ids, frozenset(ids)  # as chance has it
+    run.leaves.memories = dict(zip(ids, run.leaves.memories.values(), strict=True))
     del other
     torch._dynamo.reset()
     gc.collect()

@@ -449,7 +449,7 @@ class Backwards:
         Until the next backward those of a step that was just skipped still do.
         """
         with self._lock:
-            runs = [r for r in self.runs if not r.voided]
+            runs = [r for r in self.runs if not (r.voided or r.is_orphaned)]
         return any(bool(flag) for run in runs for flag in run.found_inf)
 
     def since(self, number: int) -> list[GraphRun]:
