@@ -8,52 +8,16 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.ops import is_inplace, mutates
-
-
-class _Place(NamedTuple):
-    """In the arguments of a spelling: the operand of that number."""
-
-    number: int
-
-
-class _Spelling(NamedTuple):
-    """One ATen op, and its arguments, in which operands are numbered.
-
-    Attributes:
-        target: None where the call does nothing (`x.contiguous()` of what is).
-        returned: the operand that Dynamo has for the result, or None: the one written
-            to, or left as it is (`x.float()` of an fp32 tensor).
-        parts: how the results lie in the value of an op that has several; else None.
-    """
-
-    target: compat.OpOverload | None
-    args: Any
-    kwargs: Any
-    returned: int | None
-    parts: pytree.TreeSpec | None = None
-
-
-class Call(NamedTuple):
-    """A call about to be made.
-
-    Attributes:
-        key: equal for calls that are spelled alike.
-        operands: the tensors it reads, each once, in order.
-        nodes: what they are in the trace before it.
-    """
-
-    key: Hashable
-    operands: Sequence[torch.Tensor]
-    nodes: Sequence[fx.Node]
+from autoamp.analyse.spelled import Call, Place, Spelling, recorded, spelling_of
+from autoamp.ops import mutates
 
 
 class Spellings:
@@ -67,7 +31,7 @@ class Spellings:
         """Args: `inputs` of the graph, which like `mode` are Dynamo's."""
         self.mode = mode
         self.inputs = tuple(inputs)
-        self._known: dict[Hashable, _Spelling | None] = {}
+        self._known: dict[Hashable, Spelling | None] = {}
         self._dynamos = {id(value) for value in inputs}
         self._described: dict[int, Hashable] = {}
 
@@ -109,12 +73,12 @@ class Spellings:
             return result
         elif not mutates(spelling.target):
             result = compat.aliased(result)
-        compat.record_value(_recorded(spelling, call, node), result)
+        compat.record_value(recorded(spelling, call, node), result)
         self._dynamos.add(id(result))
         return result
 
     def _repeated_parts(
-        self, spelling: _Spelling, parts: pytree.TreeSpec, call: Call, node: fx.Node
+        self, spelling: Spelling, parts: pytree.TreeSpec, call: Call, node: fx.Node
     ) -> Any:
         """As `repeated`, of an op that has several results."""
         results = node.meta.get("example_value")
@@ -125,7 +89,7 @@ class Spellings:
             return None
         if len(results) != len({id(part) for part in results}):
             return None
-        whole = _recorded(spelling, call, node)
+        whole = recorded(spelling, call, node)
         for place, part in enumerate(results):
             element = compat.record_op(operator.getitem, (whole, place), {}, node)
             compat.record_value(element, part)
@@ -145,7 +109,7 @@ class Spellings:
         """
         if call.key not in self._known:
             example = node.meta.get("example_value")
-            self._known[call.key] = _spelling(call, made, result, example)
+            self._known[call.key] = spelling_of(call, made, result, example)
         ours, spec = pytree.tree_flatten(result)
         theirs, like = pytree.tree_flatten(node.meta.get("example_value"))
         if spec != like:
@@ -228,7 +192,7 @@ class Spellings:
                 raise TypeError
             found.setdefault(id(value), value)
             place = [*found].index(id(value))
-            return _Place(place), self._described_as(value)
+            return Place(place), self._described_as(value)
         if isinstance(value, list | tuple):
             return type(value), tuple(self._frozen(v, env, found) for v in value)
         if isinstance(value, dict):
@@ -288,96 +252,3 @@ def description(value: torch.Tensor) -> Hashable:
         value.device,
         value.requires_grad,
     )
-
-
-def _recorded(spelling: _Spelling, call: Call, like: fx.Node) -> fx.Node:
-    """The node of a call that is spelled so, in the trace that is running."""
-    args, kwargs = _mapped(
-        (spelling.args, spelling.kwargs),
-        lambda v: call.nodes[v.number] if isinstance(v, _Place) else v,
-    )
-    return compat.record_op(spelling.target, args, kwargs, like)
-
-
-def _spelling(
-    call: Call, made: Sequence[fx.Node], result: Any, example: Any
-) -> _Spelling | None:
-    """How a call is spelled that was traced to the nodes `made`; None if not simply.
-
-    Simply: one op at most, of the operands of the call, whose results are those of the
-    call.
-
-    Args:
-        example: what Dynamo has for the result.
-    """
-    if not made:
-        return _nothing_done(call, result, example)
-    node, *elements = made
-    target = node.target
-    if not isinstance(target, compat.OpOverload):
-        return None
-    parts = None
-    same: list[int] = []
-    if isinstance(result, list | tuple):
-        parts = _parts(node, elements, result)
-        if parts is None or mutates(target):
-            return None
-    elif elements or _node_of(result) is not node:
-        return None
-    else:
-        same = [i for i, operand in enumerate(call.operands) if operand is example]
-        if is_inplace(target) and not (same and result is example):
-            return None
-        if mutates(target) and not is_inplace(target) and (same or _aliases(target)):
-            return None
-    places = {each: _Place(i) for i, each in enumerate(call.nodes)}
-    if not places.keys() >= set(node.all_input_nodes):
-        return None
-    args, kwargs = _mapped(
-        (node.args, node.kwargs),
-        lambda v: places[v] if isinstance(v, fx.Node) else v,
-    )
-    return _Spelling(target, args, kwargs, same[0] if same else None, parts)
-
-
-def _nothing_done(call: Call, result: Any, example: Any) -> _Spelling | None:
-    """The spelling of a call that gives one of its operands, which Dynamo has too."""
-    for place, operand in enumerate(call.operands):
-        if result is operand and result is example:
-            return _Spelling(None, (), {}, place)
-    return None
-
-
-def _parts(
-    node: fx.Node, elements: Sequence[fx.Node], results: Sequence[Any]
-) -> pytree.TreeSpec | None:
-    """How `results` lie in the value of `node`, of whose `elements` they are all."""
-    wanted = [(operator.getitem, (node, place)) for place in range(len(results))]
-    if not results or [(each.target, each.args) for each in elements] != wanted:
-        return None
-    if [_node_of(result) for result in results] != elements:
-        return None
-    values, spec = pytree.tree_flatten(node.meta.get("val"))
-    return spec if len(values) == len(results) else None
-
-
-def _node_of(result: Any) -> fx.Node | None:
-    """The node of the trace that a tensor stands for; None for anything else."""
-    proxy = compat.recorded_proxy(result) if isinstance(result, torch.Tensor) else None
-    return None if proxy is None else compat.proxy_node(proxy)
-
-
-def _aliases(target: compat.OpOverload) -> bool:
-    """Whether a result of an op may be, or be part of, what the op is given."""
-    return any(each.alias_info is not None for each in target._schema.returns)
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with `function` of each leaf in place of it."""
-    if isinstance(value, _Place):
-        return function(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(v, function) for v in value)
-    if isinstance(value, dict):
-        return {k: _mapped(v, function) for k, v in value.items()}
-    return function(value)
