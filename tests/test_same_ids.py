@@ -68,3 +68,20 @@ def test_the_optimizer_made_after_the_backward_is_the_models() -> None:
     optimizer.step()
     assert optimizer.step_was_skipped
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_weight_that_outlives_its_model_is_still_the_one_that_overflowed() -> None:
+    model = overflowed()
+    engine, kept = model._autoamp.engine, model[0].bias
+    places = {id(model[0].weight)}
+    del model
+    gc.collect()
+    other = parameter_at(places)
+    if other is None:
+        pytest.skip("no object has come to lie where another was")
+    other.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([other, kept], lr=1.0)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert kept.isfinite().all()
+    assert engine.scaling.stepped

@@ -46,10 +46,10 @@ class Leaves:
     def are_among(self, held: Mapping[int, torch.Tensor]) -> bool:
         """Whether some of `held`, by their `id`, are leaves, not others with such ids.
 
-        As far as the first tells, which must be where it was.
+        A leaf is where it was; one that was given other memory is not told from others.
         """
-        first = next((i for i in self.ids if i in held), None)
-        return first is not None and compat.lies_in(held[first], self.memories[first])
+        known = self.memories.items()
+        return any(i in held and compat.lies_in(held[i], where) for i, where in known)
 
 
 class Origin:
