@@ -145,8 +145,8 @@ def record_op(target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
     The node is named as if it had been traced, and comes from where node `like` does.
     """
     graph: fx.Graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
-    packet = getattr(target, "overloadpacket", target)
-    name = graph._target_to_str(packet.__name__)
+    is_op = isinstance(target, torch._ops.OpOverload)
+    name = graph._target_to_str((target.overloadpacket if is_op else target).__name__)
     # Not by the tracer, which also notes of each node what no pass reads, and slowly.
     node = graph.create_node("call_function", target, args, kwargs, name)
     for key in _ORIGIN:

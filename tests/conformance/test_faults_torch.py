@@ -23,6 +23,7 @@ from autoamp.compat import (
     device,
     entry,
     gradients,
+    hooks,
     layers,
     record,
     tensors,
@@ -51,6 +52,7 @@ ABSENT = (
     "_ProxyTensor",
     "fast_detach",
     "real_recompile",
+    "next_id",
 )
 """What a model that trains meets."""
 
@@ -65,7 +67,8 @@ def hide(patch: pytest.MonkeyPatch, *names: str) -> None:
         return name not in names and hasattr(owner, name)
 
     torch._dynamo.reset()  # or a model alike would run what was captured before
-    for module in (capture, device, entry, gradients, layers, record, tensors, tracing):
+    every = (capture, device, entry, gradients, hooks, layers, record, tensors, tracing)
+    for module in every:
         patch.setattr(module, "getattr", getattr_, raising=False)
         patch.setattr(module, "hasattr", hasattr_, raising=False)
 
