@@ -355,6 +355,8 @@ def test_an_overflow_of_a_model_that_is_gone_concerns_nobody() -> None:
     other = nn.Linear(WIDTH, 1)
     ids = [id(p) for p in other.parameters()]
     run.leaves.ids, run.leaves.known = ids, frozenset(ids)  # as chance has it
+    memories = run.leaves.memories.values()
+    run.leaves.memories = dict(zip(ids, memories, strict=False))
     del model
     gc.collect()
     assert run.is_orphaned
