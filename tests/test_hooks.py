@@ -15,6 +15,8 @@ from autoamp import compat
 
 X = torch.randn(4, 8)
 PRECISIONS = ("bf16", "fp16")
+CLOSE = 0.05
+"""Two bf16 layers of numbers below 4, each rounded to 8 bits."""
 
 
 def model(precision: str, **options: Any) -> nn.Module:
@@ -72,7 +74,7 @@ def test_what_a_hook_gives_is_what_goes_on() -> None:
         before = converted[1](converted[0](X) * 2)
         converted(X)
         converted[0].register_forward_hook(lambda _, __, out: out * 2)
-        assert torch.allclose(converted(X), before, atol=0.05)
+        assert torch.allclose(converted(X), before, atol=CLOSE)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -103,12 +105,13 @@ def test_no_model_is_looked_through_while_nobody_adds_a_hook(
         step(converted)
         optimizer.step()
         optimizer.zero_grad()
-    # The first backward registers some of torch's own; ours are not counted.
-    assert 1 <= len(looks) <= 2
+    # In fp16 the first run gives the optimizer hooks; those on gradients do not count.
+    assert len(looks) == (2 if precision == "fp16" else 1)
+    before = len(looks)
     X.clone().requires_grad_().register_hook(lambda _: None)
     converted(X)
     converted(X)
-    assert len(looks) <= 3
+    assert len(looks) == before + 1
 
 
 def test_a_hook_on_a_tensor_captures_nothing_anew() -> None:
@@ -135,9 +138,9 @@ def test_a_module_with_a_hook_is_put_in_the_place_of_one_without() -> None:
     converted[1] = other
     with torch.no_grad():
         once = other.forward(converted[0](X))
-        assert torch.allclose(converted(X), 2 * once, atol=0.05)
+        assert torch.allclose(converted(X), 2 * once, atol=CLOSE)
         other.handle.remove()
-        assert torch.allclose(converted(X), once, atol=0.05)
+        assert torch.allclose(converted(X), once, atol=CLOSE)
 
 
 def test_a_hook_on_all_modules_is_called_too() -> None:

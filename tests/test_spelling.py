@@ -179,6 +179,14 @@ def statistics(x: Tensor) -> Tensor:
     return first[0] + second[1] + torch.native_layer_norm(x, [8], None, None, 1e-5)[1]
 
 
+def named_results(x: Tensor) -> Tensor:
+    for _ in range(3):
+        values, places = torch.max(x, 1)
+        best, order = x.topk(8, 1)
+        x = x.sort(dim=1).values + values[:, None] + places[:, None] + best + order
+    return torch.stack(x.unbind(1), 1)
+
+
 def same_operand_twice(x: Tensor) -> Tensor:
     y = x + 1
     return torch.add(x, x) + torch.add(x, y) + torch.add(y, y) + torch.add(y, x)
@@ -228,6 +236,7 @@ PROGRAMS = (
     identities,
     views,
     statistics,
+    named_results,
     same_operand_twice,
     modes,
     other_dtypes,

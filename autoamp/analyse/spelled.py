@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.ops import is_inplace, mutates
+from autoamp.ops import aliasing_arguments, is_inplace, mutates
 
 
 class Place(NamedTuple):
@@ -83,13 +83,14 @@ def spelling_of(
         parts = _parts(node, elements, result)
         if parts is None or mutates(target):
             return None
-    elif elements or _node_of(result) is not node:
+    elif elements or node_of(result) is not node:
         return None
     else:
         same = [i for i, operand in enumerate(call.operands) if operand is example]
-        if is_inplace(target) and not (same and result is example):
-            return None
-        if mutates(target) and not is_inplace(target) and (same or _aliases(target)):
+        if is_inplace(target):
+            if not (same and result is example):
+                return None
+        elif mutates(target) and (same or aliasing_arguments(target)):
             return None
     places = {each: Place(i) for i, each in enumerate(call.nodes)}
     if not places.keys() >= set(node.all_input_nodes):
@@ -113,24 +114,28 @@ def _parts(
     node: fx.Node, elements: Sequence[fx.Node], results: Sequence[Any]
 ) -> pytree.TreeSpec | None:
     """How `results` lie in the value of `node`, of whose `elements` they are all."""
-    wanted = [(operator.getitem, (node, place)) for place in range(len(results))]
-    if not results or [(each.target, each.args) for each in elements] != wanted:
+    if [node_of(result) for result in results] != elements or not elements:
         return None
-    if [_node_of(result) for result in results] != elements:
+    if whole_of(elements) is not node:
         return None
-    values, spec = pytree.tree_flatten(node.meta.get("val"))
-    return spec if len(values) == len(results) else None
+    return pytree.tree_structure(node.meta["val"])
 
 
-def _node_of(result: Any) -> fx.Node | None:
+def whole_of(parts: Sequence[fx.Node | None]) -> fx.Node | None:
+    """The node of which `parts` are all the elements, in order; None if of none."""
+    first = parts[0] if parts else None
+    whole: Any = first.args[0] if first is not None and first.args else None
+    wanted = [(operator.getitem, (whole, place)) for place in range(len(parts))]
+    if [part and (part.target, part.args) for part in parts] != wanted:
+        return None
+    values = pytree.tree_leaves(whole.meta.get("val"))
+    return whole if len(values) == len(parts) else None
+
+
+def node_of(result: Any) -> fx.Node | None:
     """The node of the trace that a tensor stands for; None for anything else."""
     proxy = compat.recorded_proxy(result) if isinstance(result, torch.Tensor) else None
     return None if proxy is None else compat.proxy_node(proxy)
-
-
-def _aliases(target: compat.OpOverload) -> bool:
-    """Whether a result of an op may be, or be part of, what the op is given."""
-    return any(each.alias_info is not None for each in target._schema.returns)
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:

@@ -16,7 +16,15 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.analyse.spelled import Call, Place, Spelling, recorded, spelling_of
+from autoamp.analyse.spelled import (
+    Call,
+    Place,
+    Spelling,
+    node_of,
+    recorded,
+    spelling_of,
+    whole_of,
+)
 from autoamp.ops import mutates
 
 
@@ -94,7 +102,9 @@ class Spellings:
             element = compat.record_op(operator.getitem, (whole, place), {}, node)
             compat.record_value(element, part)
         self._dynamos.update(map(id, results))
-        values = [_value_of(part) for part in results]
+        values = [
+            compat.proxy_node(compat.recorded_proxy(p)).meta["val"] for p in results
+        ]
         whole.meta["val"] = pytree.tree_unflatten(values, parts)
         return results
 
@@ -129,7 +139,7 @@ class Spellings:
         found = [by_own.get(id(own), own) for own in ours]
         self._dynamos.update(id(v) for v in found if isinstance(v, torch.Tensor))
         if isinstance(result, list | tuple) and made:
-            _set_producer(made, [_value_of(each) for each in found], spec)
+            _share_parts(found)
         return pytree.tree_unflatten(found, spec)
 
     def _replace(
@@ -224,20 +234,14 @@ def _is_torchs(node: fx.Node) -> bool:
     return isinstance(target, types.BuiltinFunctionType | compat.OpOverload)
 
 
-def _value_of(result: Any) -> Any:
-    """The fake tensor that the trace has for a part of a result, or the part itself."""
-    if not isinstance(result, torch.Tensor):
-        return result
-    return compat.proxy_node(compat.recorded_proxy(result)).meta["val"]
-
-
-def _set_producer(
-    made: Sequence[fx.Node], values: Sequence[Any], spec: pytree.TreeSpec
-) -> None:
-    """Gives the node whose elements these are the same values as they have."""
-    for each in made:
-        if pytree.tree_structure(each.meta.get("val")) == spec:
-            each.meta["val"] = pytree.tree_unflatten(values, spec)
+def _share_parts(results: Sequence[Any]) -> None:
+    """Gives the node whose elements the results are the same values as they have."""
+    nodes = [node_of(each) for each in results]
+    whole = whole_of(nodes)
+    if whole is not None:
+        values = [each.meta["val"] for each in nodes if each is not None]
+        spec = pytree.tree_structure(whole.meta["val"])
+        whole.meta["val"] = pytree.tree_unflatten(values, spec)
 
 
 @compat.without_torch_function

@@ -70,7 +70,7 @@ class CompiledEntry:
         Args:
             leave: told of methods of modules that are left to Python.
             hooked: modules may get hooks, and lose them.  Dynamo guards against that
-                slowly: a third of all its guards are about hooks.
+                slowly, with several guards for each module.
         """
         fresh = types.FunctionType(
             entry.__code__.replace(co_name=entry.__code__.co_name),

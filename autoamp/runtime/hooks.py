@@ -1,10 +1,10 @@
 """Whether the modules of a model have hooks that its graphs know nothing of.
 
-Dynamo can guard that no module has a hook, at a third of all its guards.  Instead a
-model's modules are looked through where anybody has registered a hook on anything since
-the last call; Dynamo guards their hooks once there are any.  A hook that was registered
-before that call, on a module that has come into the model since, is not met where one
-of the same class was there before.
+Dynamo can guard that no module has a hook, with several guards for each module.
+Instead, a model's modules are looked through where anybody has registered a hook on
+anything since the last call; Dynamo guards their hooks once there are any.  A hook that
+was registered before that call, on a module that has come into the model since, is not
+met where a module of the same class was there before.
 """
 
 from __future__ import annotations

@@ -83,12 +83,14 @@ def gather(
 def _concerns(
     run: GraphRun, held: Mapping[int, torch.Tensor], met: Collection[ModelScaling]
 ) -> bool:
+    """Whether a run filled, or may have filled, gradients of the tensors `held`."""
     if run.scaling in met:
         return run.may_touch(held) and not run.is_of_nobody
     return run.touches(held)
 
 
 def _may_concern(run: GraphRun, met: Collection[ModelScaling]) -> bool:
+    """Whether what a run passed on may be in the gradients of any tensor now."""
     return run.scaling in met or run.origin.graph() is not None
 
 

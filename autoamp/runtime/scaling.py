@@ -329,7 +329,7 @@ class GraphRun:
     def touches(self, held: Mapping[int, torch.Tensor]) -> bool:
         """Whether its backward filled the gradient of one of the tensors `held`.
 
-        Not once it is orphaned.  The tensors are given by their `id`.
+        The tensors are given by their `id`, and lie where they lay in that backward.
         """
         return self.leaves.are_among(held)
 
