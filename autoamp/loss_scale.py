@@ -408,6 +408,10 @@ class NoLossScale(LossScale):
         super().__init__(1.0)
 
 
+LOSS_SCALES = ("auto", "dynamic", "off")
+"""Names of loss scales; a number or a `LossScale` may be given as well."""
+
+
 def resolve_loss_scale(given: Any, low: torch.dtype) -> LossScale:
     """The loss scale `convert(loss_scale=given)` means for compute dtype `low`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from typing import Any
 
 import torch
@@ -299,6 +300,12 @@ def only_moves(target: OpOverload, *, once: bool) -> bool:
 def is_view(target: OpOverload) -> bool:
     """Whether an output may share storage with an argument that is not written."""
     return bool(aliasing_arguments(target)) and not mutates(target)
+
+
+@functools.cache
+def lays_out_anew(name: str) -> bool:
+    """Whether ATen op `name` changes its operand's shape or memory, as `t_` does."""
+    return any(torch.Tag.inplace_view in op.tags for op in overloads(f"aten::{name}"))
 
 
 def is_random(target: OpOverload) -> bool:

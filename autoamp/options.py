@@ -11,7 +11,7 @@ import torch
 
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
 from autoamp.errors import OptionError, RulesError
-from autoamp.loss_scale import resolve_loss_scale
+from autoamp.loss_scale import LOSS_SCALES, resolve_loss_scale
 from autoamp.rules import Rules
 from autoamp.rules.files import COMPLETE, TENSORFLOW
 
@@ -67,8 +67,8 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)
-        # An unusable one is so for any dtype; for bf16 "auto" needs no tensors.
-        resolve_loss_scale(self.loss_scale, torch.bfloat16)
+        if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
+            resolve_loss_scale(self.loss_scale, torch.bfloat16)  # for any dtype alike
         self._check_rules()
 
     def _check_rules(self) -> None:

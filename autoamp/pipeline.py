@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
@@ -25,6 +26,14 @@ from autoamp.rewrite.emitted import Cast
 from autoamp.rewrite.verify import Verifier
 
 _T = TypeVar("_T")
+
+
+class Sums(NamedTuple):
+    """Of a rewritten graph: float ops that are low, all float ops, and casts."""
+
+    low: int
+    ops: int
+    casts: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,14 @@ class Rewritten:
     seconds: dict[str, float]
     given_up: Mapping[str, str] = field(default_factory=dict)
     bodies: tuple[Rewritten, ...] = ()
+
+    @functools.cached_property  # thirty models that run one graph each ask
+    def sums(self) -> Sums:
+        """What it comes to, its bodies with it."""
+        every = [*self.with_bodies()]
+        decisions = [d for each in every for d in each.assignment.decisions.values()]
+        low = sum(decision.low for decision in decisions)
+        return Sums(low, len(decisions), sum(len(each.casts) for each in every))
 
     def with_bodies(self) -> Iterator[Rewritten]:
         """This and the bodies in it, in those as well."""

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from autoamp.analyse import normalise as passes
 from autoamp.analyse.normalise import Normalised, normalise
 from autoamp.analyse.settled import spellings_of
+from autoamp.analyse.spelling import Spellings
 from tests.models import CASES, Case
 
 pytestmark = [
@@ -55,8 +56,6 @@ def both(
 
 
 def _counting(patch: pytest.MonkeyPatch) -> list[str]:
-    from autoamp.analyse.spelling import Spellings
-
     repeats: list[str] = []
     inner = Spellings.repeated
 
@@ -134,9 +133,18 @@ class Stack(nn.Module):
         return x
 
 
-def test_layers_alike_are_traced_once() -> None:
-    few, many = (assert_equal(Stack(n), torch.randn(2, 5, 16)) for n in (2, 6))
-    assert many > 4 * few > 0
+def test_layers_need_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[fx.Node] = []
+    inner = Spellings.adopt
+
+    def adopt(self: Spellings, call: Any, node: fx.Node, *of: Any) -> Any:
+        traced.append(node)
+        return inner(self, call, node, *of)
+
+    monkeypatch.setattr(Spellings, "adopt", adopt)
+    assert assert_equal(Stack(), torch.randn(2, 5, 16)) > 70
+    functions = {str(node.target).split()[1] for node in traced}
+    assert functions == {"multi_head_attention_forward"}  # which calls many ops
 
 
 def signs_of_zero(x: Tensor) -> Tensor:
@@ -225,6 +233,27 @@ def moved(x: Tensor) -> Tensor:
     return before + y.view(-1)
 
 
+def laid_out_anew(x: Tensor) -> Tensor:
+    a, b, c = torch.relu(x), torch.relu(x * 2), torch.relu(x * 3)
+    b.t_()
+    c.unsqueeze_(0)
+    return a + torch.relu(b).t() + torch.relu(c)[0] + c.transpose_(0, 1)[:, 0]
+
+
+def many_shapes(x: Tensor) -> Tensor:
+    shapes = [x, x.t(), x[:2], x[:, ::2], x[:0], x[:, :1].expand(4, 8)]
+    parts = [torch.relu(each) * 2.0 + each for each in shapes]
+    parts = [functional.dropout(each, 0.5, training=True) for each in parts]
+    parts = [torch.max(each.softmax(-1), 1).values.cumsum(0) for each in parts]
+    return torch.cat([each + each[:1] for each in parts])
+
+
+def made_from_nothing(x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = x + torch.arange(8) + torch.ones(4, 1) + torch.full((8,), 2.0)
+    return x
+
+
 def random(x: Tensor) -> Tensor:
     return torch.rand_like(x) + functional.dropout(x) + torch.rand_like(x)
 
@@ -242,6 +271,9 @@ PROGRAMS = (
     other_dtypes,
     recomputed,
     moved,
+    laid_out_anew,
+    many_shapes,
+    made_from_nothing,
     random,
 )
 

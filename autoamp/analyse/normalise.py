@@ -244,6 +244,7 @@ class _Lowering(fx.Interpreter):
         known = self.spellings
         call = known.call(n, self.env) if known is not None else None
         if known is not None and call is not None:
+            known.learn(call, n, functools.partial(self._called, n))
             repeated = known.repeated(call, n)
             if repeated is not None:
                 return repeated
@@ -261,8 +262,15 @@ class _Lowering(fx.Interpreter):
             result = _keep_identities_apart(result, before)
             if known is not None and call is not None:
                 made = compat.recorded_since(mark)
-                result = known.learn(call, n, made, result)
+                result = known.adopt(call, n, made, result)
             return result
+
+    def _called(self, n: fx.Node) -> Any:
+        """The call of a node, of torch's functions and methods alone."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if isinstance(n.target, str):
+            return super().call_method(n.target, args, kwargs)
+        return super().call_function(n.target, args, kwargs)
 
     def _untraced(self, n: fx.Node, args: Any, kwargs: Any, error: Exception) -> Any:
         """A call that cannot be traced to ATen: one node, run as the user wrote it."""

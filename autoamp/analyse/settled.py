@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.analyse.control_flow import CONTROL_FLOW
 from autoamp.analyse.spelling import Spellings, description
+from autoamp.ops import lays_out_anew
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -19,9 +20,8 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 def spellings_of(gm: fx.GraphModule, given: Sequence[Any]) -> Spellings | None:
     """For a graph that Dynamo captured with inputs such as `given`; None for another.
 
-    Nor for one with symbolic sizes or loops, or one that gives a tensor other memory:
-    Dynamo's tensors are as they are at the end of the graph.  (A tensor whose shape has
-    changed since a call is told by that shape, and the call is traced.)
+    Nor for one with symbolic sizes or loops, or one that gives a tensor another shape
+    or other memory: Dynamo's tensors are as they are at the end of the graph.
     """
     nodes = gm.graph.nodes
     inputs = [n.meta.get("example_value") for n in nodes if n.op == "placeholder"]
@@ -40,7 +40,7 @@ def _is_beyond_us(node: fx.Node) -> bool:
     values = pytree.tree_leaves(node.meta.get("example_value"))
     sizes = [s for v in values for s in (v.shape if torch.is_tensor(v) else (v,))]
     symbolic = any(isinstance(size, _SYMBOLIC) for size in sizes)
-    return symbolic or node.target in CONTROL_FLOW or _sets_memory(node)
+    return symbolic or node.target in CONTROL_FLOW or _lays_out_anew(node)
 
 
 def _is_like(value: torch.Tensor, given: Any) -> bool:
@@ -50,7 +50,7 @@ def _is_like(value: torch.Tensor, given: Any) -> bool:
     return description(given) == description(value)
 
 
-def _sets_memory(node: fx.Node) -> bool:
-    """Whether a call gives a tensor the memory of another, which no shape tells."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return name.partition(".")[0] == "set_"
+def _lays_out_anew(node: fx.Node) -> bool:
+    """Whether a call changes the shape, the strides or the memory of its operand."""
+    name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+    return name.endswith("_") and lays_out_anew(name)

@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.ops import aliasing_arguments, is_inplace, mutates
+from autoamp.ops import aliasing_arguments, is_inplace, is_view, mutates, overloads
+
+_ONE_OP = frozenset(
+    {
+        functional.batch_norm,
+        functional.dropout,
+        functional.group_norm,
+        functional.layer_norm,
+        functional.log_softmax,
+        functional.relu,
+        functional.silu,
+        functional.softmax,
+    }
+)
+"""Functions written in Python that call one op, chosen by no shape."""
+
+
+@functools.cache
+def spelled_whatever_the_shapes(target: Any) -> bool:
+    """Whether calls of `target` come to the same op for operands of any shape.
+
+    Of what torch implements in C the argument parser chooses the op, by types alone.
+    Left out are views, which may be their operand as it is or a copy of it, and
+    indexing, which comes to an op for each index.
+    """
+    if isinstance(target, compat.OpOverload):
+        return not is_view(target)
+    if isinstance(target, str):
+        name, method = target, getattr(torch.Tensor, target, None)
+        if not isinstance(method, types.MethodDescriptorType):
+            return False
+    elif isinstance(target, types.BuiltinFunctionType):
+        name = target.__name__
+        if target.__module__ == operator.add.__module__:
+            return not name.endswith("item")
+    else:
+        return target in _ONE_OP
+    found = overloads(f"aten::{name}")
+    return bool(found) and not any(map(is_view, found))
 
 
 class Place(NamedTuple):
@@ -60,76 +101,53 @@ def recorded(spelling: Spelling, call: Call, like: fx.Node) -> fx.Node:
     return compat.record_op(spelling.target, args, kwargs, like)
 
 
-def spelling_of(
-    call: Call, made: Sequence[fx.Node], result: Any, example: Any
-) -> Spelling | None:
-    """How a call is spelled that was traced to the nodes `made`; None if not simply.
+def spelling_of(call: Call, heard: compat.Heard, result: Any) -> Spelling | None:
+    """How a call is spelled that comes to the op `heard`; None if not simply.
 
-    Simply: one op at most, of the operands of the call, whose results are those of the
-    call.
+    Simply: the op reads operands of the call and nothing else, and writes to one at
+    most, which is its result.
 
     Args:
-        example: what Dynamo has for the result.
+        result: that of the call, which Dynamo has for it.
     """
-    if not made:
-        return _nothing_done(call, result, example)
-    node, *elements = made
-    target = node.target
-    if not isinstance(target, compat.OpOverload):
-        return None
+    target, args, kwargs = heard
+    same = [i for i, operand in enumerate(call.operands) if operand is result]
     parts = None
-    same: list[int] = []
     if isinstance(result, list | tuple):
-        parts = _parts(node, elements, result)
-        if parts is None or mutates(target):
+        parts = _parts(target, result)
+        if parts is None or target is None or mutates(target):
             return None
-    elif elements or node_of(result) is not node:
-        return None
-    else:
-        same = [i for i, operand in enumerate(call.operands) if operand is example]
-        if is_inplace(target):
-            if not (same and result is example):
-                return None
-        elif mutates(target) and (same or aliasing_arguments(target)):
+    elif target is not None and is_inplace(target):
+        if not same:
             return None
-    places = {each: Place(i) for i, each in enumerate(call.nodes)}
-    if not places.keys() >= set(node.all_input_nodes):
+    elif target is not None and mutates(target) and _may_give(target, same):
         return None
-    args, kwargs = _mapped(
-        (node.args, node.kwargs),
-        lambda v: places[v] if isinstance(v, fx.Node) else v,
-    )
+    places = {id(each): Place(i) for i, each in enumerate(call.operands)}
+    try:
+        args, kwargs = _mapped(
+            (args, kwargs),
+            lambda v: places[id(v)] if isinstance(v, torch.Tensor) else v,
+        )
+    except KeyError:  # a tensor the model holds besides
+        return None
     return Spelling(target, args, kwargs, same[0] if same else None, parts)
 
 
-def _nothing_done(call: Call, result: Any, example: Any) -> Spelling | None:
-    """The spelling of a call that gives one of its operands, which Dynamo has too."""
-    for place, operand in enumerate(call.operands):
-        if result is operand and result is example:
-            return Spelling(None, (), {}, place)
-    return None
+def _may_give(target: compat.OpOverload, same: Sequence[int]) -> bool:
+    """Whether the result of an op is, or shares memory with, an operand."""
+    return bool(same) or bool(aliasing_arguments(target))
 
 
 def _parts(
-    node: fx.Node, elements: Sequence[fx.Node], results: Sequence[Any]
+    target: compat.OpOverload | None, results: Sequence[Any]
 ) -> pytree.TreeSpec | None:
-    """How `results` lie in the value of `node`, of whose `elements` they are all."""
-    if [node_of(result) for result in results] != elements or not elements:
+    """How `results` lie in the value of an op; None if they are no tensors."""
+    if target is None or not results:
         return None
-    if whole_of(elements) is not node:
+    if not all(isinstance(result, torch.Tensor) for result in results):
         return None
-    return pytree.tree_structure(node.meta["val"])
-
-
-def whole_of(parts: Sequence[fx.Node | None]) -> fx.Node | None:
-    """The node of which `parts` are all the elements, in order; None if of none."""
-    first = parts[0] if parts else None
-    whole: Any = first.args[0] if first is not None and first.args else None
-    wanted = [(operator.getitem, (whole, place)) for place in range(len(parts))]
-    if [part and (part.target, part.args) for part in parts] != wanted:
-        return None
-    values = pytree.tree_leaves(whole.meta.get("val"))
-    return whole if len(values) == len(parts) else None
+    several = len(target._schema.returns) > 1
+    return pytree.tree_structure((tuple if several else list)(results))
 
 
 def node_of(result: Any) -> fx.Node | None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -22,10 +23,25 @@ from autoamp.analyse.spelled import (
     Spelling,
     node_of,
     recorded,
+    spelled_whatever_the_shapes,
     spelling_of,
-    whole_of,
 )
 from autoamp.ops import mutates
+
+
+@dataclass
+class _Arguments:
+    """Those of a call, as it is met.
+
+    Attributes:
+        env: the values of nodes.
+        any_shape: the shapes of the tensors among them make no difference.
+        tensors: those among them, by their ids, in order.
+    """
+
+    env: Mapping[fx.Node, Any]
+    any_shape: bool
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Spellings:
@@ -41,21 +57,21 @@ class Spellings:
         self.inputs = tuple(inputs)
         self._known: dict[Hashable, Spelling | None] = {}
         self._dynamos = {id(value) for value in inputs}
-        self._described: dict[int, Hashable] = {}
+        self._described: dict[tuple[int, bool], Hashable] = {}
 
     @compat.without_torch_function
     def call(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Call | None:
         """The call of a node; None where nobody can tell what it is like."""
         if node.op != "call_method" and not _is_torchs(node):
             return None
-        found: dict[int, torch.Tensor] = {}
+        given = _Arguments(env, spelled_whatever_the_shapes(node.target))
         try:
-            shape = self._frozen((node.args, node.kwargs), env, found)
-            key = node.target, shape, torch.is_grad_enabled(), compat.any_autocast()
+            frozen = self._frozen((node.args, node.kwargs), given)
+            key = node.target, frozen, torch.is_grad_enabled(), compat.any_autocast()
             hash(key)
         except TypeError:
             return None
-        operands = [*found.values()]
+        operands = [*given.tensors.values()]
         proxies: list[Any] = [compat.recorded_proxy(value) for value in operands]
         if any(proxy is None for proxy in proxies):
             return None
@@ -108,18 +124,30 @@ class Spellings:
         whole.meta["val"] = pytree.tree_unflatten(values, parts)
         return results
 
-    def learn(
+    @compat.without_torch_function
+    def learn(self, call: Call, node: fx.Node, make: Callable[[], Any]) -> None:
+        """Finds out how calls like a new one are spelled.
+
+        Args:
+            make: makes the call, which nothing but torch's dispatcher comes to hear of.
+        """
+        if call.key in self._known:
+            return
+        example = node.meta.get("example_value")
+        heard = None
+        if all(map(self._is_dynamos, _listed(example))):
+            heard = compat.op_heard(make, example)
+        self._known[call.key] = heard and spelling_of(call, heard, example)
+
+    def adopt(
         self, call: Call, node: fx.Node, made: Sequence[fx.Node], result: Any
     ) -> Any:
-        """Keeps how a call that was just traced is spelled; gives its result.
+        """Gives what Dynamo has for the result of a call that was traced, if it fits.
 
         Args:
             made: the nodes of the trace it was traced to.
             result: of the call.
         """
-        if call.key not in self._known:
-            example = node.meta.get("example_value")
-            self._known[call.key] = spelling_of(call, made, result, example)
         ours, spec = pytree.tree_flatten(result)
         theirs, like = pytree.tree_flatten(node.meta.get("example_value"))
         if spec != like:
@@ -138,8 +166,7 @@ class Spellings:
         by_own = {id(own): other for own, other in replaced}
         found = [by_own.get(id(own), own) for own in ours]
         self._dynamos.update(id(v) for v in found if isinstance(v, torch.Tensor))
-        if isinstance(result, list | tuple) and made:
-            _share_parts(found)
+        _share_parts(found)
         return pytree.tree_unflatten(found, spec)
 
     def _replace(
@@ -187,41 +214,45 @@ class Spellings:
     def _is_dynamos(self, value: Any) -> bool:
         return compat.is_plain_fake(value) and value.fake_mode is self.mode
 
-    def _frozen(
-        self, value: Any, env: Mapping[fx.Node, Any], found: dict[int, torch.Tensor]
-    ) -> Hashable:
-        """Arguments of a call, to be compared; its tensors are added to `found`.
+    def _frozen(self, value: Any, of: _Arguments) -> Hashable:
+        """Arguments of a call, to be compared; its tensors are added to those of `of`.
 
         Raises:
             TypeError: they cannot be.
         """
         if isinstance(value, fx.Node):
-            value = env[value]
+            value = of.env[value]
         if isinstance(value, torch.Tensor):
             if id(value) not in self._dynamos:
                 raise TypeError
-            found.setdefault(id(value), value)
-            place = [*found].index(id(value))
-            return Place(place), self._described_as(value)
+            of.tensors.setdefault(id(value), value)
+            place = [*of.tensors].index(id(value))
+            return Place(place), self._described_as(value, of.any_shape)
         if isinstance(value, list | tuple):
-            return type(value), tuple(self._frozen(v, env, found) for v in value)
+            return type(value), tuple(self._frozen(v, of) for v in value)
         if isinstance(value, dict):
-            items = ((k, self._frozen(v, env, found)) for k, v in value.items())
+            items = ((k, self._frozen(v, of)) for k, v in value.items())
             return type(value), tuple(items)
         if isinstance(value, slice):
             parts = (value.start, value.stop, value.step)
-            return slice, tuple(self._frozen(v, env, found) for v in parts)
+            return slice, tuple(self._frozen(v, of) for v in parts)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise TypeError
         # 0.0 and -0.0 are equal, and not the same.
         kept: Hashable = repr(value) if isinstance(value, float | complex) else value
         return type(value), kept
 
-    def _described_as(self, value: torch.Tensor) -> Hashable:
-        known = self._described.get(id(value))
+    def _described_as(self, value: torch.Tensor, any_shape: bool) -> Hashable:
+        key = id(value), any_shape
+        known = self._described.get(key)
         if known is None:
-            known = self._described[id(value)] = description(value)
+            known = kind(value) if any_shape else description(value)
+            self._described[key] = known
         return known
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _is_torchs(node: fx.Node) -> bool:
@@ -235,23 +266,29 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 def _share_parts(results: Sequence[Any]) -> None:
-    """Gives the node whose elements the results are the same values as they have."""
-    nodes = [node_of(each) for each in results]
-    whole = whole_of(nodes)
-    if whole is not None:
-        values = [each.meta["val"] for each in nodes if each is not None]
-        spec = pytree.tree_structure(whole.meta["val"])
-        whole.meta["val"] = pytree.tree_unflatten(values, spec)
+    """Gives nodes of which the results are elements the same values for them."""
+    for result in results:
+        node = node_of(result)
+        while node is not None and node.target is operator.getitem:
+            whole, place = cast(tuple[fx.Node, int], node.args)
+            values = [*whole.meta["val"]]
+            values[place] = node.meta["val"]
+            whole.meta["val"] = type(whole.meta["val"])(values)
+            node = whole
 
 
 @compat.without_torch_function
 def description(value: torch.Tensor) -> Hashable:
     """All that the spelling of a call can depend on."""
+    return kind(value), value.shape, value.stride(), value.storage_offset()
+
+
+@compat.without_torch_function
+def kind(value: torch.Tensor) -> Hashable:
+    """That of it which is no matter of shape."""
     return (
         isinstance(value, torch.nn.Parameter),
-        value.shape,
-        value.stride(),
-        value.storage_offset(),
+        value.dim(),
         value.dtype,
         value.device,
         value.requires_grad,

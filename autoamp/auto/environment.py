@@ -12,7 +12,7 @@ from typing import Any
 
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
-from autoamp.loss_scale import StaticLossScale
+from autoamp.loss_scale import LOSS_SCALES, StaticLossScale
 from autoamp.ops import parse_op_name
 from autoamp.options import BACKENDS, PLACEMENTS, WEIGHT_COPIES, Options
 from autoamp.plain import plain_line
@@ -118,7 +118,7 @@ def _rules(value: str, *_: Any) -> dict[str, Any]:
 
 def _loss_scale(value: str, *_: Any) -> dict[str, Any]:
     word = value.lower()
-    if word in ("auto", "dynamic", "off"):
+    if word in LOSS_SCALES:
         return {"loss_scale": word}
     try:
         scale = float(word)

@@ -54,6 +54,7 @@ from autoamp.compat.hooks import (
     hooks_everywhere,
     hooks_of_others,
 )
+from autoamp.compat.listening import Heard, op_heard
 from autoamp.compat.names import (
     CHECKPOINT,
     COND,
@@ -144,6 +145,7 @@ __all__ = [
     "CompiledEntry",
     "FakeTensor",
     "FakeTensorMode",
+    "Heard",
     "HigherOrderOperator",
     "Memory",
     "OpOverload",
@@ -195,6 +197,7 @@ __all__ = [
     "never_a_graph_by_itself",
     "never_captured",
     "new_fake_mode",
+    "op_heard",
     "optimizers_and_scalers",
     "other_tracing",
     "outside_trace",

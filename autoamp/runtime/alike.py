@@ -58,7 +58,6 @@ def likeness(
             tuple(_argument(v) for v in pytree.tree_leaves((args, kwargs))),
             tuple(kwargs),
         )
-        hash(kept)
     except (_Unlike, RuntimeError, TypeError, ValueError):
         return None
     return kept
@@ -84,8 +83,12 @@ def _of_module(
 
 def _held(value: Any) -> Hashable:
     """What a module holds besides parameters, buffers and children."""
+    if value is None or type(value) in _PLAIN:
+        return value  # type: ignore[no-any-return]
     if not isinstance(value, list | tuple | dict):
         return _value(value)
+    if type(value) is tuple and all(type(each) in _PLAIN for each in value):
+        return value
     # A generator stops at the limit: a vocabulary has a million entries.
     leaves = [*itertools.islice(pytree.tree_iter(value), _MOST + 1)]
     if len(leaves) > _MOST:

@@ -141,10 +141,9 @@ class Engine:
         """One line, after the first call that captured anything."""
         if self.tally.announced:
             return
-        graphs = [g.rewritten for g in self.graphs if g.rewritten is not None]
-        done = [each for graph in graphs for each in graph.with_bodies()]
-        decisions = [d for r in done for d in r.assignment.decisions.values()]
-        if not decisions:  # the pass failed, which has been said, or there is nothing
+        sums = [g.rewritten.sums for g in self.graphs if g.rewritten is not None]
+        # The pass failed, which has been said, or there is nothing.
+        if not any(each.ops for each in sums):
             return
         self.tally.announced = True
         scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"
@@ -152,8 +151,8 @@ class Engine:
             logger,
             logging.INFO,
             f"autoamp: {self.label} is converted to {short_name(self.low)}: "
-            f"{sum(d.low for d in decisions)} of {len(decisions)} float ops low, "
-            f"{sum(len(r.casts) for r in done)} casts, loss scale "
+            f"{sum(each.low for each in sums)} of {sum(each.ops for each in sums)} "
+            f"float ops low, {sum(each.casts for each in sums)} casts, loss scale "
             + (f"{scale:g}" if isinstance(scale, float) else scale),
         )
 
@@ -339,18 +338,15 @@ class Engine:
         """Keeps what is low in a graph new to this model, and where nothing is, why."""
         rewritten, why = captured.rewritten, captured.problem
         if rewritten is not None:
-            every = [
-                d
-                for r in rewritten.with_bodies()
-                for d in r.assignment.decisions.values()
-            ]
-            if any(d.low for d in every):
+            low, every, _ = rewritten.sums
+            if low:
                 self.tally.lowers = True
             elif every:
-                why = f"all of its {len(every)} float ops stay fp32"
+                why = f"all of its {every} float ops stay fp32"
             else:
                 why = "it has no float op"
-            self._log(rewritten)
+            if logger.isEnabledFor(logging.DEBUG):
+                self._log(rewritten)
         if why:
             self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", why))
 
