@@ -90,6 +90,7 @@ from autoamp.compat.record import (
     without_torch_function,
 )
 from autoamp.compat.recurrent import PACKED, is_packed, packed_result
+from autoamp.compat.stack import with_room
 from autoamp.compat.tensors import (
     Memory,
     copy_all,
@@ -233,5 +234,6 @@ __all__ = [
     "version_kept",
     "watch_memory",
     "with_parameters",
+    "with_room",
     "without_torch_function",
 ]

@@ -225,8 +225,11 @@ class CompiledCall:
             return self._run(model, args, kwargs)
         with self._lock:
             program = self._program or self._joined(model, args, kwargs)
-            with self._signs_of_life(mode in program.seen):
+            if mode in program.seen:
                 result = self._run(model, args, kwargs)
+            else:
+                with signs_of_life(self.engine.tell_progress):
+                    result = compat.with_room(self._run, model, args, kwargs)
             program.seen.add(mode)
             program.tell(self.engine)
             self.engine.announce()
@@ -240,12 +243,6 @@ class CompiledCall:
                 self._seen.clear()
                 if self._program is not None:
                     self._compile()
-
-    def _signs_of_life(self, captured: bool) -> contextlib.AbstractContextManager[None]:
-        """While a call may take long; one that was captured before does not."""
-        if captured:
-            return contextlib.nullcontext()
-        return signs_of_life(self.engine.tell_progress)
 
     def _run(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
