@@ -467,7 +467,7 @@ def test_follows_fp32_and_is_active(script: type[Script], precision: str) -> Non
         # backward, and the next ones carry that on.
         assert found == pytest.approx(wanted, rel=4 * STEPS * EPS[precision])
     products = {
-        (place, row.module, row.source, row.is_low)
+        (place, row.op, row.module, row.source, row.is_low)
         for place, model in enumerate(converted)
         for row in autoamp.report(model).ops
         if row.op.removeprefix("aten::").partition(".")[0] in _PRODUCTS

@@ -36,16 +36,23 @@ def told(results: Any) -> list[Any]:
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_results_are_those_of_torchs_own_kernels(
     name: str, depth: int, bidirectional: bool, batch_first: bool
 ) -> None:
     kind, more = LAYERS[name]
     shape = {"batch_first": batch_first, "bidirectional": bidirectional}
     for dtype in (torch.float32, torch.float16):
-        with FakeTensorMode(), enable_python_dispatcher():
+
+        def made() -> tuple[nn.Module, Tensor]:
             layer = kind(5, 4, depth, **shape, **more, dtype=dtype)
-            x = torch.randn(2, 3, 5, dtype=dtype)
-            expected = told(layer(x))
+            return layer, torch.randn(2, 3, 5, dtype=dtype)
+
+        # Of the kernels that run: some of those for fake tensors are wrong.
+        layer, x = made()
+        expected = told(layer(x))
+        with FakeTensorMode(), enable_python_dispatcher():
+            layer, x = made()
             with recurrent_results():
                 assert told(layer(x)) == expected
             with recurrent_results(), torch.no_grad():
