@@ -29,6 +29,9 @@ DeepSpeed: where a script scales its loss by hand, ours goes below.)"""
 LOOKS = 5
 """Steps in which a scale that climbs is told how large the gradients are."""
 
+LATER = 200
+"""Steps from look to look of one that has climbed: gradients shrink as models learn."""
+
 _MOST = 12
 """Doublings of one climb: what a small scale has rounded to 0 is seen at the next."""
 
@@ -91,7 +94,7 @@ class LossScale:
 
     @property
     def looks(self) -> bool:
-        """Whether `look` is to be called after the next `update`."""
+        """Whether `look` is to be called after the next `update`; asked before that."""
         return False
 
     def look(
@@ -163,7 +166,7 @@ class LossScale:
                 f"the state was saved by {state['kind']!r}, and this run uses {kind}; "
                 "convert with the same loss_scale, or drop the field from the state"
             )
-        wanted, got = set(self.state_dict()) - {_LEFT, _SEEN}, set(state)
+        wanted, got = set(self.state_dict()) - set(_CLIMB), set(state)
         problems = (
             [f"missing {', '.join(sorted(wanted - got))}"] if wanted - got else []
         )
@@ -187,8 +190,9 @@ class DynamicLossScale(LossScale):
     One that climbs is sought besides: from the second step on it is doubled as often as
     leaves room for 16 times the largest fp16 gradient seen so far, in the fifth for 1.8
     times.  An overflow before that lowers it to 1/256, but not below 1, for the next
-    step to climb from.  Where gradients cannot be seen (a compiler's graphs, loops,
-    bf16) it moves as any other.
+    step to climb from.  Then it is told again every 200 steps and climbs after gradients
+    that shrink, until something overflows: from then on, and where gradients cannot be
+    seen (a compiler's graphs, loops, bf16), it moves as any other.
 
     Args:
         init_scale: the scale to begin with.
@@ -237,7 +241,9 @@ class DynamicLossScale(LossScale):
         self._tracker = _scalar(0, torch.int32)
         self._patience = _scalar(hysteresis, torch.int32)
         by_default = init_scale == INIT_SCALE and hysteresis == 1
-        self._looks = LOOKS if (by_default if climbs is None else climbs) else 0
+        self._climbs = by_default if climbs is None else climbs
+        self._looks = LOOKS if self._climbs else 0
+        self._until = LATER
         self._largest = _scalar(0.0)
 
     def _configure(self, values: Mapping[str, Any]) -> None:
@@ -290,16 +296,22 @@ class DynamicLossScale(LossScale):
             self._patience = torch.where(moved, self.hysteresis, patience)
         self._scale, self._tracker = scale, tracker
         self._given.clear()
+        if self._climbs and not self._looks:
+            self._until = max(self._until - 1, 0)
+            self._largest = torch.where(found != 0, torch.inf, self._largest.to(device))
 
     @property
     def looks(self) -> bool:
-        """Whether it is still climbing."""
-        return self._looks > 0
+        """Whether it is still climbing, or due to see whether it may climb again."""
+        return self._climbs and (self._looks > 0 or not self._until)
 
     def look(
         self, largest: torch.Tensor | None, found_inf: bool | torch.Tensor
     ) -> None:
         """Moves the scale by how large gradients are; see the base class."""
+        if not self._looks:
+            self._look_again(largest)
+            return
         first, known = self._looks == LOOKS, isinstance(found_inf, bool)
         # An overflow has shown nothing: at least one look is to follow.
         self._looks = max(self._looks - 1, int(found_inf is True))
@@ -315,6 +327,25 @@ class DynamicLossScale(LossScale):
         room = room.clamp(0, 0 if first else _MOST)  # one batch is no measure
         high = torch.ldexp(scale, torch.where(seen > 0, room, 0))
         self._scale = torch.where(found, low, high)
+        self._given.clear()
+
+    def _look_again(self, largest: torch.Tensor | None) -> None:
+        """A look after the climb, at one step of many: it halves what was seen before.
+
+        So it takes several such looks until the scale follows gradients that shrink.
+        After an overflow the largest seen is infinite, and stays so.
+        """
+        self._until = LATER
+        if largest is None:
+            return
+        device = largest.device
+        scale, before = self._scale.to(device), self._largest.to(device)
+        seen = largest.nan_to_num(torch.inf, torch.inf).maximum(before / 2)
+        room = (_FP16_LARGEST / _ROOM / (seen * scale)).log2().floor().clamp(0, _MOST)
+        room = torch.where(seen > 0, room, 0)
+        self._largest = seen
+        self._scale = torch.ldexp(scale, room)
+        self._tracker = torch.where(room > 0, 0, self._tracker.to(device))
         self._given.clear()
 
     def heed(self, other: LossScale) -> None:
@@ -353,17 +384,19 @@ class DynamicLossScale(LossScale):
             "growth_tracker": self.growth_tracker,
             "hysteresis_left": int(self._patience),
         }
-        if self._looks and not _untouched(state):  # in the midst of it
-            return state | {_LEFT: self._looks, _SEEN: float(self._largest)}
-        return state
+        if not self._climbs or _untouched(state):
+            return state
+        seen = float(self._largest)
+        return state | {_LEFT: self._looks, _SEEN: seen, _UNTIL: self._until}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises LossScaleError where `load_state_dict(state)` would."""
         if isinstance(state, Mapping) and {_LEFT, _SEEN} <= set(state):
             _count(_LEFT, state[_LEFT])
+            _count(_UNTIL, state.get(_UNTIL, LATER))
             if not (isinstance(state[_SEEN], float) and state[_SEEN] >= 0):
                 raise LossScaleError(f"{_SEEN}={state[_SEEN]!r} is no magnitude")
-            state = {k: v for k, v in state.items() if k not in (_LEFT, _SEEN)}
+            state = {k: v for k, v in state.items() if k not in _CLIMB}
         super().check(state)
         DynamicLossScale(**{name: state[name] for name in self._config})
         # A tracker beyond the interval would never meet it: no growth any more.
@@ -382,7 +415,9 @@ class DynamicLossScale(LossScale):
         self._configure(state)
         self._tracker = _scalar(state["growth_tracker"], torch.int32)
         self._patience = _scalar(state["hysteresis_left"], torch.int32)
+        self._climbs = _LEFT in state or (self._climbs and mine)
         self._looks = state.get(_LEFT, self._looks if mine else 0)
+        self._until = state.get(_UNTIL, LATER)
         self._largest = _scalar(state.get(_SEEN, 0.0))
 
 
@@ -462,7 +497,8 @@ def _count(name: str, value: Any, least: int = 0) -> None:
         )
 
 
-_LEFT, _SEEN = "looks_left", "largest_gradient"
+_CLIMB = _LEFT, _SEEN, _UNTIL = "looks_left", "largest_gradient", "steps_until_look"
+"""Fields of a state that only a scale which climbs has."""
 _FP16_LARGEST = torch.finfo(torch.float16).max
 _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import DynamicLossScale
-from autoamp.loss_scale import INIT_SCALE, LOOKS
+from autoamp.loss_scale import INIT_SCALE, LATER, LOOKS
 from autoamp.runtime.scaling import BACKWARDS, ScaleDomain
 from tests.steps import FP16, scaling_of
 
@@ -158,13 +158,16 @@ def test_gradients_are_the_same_watched_or_not() -> None:
         assert torch.equal(watched, other)
 
 
-def test_only_the_first_steps_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_steps_are_watched_and_few_of_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = Run("mlp", 1.0)
     seen = []
-    for _ in range(8):
+    for _ in range(LOOKS + 2 * LATER + 2):
         run.step()
         seen.append(BACKWARDS.runs[-1].seen is not None)
-    assert seen == [True] * LOOKS + [False] * 3
+    pause = [False] * LATER
+    assert seen == [True] * LOOKS + pause + [True] + pause + [True]
 
 
 def test_models_that_come_to_share_a_scale_leave_room_for_both() -> None:
@@ -201,8 +204,9 @@ def told(scale: DynamicLossScale, magnitudes: list[float | None]) -> list[float]
     scales = []
     for magnitude in magnitudes:
         flag = torch.tensor([float(magnitude == math.inf)])
+        looks = scale.looks
         scale.update(flag)
-        if scale.looks:
+        if looks:
             largest = None if magnitude is None else torch.tensor(magnitude)
             scale.look(largest, magnitude == math.inf)
         scale.count_skipped(flag)
@@ -224,7 +228,7 @@ def told(scale: DynamicLossScale, magnitudes: list[float | None]) -> list[float]
         ([math.inf] * 4, [7, 0, -1, -2]),
         ([math.inf] * 4 + [2.0**9] * 2, [7, 0, -1, -2, 6, 6]),
         ([1.0] * 4 + [math.inf, 1.0, 1.0], [15] * 4 + [7, 15, 15]),
-        ([1.0] * 5 + [2.0**-9] * 3, [15] * 8),  # later it moves as any other
+        ([1.0] * 5 + [2.0**-9] * 3, [15] * 8),  # then it looks no more for a time
         ([1.0] * 5 + [math.inf], [15] * 5 + [14]),
     ],
 )
@@ -238,6 +242,53 @@ def test_tensors_given_are_not_written_to_by_a_climb() -> None:
     told(scale, [2.0**-9] * 3)
     assert [float(t) for t in given] == [2.0**15, 2.0**-15]
     assert [float(t) for t in scale.tensors(CPU)] == [2.0**20, 2.0**-20]
+
+
+def later_looks(magnitudes: list[float | None]) -> list[float]:
+    """The scales after a climb at gradients of 1 and each look that follows."""
+    given: list[float | None] = [1.0] * LOOKS
+    for each in magnitudes:
+        given += [None] * LATER
+        given.append(each)
+    return told(DynamicLossScale(), given)[LOOKS + LATER :: LATER + 1]
+
+
+@pytest.mark.parametrize(
+    ("later", "expected"),
+    [
+        ([1.0] * 3, [15] * 3),
+        # What was seen is forgotten by halves: room for 16 times 2**-4 at the fourth.
+        ([2.0**-20] * 6, [15, 15, 15, 15, 16, 17]),
+        ([2.0**-6] * 8, [15, 15, 15, 15, 16, 17, 17, 17]),
+        ([0.0] * 2, [15, 15]),
+        ([None] * 2, [15, 15]),
+        ([*[2.0**-20] * 5, 1.0, 2.0**-20], [15, 15, 15, 15, 16, 16, 16]),
+        ([*[2.0**-20] * 5, math.inf, 2.0**-20], [15, 15, 15, 15, 16, 15, 15]),
+    ],
+)
+def test_it_follows_gradients_that_shrink(
+    later: list[float | None], expected: list[float]
+) -> None:
+    assert later_looks(later) == expected
+
+
+def test_an_overflow_between_two_looks_ends_them() -> None:
+    quiet: list[float | None] = [2.0**-20] * LATER
+    climbing = [1.0] * LOOKS + [2.0**-20] * 5 * (LATER + 1)
+    scales = told(DynamicLossScale(), [*climbing, math.inf, *quiet, *quiet, None, None])
+    assert scales[LOOKS + 5 * (LATER + 1) - 1 :: LATER + 1] == [16, 15, 15]
+
+
+@pytest.mark.parametrize("at", [LOOKS + 3, LOOKS + LATER, LOOKS + LATER + 1])
+def test_a_state_saved_between_looks_goes_on(at: int) -> None:
+    magnitudes: list[float | None] = [2.0**-5] * LOOKS + [2.0**-12] * 8 * LATER
+    whole, first, second = (DynamicLossScale() for _ in range(3))
+    expected = told(whole, magnitudes)
+    told(first, magnitudes[:at])
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict()
+    assert told(second, magnitudes[at:]) == expected[at:]
+    assert expected[-1] > expected[LOOKS]
 
 
 @pytest.mark.parametrize("at", range(8))
@@ -258,9 +309,7 @@ def test_a_state_saved_before_there_were_climbs_is_exact() -> None:
     scale.load_state_dict(old.state_dict())
     assert not scale.looks
     assert told(scale, [2.0**-9] * 3) == [15] * 3
-    over = DynamicLossScale()
-    told(over, [1.0] * 9)
-    assert over.state_dict().keys() == old.state_dict().keys()
+    assert told(scale, [2.0**-9] * 2 * LATER) == [15] * 2 * LATER
 
 
 @pytest.mark.parametrize(

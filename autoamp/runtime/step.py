@@ -250,8 +250,9 @@ class OptimizerBoundary:
             mine = {r.backward for r in fresh if r.scaling.loss_scale is scale}
             before = [b.counted for b in mine if b.counted is not None]
             if len(before) < len(mine):
+                looks = scale.looks
                 scale.update(flag)
-                if scale.looks:
+                if looks:
                     known = bool(flag) if free_to_read(flag) else flag
                     scale.look(largest_of(mine, fresh), known)
             else:
