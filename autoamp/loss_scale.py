@@ -190,8 +190,8 @@ class DynamicLossScale(LossScale):
     One that climbs is sought besides: from the second step on it is doubled as often as
     leaves room for 16 times the largest fp16 gradient seen so far, in the fifth for 1.8
     times.  An overflow before that lowers it to 1/256, but not below 1, for the next
-    step to climb from.  Then it is told again every 200 steps and climbs after gradients
-    that shrink, until something overflows: from then on, and where gradients cannot be
+    step to climb from.  Every 200 steps from then on it is told again, and climbs where
+    gradients shrink, until something overflows.  Then, and where gradients cannot be
     seen (a compiler's graphs, loops, bf16), it moves as any other.
 
     Args:
