@@ -55,7 +55,7 @@ class LossScale:
 
     def __init__(self, scale: float) -> None:
         self._scale = _scalar(scale)
-        self._skipped = _scalar(0, torch.int64)
+        self._skipped = _NO_STEPS
         self._given: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     # -- what a graph and an optimizer step need -----------------------------------
@@ -503,3 +503,4 @@ _FP16_LARGEST = torch.finfo(torch.float16).max
 _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 _LONGEST = torch.iinfo(torch.int32).max
+_NO_STEPS = _scalar(0, torch.int64)  # made once: no scale writes to its tensors

@@ -146,6 +146,8 @@ class Engine:
         if not any(each.ops for each in sums):
             return
         self.tally.announced = True
+        if not logger.isEnabledFor(logging.INFO):
+            return
         scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"
         say_once(
             logger,

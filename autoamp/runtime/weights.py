@@ -64,9 +64,7 @@ class _Copy:
 
     def take_memory(self, weight: torch.Tensor) -> None:
         """Gives the copy memory of its own; what was handed out stays as it is."""
-        # Made under inference_mode it could not be saved for a backward.
-        with _no_inference_mode(), torch.no_grad():
-            self.low = torch.empty_like(weight.detach(), dtype=self.dtype)
+        self.low = torch.empty_like(weight.detach(), dtype=self.dtype)
         self._alone = self._holders()
 
     @property
@@ -136,11 +134,15 @@ class WeightCopies:
         ):
             return steady.lows
         del steady  # it holds the copies, and is to be the last that does
-        return self._checked(weights)
-
-    def _checked(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As `fresh`, each weight looked at by itself."""
         recording = torch.is_grad_enabled()
+        # Made under inference_mode a copy could not be saved for a backward.
+        with _no_inference_mode(), torch.no_grad():
+            return self._checked(weights, recording)
+
+    def _checked(
+        self, weights: Sequence[torch.Tensor], recording: bool
+    ) -> list[torch.Tensor]:
+        """As `fresh`, each weight looked at by itself."""
         devices = {weight.device for weight in weights}
         aside = any(map(_on_side_stream, devices))
         if aside and _capturing():
@@ -185,7 +187,7 @@ class WeightCopies:
 
         It writes them again at each replay, from where the weights are now.
         """
-        with _lock, _no_inference_mode(), torch.no_grad():
+        with _lock:
             lows = [torch.empty_like(w.detach(), dtype=self.low) for w in weights]
             compat.copy_all(lows, weights)
             _note_captured(weights)
@@ -299,19 +301,18 @@ def _refresh(stale: Sequence[_Stale]) -> None:
     """Copies weights into their copies, and notes what they look like."""
     for copy, weight, *_ in stale:
         version = _version(weight)
-        if copy.is_held:
+        if copy.memory is not None and copy.is_held:
             if version != copy.version:  # then the holder's backward raises, as eager's
                 torch.autograd.graph.increment_version(copy.low)
             copy.take_memory(weight)
         copy.version = version
-    with _no_inference_mode(), torch.no_grad():
-        compat.copy_all([s.copy.low for s in stale], [s.weight for s in stale])
-        for copy, weight, watch, training in stale:
-            _follow(copy, weight)
-            if watch and compat.held_alone(weight):
-                copy.sentinel = compat.lazy_clone(weight.detach())
-                copy.address = compat.data_address(weight)
-                copy.from_training = training
+    compat.copy_all([s.copy.low for s in stale], [s.weight for s in stale])
+    for copy, weight, watch, training in stale:
+        _follow(copy, weight)
+        if watch and compat.held_alone(weight):
+            copy.sentinel = compat.lazy_clone(weight.detach())
+            copy.address = compat.data_address(weight)
+            copy.from_training = training
 
 
 def _follow(copy: _Copy, weight: torch.Tensor) -> None:
