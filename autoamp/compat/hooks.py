@@ -51,5 +51,9 @@ def hooks_everywhere() -> bool:
 
 def has_hooks(model: nn.Module) -> bool:
     """Whether `model` or any module inside it has a hook."""
-    every = nn.Module.modules(model)
-    return any(vars(module).get(name) for module in every for name in HOOKS)
+    for module in nn.Module.modules(model):
+        own = vars(module)
+        for name in HOOKS:  # no generator: asked at each first call, of every module
+            if own.get(name):
+                return True
+    return False

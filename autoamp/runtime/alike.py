@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import types
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 _EVERY = frozenset(nn.Module().__dict__) - {"training"}
 """What every module keeps for itself: its parameters, buffers, children and hooks."""
+
+_HOOKS = frozenset(compat.HOOKS)
 
 _MOST = 256
 """Values of one list or dictionary that are looked at; a look at more would cost more
@@ -55,7 +57,7 @@ def likeness(
                 (name, *_of_module(module, module is model, places))
                 for name, module in model.named_modules()
             ),
-            tuple(_argument(v) for v in pytree.tree_leaves((args, kwargs))),
+            tuple(map(_argument, _leaves(args, kwargs))),
             tuple(kwargs),
         )
     except (_Unlike, RuntimeError, TypeError, ValueError):
@@ -63,22 +65,30 @@ def likeness(
     return kept
 
 
-def _of_module(
-    module: nn.Module, root: bool, places: dict[int, int]
-) -> Iterator[Hashable]:
+def _of_module(module: nn.Module, root: bool, places: dict[int, int]) -> list[Hashable]:
     """What is said of one module; `places` numbers tensors, which may be shared."""
     own = module.__dict__
-    if any(own.get(name) for name in compat.HOOKS) or (STATE in own and not root):
+    if STATE in own and not root:
         raise _Unlike
-    yield weakref.ref(type(module))
+    found: list[Hashable] = [weakref.ref(type(module))]
     for kind in ("_parameters", "_buffers"):
         for name, value in own[kind].items():
             place = places.setdefault(id(value), len(places))
-            yield name, place, _value(value)
+            found.append((name, place, _value(value)))
     for name, value in own.items():
-        ours = root and (name == STATE or isinstance(value, types.MethodType))
-        if name not in _EVERY and not ours:
-            yield name, _held(value)
+        if name in _EVERY:
+            if value and name in _HOOKS:
+                raise _Unlike
+            continue
+        if not (root and (name == STATE or isinstance(value, types.MethodType))):
+            found.append((name, _held(value)))
+    return found
+
+
+def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
+    if not kwargs and all(isinstance(each, torch.Tensor) for each in args):
+        return args
+    return pytree.tree_leaves((args, kwargs))
 
 
 def _held(value: Any) -> Hashable:
