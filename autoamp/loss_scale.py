@@ -55,7 +55,7 @@ class LossScale:
 
     def __init__(self, scale: float) -> None:
         self._scale = _scalar(scale)
-        self._skipped = _NO_STEPS
+        self._skipped = _scalar(0, torch.int64)
         self._given: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     # -- what a graph and an optimizer step need -----------------------------------
@@ -479,7 +479,25 @@ def _untouched(state: Mapping[str, Any]) -> bool:
 
 
 def _scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A 0-dim tensor, which nobody writes to: the same one where it is a usual one."""
+    usual = _USUAL.get((value, dtype))
+    if usual is not None:
+        return usual
     return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+_USUAL = {
+    (value, dtype): torch.tensor(value, dtype=dtype, device="cpu")
+    for value, dtype in (
+        (0.0, torch.float32),
+        (1.0, torch.float32),
+        (INIT_SCALE, torch.float32),
+        (0, torch.int32),
+        (1, torch.int32),
+        (0, torch.int64),
+    )
+}
+"""What most scales begin with.  A tensor takes as long to make as a model to walk."""
 
 
 def _positive(name: str, value: Any) -> None:
@@ -503,4 +521,3 @@ _FP16_LARGEST = torch.finfo(torch.float16).max
 _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 _LONGEST = torch.iinfo(torch.int32).max
-_NO_STEPS = _scalar(0, torch.int64)  # made once: no scale writes to its tensors

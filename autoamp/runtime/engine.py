@@ -139,15 +139,13 @@ class Engine:
 
     def announce(self) -> None:
         """One line, after the first call that captured anything."""
-        if self.tally.announced:
+        if self.tally.announced or not logger.isEnabledFor(logging.INFO):
             return
         sums = [g.rewritten.sums for g in self.graphs if g.rewritten is not None]
         # The pass failed, which has been said, or there is nothing.
         if not any(each.ops for each in sums):
             return
         self.tally.announced = True
-        if not logger.isEnabledFor(logging.INFO):
-            return
         scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"
         say_once(
             logger,

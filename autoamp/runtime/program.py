@@ -6,7 +6,6 @@ weights, weight copies, a loss scale and a record of their own.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import types
 import weakref
@@ -145,10 +144,10 @@ def program_for(
 def _with_options(what: Hashable, engine: Engine) -> Hashable | None:
     """`what`, and all else that a graph depends on; None if that cannot be compared."""
     options = engine.options
-    fields = [f.name for f in dataclasses.fields(options) if f.name != "loss_scale"]
+    if not isinstance(options.loss_scale, str):  # each model brings its own
+        options = options.replace(loss_scale="auto")
     rules = options.resolve_rules(engine.low)  # by name, they may be in a file
-    chosen = tuple(getattr(options, name) for name in fields)
-    key = (what, engine.low, engine.scaling.enabled, engine.runs_as_is, rules, chosen)
+    key = (what, engine.low, engine.scaling.enabled, engine.runs_as_is, rules, options)
     try:
         hash(key)
     except TypeError:
