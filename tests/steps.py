@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 import autoamp
 from autoamp import DynamicLossScale
 from autoamp.runtime.attach import attach
+from autoamp.runtime.backwards import BACKWARDS
 from autoamp.runtime.conversion import conversion_of
-from autoamp.runtime.scaling import BACKWARDS, ModelScaling, ScaleDomain
+from autoamp.runtime.scaling import ModelScaling, ScaleDomain
 
 WIDTH = 8
 BF16: dict[str, Any] = {

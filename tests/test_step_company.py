@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 import autoamp
 from autoamp import DynamicLossScale, LossScaleError
 from autoamp.runtime import attach
-from autoamp.runtime.scaling import BACKWARDS, MOST
+from autoamp.runtime.backwards import BACKWARDS, MOST
 from tests.metrics import relative_error
 from tests.steps import (
     BF16,

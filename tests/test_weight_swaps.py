@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import autoamp
 from autoamp import compat
 from autoamp.runtime import weights as copies_module
-from autoamp.runtime.scaling import BACKWARDS
+from autoamp.runtime.backwards import BACKWARDS
 from tests.metrics import relative_error
 from tests.test_weights import (
     CLOSE,

@@ -23,11 +23,12 @@ from autoamp import compat
 from autoamp.loss_scale import LossScale
 from autoamp.options import Options
 from autoamp.runtime import checkpoint, closures, lbfgs
+from autoamp.runtime.backwards import BACKWARDS, lower_where_nobody_steps
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.masters import Masters, has_half
 from autoamp.runtime.optimizers import closure_of, innermost, params_of
 from autoamp.runtime.overflow import gather
-from autoamp.runtime.scaling import BACKWARDS, ModelScaling
+from autoamp.runtime.scaling import ModelScaling
 from autoamp.runtime.step import BOUNDARIES, OptimizerBoundary, evaluated
 from autoamp.runtime.weights import before_write
 
@@ -167,7 +168,7 @@ def new_engine(
     options: Options, low: torch.dtype, label: str, loss_scale: LossScale
 ) -> Engine:
     """An engine; from now on optimizers are met at their first step, while it lives."""
-    scaling = ModelScaling(loss_scale, label, meet)
+    scaling = ModelScaling(loss_scale, label, meet, lower_where_nobody_steps)
     scaling.asked = options.loss_scale != "auto"
     engine = Engine(options, low, label, scaling)
     _engines.add(engine)

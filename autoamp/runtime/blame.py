@@ -11,7 +11,7 @@ from autoamp import compat
 from autoamp.analyse.facts import module_paths, source_line
 from autoamp.graph_functions import low_weight_unscaled, unscale_grad
 from autoamp.ops import op_name
-from autoamp.runtime.scaling import GraphRun
+from autoamp.runtime.graph_run import GraphRun
 
 
 def blame(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:

@@ -23,11 +23,13 @@ from autoamp.errors import AutoampError
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten
 from autoamp.plain import plain, plain_line
+from autoamp.runtime.backwards import watch
 from autoamp.runtime.captured import CapturedGraph, Prepared, Skipped, Tally
+from autoamp.runtime.graph_run import GraphRun
 from autoamp.runtime.origin import Origins
 from autoamp.runtime.prepare import as_it_is, prepare
 from autoamp.runtime.saying import say_once
-from autoamp.runtime.scaling import GraphRun, ModelScaling
+from autoamp.runtime.scaling import ModelScaling
 from autoamp.runtime.watch import Watched, can_watch
 from autoamp.runtime.weights import WeightCopies
 
@@ -294,9 +296,9 @@ class Engine:
                     watched.env.clear()  # an error may hold it, and it the inputs
             else:
                 results = run(*args, *copies, *edge)
-            graph_run.watch(results, tensors)
+            watch(graph_run, results, tensors)
             if boundary.written:
-                graph_run.watch([args[i] for i in boundary.written], tensors)
+                watch(graph_run, [args[i] for i in boundary.written], tensors)
             return results
 
         return call_scaled

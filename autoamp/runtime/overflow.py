@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.runtime.scaling import BACKWARDS, GraphRun, ModelScaling
+from autoamp.runtime.backwards import BACKWARDS
+from autoamp.runtime.graph_run import GraphRun
+from autoamp.runtime.scaling import ModelScaling
 
 
 @dataclass(frozen=True)

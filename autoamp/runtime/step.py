@@ -14,11 +14,13 @@ from torch.utils.hooks import RemovableHandle
 from autoamp import compat
 from autoamp.errors import LossScaleError
 from autoamp.loss_scale import LossScale
+from autoamp.runtime.backwards import BACKWARDS
 from autoamp.runtime.blame import blame
+from autoamp.runtime.graph_run import Backward, GraphRun
 from autoamp.runtime.masters import Masters
 from autoamp.runtime.optimizers import closure_of, params_of
 from autoamp.runtime.overflow import Evidence, found_inf, gather
-from autoamp.runtime.scaling import BACKWARDS, Backward, GraphRun, ModelScaling
+from autoamp.runtime.scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
 
