@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import DynamicLossScale
-from autoamp.loss_scale import INIT_SCALE, LATER, LOOKS
+from autoamp.loss_scale import INIT_SCALE
+from autoamp.loss_scale.climb import LATER, LOOKS
 from autoamp.runtime.backwards import BACKWARDS
 from autoamp.runtime.scaling import ScaleDomain
 from tests.steps import FP16, scaling_of
