@@ -16,7 +16,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import autoamp
 from autoamp import pipeline
-from autoamp.analyse import normalise
+from autoamp.analyse import lowering
 from autoamp.errors import AutoampError, CaptureError
 from benchmarks.errors import relative_error
 
@@ -355,7 +355,7 @@ def test_a_body_that_cannot_be_lowered_stays_fp32(
     def fail(*_: object) -> None:
         raise CaptureError("planted")
 
-    monkeypatch.setattr(normalise, "body_inputs", fail)
+    monkeypatch.setattr(lowering, "body_inputs", fail)
     model, plain = twins(Recurrent)
     inputs = given()
     converted(model)

@@ -16,6 +16,7 @@ import autoamp
 from autoamp import pipeline
 from autoamp.analyse import classify as classify_module
 from autoamp.analyse import normalise as normalise_module
+from autoamp.analyse.lowering import Lowering
 from autoamp.errors import AutoampError, PassError, VerificationError
 from autoamp.place import cost
 from autoamp.retreat import REPORT, retreating
@@ -62,7 +63,7 @@ def in_facts(patch: pytest.MonkeyPatch) -> None:
 
 
 def in_normalise(patch: pytest.MonkeyPatch) -> None:
-    real = normalise_module._Lowering.call_method
+    real = Lowering.call_method
 
     def failing(self: Any, target: str, args: Any, kwargs: Any) -> Any:
         if target == "tanh":
@@ -71,7 +72,7 @@ def in_normalise(patch: pytest.MonkeyPatch) -> None:
         return real(self, target, args, kwargs)
 
     patch.setattr(normalise_module, "spellings_of", lambda *_: None)  # all is traced
-    patch.setattr(normalise_module._Lowering, "call_method", failing)
+    patch.setattr(Lowering, "call_method", failing)
 
 
 def in_classify(patch: pytest.MonkeyPatch) -> None:
@@ -249,7 +250,7 @@ def test_a_write_through_a_view_that_cannot_be_traced_is_not_lost(
             h.transpose(0, 1).zero_()
             return h + self.layers[0](h)
 
-    real = normalise_module._Lowering.call_method
+    real = Lowering.call_method
 
     def failing(self: Any, target: str, args: Any, kwargs: Any) -> Any:
         if target == "transpose":
@@ -259,7 +260,7 @@ def test_a_write_through_a_view_that_cannot_be_traced_is_not_lost(
     x = torch.randn(4, WIDTH)
     truth = Views()(x)
     monkeypatch.setattr(normalise_module, "spellings_of", lambda *_: None)
-    monkeypatch.setattr(normalise_module._Lowering, "call_method", failing)
+    monkeypatch.setattr(Lowering, "call_method", failing)
     model = converted(Views())
     assert relative_error(model(x), truth) < 0.05
     report = autoamp.report(model)
