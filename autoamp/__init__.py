@@ -24,7 +24,7 @@ from autoamp.loss_scale import (
     StaticLossScale,
 )
 from autoamp.rules import Rules
-from autoamp.runtime.calls import disabled
+from autoamp.runtime.thread import disabled
 
 __version__ = "0.1.0.dev0"
 

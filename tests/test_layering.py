@@ -40,7 +40,13 @@ import each other as long as they make no loop.
 APART = (
     ("rewrite.casts", "rewrite.emitted", "rewrite.uses"),
     ("rewrite.cleanup",),
-    ("rewrite.same_program", "rewrite.standin", "rewrite.verify"),
+    (
+        "rewrite.operands",
+        "rewrite.same_program",
+        "rewrite.stale",
+        "rewrite.standin",
+        "rewrite.verify",
+    ),
 )
 """No group reaches another, even through a third: the check of a graph must not learn
 what is legal from the code that made the graph."""

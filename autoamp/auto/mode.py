@@ -19,13 +19,13 @@ from autoamp.auto.environment import Settings
 from autoamp.auto.record import Recorder
 from autoamp.plain import class_name, plain
 from autoamp.runtime.attach import retire
-from autoamp.runtime.calls import disabled
 from autoamp.runtime.conversion import conversion_of, disown, models_of
 from autoamp.runtime.convert import convert_model, revert_model
 from autoamp.runtime.eligible import choose_precision
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.graph_backend import GraphBackend
 from autoamp.runtime.saying import say_once
+from autoamp.runtime.thread import disabled
 
 logger = logging.getLogger(__name__)
 

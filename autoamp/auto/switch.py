@@ -23,7 +23,8 @@ from autoamp.auto.patch import Patch
 from autoamp.errors import OptionError
 from autoamp.options import Options
 from autoamp.runtime.attach import expect_models
-from autoamp.runtime.calls import inside_a_call, under_compilation
+from autoamp.runtime.calls import under_compilation
+from autoamp.runtime.thread import inside_a_call
 
 logger = logging.getLogger(__name__)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +20,17 @@ from autoamp.runtime.fallback import (
     under_autocast,
     unscaled_dtype,
 )
-from autoamp.runtime.graph_backend import is_ours
 from autoamp.runtime.hooks import Hooks
 from autoamp.runtime.program import RUNNING, Program, program_for
 from autoamp.runtime.saying import signs_of_life
+from autoamp.runtime.thread import THREAD
+from autoamp.runtime.users_compile import (
+    ONE_GRAPH,
+    OURS,
+    USERS_BACKENDS,
+    traced_for_us,
+    users_backend,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,68 +59,6 @@ _MOST_IN_VAIN = 2
 
 _MOST_COMPILATIONS = 8
 """How often a conversion starts afresh after Dynamo stepped aside."""
-
-
-class _ThisThread(threading.local):
-    """`off`: depth of `disabled()` regions; `inside`: of converted calls."""
-
-    off = 0
-    inside = 0
-
-
-_thread = _ThisThread()
-
-
-@contextlib.contextmanager
-def disabled() -> Iterator[None]:
-    """Inside, converted models called from this thread run in fp32."""
-    _thread.off += 1
-    try:
-        yield
-    finally:
-        _thread.off -= 1
-
-
-def inside_a_call() -> bool:
-    """Whether this thread is in a call of a converted model."""
-    return _thread.inside > 0
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traced_for_us() -> bool:
-    """Asked while Dynamo traces: is it for a converted model, or for the user?
-
-    The answer is a constant of the code compiled: what we compile is called by us only.
-    """
-    return _thread.inside > 0 or _thread.off > 0
-
-
-_users_backends: list[Callable[..., Any]] = []
-"""Those of compilations of the user's own in which a converted model was met."""
-
-
-_ONE_GRAPH, _OURS = -1, -2
-"""In place of a backend: the graph must not be broken; our pass precedes it anyway."""
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _users_backend() -> int:
-    """Asked while Dynamo traces for the user: the place of the backend."""
-    backend, may_break = compat.tracing_backend()
-    if is_ours(compat.unwrapped_backend(backend)):
-        return _OURS
-    if backend is None or not may_break:
-        logger.warning(
-            "autoamp: a converted model is called in a compilation with "
-            "fullgraph=True, and torch.autocast stands in for its rewritten graphs; "
-            'give up fullgraph, or use torch.compile(..., backend="autoamp")'
-        )
-        return _ONE_GRAPH
-    for place, known in enumerate(_users_backends):
-        if known is backend:
-            return place
-    _users_backends.append(backend)
-    return len(_users_backends) - 1
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -200,7 +144,7 @@ class CompiledCall:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
-        if _thread.off:
+        if THREAD.off:
             return self._entry(model, *args, **kwargs)
         if self._gave_up or compat.transforms_active():
             return self._in_region(model, args, kwargs)
@@ -256,7 +200,7 @@ class CompiledCall:
         local = engine.local
         runs, rewritten, local.error = local.runs, local.rewritten, None
         local.regions = compat.autocast_nesting()
-        _thread.inside += 1
+        THREAD.inside += 1
         outer, RUNNING.engine = RUNNING.engine, engine
         try:
             if self._suppress:
@@ -275,7 +219,7 @@ class CompiledCall:
             else:
                 raise
         finally:
-            _thread.inside -= 1
+            THREAD.inside -= 1
             RUNNING.engine = outer
         runs, rewritten = local.runs - runs, local.rewritten - rewritten
         if rewritten < runs:
@@ -352,7 +296,7 @@ class CompiledCall:
             return self  # the user has said what compiles them
         with self._lock:
             if place not in self._by_backend:
-                engine = self.engine.compiled_by(_users_backends[place])
+                engine = self.engine.compiled_by(USERS_BACKENDS[place])
                 self._by_backend[place] = CompiledCall(self._method, engine)
         return self._by_backend[place]
 
@@ -408,11 +352,11 @@ class CompiledCall:
         """
         if not under_compilation():  # reached from code that was compiled before
             return self.of(method)(model, args, kwargs)
-        if _traced_for_us():
+        if traced_for_us():
             return entry(model, *args, **kwargs)
-        place = _users_backend()
-        if place == _OURS:
+        place = users_backend()
+        if place == OURS:
             return entry(model, *args, **kwargs)
-        if place != _ONE_GRAPH:
+        if place != ONE_GRAPH:
             return _apart(self, place, model, args, kwargs, method=method)
         return under_autocast(model, entry, unscaled_dtype(self.low), args, kwargs)

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from autoamp.runtime.calls import Method, inside_a_call, under_compilation
+from autoamp.runtime.calls import Method, under_compilation
+from autoamp.runtime.thread import inside_a_call
 
 MADE_HERE = "_autoamp_method"
 """Set on functions that `make_method` made."""

@@ -1,0 +1,168 @@
+"""Which dtypes the operands of an op may have: stated once more, for `verify` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.errors import VerificationError
+from autoamp.graph_functions import WITH_FP32_STATE, op_with_its_state
+from autoamp.rewrite.standin import StandIns, dtypes_of, named, where
+
+_CONVERTS = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
+"""Ops whose job is to take one dtype and give another."""
+
+_CPU_FP32_PARAMETERS = {
+    name: frozenset({"weight", "bias"})
+    for name in (
+        "aten::layer_norm",
+        "aten::native_layer_norm",
+        "aten::group_norm",
+        "aten::native_group_norm",
+        "aten::rms_norm",
+    )
+}
+"""The same for kernels of the CPU alone: CUDA's want parameters of the data's dtype."""
+
+_FP32_PARAMETERS = {
+    name: frozenset({"weight", "bias", "running_mean", "running_var"})
+    for name in (
+        "aten::batch_norm",
+        "aten::native_batch_norm",
+        "aten::cudnn_batch_norm",
+        "aten::instance_norm",
+        "aten::miopen_batch_norm",
+        "aten::_native_batch_norm_legit",
+        "aten::_native_batch_norm_legit_functional",
+        "aten::_native_batch_norm_legit_no_training",
+        "aten::_batch_norm_impl_index",
+        "aten::_batch_norm_no_update",
+        "aten::_batch_norm_with_update",
+        "aten::_batch_norm_with_update_functional",
+    )
+}
+"""Operands whose kernels take fp32 beside low data."""
+
+
+_WIDEN = frozenset(
+    f"aten::{name}"
+    for name in (
+        "add",
+        "addcmul",
+        "div",
+        "maximum",
+        "minimum",
+        "mul",
+        "sub",
+        "true_divide",
+        "where",
+    )
+)
+"""Ops whose kernels widen a low operand as they read it, which is exact."""
+
+
+def operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
+    """No op meets float dtypes that eager would reject or silently promote."""
+    if node.target in WITH_FP32_STATE.values():
+        _state_is_fp32(node, after)
+    if not isinstance(node.target, compat.OpOverload):
+        return
+    name = node.target._schema.name
+    if name in _CONVERTS:
+        return
+    exempt = _FP32_PARAMETERS.get(name, frozenset())
+    if _on_cpu(node):
+        exempt |= _CPU_FP32_PARAMETERS.get(name, frozenset())
+    found = _operand_dtypes(node, after, exempt)
+    if len(set(found.values())) <= 1:
+        return
+    widened = dtypes_of(after.values[node.name]) == [torch.float32]
+    one_is_wide = torch.float32 in found.values()
+    if name in _WIDEN and widened and one_is_wide:
+        return
+    twin = before.nodes.get(node.name)
+    if twin is not None and _operand_dtypes(twin, before, exempt) == found:
+        return  # the user mixed them, and they are as the user left them
+    raise VerificationError(
+        f"{where(node)} has operands of different dtypes: "
+        + ", ".join(f"{k}: {v}" for k, v in found.items()),
+        nodes=named(node),
+    )
+
+
+def _state_is_fp32(node: fx.Node, after: StandIns) -> None:
+    """An op that keeps its state fp32 reads that in fp32 and all else in one dtype."""
+    op = op_with_its_state(node.target)
+    state = [a.name for a in op._schema.arguments].index("hx")
+    read: list[set[torch.dtype]] = [set(), set()]
+    for place, value in enumerate(node.args):
+        operands: list[fx.Node] = []
+        fx.map_arg(value, operands.append)
+        floats = {d for n in operands for d in dtypes_of(after.values[n.name])}
+        read[place == state] |= {d for d in floats if d.is_floating_point}
+    if read[True] != {torch.float32} or len(read[False]) > 1:
+        raise VerificationError(
+            f"{where(node)} reads {read[False]}, and a state of {read[True]}",
+            nodes=named(node),
+        )
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    return all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+
+
+def _operand_dtypes(
+    node: fx.Node, run: StandIns, exempt: Collection[str]
+) -> dict[str, torch.dtype]:
+    """Float operands that take part in type promotion, by argument name."""
+    assert isinstance(node.target, compat.OpOverload)
+    names = [a.name for a in node.target._schema.arguments]
+    arguments = [*zip(names, node.args, strict=False), *node.kwargs.items()]
+    pointwise = torch.Tag.pointwise in node.target.tags
+    found: dict[str, torch.dtype] = {}
+    dims: dict[str, int] = {}
+    for name, value in arguments:
+        leaves: list[fx.Node] = []
+        fx.map_arg(value, leaves.append)
+        for i, leaf in enumerate(leaves):
+            tensor = run.values[leaf.name]
+            floats = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+            if floats and name not in exempt:
+                found[f"{name}[{i}]" if i else name] = tensor.dtype
+                dims[f"{name}[{i}]" if i else name] = tensor.dim()
+    if pointwise and any(dims.values()):
+        # 0-dim tensors are not promoted to, and promote nothing of their own kind.
+        found = {k: v for k, v in found.items() if dims[k]}
+    if pointwise and _writes_its_first_operand(node.target):
+        # What is written to keeps its dtype; the kernel takes the others as they are.
+        found = {k: v for k, v in found.items() if k == names[0]}
+    return found
+
+
+def _writes_its_first_operand(target: compat.OpOverload) -> bool:
+    if target._schema.name == "aten::lerp_":  # which insists on one dtype
+        return False
+    first = target._schema.arguments[0].alias_info
+    return first is not None and first.is_write
+
+
+def reads_as_it_comes(node: fx.Node) -> bool:
+    """Whether an op converts its operand itself, or reads but the shape of it."""
+    if not isinstance(node.target, compat.OpOverload):
+        return False
+    name = node.target._schema.name
+    shape_only = name.endswith("_like") or name.startswith("aten::new_")
+    asks = torch.float32 in (*node.args, *node.kwargs.values())
+    return shape_only or asks or name in _CONVERTS
+
+
+def read_dtypes(node: fx.Node, run: StandIns) -> list[torch.dtype]:
+    """The dtypes of the float operands that an op computes with."""
+    if isinstance(node.target, compat.OpOverload):
+        return list(_operand_dtypes(node, run, ()).values())
+    values = [run.values[n.name] for n in node.all_input_nodes]
+    return [d for v in values for d in dtypes_of(v) if d.is_floating_point]

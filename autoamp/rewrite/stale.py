@@ -1,0 +1,120 @@
+"""The check that no cast is out of date where it is read, or written to."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.errors import VerificationError
+from autoamp.graph_functions import low_weight, saturating_cast
+from autoamp.rewrite.standin import StandIns, named, where
+
+
+def no_stale_casts(
+    original: fx.GraphModule, rewritten: fx.GraphModule, after: StandIns
+) -> None:
+    """No cast is written to, or read in another region or after a write below it."""
+    known = {n.name for n in original.graph.nodes}
+    returned = {n.name for n in rewritten.graph.output_node().all_input_nodes}
+    version: dict[int, int] = defaultdict(int)
+    region = 0
+    regions: dict[str, int] = {}
+    copies: dict[int, tuple[str, int, int]] = {}
+    for node in rewritten.graph.nodes:
+        if node.target in compat.MODE_CHANGES:
+            region += 1
+        for source in node.all_input_nodes:
+            if node.op == "output":
+                continue
+            cast, storage, at = copies.get(_storage(after, source), ("", -1, 0))
+            if cast and version[storage] != at:
+                raise VerificationError(
+                    f"{where(node)} reads {source.name}, which is or views {cast}, a "
+                    "cast of a tensor that was written to since",
+                    nodes=[*named(node), cast],
+                )
+            crosses = regions.get(source.name, region) != region
+            # A use of a weight has its gradient from the weight, not through the cast.
+            if crosses and source.name not in returned and node.target != low_weight:
+                raise VerificationError(
+                    f"{where(node)} reads {source.name}, a cast made in another "
+                    "grad-mode or autocast region",
+                    nodes=named(node),
+                )
+        for written in _written(node, rewritten):
+            storage = _storage(after, written)
+            if storage in copies:
+                raise VerificationError(
+                    f"{where(node)} writes to {written.name}, which is or views "
+                    f"{copies[storage][0]}, a cast: the write is lost",
+                    nodes=named(node),
+                )
+            version[storage] += 1
+        if node.name not in known and is_cast(node):
+            storage = _storage(after, node.all_input_nodes[0])
+            regions[node.name] = region
+            copies[_storage(after, node)] = (node.name, storage, version[storage])
+
+
+def _storage(run: StandIns, node: fx.Node) -> int:
+    """The storage of a tensor's stand-in; -1 for what is not a tensor."""
+    value = run.values[node.name]
+    return compat.storage_id(value) if isinstance(value, torch.Tensor) else -1
+
+
+def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
+    if isinstance(node.target, compat.HigherOrderOperator):
+        taken = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        bodies = [operator.attrgetter(str(n.target))(gm) for n in taken]
+        if any(_may_write(b) for b in bodies if isinstance(b, fx.GraphModule)):
+            # It may write: hand it no copy.
+            return [n for n in node.all_input_nodes if n.op != "get_attr"]
+    if not isinstance(node.target, compat.OpOverload):
+        return []
+    names = {
+        a.name
+        for a in node.target._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    }
+    order = [a.name for a in node.target._schema.arguments]
+    found: list[fx.Node] = []
+    for name, value in [*zip(order, node.args, strict=False), *node.kwargs.items()]:
+        if name in names:
+            fx.map_arg(value, found.append)
+    return found
+
+
+def _may_write(body: fx.GraphModule) -> bool:
+    """Whether a sub-graph, of ATen ops or as Dynamo wrote it, may write to an input."""
+    nodes = list(body.graph.nodes)
+    if any(n.op == "call_method" or "val" not in n.meta for n in nodes[:-1]):
+        return any(_writes_by_name(n) or _written(n, body) for n in nodes)
+    run = StandIns(body, {})
+    given = {_storage(run, n) for n in nodes if n.op in ("placeholder", "get_attr")}
+    return any(
+        _storage(run, w) in given - {-1} for n in nodes for w in _written(n, body)
+    )
+
+
+def _writes_by_name(node: fx.Node) -> bool:
+    """Whether a method, function or operator of Python's writes, going by its name."""
+    name = str(getattr(node.target, "__name__", node.target))
+    in_place = name.endswith("_") and not name.startswith("_")
+    return node.op.startswith("call") and (in_place or name in _WRITING)
+
+
+_WRITING = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ipow"})
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether it is a cast, of ours or of the model's own."""
+    if node.target is saturating_cast:
+        return True
+    return (
+        isinstance(node.target, compat.OpOverload)
+        and node.target._schema.name == "aten::_to_copy"
+    )
