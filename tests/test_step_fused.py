@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
+from autoamp.runtime import kernel_flag
 from autoamp.runtime import step as step_module
 from tests.steps import (
     HUGE,
@@ -46,7 +47,8 @@ STEPS = 4
 
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_module, "free_to_read", lambda _: False)
+    for module in (step_module, kernel_flag):
+        monkeypatch.setattr(module, "free_to_read", lambda _: False)
 
 
 class Reads(TorchDispatchMode):

@@ -26,10 +26,10 @@ from autoamp.runtime import checkpoint, closures, lbfgs
 from autoamp.runtime.backwards import BACKWARDS, lower_where_nobody_steps
 from autoamp.runtime.engine import Engine
 from autoamp.runtime.masters import Masters, has_half
-from autoamp.runtime.optimizers import closure_of, innermost, params_of
+from autoamp.runtime.optimizers import closure_of, evaluated, innermost, params_of
 from autoamp.runtime.overflow import gather
 from autoamp.runtime.scaling import ModelScaling
-from autoamp.runtime.step import BOUNDARIES, OptimizerBoundary, evaluated
+from autoamp.runtime.step import BOUNDARIES, OptimizerBoundary
 from autoamp.runtime.weights import before_write
 
 _STATE = "_autoamp"

@@ -6,10 +6,8 @@ Given a captured graph, the engine has the pass run and returns what is called i
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import types
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,14 +21,12 @@ from autoamp.errors import AutoampError
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten
 from autoamp.plain import plain, plain_line
-from autoamp.runtime.backwards import watch
 from autoamp.runtime.captured import CapturedGraph, Prepared, Skipped, Tally
-from autoamp.runtime.graph_run import GraphRun
-from autoamp.runtime.origin import Origins
 from autoamp.runtime.prepare import as_it_is, prepare
+from autoamp.runtime.running import Local, counted, counting_sizes, scaled, unscaled
 from autoamp.runtime.saying import say_once
 from autoamp.runtime.scaling import ModelScaling
-from autoamp.runtime.watch import Watched, can_watch
+from autoamp.runtime.watch import can_watch
 from autoamp.runtime.weights import WeightCopies
 
 logger = logging.getLogger(__name__)
@@ -54,23 +50,6 @@ _SWITCHED_OFF = (
     "the model calls it where it has switched autocast off (`torch.autocast(..., "
     "enabled=False)`), in a function that Dynamo leaves to Python: it stays fp32"
 )
-
-
-class _Local(threading.local):
-    """What happened in this thread.
-
-    Attributes:
-        runs: graphs run, those the pass failed on too, which are reported by
-            themselves: a call that adds none went past us.
-        rewritten: those of them that the pass rewrote.
-        error: what we raised under `strict`; Dynamo wraps it in an error of its own.
-        regions: in how many autocast regions the model was called, where that counts.
-    """
-
-    runs = 0
-    rewritten = 0
-    regions = sys.maxsize
-    error: AutoampError | None = None
 
 
 @dataclass(eq=False)
@@ -98,7 +77,7 @@ class Engine:
     skipped: list[Skipped] = field(default_factory=list)
     differentiated_twice: bool = False
     tally: Tally = field(default_factory=Tally)
-    local: _Local = field(default_factory=_Local)
+    local: Local = field(default_factory=Local)
     bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
     _binding: Any = field(default_factory=threading.RLock)
 
@@ -241,67 +220,20 @@ class Engine:
         for why in prepared.notes:
             self.note(why)
         if prepared.rewritten is None:
-            chosen = _counted(self.local, prepared.run)
+            chosen = counted(self.local, prepared.run)
         elif prepared.boundary.devices:
-            chosen = self._scaled(captured, inputs)
+            in_fp16 = self.low == torch.float16 and self.runs_as_is
+            watches = in_fp16 and can_watch(captured.gm)
+            chosen = scaled(self.local, self.scaling, captured, inputs, watches=watches)
         else:
-            chosen = self._unscaled(captured)
+            chosen = unscaled(self.local, captured)
         self.graphs.append(captured)
         self._note_what_it_is(captured)
         if prepared.rewritten is None:
             return chosen
         if prepared.sizes:
-            chosen = _counting_sizes(chosen, prepared.sizes, captured.sizes)
+            chosen = counting_sizes(chosen, prepared.sizes, captured.sizes)
         return chosen if self.runs_as_is else self._watched(chosen)
-
-    def _unscaled(self, captured: CapturedGraph) -> Callable[..., Any]:
-        local, run = self.local, captured.prepared.run
-        slots = captured.prepared.weights
-        fresh = captured.copies.fresh if captured.copies is not None else None
-
-        def call(*args: Any) -> Any:
-            local.runs += 1
-            local.rewritten += 1
-            captured.runs += 1
-            if fresh is None:
-                return run(*args)
-            return run(*args, *fresh([args[i] for i in slots]))
-
-        return call
-
-    def _scaled(
-        self, captured: CapturedGraph, inputs: Sequence[Any]
-    ) -> Callable[..., Any]:
-        local, scaling, run = self.local, self.scaling, captured.prepared.run
-        slots, boundary = captured.prepared.weights, captured.boundary
-        fresh = captured.copies.fresh if captured.copies is not None else None
-        in_fp16 = self.low == torch.float16 and self.runs_as_is
-        watchable = in_fp16 and can_watch(captured.gm)
-        origins = Origins(captured, inputs, boundary.exits)
-
-        def call_scaled(*args: Any) -> Any:
-            local.runs += 1
-            local.rewritten += 1
-            captured.runs += 1
-            origin = origins.of(args)
-            tensors, leaves = origin.leaves(args)
-            edge = scaling.inputs(boundary.devices, tensors)
-            graph_run = GraphRun(scaling, origin, leaves, edge)
-            copies = () if fresh is None else fresh([args[i] for i in slots])
-            if watchable and scaling.looks:
-                watched = Watched(captured.gm, graph_run.look(edge))
-                try:
-                    results = watched.run(*args, *copies, *edge)
-                finally:
-                    watched.env.clear()  # an error may hold it, and it the inputs
-            else:
-                results = run(*args, *copies, *edge)
-            watch(graph_run, results, tensors)
-            if boundary.written:
-                watch(graph_run, [args[i] for i in boundary.written], tensors)
-            return results
-
-        return call_scaled
 
     @property
     def runs_as_is(self) -> bool:
@@ -367,25 +299,3 @@ class Engine:
             kinds.count("up"),
             kinds.count("weight"),
         )
-
-
-def _counted(local: _Local, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, of which it is known that it ran."""
-
-    def call(*args: Any) -> Any:
-        local.runs += 1
-        return run(*args)
-
-    return call
-
-
-def _counting_sizes(
-    call: Callable[..., Any], symbolic: Sequence[int], sizes: Counter[tuple[int, ...]]
-) -> Callable[..., Any]:
-    """`call` that notes the sizes it is called with: flops depend on them."""
-
-    def counting(*args: Any) -> Any:
-        sizes[tuple([args[i] for i in symbolic])] += 1
-        return call(*args)
-
-    return counting

@@ -175,6 +175,17 @@ class GraphRun:
                 flag.zero_()
 
 
+def largest_of(
+    backwards: set[Backward], runs: Sequence[GraphRun]
+) -> torch.Tensor | None:
+    """The largest fp16 gradient in `backwards`; None where it is not all seen."""
+    found = [run.largest for run in runs if run.backward in backwards]
+    seen = [each for each in found if each is not None]
+    if compat.inside_backward() or not seen or len(seen) < len(found):
+        return None
+    return torch.stack([each.to(seen[0].device) for each in seen]).amax()
+
+
 def _is_zero(grad: torch.Tensor) -> bool:
     return (
         grad.device.type == "cpu"

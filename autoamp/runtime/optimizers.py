@@ -30,3 +30,37 @@ def closure_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], Any]
     """The closure among the arguments of a step, or None."""
     found: Callable[[], Any] | None = args[0] if args else kwargs.get("closure")
     return found
+
+
+def evaluated(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    params: Sequence[torch.Tensor] = (),
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Evaluates a step's closure once; the loss, and arguments that begin with it.
+
+    Its backward has to be over before it can be said whether to step.  The optimizer is
+    given a closure that first returns what is there already, unless it has zeroed the
+    gradients of `params` before it asks.
+    """
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        return None, args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    ready = [loss]
+    versions = _versions(params)
+
+    def again() -> Any:
+        if ready and _versions(params) == versions:
+            return ready.pop()
+        ready.clear()
+        return closure()
+
+    if args:
+        return loss, (again, *args[1:]), kwargs
+    return loss, args, {**kwargs, "closure": again}
+
+
+def _versions(params: Sequence[torch.Tensor]) -> list[int | None]:
+    return [None if p.grad is None else p.grad._version for p in params]

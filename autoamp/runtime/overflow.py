@@ -154,3 +154,10 @@ def _any(flags: Sequence[torch.Tensor]) -> torch.Tensor:
         return flags[0].clone()
     device = flags[0].device
     return torch.stack([f.to(device) for f in flags]).amax(0)
+
+
+def newly(flag: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`flag` where none of the flags `before` is set, else 0."""
+    for other in before:
+        flag = flag * (1 - other.to(flag.device))
+    return flag

@@ -16,10 +16,11 @@ from autoamp.errors import LossScaleError
 from autoamp.loss_scale import LossScale
 from autoamp.runtime.backwards import BACKWARDS
 from autoamp.runtime.blame import blame
-from autoamp.runtime.graph_run import Backward, GraphRun
+from autoamp.runtime.graph_run import GraphRun, largest_of
+from autoamp.runtime.kernel_flag import free_to_read, given_flag, takes_flag
 from autoamp.runtime.masters import Masters
-from autoamp.runtime.optimizers import closure_of, params_of
-from autoamp.runtime.overflow import Evidence, found_inf, gather
+from autoamp.runtime.optimizers import evaluated, params_of
+from autoamp.runtime.overflow import Evidence, found_inf, gather, newly
 from autoamp.runtime.scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class OptimizerBoundary:
             return _Decision(args, kwargs)
         loss, args, kwargs = evaluated(args, kwargs)
         flag = self.judge()
-        if self._takes_flag(flag):
+        if takes_flag(self.optimizer, flag):
             return _Decision(args, kwargs, flag=flag)
         skip = bool(flag)
         self.mark(skip)
@@ -155,7 +156,7 @@ class OptimizerBoundary:
             scaling.settle(foreign=False)
             self.link(scaling)
         flag = found_inf(evidence, params, doubt)
-        if not retries and self._takes_flag(flag):
+        if not retries and takes_flag(self.optimizer, flag):
             self._unsure = evidence.live or self._unsure
             if (self.steps + 1) % _ASK_EVERY == 0 and bool(flag):
                 self._note_skip(evidence, params)
@@ -302,105 +303,17 @@ class OptimizerBoundary:
             # What LRScheduler looks at to warn of a step it has not seen.
             optimizer._opt_called = True
 
-    def _takes_flag(self, flag: torch.Tensor) -> bool:
-        """Whether the step can be skipped by the optimizer's kernel, without a wait.
-
-        Its first step never is: fused SGD would keep a momentum buffer it has not
-        initialised.
-        """
-        if free_to_read(flag):
-            return False
-        groups = [g for g in self.optimizer.param_groups if g["params"]]
-        return (
-            bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
-            # A group may have an implementation of its own.
-            and all(g.get("fused") for g in groups)
-            and all(map(self._has_state, groups))
-        )
-
-    def _has_state(self, group: dict[str, Any]) -> bool:
-        """Whether every weight that is about to be stepped has all of its state."""
-        if isinstance(self.optimizer, torch.optim.SGD) and not group["momentum"]:
-            return True  # it never has any
-        for p in group["params"]:
-            known = self.optimizer.state.get(p)
-            if p.grad is not None and (
-                not known or any(value is None for value in known.values())
-            ):
-                return False
-        return True
-
     def _step_with_flag(self, decision: _Decision, inner: Step) -> Any:
-        """The kernel reads the flag; hooks fire either way, as under GradScaler."""
         flag = decision.flag
         assert flag is not None
         self._skipped_before = False  # nobody knows
-        optimizer: Any = self.optimizer
-        # 0-dim, as GradScaler's: Adam takes it off its step counters, which are that.
-        optimizer.grad_scale, optimizer.found_inf = None, flag.reshape(())
         try:
-            return inner(*decision.args, **decision.kwargs)
+            with given_flag(self.optimizer, flag):
+                return inner(*decision.args, **decision.kwargs)
         finally:
-            del optimizer.grad_scale, optimizer.found_inf
             self.steps += 1
+            optimizer: Any = self.optimizer
             optimizer.step_was_skipped = flag.reshape(()) != 0
-
-
-def free_to_read(flag: torch.Tensor) -> bool:
-    """Whether reading `flag` waits for nothing: it is in the host's memory."""
-    return flag.device.type == "cpu"
-
-
-def largest_of(
-    backwards: set[Backward], runs: Sequence[GraphRun]
-) -> torch.Tensor | None:
-    """The largest fp16 gradient in `backwards`; None where it is not all seen."""
-    found = [run.largest for run in runs if run.backward in backwards]
-    seen = [each for each in found if each is not None]
-    if compat.inside_backward() or not seen or len(seen) < len(found):
-        return None
-    return torch.stack([each.to(seen[0].device) for each in seen]).amax()
-
-
-def newly(flag: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`flag` where none of the flags `before` is set, else 0."""
-    for other in before:
-        flag = flag * (1 - other.to(flag.device))
-    return flag
-
-
-def evaluated(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    params: Sequence[torch.Tensor] = (),
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Evaluates a step's closure once; the loss, and arguments that begin with it.
-
-    Its backward has to be over before it can be said whether to step.  The optimizer is
-    given a closure that first returns what is there already, unless it has zeroed the
-    gradients of `params` before it asks.
-    """
-    closure = closure_of(args, kwargs)
-    if closure is None:
-        return None, args, kwargs
-    with torch.enable_grad():
-        loss = closure()
-    ready = [loss]
-    versions = _versions(params)
-
-    def again() -> Any:
-        if ready and _versions(params) == versions:
-            return ready.pop()
-        ready.clear()
-        return closure()
-
-    if args:
-        return loss, (again, *args[1:]), kwargs
-    return loss, args, {**kwargs, "closure": again}
-
-
-def _versions(params: Sequence[torch.Tensor]) -> list[int | None]:
-    return [None if p.grad is None else p.grad._version for p in params]
 
 
 def _say_foreign(scaling: ModelScaling) -> None:
