@@ -1,4 +1,4 @@
-"""One call of a captured graph as the ATen op it comes to: learned, and made again."""
+"""One call of a captured graph as the ATen op it comes to."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ _ONE_OP = frozenset(
 def spelled_whatever_the_shapes(target: Any) -> bool:
     """Whether calls of `target` come to the same op for operands of any shape.
 
-    Of what torch implements in C the argument parser chooses the op, by types alone.
-    Left out are views, which may be their operand as it is or a copy of it, and
-    indexing, which comes to an op for each index.
+    For functions and methods that torch implements in C the argument parser chooses the
+    op, by the types of the arguments alone.  Views are left out, whose result may be
+    the operand as it is, a view of it or a copy; and so is indexing, which comes to an
+    op for each index.
     """
     if isinstance(target, compat.OpOverload):
         return not is_view(target)

@@ -1,7 +1,8 @@
-"""How calls of a captured graph are spelled in ATen, remembered within the graph.
+"""How the calls of a captured graph are spelled in ATen, without a trace of them.
 
-A model repeats itself: of its twelve layers the first tells which ATen op each call of
-the others is.  Dynamo has computed the result of every call already, as a fake tensor.
+Dynamo has computed the result of every call already, as a fake tensor: all that is left
+to find out is which op a call comes to.  A model repeats itself, so that the first of
+its twelve layers tells it of the calls of the others.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from autoamp.ops import mutates
 
 @dataclass
 class _Arguments:
-    """Those of a call, as it is met.
+    """The arguments of a call, while they are looked at.
 
     Attributes:
         env: the values of nodes.
-        any_shape: the shapes of the tensors among them make no difference.
-        tensors: those among them, by their ids, in order.
+        any_shape: the shapes of tensors make no difference to the call's spelling.
+        tensors: the tensors among the arguments, by their ids, in order.
     """
 
     env: Mapping[fx.Node, Any]
@@ -126,10 +127,10 @@ class Spellings:
 
     @compat.without_torch_function
     def learn(self, call: Call, node: fx.Node, make: Callable[[], Any]) -> None:
-        """Finds out how calls like a new one are spelled.
+        """Finds out how a call is spelled, where no call like it was met before.
 
         Args:
-            make: makes the call, which nothing but torch's dispatcher comes to hear of.
+            make: makes the call.  No op is run for it, and no trace records it.
         """
         if call.key in self._known:
             return
@@ -285,7 +286,7 @@ def description(value: torch.Tensor) -> Hashable:
 
 @compat.without_torch_function
 def kind(value: torch.Tensor) -> Hashable:
-    """That of it which is no matter of shape."""
+    """What the spelling of a call depends on besides shapes and strides."""
     return (
         isinstance(value, torch.nn.Parameter),
         value.dim(),
