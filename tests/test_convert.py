@@ -881,3 +881,15 @@ def test_inductor_trains_like_eager() -> None:
     mean = model.norm.running_mean
     torch.testing.assert_close(mean, exact.norm.running_mean, atol=1e-2, rtol=1e-2)
     assert runs(model) == 1
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated")
+def test_a_layer_of_torch_script_runs_as_it_is(how: str) -> None:
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
+    scripted = torch.jit.script(layer) if how == "script" else torch.jit.trace(layer, x)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), scripted)
+    expected = model(x)
+    found = autoamp.convert(model, precision="bf16", do_no_harm=False)(x)
+    assert relative_error(found, expected) < 0.02
+    assert any(row.is_low for row in autoamp.report(model).ops)

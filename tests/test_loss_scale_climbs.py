@@ -274,9 +274,50 @@ def test_it_follows_gradients_that_shrink(
     assert later_looks(later) == expected
 
 
+@pytest.mark.parametrize("quiet", [2.0**-20, 0.0])
+@pytest.mark.parametrize("pause", [1000, 2000, 4000, 8000])
+def test_a_later_climb_costs_one_skipped_step_at_most(quiet: float, pause: int) -> None:
+    skipped = []
+    for scale in (DynamicLossScale(), DynamicLossScale(climbs=False)):
+        told(scale, [1.0] * LOOKS + [quiet] * pause)
+        before = scale.skipped_steps
+        for _ in range(40):
+            told(scale, [math.inf if scale.scale > 2.0**15 else 1.0])
+        skipped.append(scale.skipped_steps - before)
+    assert skipped[0] <= skipped[1] + 1
+
+
+def test_gradients_that_are_thrown_away_tell_nothing() -> None:
+    for at in range(LOOKS + 1):
+        for bad in (math.nan, math.inf):
+            scale = DynamicLossScale()
+            for number in range(LOOKS + 3):
+                scale.update(torch.zeros(1))
+                if number == at or number < LOOKS:
+                    largest = bad if number == at else 2.0**-9
+                    scale.look(torch.tensor(largest), False)
+            DynamicLossScale().load_state_dict(scale.state_dict())
+            assert 20 <= math.log2(scale.scale) <= 24
+
+
+@pytest.mark.parametrize("quiet", [0.0, 1e-38])
+def test_a_scale_never_climbs_to_infinity(quiet: float) -> None:
+    scale = DynamicLossScale(2.0**120, climbs=True)
+    told(scale, [quiet] * 5 * LATER)
+    assert scale.scale <= 2.0**126
+
+
+def test_a_fresh_state_begins_a_climb_anew() -> None:
+    scale = DynamicLossScale()
+    fresh = scale.state_dict()
+    expected = told(scale, [2.0**-9] * 7)
+    scale.load_state_dict(fresh)
+    assert told(scale, [2.0**-9] * 7) == expected
+
+
 def test_an_overflow_between_two_looks_ends_them() -> None:
     quiet: list[float | None] = [2.0**-20] * LATER
-    climbing = [1.0] * LOOKS + [2.0**-20] * 5 * (LATER + 1)
+    climbing: list[float | None] = [1.0] * LOOKS + [2.0**-20] * 5 * (LATER + 1)
     scales = told(DynamicLossScale(), [*climbing, math.inf, *quiet, *quiet, None, None])
     assert scales[LOOKS + 5 * (LATER + 1) - 1 :: LATER + 1] == [16, 15, 15]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -254,6 +255,14 @@ def made_from_nothing(x: Tensor) -> Tensor:
     return x
 
 
+def autocast_inside(x: Tensor) -> Tensor:
+    y = x @ x.t()
+    with torch.autocast("cpu", torch.bfloat16):
+        z = x @ x.t()
+        z = z @ x
+    return y.sum() + z.float() + torch.relu(z)
+
+
 def random(x: Tensor) -> Tensor:
     return torch.rand_like(x) + functional.dropout(x) + torch.rand_like(x)
 
@@ -274,6 +283,7 @@ PROGRAMS = (
     laid_out_anew,
     many_shapes,
     made_from_nothing,
+    autocast_inside,
     random,
 )
 
@@ -310,6 +320,23 @@ def test_a_function_that_keeps_a_state_is_traced_each_time() -> None:
     made: list[int] = []
 
     @torch.compiler.allow_in_graph
+    def counted(x: Tensor) -> Tensor:
+        made.append(1)
+        return x * float(len(made))
+
+    def program(x: Tensor) -> Tensor:
+        return counted(x + 1) + counted(x + 1) + counted(x + 1)
+
+    (_, (quick, *_)) = both(program, torch.randn(4, 8))[0]
+    factors = [n.args[1] for n in quick.gm.graph.nodes if "mul" in str(n.target)]
+    assert len(set(factors)) == 3
+
+
+def test_a_function_that_says_it_is_torchs_is_traced_each_time() -> None:
+    made: list[int] = []
+
+    @torch.compiler.allow_in_graph
+    @functools.wraps(functional.relu)
     def counted(x: Tensor) -> Tensor:
         made.append(1)
         return x * float(len(made))

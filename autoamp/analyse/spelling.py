@@ -56,19 +56,26 @@ class Spellings:
         """Args: `inputs` of the graph, which like `mode` are Dynamo's."""
         self.mode = mode
         self.inputs = tuple(inputs)
+        self._regions = 0
         self._known: dict[Hashable, Spelling | None] = {}
         self._dynamos = {id(value) for value in inputs}
         self._described: dict[tuple[int, bool], Hashable] = {}
 
     @compat.without_torch_function
     def call(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Call | None:
-        """The call of a node; None where nobody can tell what it is like."""
-        if node.op != "call_method" and not _is_torchs(node):
+        """The call of a node; None where nobody can tell what it is like.
+
+        Nor in an autocast region of the model's own: a trace runs above autocast, and
+        Dynamo's results are those of below.
+        """
+        self._regions += node.target == compat.ENTER_AUTOCAST
+        self._regions -= node.target == compat.EXIT_AUTOCAST
+        if self._regions or (node.op != "call_method" and not _is_torchs(node)):
             return None
         given = _Arguments(env, spelled_whatever_the_shapes(node.target))
         try:
             frozen = self._frozen((node.args, node.kwargs), given)
-            key = node.target, frozen, torch.is_grad_enabled(), compat.any_autocast()
+            key = node.target, frozen, torch.is_grad_enabled()
             hash(key)
         except TypeError:
             return None
@@ -262,7 +269,9 @@ def _is_torchs(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if isinstance(target, types.FunctionType):
-        return target.__module__.partition(".")[0] == "torch"
+        # Not by `__module__`, which `functools.wraps` copies.
+        home = str(target.__globals__.get("__name__"))
+        return home.partition(".")[0] == "torch"
     return isinstance(target, types.BuiltinFunctionType | compat.OpOverload)
 
 

@@ -92,7 +92,7 @@ def caller_of(module: nn.Module) -> nn.Module | None:
 
 def _is_asynchronous(module: nn.Module) -> bool:
     """Whether its call only begins: what it calls later is looked at by itself."""
-    forward = type(module).forward
+    forward = getattr(type(module), "forward", None)  # TorchScript's has none
     return (
         inspect.iscoroutinefunction(forward)
         or inspect.isgeneratorfunction(forward)

@@ -29,42 +29,60 @@ _DROP = 2.0**-7
 
 _FP16_LARGEST = torch.finfo(torch.float16).max
 
-_LEFT, _SEEN, _UNTIL = "looks_left", "largest_gradient", "steps_until_look"
-FIELDS = frozenset({_LEFT, _SEEN, _UNTIL})
+_HIGHEST = 2.0**126
+"""A scale above has an inverse that is no normal number of fp32."""
+
+_LEFT, _SEEN = "looks_left", "largest_gradient"
+_UNTIL, _LENT = "steps_until_look", "doublings_lent"
+FIELDS = frozenset({_LEFT, _SEEN, _UNTIL, _LENT})
 """What the state of a scale that climbs has besides."""
 
 
 class Climb:
     """One scale's looks at its gradients: the first five, and every 200th step later.
 
+    What a later look climbs is lent: the first overflow takes it back and ends those
+    looks.  So they cost one skipped step at most.
+
     Attributes:
         left: looks left of the first.
         until: steps until the next look after those.
         seen: the largest fp16 gradient seen, at its true value, of which later looks
             forget a half each; infinite after an overflow that came later.
+        lent: doublings that later looks have made.
     """
 
     def __init__(self, left: int = LOOKS) -> None:
         self.left = left
         self.until = LATER
         self.seen = scalar(0.0)
+        self.lent = scalar(0.0)
 
     @property
     def is_due(self) -> bool:
         """Whether the next step is to be looked at."""
         return self.left > 0 or not self.until
 
-    def step(self, found_inf: torch.Tensor) -> None:
-        """A step was taken, or skipped for `found_inf` (0-dim, 0 or 1)."""
+    def count_step(self) -> None:
+        """A step was taken, or skipped."""
         if not self.left:
             self.until = max(self.until - 1, 0)
-        self.overflow(found_inf)
 
-    def overflow(self, found_inf: torch.Tensor) -> None:
-        """Ends later looks where `found_inf` (0-dim) is not 0."""
-        if not self.left:
-            seen = self.seen.to(found_inf.device)
-            self.seen = torch.where(found_inf != 0, torch.inf, seen)
+    def moved(
+        self, before: torch.Tensor, after: torch.Tensor, found_inf: torch.Tensor
+    ) -> torch.Tensor:
+        """Where the scale is to go that has moved for `found_inf` (0-dim, 0 or 1).
+
+        Where it overflows at doublings that were lent, to `before` less these, and not
+        to `after`.
+        """
+        if self.left:
+            return after
+        found, lent = found_inf != 0, self.lent.to(found_inf.device)
+        self.seen = torch.where(found, torch.inf, self.seen.to(found.device))
+        self.lent = torch.where(found, 0, lent)
+        back = torch.ldexp(before.to(found.device), -lent)
+        return torch.where(found & (lent > 0), back, after)
 
     def scale_after(
         self,
@@ -91,9 +109,12 @@ class Climb:
         found = torch.as_tensor(found_inf, device=largest.device).reshape(()) != 0
         scale = scale.to(found.device)
         low = (scale * _DROP).maximum(scale.clamp(max=1.0)).clamp(min=floor)
-        seen = self.seen.to(found.device).maximum(torch.where(found, 0, largest))
+        # Not finite where nobody counts it: gradients that were thrown away.
+        tells = ~found & largest.isfinite()
+        seen = self.seen.to(found.device).maximum(torch.where(tells, largest, 0))
         self.seen = seen
         room = _room(scale, seen, _ROOM if self.left else _ROOM_AT_LAST)
+        room = torch.where(tells, room, 0)
         if first:  # one batch is no measure
             room = room.clamp(max=0)
         return torch.where(found, low, torch.ldexp(scale, room))
@@ -101,8 +122,11 @@ class Climb:
     def _later(self, scale: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
         """After the climb: it takes several looks until the scale follows gradients."""
         scale, before = scale.to(largest.device), self.seen.to(largest.device)
-        self.seen = largest.nan_to_num(torch.inf, torch.inf).maximum(before / 2)
-        return torch.ldexp(scale, _room(scale, self.seen, _ROOM))
+        tells = largest.isfinite() & (largest > 0)
+        self.seen = torch.where(tells, largest.maximum(before / 2), before)
+        room = torch.where(tells, _room(scale, self.seen, _ROOM), 0)
+        self.lent = self.lent.to(room.device) + room
+        return torch.ldexp(scale, room)
 
     def heed(self, other: Climb) -> None:
         """Takes over what `other` has seen: its gradients are scaled alike now."""
@@ -110,8 +134,12 @@ class Climb:
 
     def state_dict(self) -> dict[str, Any]:
         """Every field, as plain Python numbers."""
-        seen = float(self.seen)
-        return {_LEFT: self.left, _SEEN: seen, _UNTIL: self.until}
+        return {
+            _LEFT: self.left,
+            _SEEN: float(self.seen),
+            _UNTIL: self.until,
+            _LENT: int(self.lent),
+        }
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Climb | None:
@@ -119,25 +147,28 @@ class Climb:
         if _LEFT not in state:
             return None
         climb = cls(state[_LEFT])
-        climb.until = state.get(_UNTIL, LATER)
-        climb.seen = scalar(state.get(_SEEN, 0.0))
+        climb.until = state[_UNTIL]
+        climb.seen = scalar(state[_SEEN])
+        climb.lent = scalar(float(state[_LENT]))
         return climb
 
     @staticmethod
     def check(state: Mapping[str, Any]) -> None:
         """Raises LossScaleError where the fields in `state` are unusable."""
-        if not FIELDS & set(state):
+        missing = FIELDS - set(state)
+        if missing == FIELDS:
             return
-        for name in (_LEFT, _SEEN):
-            if name not in state:
-                raise LossScaleError(f"the saved state has no {name}")
-        count(_LEFT, state[_LEFT])
-        count(_UNTIL, state.get(_UNTIL, LATER))
+        if missing:
+            names = ", ".join(sorted(missing))
+            raise LossScaleError(f"the state of a scale that climbs is missing {names}")
+        for name in (_LEFT, _UNTIL, _LENT):
+            count(name, state[name])
         if not (isinstance(state[_SEEN], float) and state[_SEEN] >= 0):
             raise LossScaleError(f"{_SEEN}={state[_SEEN]!r} is no magnitude")
 
 
 def _room(scale: torch.Tensor, seen: torch.Tensor, times: float) -> torch.Tensor:
     """Doublings until gradients `times` as large as the largest seen overflow."""
-    room = (_FP16_LARGEST / times / (seen * scale)).log2().floor().clamp(0, _MOST)
-    return torch.where(seen > 0, room, 0)
+    room = (_FP16_LARGEST / times / (seen * scale)).log2().floor()
+    most = (_HIGHEST / scale).log2().floor().clamp(0, _MOST)
+    return torch.where(seen > 0, room.clamp(min=0).minimum(most), 0)

@@ -114,7 +114,7 @@ class DynamicLossScale(LossScale):
         """Moves the scale after a step; see the base class."""
         self._move(found_inf)
         if self._climb is not None:
-            self._climb.step(found_inf.reshape(()))
+            self._climb.count_step()
 
     def _move(self, found_inf: torch.Tensor) -> None:
         device = found_inf.device
@@ -138,6 +138,8 @@ class DynamicLossScale(LossScale):
             scale = torch.where(borne, self._scale.to(device), scale)
             moved = (tracker == 0) & ~borne
             self._patience = torch.where(moved, self.hysteresis, patience)
+        if self._climb is not None:
+            scale = self._climb.moved(self._scale, scale, found)
         self._scale, self._tracker = scale, tracker
         self._given.clear()
 
@@ -173,8 +175,6 @@ class DynamicLossScale(LossScale):
             return
         before = self._scale, self._tracker, self._patience
         self._move(found_inf)
-        if self._climb is not None:
-            self._climb.overflow(found_inf.reshape(()))
         found = found_inf.reshape(()) != 0
         after = self._scale, self._tracker, self._patience
         self._scale, self._tracker, self._patience = (
@@ -198,9 +198,7 @@ class DynamicLossScale(LossScale):
             "growth_tracker": self.growth_tracker,
             "hysteresis_left": int(self._patience),
         }
-        if self._climb is None or _untouched(state):
-            return state
-        return state | self._climb.state_dict()
+        return state if self._climb is None else state | self._climb.state_dict()
 
     def _fields(self) -> set[str]:
         return super()._fields() - FIELDS

@@ -68,7 +68,8 @@ def likeness(
 def _of_module(module: nn.Module, root: bool, places: dict[int, int]) -> list[Hashable]:
     """What is said of one module; `places` numbers tensors, which may be shared."""
     own = module.__dict__
-    if STATE in own and not root:
+    is_scripted = "_parameters" not in own
+    if is_scripted or (STATE in own and not root):
         raise _Unlike
     found: list[Hashable] = [weakref.ref(type(module))]
     for kind in ("_parameters", "_buffers"):
