@@ -249,6 +249,13 @@ def many_shapes(x: Tensor) -> Tensor:
     return torch.cat([each + each[:1] for each in parts])
 
 
+def indexed(x: Tensor) -> Tensor:
+    """Given the whole result, an index that is still to come seems to do nothing."""
+    parts = [x[:2, :3], x[None, :2, :3][0], x[..., 1:5][:2, :3], x[1:3, 2:5]]
+    parts += [x[:2, :3], x[1:3, 2:5], x.split(3, dim=1)[0][:2], x[[0, 1], :3]]
+    return sum(parts[1:], parts[0]) + x[0, :3] + x[0, 0] + x[:2, 0, None]
+
+
 def made_from_nothing(x: Tensor) -> Tensor:
     for _ in range(3):
         x = x + torch.arange(8) + torch.ones(4, 1) + torch.full((8,), 2.0)
@@ -282,6 +289,7 @@ PROGRAMS = (
     moved,
     laid_out_anew,
     many_shapes,
+    indexed,
     made_from_nothing,
     autocast_inside,
     random,

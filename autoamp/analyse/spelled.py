@@ -32,28 +32,55 @@ _ONE_OP = frozenset(
 
 
 @functools.cache
+def comes_to_one_op(target: Any) -> bool:
+    """Whether each call of `target` comes to one op at most.
+
+    For functions and methods that torch implements in C the argument parser chooses the
+    op, by the types of the arguments alone.  Indexing is an exception, which comes to
+    an op for each index that does anything.
+    """
+    return target in _ONE_OP or bool(_ops_of(target))
+
+
+@functools.cache
 def spelled_whatever_the_shapes(target: Any) -> bool:
     """Whether calls of `target` come to the same op for operands of any shape.
 
-    For functions and methods that torch implements in C the argument parser chooses the
-    op, by the types of the arguments alone.  Views are left out, whose result may be
-    the operand as it is, a view of it or a copy; and so is indexing, which comes to an
-    op for each index.
+    Views are left out, whose result may be the operand as it is, a view of it or a
+    copy.
     """
+    found = _ops_of(target)
+    return target in _ONE_OP or (bool(found) and not any(map(is_view, found)))
+
+
+def _ops_of(target: Any) -> list[compat.OpOverload]:
+    """The ops that a function or method of C may come to; empty for another."""
     if isinstance(target, compat.OpOverload):
-        return not is_view(target)
+        return [target]
     if isinstance(target, str):
-        name, method = target, getattr(torch.Tensor, target, None)
-        if not isinstance(method, types.MethodDescriptorType):
-            return False
-    elif isinstance(target, types.BuiltinFunctionType):
-        name = target.__name__
-        if target.__module__ == operator.add.__module__:
-            return not name.endswith("item")
-    else:
-        return target in _ONE_OP
-    found = overloads(f"aten::{name}")
-    return bool(found) and not any(map(is_view, found))
+        method = getattr(torch.Tensor, target, None)
+        is_in_c = isinstance(method, types.MethodDescriptorType)
+        return overloads(f"aten::{target}") if is_in_c else []
+    if not isinstance(target, types.BuiltinFunctionType):
+        return []
+    name = target.__name__
+    if target.__module__ == operator.add.__module__:
+        name = _OPERATORS.get(name, name)
+    return overloads(f"aten::{name}")
+
+
+_OPERATORS = {
+    **{f"i{name}": f"{name}_" for name in ("add", "sub", "mul", "pow")},
+    "and_": "__and__",
+    "floordiv": "floor_divide",
+    "invert": "bitwise_not",
+    "itruediv": "div_",
+    "mod": "remainder",
+    "or_": "__or__",
+    "truediv": "div",
+    "xor": "__xor__",
+}
+"""The ATen names of Python's operators where they are others."""
 
 
 class Place(NamedTuple):

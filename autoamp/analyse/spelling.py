@@ -22,6 +22,7 @@ from autoamp.analyse.spelled import (
     Call,
     Place,
     Spelling,
+    comes_to_one_op,
     node_of,
     recorded,
     spelled_whatever_the_shapes,
@@ -142,10 +143,30 @@ class Spellings:
         if call.key in self._known:
             return
         example = node.meta.get("example_value")
-        heard = None
+        heard = spelling = None
         if all(map(self._is_dynamos, _listed(example))):
             heard = compat.op_heard(make, example)
-        self._known[call.key] = heard and spelling_of(call, heard, example)
+        if heard is not None and self._gives(node, heard, example):
+            spelling = spelling_of(call, heard, example)
+        self._known[call.key] = spelling
+
+    def _gives(self, node: fx.Node, heard: compat.Heard, example: Any) -> bool:
+        """Whether what an op gives is like the result of the call, as Dynamo has it.
+
+        Given the result for that of its first op, a call that comes to several may find
+        that there is nothing left for the others to do.
+        """
+        if heard.target is None or comes_to_one_op(node.target):
+            return True
+        if mutates(heard.target):
+            return False
+        with compat.outside_trace(), self.mode:
+            found = heard.target(*heard.args, **heard.kwargs)
+        both = zip(_listed(found), _listed(example), strict=False)
+        return len(_listed(found)) == len(_listed(example)) and all(
+            isinstance(own, torch.Tensor) and laid_out(own) == laid_out(other)
+            for own, other in both
+        )
 
     def adopt(
         self, call: Call, node: fx.Node, made: Sequence[fx.Node], result: Any
@@ -290,7 +311,13 @@ def _share_parts(results: Sequence[Any]) -> None:
 @compat.without_torch_function
 def description(value: torch.Tensor) -> Hashable:
     """All that the spelling of a call can depend on."""
-    return kind(value), value.shape, value.stride(), value.storage_offset()
+    return kind(value), laid_out(value)
+
+
+@compat.without_torch_function
+def laid_out(value: torch.Tensor) -> Hashable:
+    """How its elements lie, and of which dtype they are."""
+    return value.shape, value.stride(), value.storage_offset(), value.dtype
 
 
 @compat.without_torch_function
