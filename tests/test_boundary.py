@@ -26,7 +26,8 @@ from autoamp.graph_functions import (
     scaled_result,
     unscale_grad,
 )
-from autoamp.runtime import boundary, scaling
+from autoamp.runtime import boundary
+from autoamp.runtime.backwards import BACKWARDS
 from tests.boundary_scripts import (
     FORWARDS,
     SCRIPTS,
@@ -491,12 +492,12 @@ def test_a_graph_with_a_boundary_runs_from_its_printed_code() -> None:
 
 def flags(model: nn.Module, *args: Any, bad: float) -> float:
     """What the run's flag says after a backward from a gradient that holds `bad`."""
-    scaling.BACKWARDS.runs.clear()
+    BACKWARDS.runs.clear()
     result = model(*args)
     seed = torch.zeros_like(result)
     seed.flatten()[-1] = bad
     result.backward(seed)
-    (last,) = scaling.BACKWARDS.runs
+    (last,) = BACKWARDS.runs
     return max(float(f) for f in last.found_inf)
 
 
