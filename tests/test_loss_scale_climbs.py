@@ -322,27 +322,26 @@ def test_an_overflow_between_two_looks_ends_them() -> None:
     assert scales[LOOKS + 5 * (LATER + 1) - 1 :: LATER + 1] == [16, 15, 15]
 
 
-@pytest.mark.parametrize("at", [LOOKS + 3, LOOKS + LATER, LOOKS + LATER + 1])
-def test_a_state_saved_between_looks_goes_on(at: int) -> None:
-    magnitudes: list[float | None] = [2.0**-5] * LOOKS + [2.0**-12] * 8 * LATER
+def assert_goes_on_from(at: int, magnitudes: list[float | None]) -> list[float]:
+    """A scale saved at step `at` and loaded goes where one goes that was not saved."""
     whole, first, second = (DynamicLossScale() for _ in range(3))
     expected = told(whole, magnitudes)
     told(first, magnitudes[:at])
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict()
     assert told(second, magnitudes[at:]) == expected[at:]
-    assert expected[-1] > expected[LOOKS]
+    return expected
+
+
+@pytest.mark.parametrize("at", [LOOKS + 3, LOOKS + LATER, LOOKS + LATER + 1])
+def test_a_state_saved_between_looks_goes_on(at: int) -> None:
+    scales = assert_goes_on_from(at, [2.0**-5] * LOOKS + [2.0**-12] * 8 * LATER)
+    assert scales[-1] > scales[LOOKS]
 
 
 @pytest.mark.parametrize("at", range(8))
 def test_a_climb_that_was_interrupted_goes_on(at: int) -> None:
-    magnitudes: list[float | None] = [math.inf, 2.0**-9, 2.0**-5, *[2.0**-8] * 6]
-    whole, first, second = (DynamicLossScale() for _ in range(3))
-    expected = told(whole, magnitudes)
-    told(first, magnitudes[:at])
-    second.load_state_dict(first.state_dict())
-    assert second.state_dict() == first.state_dict()
-    assert told(second, magnitudes[at:]) == expected[at:]
+    assert_goes_on_from(at, [math.inf, 2.0**-9, 2.0**-5, *[2.0**-8] * 6])
 
 
 def test_a_state_saved_before_there_were_climbs_is_exact() -> None:

@@ -324,30 +324,19 @@ def test_symbolic_sizes_are_traced() -> None:
     assert graphs
 
 
-def test_a_function_that_keeps_a_state_is_traced_each_time() -> None:
+@pytest.mark.parametrize("says_it_is_torchs", [False, True])
+def test_a_function_that_keeps_a_state_is_traced_each_time(
+    says_it_is_torchs: bool,
+) -> None:
     made: list[int] = []
 
-    @torch.compiler.allow_in_graph
     def counted(x: Tensor) -> Tensor:
         made.append(1)
         return x * float(len(made))
 
-    def program(x: Tensor) -> Tensor:
-        return counted(x + 1) + counted(x + 1) + counted(x + 1)
-
-    (_, (quick, *_)) = both(program, torch.randn(4, 8))[0]
-    factors = [n.args[1] for n in quick.gm.graph.nodes if "mul" in str(n.target)]
-    assert len(set(factors)) == 3
-
-
-def test_a_function_that_says_it_is_torchs_is_traced_each_time() -> None:
-    made: list[int] = []
-
-    @torch.compiler.allow_in_graph
-    @functools.wraps(functional.relu)
-    def counted(x: Tensor) -> Tensor:
-        made.append(1)
-        return x * float(len(made))
+    if says_it_is_torchs:
+        counted = functools.wraps(functional.relu)(counted)
+    counted = torch.compiler.allow_in_graph(counted)
 
     def program(x: Tensor) -> Tensor:
         return counted(x + 1) + counted(x + 1) + counted(x + 1)

@@ -11,7 +11,7 @@ import pytest
 from autoamp import compat
 
 DEPTHS = range(20, 220)
-"""Of calls; one of some sixty has the end of a piece of 16 KiB right above it."""
+"""Depths of calls: at one of some sixty the next call begins a new 16 KiB piece."""
 
 
 def leaf(*_: int) -> None:

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.analyse.control_flow import CONTROL_FLOW
-from autoamp.analyse.spelling import Spellings, description
+from autoamp.analyse.described import description
+from autoamp.analyse.spelling import Spellings
 from autoamp.ops import lays_out_anew
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

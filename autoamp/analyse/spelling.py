@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -18,9 +17,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
+from autoamp.analyse.described import Arguments, Description, description, laid_out
 from autoamp.analyse.spelled import (
     Call,
-    Place,
     Spelling,
     comes_to_one_op,
     node_of,
@@ -29,21 +28,6 @@ from autoamp.analyse.spelled import (
     spelling_of,
 )
 from autoamp.ops import mutates
-
-
-@dataclass
-class _Arguments:
-    """The arguments of a call, while they are looked at.
-
-    Attributes:
-        env: the values of nodes.
-        any_shape: the shapes of tensors make no difference to the call's spelling.
-        tensors: the tensors among the arguments, by their ids, in order.
-    """
-
-    env: Mapping[fx.Node, Any]
-    any_shape: bool
-    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Spellings:
@@ -59,23 +43,23 @@ class Spellings:
         self.inputs = tuple(inputs)
         self._regions = 0
         self._known: dict[Hashable, Spelling | None] = {}
-        self._dynamos = {id(value) for value in inputs}
-        self._described: dict[tuple[int, bool], Hashable] = {}
+        self._described = {id(value): Description(value) for value in inputs}
 
     @compat.without_torch_function
     def call(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Call | None:
         """The call of a node; None where nobody can tell what it is like.
 
-        Nor in an autocast region of the model's own: a trace runs above autocast, and
-        Dynamo's results are those of below.
+        In an autocast region of the model's own nobody can: Dynamo's results have the
+        dtypes that autocast gives, and a trace runs above autocast.
         """
         self._regions += node.target == compat.ENTER_AUTOCAST
         self._regions -= node.target == compat.EXIT_AUTOCAST
         if self._regions or (node.op != "call_method" and not _is_torchs(node)):
             return None
-        given = _Arguments(env, spelled_whatever_the_shapes(node.target))
+        any_shape = spelled_whatever_the_shapes(node.target)
+        given = Arguments(env, self._described, any_shape)
         try:
-            frozen = self._frozen((node.args, node.kwargs), given)
+            frozen = given.frozen((node.args, node.kwargs))
             key = node.target, frozen, torch.is_grad_enabled()
             hash(key)
         except TypeError:
@@ -107,7 +91,7 @@ class Spellings:
         elif not mutates(spelling.target):
             result = compat.aliased(result)
         compat.record_value(recorded(spelling, call, node), result)
-        self._dynamos.add(id(result))
+        self._described[id(result)] = Description(result)
         return result
 
     def _repeated_parts(
@@ -126,7 +110,7 @@ class Spellings:
         for place, part in enumerate(results):
             element = compat.record_op(operator.getitem, (whole, place), {}, node)
             compat.record_value(element, part)
-        self._dynamos.update(map(id, results))
+        self._described.update((id(part), Description(part)) for part in results)
         values = [
             compat.proxy_node(compat.recorded_proxy(p)).meta["val"] for p in results
         ]
@@ -184,7 +168,7 @@ class Spellings:
         memory = {compat.storage_id(operand) for operand in call.operands}
         replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         for own, other in zip(ours, theirs, strict=True):
-            if not isinstance(own, torch.Tensor) or id(own) in self._dynamos:
+            if not isinstance(own, torch.Tensor) or id(own) in self._described:
                 continue
             if self._stands_for(own, other):
                 replaced.append((own, other))
@@ -194,7 +178,9 @@ class Spellings:
             return result
         by_own = {id(own): other for own, other in replaced}
         found = [by_own.get(id(own), own) for own in ours]
-        self._dynamos.update(id(v) for v in found if isinstance(v, torch.Tensor))
+        self._described.update(
+            (id(v), Description(v)) for v in found if isinstance(v, torch.Tensor)
+        )
         _share_parts(found)
         return pytree.tree_unflatten(found, spec)
 
@@ -243,42 +229,6 @@ class Spellings:
     def _is_dynamos(self, value: Any) -> bool:
         return compat.is_plain_fake(value) and value.fake_mode is self.mode
 
-    def _frozen(self, value: Any, of: _Arguments) -> Hashable:
-        """Arguments of a call, to be compared; its tensors are added to those of `of`.
-
-        Raises:
-            TypeError: they cannot be.
-        """
-        if isinstance(value, fx.Node):
-            value = of.env[value]
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self._dynamos:
-                raise TypeError
-            of.tensors.setdefault(id(value), value)
-            place = [*of.tensors].index(id(value))
-            return Place(place), self._described_as(value, of.any_shape)
-        if isinstance(value, list | tuple):
-            return type(value), tuple(self._frozen(v, of) for v in value)
-        if isinstance(value, dict):
-            items = ((k, self._frozen(v, of)) for k, v in value.items())
-            return type(value), tuple(items)
-        if isinstance(value, slice):
-            parts = (value.start, value.stop, value.step)
-            return slice, tuple(self._frozen(v, of) for v in parts)
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise TypeError
-        # 0.0 and -0.0 are equal, and not the same.
-        kept: Hashable = repr(value) if isinstance(value, float | complex) else value
-        return type(value), kept
-
-    def _described_as(self, value: torch.Tensor, any_shape: bool) -> Hashable:
-        key = id(value), any_shape
-        known = self._described.get(key)
-        if known is None:
-            known = kind(value) if any_shape else description(value)
-            self._described[key] = known
-        return known
-
 
 def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else (value,)
@@ -297,7 +247,7 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 def _share_parts(results: Sequence[Any]) -> None:
-    """Gives nodes of which the results are elements the same values for them."""
+    """Has a node with several results hold the same tensors as its elements do."""
     for result in results:
         node = node_of(result)
         while node is not None and node.target is operator.getitem:
@@ -306,27 +256,3 @@ def _share_parts(results: Sequence[Any]) -> None:
             values[place] = node.meta["val"]
             whole.meta["val"] = type(whole.meta["val"])(values)
             node = whole
-
-
-@compat.without_torch_function
-def description(value: torch.Tensor) -> Hashable:
-    """All that the spelling of a call can depend on."""
-    return kind(value), laid_out(value)
-
-
-@compat.without_torch_function
-def laid_out(value: torch.Tensor) -> Hashable:
-    """How its elements lie, and of which dtype they are."""
-    return value.shape, value.stride(), value.storage_offset(), value.dtype
-
-
-@compat.without_torch_function
-def kind(value: torch.Tensor) -> Hashable:
-    """What the spelling of a call depends on besides shapes and strides."""
-    return (
-        isinstance(value, torch.nn.Parameter),
-        value.dim(),
-        value.dtype,
-        value.device,
-        value.requires_grad,
-    )

@@ -42,10 +42,10 @@ class _Listening(ProxyTorchDispatchMode):
 
 
 def op_heard(call: Callable[[], Any], result: Any) -> Heard | None:
-    """The one op that `call` comes to in a trace, which goes on as if it were not made.
+    """The one op that `call` comes to in a trace.
 
-    None where there are several, or `result` is not what `call` gives if it is what the
-    op gives.
+    The trace goes on as if `call` had not been made.  None where `call` comes to
+    several ops, and where `call` does not pass on `result` as the op's result.
 
     Args:
         result: a fake tensor, or a list or tuple of some.

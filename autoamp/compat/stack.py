@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 
 _SLOTS = 2**17
-"""Of the frame that makes room, 8 bytes each: 1 MiB that is never touched.
+"""Slots of the frame that makes room, of 8 bytes each: 1 MiB that is never touched.
 
 From 3.11 on CPython keeps frames in pieces of memory of 16 KiB; see
 `_PyThreadState_PushFrame`.  A larger frame gets a piece of its own, whose size is the
-next power of two: for this one, a little over 1 MiB, 2 MiB.  The calls below it have
-the rest.
+next power of two.  The frame that makes room takes a little over 1 MiB of a piece of
+2 MiB, and the calls below that frame have the rest.
 """
 
 

@@ -200,7 +200,7 @@ _USUAL = {
         (0, torch.int64),
     )
 }
-"""What most scales begin with.  A tensor takes as long to make as a model to walk."""
+"""What most scales begin with: programs with many models make no tensors for that."""
 
 
 def positive(name: str, value: Any) -> None:

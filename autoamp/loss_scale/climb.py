@@ -71,13 +71,20 @@ class Climb:
     def moved(
         self, before: torch.Tensor, after: torch.Tensor, found_inf: torch.Tensor
     ) -> torch.Tensor:
-        """Where the scale is to go that has moved for `found_inf` (0-dim, 0 or 1).
+        """Where the scale is to go after a step that was not looked at.
 
-        Where it overflows at doublings that were lent, to `before` less these, and not
-        to `after`.
+        That is `after`, save where the step overflowed at doublings that were lent:
+        then it is `before` without those doublings.
+
+        Args:
+            before: the scale in the step.
+            after: where the scale has moved for `found_inf`.
+            found_inf: 0-dim, 0 or 1.
         """
         if self.left:
             return after
+        if found_inf.device.type == "cpu" and not found_inf:
+            return after  # reading `found_inf` there makes nobody wait
         found, lent = found_inf != 0, self.lent.to(found_inf.device)
         self.seen = torch.where(found, torch.inf, self.seen.to(found.device))
         self.lent = torch.where(found, 0, lent)

@@ -87,6 +87,7 @@ def _of_module(module: nn.Module, root: bool, places: dict[int, int]) -> list[Ha
 
 
 def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
+    """The leaves of a call's arguments; most calls have nothing but tensors."""
     if not kwargs and all(isinstance(each, torch.Tensor) for each in args):
         return args
     return pytree.tree_leaves((args, kwargs))

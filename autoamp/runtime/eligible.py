@@ -17,7 +17,7 @@ from autoamp.runtime.methods import computing_methods
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """Those of `model`, also where its class has a `parameters` of another meaning."""
-    modules = nn.Module.modules(model)  # and not by name, which takes twice as long
+    modules = nn.Module.modules(model)  # `parameters()` makes every name first
     every = [p for each in modules for p in each._parameters.values() if p is not None]
     return [*{id(parameter): parameter for parameter in every}.values()]
 

@@ -35,7 +35,7 @@ class Local(threading.local):
 
 
 def unscaled(local: Local, captured: CapturedGraph) -> Callable[..., Any]:
-    """A graph without a boundary."""
+    """A call of a graph that no gradient leaves, so that there is nothing to scale."""
     run = captured.prepared.run
     slots = captured.prepared.weights
     fresh = captured.copies.fresh if captured.copies is not None else None
