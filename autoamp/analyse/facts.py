@@ -20,6 +20,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.control_flow import LOWERED_BODY
 from autoamp.analyse.normalise import module_path
+from autoamp.analyse.regions import Regions
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.graph_functions import WITH_FP32_STATE
 from autoamp.ops import bodies_of, has_effect, mutated_arguments, op_name
@@ -239,7 +240,7 @@ class _Collector:
         self.element_of: dict[str, str] = {}
         self.grad_needed: set[str] = set()
         self.grad_mode = grad_mode
-        self.autocasts: list[tuple[fx.Node, bool]] = []
+        self.autocasts = Regions(gm)
         self.region = 0
 
     def visit(self, node: fx.Node) -> None:
@@ -285,11 +286,7 @@ class _Collector:
         self.region += 1
         if node.target is compat.SET_GRAD:
             self.grad_mode = bool(node.args[0])
-        elif node.target is compat.ENTER_AUTOCAST:
-            enabled = node.args[2] if len(node.args) > 2 else True
-            self.autocasts.append((node, bool(enabled)))
-        else:
-            self.autocasts = [a for a in self.autocasts if a[0] is not node.args[0]]
+        self.autocasts.follow(node)
 
     def _record(self, node: fx.Node) -> None:
         outputs = tensors_of(node.meta.get("val"))
@@ -318,7 +315,7 @@ class _Collector:
             numel=_numel(floats),
             read_numel=_numel(read),
             region=self.region,
-            autocast=self.autocasts[-1][1] if self.autocasts else None,
+            autocast=self.autocasts.is_on,
             requires_grad=node.name in self.grad_needed,
             storage=_storage(outputs[0]) if single and outputs else -1,
             modules=module_paths(node),

@@ -21,6 +21,7 @@ from autoamp.analyse.control_flow import (
     body_inputs,
     written_input,
 )
+from autoamp.analyse.regions import CALLED_IN, Regions
 from autoamp.analyse.spelling import Spellings
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
@@ -35,7 +36,8 @@ class Lowering(fx.Interpreter):
         gm: fx.GraphModule,
         mode: compat.FakeTensorMode,
         spellings: Spellings | None,
-        lower: Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule],
+        lower: Callable[[fx.GraphModule, Sequence[Any], Regions], fx.GraphModule],
+        regions: Regions,
     ) -> None:
         """Nothing is run yet.
 
@@ -43,10 +45,13 @@ class Lowering(fx.Interpreter):
             gm: the graph.
             mode: of the fake tensors it is going to be run with.
             spellings: what is known of its calls; None where all is to be traced.
-            lower: gives the ATen graph of a sub-graph, run with such inputs.
+            lower: gives the ATen graph of a sub-graph, run with such inputs in such
+                autocast regions.
+            regions: the autocast regions that `gm` begins in.
         """
         super().__init__(gm, garbage_collect_values=False)
         self._lower = lower
+        self._regions = regions
         self.mode = mode
         self.spellings = spellings
         self.bodies: dict[str, fx.GraphModule] = {}
@@ -57,7 +62,9 @@ class Lowering(fx.Interpreter):
         self.current_node = n
         if n.op == "placeholder":
             return self.placeholder(n.target, n.args, n.kwargs)
-        known = self.spellings
+        self._regions.follow(n)
+        # In an autocast region Dynamo's result of a call is not its op's alone.
+        known = self.spellings if self._regions.is_on is None else None
         call = known.call(n, self.env) if known is not None else None
         if known is not None and call is not None:
             known.learn(call, n, functools.partial(self._called, n))
@@ -69,7 +76,8 @@ class Lowering(fx.Interpreter):
             before = _proxies((args, kwargs))
             mark = compat.recorded_so_far()
             try:
-                result = getattr(self, n.op)(n.target, args, kwargs)
+                with self._regions.entered():
+                    result = getattr(self, n.op)(n.target, args, kwargs)
             except Exception as error:
                 if not _may_stay_whole(n):
                     raise
@@ -185,7 +193,8 @@ class Lowering(fx.Interpreter):
         self, body: fx.GraphModule, inputs: Sequence[Any], name: str
     ) -> fx.GraphModule:
         """The ATen graph of a sub-graph that op `name` calls, to be rewritten too."""
-        lowered = self._lower(body, inputs)
+        lowered = self._lower(body, inputs, self._regions)
+        lowered.meta[CALLED_IN] = self._regions.inside
         lowered.meta[LOWERED_BODY] = name
         lowered.meta[BODY_RECORDS] = torch.is_grad_enabled()
         return lowered
@@ -230,6 +239,16 @@ class _InPlace(fx.Interpreter):
     Torch's own op runs them under a mode that knows no other higher-order op, such as
     the branches of `torch.cond`.
     """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._regions = Regions(gm)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target in (compat.ENTER_AUTOCAST, compat.EXIT_AUTOCAST):
+            return self._regions.follow(n)  # the tracer would record it
+        with self._regions.entered():
+            return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is compat.CHECKPOINT:

@@ -20,6 +20,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.lowering import Lowering
+from autoamp.analyse.regions import Region, Regions
 from autoamp.analyse.settled import spellings_of
 from autoamp.analyse.spelling import Spellings
 from autoamp.analyse.transforms import fold_transforms
@@ -87,20 +88,27 @@ def _trace(
     fakes: Sequence[Any],
     mode: compat.FakeTensorMode,
     spellings: Spellings | None = None,
+    outer: Sequence[Region] = (),
 ) -> fx.GraphModule:
-    """The ATen graph of `gm`, whose own parameters and buffers stay attributes."""
+    """The ATen graph of `gm`, whose own parameters and buffers stay attributes.
+
+    Args:
+        outer: the autocast regions of the model's own that `gm` is called in.
+    """
     gm = fold_transforms(gm)
     named = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
     fake_named = dict(
         zip(named, compat.fake_inputs([*named.values()], mode), strict=True)
     )
 
-    def lower(body: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-        lowered = _trace(body, inputs, mode)
+    def lower(
+        body: fx.GraphModule, inputs: Sequence[Any], regions: Regions
+    ) -> fx.GraphModule:
+        lowered = _trace(body, inputs, mode, outer=regions.inside)
         _restore_placeholders(lowered, body, tuple(inputs), inputs)
         return lowered
 
-    lowering = Lowering(gm, mode, spellings, lower)
+    lowering = Lowering(gm, mode, spellings, lower, Regions(gm, outer))
 
     def run(*values: Any) -> Any:
         attributes = dict(zip(named, values, strict=False))

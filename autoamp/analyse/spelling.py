@@ -41,20 +41,13 @@ class Spellings:
         """Args: `inputs` of the graph, which like `mode` are Dynamo's."""
         self.mode = mode
         self.inputs = tuple(inputs)
-        self._regions = 0
         self._known: dict[Hashable, Spelling | None] = {}
         self._described = {id(value): Description(value) for value in inputs}
 
     @compat.without_torch_function
     def call(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Call | None:
-        """The call of a node; None where nobody can tell what it is like.
-
-        In an autocast region of the model's own nobody can: Dynamo's results have the
-        dtypes that autocast gives, and a trace runs above autocast.
-        """
-        self._regions += node.target == compat.ENTER_AUTOCAST
-        self._regions -= node.target == compat.EXIT_AUTOCAST
-        if self._regions or (node.op != "call_method" and not _is_torchs(node)):
+        """The call of a node; None where nobody can tell what it is like."""
+        if node.op != "call_method" and not _is_torchs(node):
             return None
         any_shape = spelled_whatever_the_shapes(node.target)
         given = Arguments(env, self._described, any_shape)

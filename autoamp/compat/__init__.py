@@ -27,6 +27,7 @@ from autoamp.compat.device import (
     autocast_nesting,
     autocast_off,
     cpu_low_precision_units,
+    in_autocast,
 )
 from autoamp.compat.entry import CompiledEntry, never_a_graph_by_itself
 from autoamp.compat.gradients import (
@@ -183,6 +184,7 @@ __all__ = [
     "hook_node",
     "hooks_everywhere",
     "hooks_of_others",
+    "in_autocast",
     "inside_backward",
     "is_batch",
     "is_capture_error",

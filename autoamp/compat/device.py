@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -53,3 +54,28 @@ def autocast_off() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def in_autocast(
+    device: str, dtype: torch.dtype | None = None, enabled: bool = True
+) -> Iterator[None]:
+    """A region of `torch.autocast(device, dtype, enabled)` that no trace records.
+
+    Nothing is cached there: a cached cast would outlive the fake tensor it was made of.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the capture has shown them already
+        wanted = torch.autocast(device, dtype, enabled)
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_enabled(device, wanted._enabled)
+    if wanted.fast_dtype is not None:
+        torch.set_autocast_dtype(device, wanted.fast_dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+        torch.set_autocast_cache_enabled(cached)

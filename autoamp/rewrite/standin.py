@@ -17,6 +17,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import source_line
+from autoamp.analyse.regions import Regions
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import WITH_FP32_STATE, checkpointed, op_with_its_state
 
@@ -45,6 +46,7 @@ class StandIns:
         self.memo = memo
         self.given = None if given is None else iter(given)
         self.original = original
+        self.regions = Regions(gm)
         self.values: dict[str, Any] = {}
         self.devices: dict[str, torch.device | None] = {}
         self.nodes = {n.name: n for n in gm.graph.nodes}
@@ -66,6 +68,7 @@ class StandIns:
                 return _stand_in(node.meta.get("val", found))
             return found
         if node.target in compat.MODE_CHANGES:
+            self.regions.follow(node)
             return None
         if isinstance(node.target, compat.HigherOrderOperator):
             return _stand_in(node.meta.get("val"))
@@ -97,7 +100,13 @@ class StandIns:
                 return target(*args, **kwargs)
             except NotImplementedError:
                 pass  # Torch has no meta kernel; fake tensors try the device's own.
-        key = (target, _signature(args), _signature(kwargs), self._devices(node))
+        key = (
+            target,
+            _signature(args),
+            _signature(kwargs),
+            self._devices(node),
+            self.regions.inside,
+        )
         if key not in self.memo:
             # The original's record is the tracer's own: fake tensors gave it.
             known = node.meta.get("val") if self.original is None else None
@@ -118,7 +127,7 @@ class StandIns:
     def _answer(self, node: fx.Node) -> Any:
         """What an op gives for its operands, as fake tensors on their devices."""
         target: Any = node.target
-        with compat.as_traced(), _mode(self.memo):
+        with compat.as_traced(), _mode(self.memo), self.regions.entered():
 
             def on_its_device(operand: fx.Node) -> Any:
                 device = getattr(operand.meta.get("val"), "device", _META)
