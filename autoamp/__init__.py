@@ -23,8 +23,8 @@ from autoamp.loss_scale import (
     NoLossScale,
     StaticLossScale,
 )
+from autoamp.model.thread import disabled
 from autoamp.rules import Rules
-from autoamp.runtime.thread import disabled
 
 __version__ = "0.1.0.dev0"
 

@@ -1,8 +1,7 @@
-"""The functions of `API.md`, each a few lines over the layers below."""
+"""The public functions, each a few lines over the layers below."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,19 +10,17 @@ from torch import fx, nn
 
 from autoamp import compat
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.inspect.coverage import Coverage, coverage_of
-from autoamp.inspect.report import LossScaleReport, Report
+from autoamp.inspect.report import Report
+from autoamp.model.conversion import conversion_of
+from autoamp.model.convert import convert_model, revert_model
+from autoamp.model.eligible import choose_graph_precision
+from autoamp.model.reporting import report_of
+from autoamp.optimizer.attach import attached, give_masters
+from autoamp.optimizer.optimizers import params_of
 from autoamp.options import Options
 from autoamp.pipeline import rewrite_graph
 from autoamp.plain import class_name
 from autoamp.rules import Rules
-from autoamp.runtime.attach import attached, give_masters
-from autoamp.runtime.conversion import conversion_of
-from autoamp.runtime.convert import convert_model, revert_model
-from autoamp.runtime.eligible import choose_graph_precision
-from autoamp.runtime.engine import Engine
-from autoamp.runtime.optimizers import params_of
-from autoamp.runtime.scaling import ModelScaling
 
 
 def convert(
@@ -108,7 +105,7 @@ def convert(
             for boundary in boundaries:
                 give_masters(boundary, model)
                 if state is not None and state.engine is not None:
-                    boundary.link(state.engine.scaling)
+                    boundary.link(state.engine.record.scaling)
         except BaseException:  # state the optimizer was loaded with does not fit
             if fresh:
                 revert_model(model)
@@ -140,24 +137,9 @@ def report(model: nn.Module) -> Report:
             f"{type(model).__name__} is not converted; call autoamp.convert first"
         )
     if state.engine is not None:
-        return report_of(state.engine)
+        return report_of(state.engine.record)
     skipped = [(s.what, s.why) for s in state.skipped]
     return Report(class_name(model), (), (), skipped)
-
-
-def report_of(engine: Engine) -> Report:
-    """What `engine` has done so far, for a model or a function that was compiled."""
-    captured = [g for g in engine.graphs if g.rewritten is not None]
-    return Report(
-        label=engine.label,
-        rewritten=[g.rewritten for g in captured if g.rewritten is not None],
-        graphs=[g.gm for g in captured],
-        skipped=[(s.what, s.why) for s in engine.skipped],
-        runs=engine.runs,
-        unwatched=max((g.copies.unwatched for g in captured if g.copies), default=0),
-        loss_scale=_loss_scale(engine.scaling),
-        coverage=_coverage(engine),
-    )
 
 
 def rewrite(
@@ -190,30 +172,6 @@ def rewrite(
     rewritten = rewrite_graph(gm, example_inputs, chosen, low).gm
     compat.forget_inputs(rewritten)
     return rewritten
-
-
-def _coverage(engine: Engine) -> Coverage:
-    done = [
-        (g.rewritten, g.sizes or Counter({(): g.runs}))
-        for g in engine.graphs
-        if g.rewritten is not None
-    ]
-    tally = engine.tally
-    return coverage_of(tally.calls, tally.aside, tally.in_part, done)
-
-
-def _loss_scale(scaling: ModelScaling) -> LossScaleReport | None:
-    if not scaling.enabled:
-        return None
-    scale = scaling.domain.loss_scale
-    return LossScaleReport(
-        kind=class_name(scale),
-        scale=scale.scale,
-        growth_tracker=scale.growth_tracker,
-        skipped_steps=scale.skipped_steps,
-        skips=tuple(scaling.skips),
-        foreign=bool(scaling.foreign),
-    )
 
 
 def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimizer]:

@@ -233,7 +233,7 @@ def _nodes(case: Case) -> int:
     model = _ours(case.build())
     args, kwargs = case.batch()
     model(*args, **kwargs)
-    graphs = [g.rewritten for g in model._autoamp.engine.graphs]
+    graphs = [g.rewritten for g in model._autoamp.engine.record.graphs]
     return sum(len(g.before.graph.nodes) for g in graphs if g is not None)
 
 

@@ -81,10 +81,10 @@ def calls(original: nn.Module) -> dict[str, tuple[Call, nn.Module]]:
 
 def refreshed(model: nn.Module) -> int:
     """Weight copies made equal to their weights so far, in all graphs of a model."""
-    from autoamp.runtime.conversion import conversion_of
+    from autoamp.model.conversion import conversion_of
 
     state = conversion_of(model)
-    graphs = state.engine.graphs if state is not None and state.engine else []
+    graphs = state.engine.record.graphs if state is not None and state.engine else []
     return sum(g.copies.refreshed for g in graphs if g.copies is not None)
 
 

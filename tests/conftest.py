@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoamp.runtime.saying import forget_what_was_said
+from autoamp.saying import forget_what_was_said
 from tests.steps import converted
 
 # Deadlines measure the machine; a fixed order of examples makes CI repeatable.

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 import autoamp
 from autoamp import DynamicLossScale
-from autoamp.runtime.attach import attach
-from autoamp.runtime.backwards import BACKWARDS
-from autoamp.runtime.conversion import conversion_of
-from autoamp.runtime.scaling import ModelScaling, ScaleDomain
+from autoamp.model.conversion import conversion_of
+from autoamp.optimizer.attach import attach
+from autoamp.scaling.backwards import BACKWARDS
+from autoamp.scaling.domain import ModelScaling, ScaleDomain
 
 WIDTH = 8
 BF16: dict[str, Any] = {
@@ -48,7 +48,7 @@ def scaling_of(model: nn.Module) -> ModelScaling:
     state = conversion_of(model)
     assert state is not None
     assert state.engine is not None
-    return state.engine.scaling
+    return state.engine.record.scaling
 
 
 def fresh_copy(base: nn.Module, **scale: Any) -> nn.Module:

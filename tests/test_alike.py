@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoamp
-from autoamp.runtime import engine as engines
-from autoamp.runtime.alike import likeness
+from autoamp.capture import engine as engines
+from autoamp.capture.alike import likeness
 
 
 class Small(nn.Module):
@@ -124,7 +124,7 @@ def test_the_first_may_go(prepared: list[Any]) -> None:
 
 
 def test_nothing_is_kept_once_all_are_gone() -> None:
-    from autoamp.runtime.program import _PROGRAMS
+    from autoamp.capture.program import _PROGRAMS
 
     gc.collect()
     before = len(_PROGRAMS)

@@ -23,10 +23,11 @@ from torch.optim import optimizer as torch_optimizer
 import autoamp
 import autoamp_autoload
 from autoamp.auto import mode, switch
+from autoamp.model import compile_backend
+from autoamp.model import convert as convert_module
+from autoamp.model.eligible import choose_precision
+from autoamp.optimizer import meeting
 from autoamp.options import Options
-from autoamp.runtime import attach, graph_backend
-from autoamp.runtime import convert as convert_module
-from autoamp.runtime.eligible import choose_precision
 
 WIDTH = 8
 ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
@@ -62,10 +63,10 @@ def off_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("AUTOAMP_")]:
         monkeypatch.delenv(name)
     # What other tests compiled listens to optimizers for as long as it lives.
-    graph_backend._BACKENDS.clear()
-    attach._engines.clear()
-    while attach._hook:
-        attach._hook.pop().remove()
+    compile_backend._BACKENDS.clear()
+    meeting._scalings.clear()
+    while meeting._hook:
+        meeting._hook.pop().remove()
     level = PACKAGE.level
     yield
     autoamp.disable()

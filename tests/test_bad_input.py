@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.runtime import prepare
+from autoamp.capture import prepare
 
 WIDTH = 8
 BF16 = {"precision": "bf16", "do_no_harm": False}

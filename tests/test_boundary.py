@@ -26,8 +26,8 @@ from autoamp.graph_functions import (
     scaled_result,
     unscale_grad,
 )
-from autoamp.runtime import boundary
-from autoamp.runtime.backwards import BACKWARDS
+from autoamp.scaling import edge
+from autoamp.scaling.backwards import BACKWARDS
 from tests.boundary_scripts import (
     FORWARDS,
     SCRIPTS,
@@ -163,7 +163,7 @@ def test_the_table_can_fail(
     name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scale that is missed at one edge shows."""
-    monkeypatch.setattr(boundary, name, broken)
+    monkeypatch.setattr(edge, name, broken)
     with pytest.raises(AssertionError):
         test_the_scale_changes_no_bit("returns_used_inside")
 

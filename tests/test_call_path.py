@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoamp
-from autoamp.runtime.conversion import conversion_of
+from autoamp.model.conversion import conversion_of
 from tests.metrics import relative_error
 from tests.test_weights import CLOSE, WIDTH, convert, mlp
 

@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import WITH_FP32_STATE
+from autoamp.model.eligible import choose_device_precision
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.rules import Category, Rules
-from autoamp.runtime.eligible import choose_device_precision
 from tests.fake_cuda import (
     SKIPPED,
     as_gpu,

@@ -10,7 +10,7 @@ from torch import nn
 
 import autoamp
 from autoamp import LossScaleError
-from autoamp.runtime.scaling import ScaleDomain
+from autoamp.scaling.domain import ScaleDomain
 from tests.steps import (
     HUGE,
     assert_same,

@@ -11,8 +11,8 @@ import transformers as hf
 from torch import nn
 
 import autoamp
-from autoamp.runtime.conversion import conversion_of
-from autoamp.runtime.loaded import own_loaded_weights
+from autoamp.model.conversion import conversion_of
+from autoamp.weights.loaded import own_loaded_weights
 
 
 def small() -> hf.GPT2LMHeadModel:
@@ -34,7 +34,7 @@ def refreshed_in(model: nn.Module, calls: int) -> int:
     state = conversion_of(model)
     assert state is not None
     assert state.engine is not None
-    return sum(g.copies.refreshed for g in state.engine.graphs if g.copies)
+    return sum(g.copies.refreshed for g in state.engine.record.graphs if g.copies)
 
 
 def test_a_loaded_model_casts_its_weights_once(loaded: hf.GPT2LMHeadModel) -> None:

@@ -15,8 +15,8 @@ import autoamp
 from autoamp import DynamicLossScale
 from autoamp.loss_scale import INIT_SCALE
 from autoamp.loss_scale.climb import LATER, LOOKS
-from autoamp.runtime.backwards import BACKWARDS
-from autoamp.runtime.scaling import ScaleDomain
+from autoamp.scaling.backwards import BACKWARDS
+from autoamp.scaling.domain import ScaleDomain
 from tests.steps import FP16, scaling_of
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import autoamp
 from autoamp import compat
-from autoamp.runtime.attach import boundary_of
+from autoamp.optimizer.attach import boundary_of
 
 WIDTH = 8
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.runtime.methods import computing_methods
+from autoamp.model.methods import computing_methods
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 

@@ -132,7 +132,11 @@ DOCUMENTED = [
     PACKAGE / "api.py",
     PACKAGE / "errors.py",
     PACKAGE / "options.py",
-    *sorted((PACKAGE / "runtime").glob("*.py")),
+    *sorted(
+        path
+        for room in ("model", "capture", "weights", "scaling", "optimizer")
+        for path in (PACKAGE / room).glob("*.py")
+    ),
 ]
 
 

@@ -17,12 +17,12 @@ from autoamp import pipeline
 from autoamp.analyse import classify as classify_module
 from autoamp.analyse import normalise as normalise_module
 from autoamp.analyse.lowering import Lowering
+from autoamp.capture import prepare
 from autoamp.errors import AutoampError, PassError, VerificationError
 from autoamp.place import cost
 from autoamp.retreat import REPORT, retreating
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import Emitted
-from autoamp.runtime import prepare
 from tests.metrics import relative_error
 
 WIDTH = 8

@@ -17,7 +17,7 @@ import autoamp
 from autoamp import pipeline
 from autoamp.errors import VerificationError
 from autoamp.rewrite.standin import where
-from autoamp.runtime.saying import signs_of_life
+from autoamp.saying import signs_of_life
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False, "strict": False}
 MANY = 12
@@ -229,7 +229,7 @@ def test_a_long_first_call_shows_signs_of_life(
         return real(*args)
 
     monkeypatch.setattr(pipeline, "normalise", slow)
-    monkeypatch.setattr("autoamp.runtime.calls.signs_of_life", quickly)
+    monkeypatch.setattr("autoamp.model.calls.signs_of_life", quickly)
     model = kind_of_block(-1)(8)  # none like it has been captured
     autoamp.convert(model, **OPTIONS)(torch.randn(2, 8))
     assert "the first call of Block-1 has taken 0 s" in caplog.text

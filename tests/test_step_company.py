@@ -16,8 +16,8 @@ from torch.optim import optimizer as torch_optimizer
 
 import autoamp
 from autoamp import DynamicLossScale, LossScaleError
-from autoamp.runtime import attach
-from autoamp.runtime.backwards import BACKWARDS, MOST
+from autoamp.optimizer import meeting
+from autoamp.scaling.backwards import BACKWARDS, MOST
 from tests.metrics import relative_error
 from tests.steps import (
     BF16,
@@ -293,8 +293,8 @@ def test_global_hook_goes_with_the_last_conversion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Models of other tests may be alive: this one listens apart from them.
-    monkeypatch.setattr(attach, "_engines", weakref.WeakSet())
-    monkeypatch.setattr(attach, "_hook", [])
+    monkeypatch.setattr(meeting, "_scalings", weakref.WeakSet())
+    monkeypatch.setattr(meeting, "_hook", [])
     hooks = torch_optimizer._global_optimizer_pre_hooks
     before = dict(hooks)
     models = [converted(), converted()]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.runtime.backwards import BACKWARDS
+from autoamp.scaling.backwards import BACKWARDS
 from tests.steps import (
     BF16,
     FP16,

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.runtime import kernel_flag
-from autoamp.runtime import step as step_module
+from autoamp.optimizer import kernel_flag
+from autoamp.optimizer import step as step_module
 from tests.steps import (
     HUGE,
     OPTIMIZERS,
@@ -149,13 +149,13 @@ def test_gradients_are_looked_at_only_where_they_may_be_old(
     base: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[int] = []
-    real = autoamp.runtime.overflow.not_finite
+    real = autoamp.scaling.overflow.not_finite
 
     def look(grads: Any) -> Any:
         looked.append(1)
         return real(grads)
 
-    monkeypatch.setattr("autoamp.runtime.overflow.not_finite", look)
+    monkeypatch.setattr("autoamp.scaling.overflow.not_finite", look)
     model = fresh_copy(base)
     optimizer = make("AdamW-fused", model)
     for number in range(5):

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import compat
-from autoamp.runtime import weights as copies_module
-from autoamp.runtime.backwards import BACKWARDS
+from autoamp.scaling.backwards import BACKWARDS
+from autoamp.weights import copies
 from tests.metrics import relative_error
 from tests.test_weights import (
     CLOSE,
@@ -497,10 +497,10 @@ def test_a_cuda_graph_gets_copies_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     with torch.no_grad():
         model(x)
         kept = [low_copy(p) for p in model.parameters()]
-        copies = copies_module.WeightCopies(torch.bfloat16)
-        monkeypatch.setattr(copies_module, "_capturing", lambda: True)
-        monkeypatch.setattr(copies_module, "_on_side_stream", lambda device: True)
-        own = copies.fresh(list(model.parameters()))
+        handed_in = copies.WeightCopies(torch.bfloat16)
+        monkeypatch.setattr(copies, "_capturing", lambda: True)
+        monkeypatch.setattr(copies, "_on_side_stream", lambda device: True)
+        own = handed_in.fresh(list(model.parameters()))
         monkeypatch.undo()
         assert [low_copy(p) for p in model.parameters()] == kept
         for mine, theirs in zip(own, kept, strict=True):

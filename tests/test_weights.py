@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import autoamp
-from autoamp.runtime import weights as copies_module
-from autoamp.runtime.captured import CapturedGraph
-from autoamp.runtime.conversion import conversion_of
+from autoamp.capture.captured import CapturedGraph
+from autoamp.model.conversion import conversion_of
+from autoamp.weights import copies
 from tests.metrics import relative_error
 
 WIDTH = 8
@@ -38,7 +38,7 @@ def graphs(model: nn.Module) -> list[CapturedGraph]:
     state = conversion_of(model)
     assert state is not None
     assert state.engine is not None
-    return state.engine.graphs
+    return state.engine.record.graphs
 
 
 def refreshed(model: nn.Module) -> int:
@@ -260,9 +260,9 @@ def test_unannounced_steps_lose_their_sentinels_after_two() -> None:
     weights = list(model.parameters())
     for step in range(6):
         before = refreshed(model)
-        places = [copies_module.compat.data_address(p) for p in weights]
+        places = [copies.compat.data_address(p) for p in weights]
         accumulated(model, x, 4, lambda: by_hand(model))
-        moved = [copies_module.compat.data_address(p) for p in weights] != places
+        moved = [copies.compat.data_address(p) for p in weights] != places
         assert moved == (step < 2)
         assert refreshed(model) - before == len(weights) * (1 if step < 2 else 8)
 
@@ -273,7 +273,7 @@ def test_announcing_again_brings_the_sentinels_back() -> None:
         accumulated(model, x, 2, lambda: by_hand(model))
 
     def announced() -> None:
-        copies_module.before_write(model.parameters())
+        copies.before_write(model.parameters())
         by_hand(model)
 
     accumulated(model, x, 2, announced)
@@ -287,8 +287,8 @@ def test_announcing_weights_without_copies_does_nothing() -> None:
     with torch.no_grad():
         convert(mlp())(torch.randn(3, WIDTH))  # so that there are copies of others
     weights = [torch.randn(3), nn.Parameter(torch.randn(3))]
-    copies_module.before_write(weights)
-    copies_module.before_write(iter(weights))
+    copies.before_write(weights)
+    copies.before_write(iter(weights))
 
 
 def test_step_that_raises_half_way() -> None:
@@ -369,7 +369,7 @@ def test_frozen_base_is_copied_once_while_the_adapter_trains(
     # The base is among the optimizer's parameters, as in many scripts.
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     copied: list[Tensor] = []
-    copy_all = copies_module.compat.copy_all
+    copy_all = copies.compat.copy_all
 
     def spy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         copied.extend(sources)
@@ -379,7 +379,7 @@ def test_frozen_base_is_copied_once_while_the_adapter_trains(
         for p in (model.a.weight, model.b.weight):
             p.data -= 0.01 * p.grad
 
-    monkeypatch.setattr(copies_module.compat, "copy_all", spy)
+    monkeypatch.setattr(copies.compat, "copy_all", spy)
     for _ in range(5):
         accumulated(model, x, 2, optimizer.step if announced else adapters_by_hand)
     assert sum(p is model.base.weight for p in copied) == 1
@@ -411,9 +411,9 @@ def test_several_threads_that_train_have_no_sentinels() -> None:
     other = threading.Thread(target=train)
     other.start()
     other.join()
-    copies = copies_module._COPIES[torch.bfloat16]
+    known = copies._COPIES[torch.bfloat16]
     for p in model.parameters():
-        assert copies[id(p)].sentinel is None
+        assert known[id(p)].sentinel is None
     by_hand(model)
     assert error_now(model, x) < CLOSE
 
@@ -430,7 +430,7 @@ def test_a_change_is_copied_once() -> None:
 
 
 def low_copy(weight: Tensor) -> Tensor | None:
-    entry = copies_module._COPIES[torch.bfloat16].get(id(weight))
+    entry = copies._COPIES[torch.bfloat16].get(id(weight))
     return None if entry is None else entry.low
 
 

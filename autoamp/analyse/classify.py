@@ -14,44 +14,33 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.analyse.as_written import as_written
 from autoamp.analyse.ceiling import CEILING, under_ceiling
 from autoamp.analyse.conditions import condition_holds
-from autoamp.analyse.control_flow import BODY_LEFT, LOWERED_BODY
 from autoamp.analyse.extreme import extreme_values
 from autoamp.analyse.facts import (
     Facts,
     NodeFacts,
     Operand,
     argument,
-    tensors_of,
 )
+from autoamp.analyse.literals import cut_off
 from autoamp.analyse.numbers import Known, known_numbers
-from autoamp.analyse.pins import (
-    LAYER_NORMS,
-    cut_off,
-    gradient_reason,
-    literal_reason,
-    pin_reason,
-)
-from autoamp.analyse.verdict import BACKWARD, GAVE_UP, Mode, Verdict
+from autoamp.analyse.pins import LAYER_NORMS, Site, first_pin
+from autoamp.analyse.verdict import GAVE_UP, Mode, Verdict, all_of
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
-from autoamp.graph_functions import STATE, checkpointed
+from autoamp.graph_functions import STATE
 from autoamp.ops import (
     FACTORIES,
     NOISE,
     base_name,
-    bodies_of,
     is_inplace,
-    is_out_variant,
     is_pointwise,
     is_view,
 )
 from autoamp.rules import Category, Rule, Rules
 
-CASTS = frozenset({"aten::to", "aten::_to_copy"})
-_MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
-_BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
 _SCALES = frozenset(f"aten::{name}" for name in ("mul", "div", "true_divide", "pow"))
 _CPU_MIXED = LAYER_NORMS | {
     "aten::group_norm",
@@ -109,7 +98,7 @@ def classify(
         if nodes[name].target is operator.getitem and name in facts.element_of:
             continue
         if name in given_up:
-            modes = _all("same", fact)
+            modes = all_of("same", fact)
             verdicts[name] = Verdict(
                 Category.DENY, given_up[name], GAVE_UP, True, modes
             )
@@ -177,99 +166,32 @@ class _Context:
 
 
 def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
-    if not isinstance(node.target, compat.OpOverload):
-        return _opaque(node, fact)
-    base = base_name(node.target)
-    if base in CASTS:
-        return _user_cast(node, fact, under)
-    if node.target in _BITS:
-        reason = "reads the bits of its operand: another dtype has others"
-        return _left(reason, fact)
-    if is_out_variant(node.target):
-        return _left(
-            "writes into a tensor it is given (out=), as the user made it", fact
-        )
+    written = as_written(node, fact, under.facts, to_the_letter=under.to_the_letter)
+    if written is not None:
+        return written
+    assert isinstance(node.target, compat.OpOverload)
     rule = _rule_of(node, under.rules)
     if rule is None:
         verdict = _by_schema(node.target, fact)
     else:
         verdict = _by_rule(rule, node, fact, under)
-    if base in FACTORIES | NOISE:
-        verdict = replace(verdict, modes=_all("any", fact))
-    pin = pin_reason(node, fact, under.facts, under.keep)
-    if pin is None and not under.to_the_letter:
-        pin = literal_reason(node, under.low, under.known, verdict.category)
-    if pin is not None:
-        return replace(
-            verdict, pinned=True, reason=pin, origin="autoamp", may_round=False
-        )
+    if base_name(node.target) in FACTORIES | NOISE:
+        verdict = replace(verdict, modes=all_of("any", fact))
     if not under.to_the_letter and cut_off(node, under.low, under.known):
         verdict = replace(verdict, moves=not verdict.pinned)
-    backward = gradient_reason(node, fact, under.facts)
-    if backward is not None and not verdict.pinned:
-        return replace(
-            verdict, pinned=True, reason=backward, origin=BACKWARD, may_round=True
-        )
-    return verdict
-
-
-def _all(mode: Mode, fact: NodeFacts) -> tuple[Mode, ...]:
-    """The same mode for every operand."""
-    return (mode,) * len(fact.operands)
-
-
-def _left(reason: str, fact: NodeFacts) -> Verdict:
-    """An op that stays as the user wrote it; no list says so."""
-    modes = _all("same", fact)
-    return Verdict(Category.DENY, reason, "autoamp", True, modes, listed=False)
-
-
-def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
-    name = getattr(node.target, "__name__", str(node.target))
-    reason = f"{name} is not traced into: it gets the dtypes it was captured with"
-    bodies = bodies_of(node)
-    left = [body.meta[BODY_LEFT] for body in bodies if BODY_LEFT in body.meta]
-    if left:
-        reason = f"{name} has a body that stays as it is: {left[0]}"
-    elif node.target is checkpointed:
-        reason = "a checkpointed region: rewritten inside, fp32 at its edges"
-    elif any(LOWERED_BODY in body.meta for body in bodies):
-        reason = f"{name}: rewritten inside, fp32 at its edges"
-    return Verdict(
-        Category.DENY,
-        reason,
-        "autoamp",
-        True,
-        _all("same", fact),
+    at = Site(node, fact, verdict, under.facts, under.low, under.known, under.keep)
+    found = first_pin(at, to_the_letter=under.to_the_letter)
+    if found is None:
+        return verdict
+    pin, reason = found
+    return replace(
+        verdict,
+        pinned=True,
+        reason=reason,
+        origin=pin.origin,
+        may_round=pin.may_round,
+        moves=False,
     )
-
-
-def _user_cast(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
-    """`.float()`, `.to(...)`, `.type(...)` as the user wrote them."""
-    outputs = tensors_of(node.meta.get("val"))
-    inputs = [t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))]
-    made, read = outputs[0].dtype, inputs[0].dtype
-    if made != HIGH_DTYPE:
-        if made.is_floating_point or made.is_complex:
-            reason = f"the model's own cast to {short_name(made)} takes what comes"
-            # Of what is low already it would be no copy, to be written to.
-            mode: Mode = "high" if fact.storage in under.facts.mutated else "any"
-            return Verdict(Category.CLEAR, reason, "autoamp", False, (mode,))
-        reason = "turns floats to integers: reads the value its producer made"
-        return Verdict(Category.CLEAR, reason, "autoamp", False, ("follow",))
-    whole = not (read.is_floating_point or read.is_complex)
-    if read == torch.bool or (under.to_the_letter and whole):
-        reason = "0 and 1 are exact in any dtype"
-        if read != torch.bool:
-            reason = "whole numbers are cast to what reads them, as TensorFlow does"
-        return Verdict(Category.CLEAR, reason, "autoamp", False, ())
-    # `x.to(device)` arrives as an overload that names a device, the dtype filled in.
-    moves = str(node.target) in _MOVES or argument(node, "dtype") is None
-    if read == HIGH_DTYPE and moves:
-        reason = "moves data without changing it"
-        return Verdict(Category.CLEAR, reason, "autoamp", False, ("same",))
-    reason = "the model casts to fp32 here: a boundary the user drew"
-    return Verdict(Category.DENY, reason, "autoamp", True, _all("same", fact))
 
 
 def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
@@ -290,7 +212,7 @@ def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, under: _Context) -> Ver
         return Verdict(pinned, reason, rule.origin, True, modes)
     if asks_fp32:
         reason = "the model asks for an fp32 result (dtype=torch.float32)"
-        return Verdict(pinned, reason, "autoamp", True, _all("any", fact))
+        return Verdict(pinned, reason, "autoamp", True, all_of("any", fact))
     return Verdict(category, reason, rule.origin, False, modes)
 
 

@@ -1,21 +1,22 @@
-"""Why a node must stay fp32 whatever its op's category: facts about this very call."""
+"""Why a call stays fp32 whatever its op's category: one table, asked in its order."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts, argument, tensors_of
-from autoamp.analyse.numbers import Known, filling, numbers
-from autoamp.dtypes import largest, short_name, smallest
-from autoamp.ops import FACTORIES, base_name, is_pointwise
-from autoamp.rules import Category
+from autoamp.analyse.literals import literal_reason
+from autoamp.analyse.numbers import Known
+from autoamp.analyse.verdict import BACKWARD, Verdict
+from autoamp.ops import FACTORIES, base_name
 
 LAYER_NORMS = frozenset({"aten::layer_norm", "aten::native_layer_norm"})
 
@@ -53,54 +54,85 @@ _NORMS_WITH_STATISTICS = frozenset(
 For low data torch 2.13 makes these in fp32 or in the low dtype, by device and by the
 dtype of the weight; its fake and meta tensors say other dtypes than kernels give."""
 
-_LIMITED = frozenset(
-    f"aten::{name}"
-    for name in (
-        "clamp",
-        "clip",
-        "hardtanh",
-        "masked_fill",
-        "maximum",
-        "minimum",
-        "nan_to_num",
-        "where",
-    )
-)
-"""Ops that take limits or fillings, in whichever category a user puts them."""
 
+@dataclass(frozen=True)
+class Site:
+    """A call of a torch op, and what it is judged by.
 
-def pin_reason(
-    node: fx.Node, fact: NodeFacts, graph: Facts, keep: Sequence[str]
-) -> str | None:
-    """Why this call must stay fp32, or None.
-
-    Args:
+    Attributes:
+        node, fact: the call.
+        verdict: what the rules say of it.
+        graph: the facts of the whole graph.
+        low: the compute dtype.
+        known: the numbers that tensors hold.
         keep: the user's module-path patterns.
     """
-    for pattern in keep:
-        if any(fnmatch.fnmatchcase(m, pattern) for m in fact.modules or ("",)):
+
+    node: fx.Node
+    fact: NodeFacts
+    verdict: Verdict
+    graph: Facts
+    low: torch.dtype
+    known: Known
+    keep: Sequence[str]
+
+    @property
+    def base(self) -> str:
+        """The op's name without its overload."""
+        assert isinstance(self.node.target, compat.OpOverload)
+        return base_name(self.node.target)
+
+
+def _kept(at: Site) -> str | None:
+    for pattern in at.keep:
+        if any(fnmatch.fnmatchcase(m, pattern) for m in at.fact.modules or ("",)):
             return f"kept in fp32 by keep={pattern!r}"
-    if fact.autocast is not None:
-        state = "on" if fact.autocast else "off"
-        return f"inside the model's own torch.autocast region, switched {state}"
-    if fact.mixes_floats:
+    return None
+
+
+def _in_a_region(at: Site) -> str | None:
+    if at.fact.autocast is None:
+        return None
+    state = "on" if at.fact.autocast else "off"
+    return f"inside the model's own torch.autocast region, switched {state}"
+
+
+def _mixes(at: Site) -> str | None:
+    if at.fact.mixes_floats:
         return "has operands of another float dtype: left as the user wrote it"
-    assert isinstance(node.target, compat.OpOverload)
-    if torch.Tag.nondeterministic_seeded in node.target.tags and not fact.operands:
+    return None
+
+
+def _draws(at: Site) -> str | None:
+    assert isinstance(at.node.target, compat.OpOverload)
+    seeded = torch.Tag.nondeterministic_seeded in at.node.target.tags
+    if seeded and not at.fact.operands:
         return "draws random numbers: another dtype would draw others"
-    if (
-        fact.makes_floats
-        and not fact.operands
-        and base_name(node.target) not in FACTORIES
-    ):
+    return None
+
+
+def _made_of_no_floats(at: Site) -> str | None:
+    if at.fact.makes_floats and not at.fact.operands and at.base not in FACTORIES:
         return (
             "makes fp32 of what is no float: its dtype is not the rewrite's to choose"
         )
-    if fact.storage in graph.written_opaquely:
+    return None
+
+
+def _written_unseen(at: Site) -> str | None:
+    if at.fact.storage in at.graph.written_opaquely:
         return "a function that is not looked into may write to it"
-    if fact.storage in graph.mutated and fact.storage in graph.outside:
+    return None
+
+
+def _written_outside(at: Site) -> str | None:
+    if at.fact.storage in at.graph.mutated and at.fact.storage in at.graph.outside:
         return "writes to, or views, a tensor that exists outside the graph"
-    if base_name(node.target) in _NORMS_WITH_STATISTICS and _reads_beyond_first(node):
+    return None
+
+
+def _statistics(at: Site) -> str | None:
+    if at.base in _NORMS_WITH_STATISTICS and _reads_beyond_first(at.node):
         return "its statistics are read, whose dtype would be the kernel's choice"
     return None
 
@@ -112,76 +144,96 @@ def _reads_beyond_first(node: fx.Node) -> bool:
     )
 
 
-def scales(target: compat.OpOverload, category: Category) -> bool:
-    """Whether an op does arithmetic with its numbers: none is a limit or a filling."""
-    limited = category is Category.CLEAR or base_name(target).rstrip("_") in _LIMITED
-    return is_pointwise(target) and not limited
+def _out_of_range(at: Site) -> str | None:
+    return literal_reason(at.node, at.low, at.known, at.verdict.category)
 
 
-def literal_reason(
-    node: fx.Node, low: torch.dtype, known: Known, category: Category
-) -> str | None:
-    """Why arithmetic with a number beyond the range of `low` must stay fp32, or None.
-
-    A limit or a filling may be cut off at the range; a factor or a divisor may not.
-    None may become zero: `functional.normalize` divides by what it keeps above 1e-12.
-
-    Args:
-        known: the numbers that tensors hold.
-        category: the op's; clear ops do no arithmetic.
-    """
-    target = node.target
-    assert isinstance(target, compat.OpOverload)
-    filled = filling(node, known)
-    if filled is None and not is_pointwise(target):
-        return None
-    for value in numbers(node, known) if filled is None else (filled,):
-        if not math.isfinite(value):
-            continue
-        if 0 < abs(value) <= smallest(low) / 2:
-            return f"computes with {value:g}, which {short_name(low)} rounds to zero"
-        if abs(value) > largest(low) and filled is None and scales(target, category):
-            return f"computes with {value:g}, which is beyond {short_name(low)}'s range"
-    return None
-
-
-def cut_off(node: fx.Node, low: torch.dtype, known: Known) -> bool:
-    """Whether a call fills a tensor with a number beyond the range of `low`.
-
-    In `low` it were another number: one to mask with, not one to divide by.
-    """
-    filled = filling(node, known)
-    return filled is not None and largest(low) < abs(filled) < math.inf
-
-
-def gradient_reason(node: fx.Node, fact: NodeFacts, graph: Facts) -> str | None:
-    """Why the backward of this call must be fp32, or None.
-
-    Its kernel would sum many gradients in the low dtype.  The result may be rounded: no
-    more than any other does it widen what follows.
-    """
-    assert isinstance(node.target, compat.OpOverload)
-    base = base_name(node.target)
-    if not fact.requires_grad:
-        return None
-    if base in _GATHERS and fact.operands:
-        table = fact.operands[0].value
-        if table in graph.weights and graph.nodes[table].requires_grad:
+def _sums_rows(at: Site) -> str | None:
+    """Look-ups in trained tables."""
+    if at.base in _GATHERS and at.fact.requires_grad and at.fact.operands:
+        table = at.fact.operands[0].value
+        if table in at.graph.weights and at.graph.nodes[table].requires_grad:
             return (
                 "its backward sums the gradients of rows used many times in the "
                 "dtype of the table"
             )
-    if base in LAYER_NORMS and fact.device == "cpu" and len(fact.operands) > 1:
-        size = math.prod(compat.hint(s) for s in argument(node, "normalized_shape"))
-        unknown = any(not isinstance(s, int) for s in _output_shape(node))
-        if unknown or fact.numel >= LAYER_NORM_ROWS * size:
-            return (
-                "torch's CPU kernel sums its weight gradient over the rows in the low "
-                "dtype"
-            )
+    return None
+
+
+def _sums_over_rows(at: Site) -> str | None:
+    """Layer norms of many rows on CPUs."""
+    fact = at.fact
+    if at.base not in LAYER_NORMS or not fact.requires_grad or fact.device != "cpu":
+        return None
+    if len(fact.operands) < 2:
+        return None
+    shape = argument(at.node, "normalized_shape")
+    size = math.prod(compat.hint(s) for s in shape)
+    unknown = any(not isinstance(s, int) for s in _output_shape(at.node))
+    if unknown or fact.numel >= LAYER_NORM_ROWS * size:
+        return (
+            "torch's CPU kernel sums its weight gradient over the rows in the low dtype"
+        )
     return None
 
 
 def _output_shape(node: fx.Node) -> Sequence[object]:
     """The sizes of the first output; symbolic ones stand for any number."""
     return tuple(tensors_of(node.meta["val"])[0].shape)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One reason for a call to stay fp32.
+
+    Attributes:
+        protects: what would be lost or changed otherwise, in a few words.
+        reason: gives the reason at a call, or None.
+        origin: of the verdicts it makes.
+        always: asked also where TensorFlow's lists decide alone: torch, or the user's
+            own word, leaves no choice.
+        may_round: the backward is why; the result may be rounded, and widens no more
+            than any other.
+    """
+
+    protects: str
+    reason: Callable[[Site], str | None]
+    origin: str = "autoamp"
+    always: bool = True
+    may_round: bool = False
+
+
+PINS: tuple[Pin, ...] = (
+    Pin("modules that the user keeps in fp32", _kept),
+    Pin("the model's own autocast regions", _in_a_region),
+    Pin("the user's mixing of float dtypes", _mixes),
+    Pin("which random numbers are drawn", _draws),
+    Pin("the dtype that torch gives to floats made of none", _made_of_no_floats),
+    Pin("tensors that a function writes to unseen", _written_unseen),
+    Pin("tensors of the caller's that are written to", _written_outside),
+    Pin("statistics of norms, which kernels give in dtypes of theirs", _statistics),
+    Pin("numbers beyond the compute dtype's range", _out_of_range, always=False),
+    Pin("gradients of a table's rows", _sums_rows, BACKWARD, may_round=True),
+    Pin("gradients of a norm's weight", _sums_over_rows, BACKWARD, may_round=True),
+)
+"""In the order they are asked: the first that gives a reason decides.
+
+What a failed check names comes before them (`retreat.py`), and after them the ceiling
+(`ceiling.py`), which looks at the whole graph."""
+
+
+def first_pin(at: Site, *, to_the_letter: bool) -> tuple[Pin, str] | None:
+    """The first pin that holds at a call, and its reason; None where none does.
+
+    Args:
+        to_the_letter: TensorFlow's lists decide alone where torch has a choice.
+    """
+    for pin in PINS:
+        if to_the_letter and not pin.always:
+            continue
+        if pin.may_round and at.verdict.pinned:  # which widens more
+            continue
+        reason = pin.reason(at)
+        if reason is not None:
+            return pin, reason
+    return None

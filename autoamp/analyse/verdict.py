@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from autoamp.analyse.facts import NodeFacts
 from autoamp.rules import Category
 
 Mode = Literal["same", "high", "any", "follow"]
@@ -45,3 +46,8 @@ class Verdict:
     moves: bool = False
     listed: bool = True
     may_round: bool = False
+
+
+def all_of(mode: Mode, fact: NodeFacts) -> tuple[Mode, ...]:
+    """The same mode for every operand of a node."""
+    return (mode,) * len(fact.operands)

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoamp import compat
-from autoamp.runtime.conversion import conversion_of, inside_wrappers
-from autoamp.runtime.eligible import parameters_of
-from autoamp.runtime.methods import computing_methods
+from autoamp.model.conversion import conversion_of, inside_wrappers
+from autoamp.model.eligible import parameters_of
+from autoamp.model.methods import computing_methods
 
 
 class Choice(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoamp.runtime.backwards import BACKWARDS
+from autoamp.scaling.backwards import BACKWARDS
 
 Norm = Callable[..., Any]
 

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from torch import nn
 
 from autoamp import compat
+from autoamp.capture.engine import Engine
+from autoamp.model.compile_backend import GraphBackend
 from autoamp.options import Options
 from autoamp.plain import plain_line
-from autoamp.runtime.engine import Engine
-from autoamp.runtime.graph_backend import GraphBackend
 
 
 class Compiled(Protocol):

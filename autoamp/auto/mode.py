@@ -17,15 +17,15 @@ from autoamp import compat
 from autoamp.auto.candidates import caller_of, choose, inside
 from autoamp.auto.environment import Settings
 from autoamp.auto.record import Recorder
+from autoamp.capture.engine import Engine
+from autoamp.model.compile_backend import GraphBackend
+from autoamp.model.conversion import conversion_of, disown, models_of
+from autoamp.model.convert import convert_model, revert_model
+from autoamp.model.eligible import choose_precision
+from autoamp.model.thread import disabled
+from autoamp.optimizer.meeting import retire
 from autoamp.plain import class_name, plain
-from autoamp.runtime.attach import retire
-from autoamp.runtime.conversion import conversion_of, disown, models_of
-from autoamp.runtime.convert import convert_model, revert_model
-from autoamp.runtime.eligible import choose_precision
-from autoamp.runtime.engine import Engine
-from autoamp.runtime.graph_backend import GraphBackend
-from autoamp.runtime.saying import say_once
-from autoamp.runtime.thread import disabled
+from autoamp.saying import say_once
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class AutomaticMode:
             result = original(module, *args, **kwargs)
         finally:
             THREAD.inside = False
-        if known.graphs != len(known.engine.graphs):
+        if known.graphs != len(known.engine.record.graphs):
             self._look(known)
         return result
 
@@ -152,11 +152,11 @@ class AutomaticMode:
             self._known = {}
             for backend in list(self.backends):
                 if backend.engine is not None:
-                    retire(backend.engine)
+                    retire(backend.engine.record.scaling)
             for engine in list(self._engines):
                 for model in models_of(engine):
                     revert_model(model)
-                retire(engine)
+                retire(engine.record.scaling)
 
     def _met(
         self, module: nn.Module, meet: Callable[[nn.Module], _Known | None]
@@ -245,17 +245,17 @@ class AutomaticMode:
             _say_left(target, error)
         state = conversion_of(target)
         if state is not None and state.engine is not None:
-            state.engine.scaling.automatic = True
+            state.engine.record.scaling.automatic = True
             self._engines.add(state.engine)
 
     def _look(self, known: _Known) -> None:
         """Graphs have been captured since the last call."""
         engine = known.engine
         assert engine is not None
-        known.graphs = len(engine.graphs)
+        known.graphs = len(engine.record.graphs)
         if self.recorder is not None:
             self.recorder.write(engine)
-        if known.lone and not engine.tally.lowers:
+        if known.lone and not engine.record.lowers:
             # It is in fp32 all the same: then without what its graph costs.
             target = known.target() if known.target is not None else None
             if target is not None:

@@ -17,8 +17,8 @@ import threading
 import weakref
 from pathlib import Path
 
-from autoamp.api import report_of
-from autoamp.runtime.engine import Engine
+from autoamp.capture.engine import Engine
+from autoamp.model.reporting import report_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 (a full disk is no reason to fail)
             logger.warning(
                 "autoamp: the report of %s could not be written to %s: %s",
-                engine.label,
+                engine.record.label,
                 self.root,
                 error,
             )
@@ -58,7 +58,7 @@ class Recorder:
     def _write(self, engine: Engine) -> None:
         place = self._place(engine)
         first = self._written.get(engine, 0)
-        for number, captured in enumerate(engine.graphs[first:], first):
+        for number, captured in enumerate(engine.record.graphs[first:], first):
             after = captured.gm.print_readable(print_output=False)
             before = after
             if captured.rewritten is not None:
@@ -66,7 +66,7 @@ class Recorder:
             _put(place / f"graph-{number}-before.py", _named(before))
             _put(place / f"graph-{number}-after.py", _named(after))
             self._written[engine] = number + 1
-        made = report_of(engine)
+        made = report_of(engine.record)
         _put(place / "report.json", made.to_json())
         _put(place / "report.txt", str(made) + "\n")
 
@@ -90,7 +90,7 @@ class Recorder:
     def _place(self, engine: Engine) -> Path:
         if engine not in self._places:
             # Names of classes may hold anything.
-            name = re.sub(r"[^A-Za-z0-9_]", "_", engine.label)[:60]
+            name = re.sub(r"[^A-Za-z0-9_]", "_", engine.record.label)[:60]
             host = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())[:40]
             self._places[engine] = _new_folder(self.root, f"{name}-{host}-{self._pid}")
         return self._places[engine]

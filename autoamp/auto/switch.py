@@ -21,10 +21,10 @@ from autoamp.auto.environment import Settings
 from autoamp.auto.mode import THREAD, AutomaticMode
 from autoamp.auto.patch import Patch
 from autoamp.errors import OptionError
+from autoamp.model.calls import under_compilation
+from autoamp.model.thread import inside_a_call
+from autoamp.optimizer.meeting import expect_models
 from autoamp.options import Options
-from autoamp.runtime.attach import expect_models
-from autoamp.runtime.calls import under_compilation
-from autoamp.runtime.thread import inside_a_call
 
 logger = logging.getLogger(__name__)
 

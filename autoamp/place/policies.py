@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from autoamp.analyse.as_written import CASTS
 from autoamp.analyse.ceiling import promotes_to_low
-from autoamp.analyse.classify import CASTS
 from autoamp.analyse.facts import Facts
 from autoamp.analyse.verdict import Verdict
 from autoamp.place.mincut import Problem

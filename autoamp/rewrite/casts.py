@@ -24,7 +24,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import NodeFacts
-from autoamp.analyse.pins import scales
+from autoamp.analyse.literals import scales
 from autoamp.analyse.verdict import GAVE_UP, Mode
 from autoamp.dtypes import HIGH_DTYPE, largest
 from autoamp.errors import PassError

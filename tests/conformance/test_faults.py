@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat, pipeline
+from autoamp.capture import engine, prepare
 from autoamp.rewrite.verify import Verifier
-from autoamp.runtime import engine, prepare
 from tests.conformance.table import Figures
 from tests.steps import BF16, FP16, assert_same, weights_of
 

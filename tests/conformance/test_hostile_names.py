@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.auto import environment
 from autoamp.auto.record import Recorder
-from autoamp.runtime.conversion import conversion_of
-from autoamp.runtime.engine import Engine
+from autoamp.capture.engine import Engine
+from autoamp.model.conversion import conversion_of
 from tests.conformance.table import Figures
 from tests.steps import BF16
 

@@ -27,10 +27,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.api import _coverage
 from autoamp.auto import switch
 from autoamp.inspect.report import Report
-from autoamp.runtime import attach
+from autoamp.model.reporting import report_of
 from benchmarks.flops import flops_of
 
 FOLDER = Path(__file__).resolve().parent
@@ -199,7 +198,7 @@ class Listener(logging.Handler):
 
 def automatic(name: str, arguments: tuple[str, ...], precision: str) -> Seen:
     """The script in the automatic mode, and what the mode knows at its end."""
-    listener, others = Listener(), set(attach._engines)
+    listener = Listener()
     logging.getLogger("autoamp").addHandler(listener)
     autoamp.enable(precision=precision, do_no_harm=False)
     try:
@@ -211,8 +210,9 @@ def automatic(name: str, arguments: tuple[str, ...], precision: str) -> Seen:
             if target is not None and known.engine is not None:
                 seen.models.append((target, autoamp.report(target)))
         # Those of compiled functions too, which belong to no model.
-        engines = set(attach._engines) - others
-        seen.low_flops = sum(_coverage(engine).low_flops for engine in engines)
+        compiled = (backend.engine for backend in switch._mode.backends)
+        engines = {*switch._mode._engines, *filter(None, compiled)}
+        seen.low_flops = sum(report_of(e.record).coverage.low_flops for e in engines)
     finally:
         autoamp.disable()
         logging.getLogger("autoamp").removeHandler(listener)

@@ -1,0 +1,96 @@
+"""Verdicts on calls that stay as the user wrote them: casts, functions, `out=`."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.control_flow import BODY_LEFT, LOWERED_BODY
+from autoamp.analyse.facts import Facts, NodeFacts, argument, tensors_of
+from autoamp.analyse.verdict import Mode, Verdict, all_of
+from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.graph_functions import checkpointed
+from autoamp.ops import base_name, bodies_of, is_out_variant
+from autoamp.rules import Category
+
+CASTS = frozenset({"aten::to", "aten::_to_copy"})
+_MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
+_BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
+
+
+def as_written(
+    node: fx.Node, fact: NodeFacts, graph: Facts, *, to_the_letter: bool
+) -> Verdict | None:
+    """The verdict on a call that no rule decides; None where the rules are asked.
+
+    Args:
+        graph: the facts of the whole graph.
+        to_the_letter: TensorFlow's lists decide, which cast whole numbers too.
+    """
+    if not isinstance(node.target, compat.OpOverload):
+        return _opaque(node, fact)
+    if base_name(node.target) in CASTS:
+        return _user_cast(node, fact, graph, to_the_letter)
+    if node.target in _BITS:
+        return _left("reads the bits of its operand: another dtype has others", fact)
+    if is_out_variant(node.target):
+        reason = "writes into a tensor it is given (out=), as the user made it"
+        return _left(reason, fact)
+    return None
+
+
+def _left(reason: str, fact: NodeFacts) -> Verdict:
+    """An op that stays as the user wrote it; no list says so."""
+    modes = all_of("same", fact)
+    return Verdict(Category.DENY, reason, "autoamp", True, modes, listed=False)
+
+
+def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
+    name = getattr(node.target, "__name__", str(node.target))
+    reason = f"{name} is not traced into: it gets the dtypes it was captured with"
+    bodies = bodies_of(node)
+    left = [body.meta[BODY_LEFT] for body in bodies if BODY_LEFT in body.meta]
+    if left:
+        reason = f"{name} has a body that stays as it is: {left[0]}"
+    elif node.target is checkpointed:
+        reason = "a checkpointed region: rewritten inside, fp32 at its edges"
+    elif any(LOWERED_BODY in body.meta for body in bodies):
+        reason = f"{name}: rewritten inside, fp32 at its edges"
+    return Verdict(
+        Category.DENY,
+        reason,
+        "autoamp",
+        True,
+        all_of("same", fact),
+    )
+
+
+def _user_cast(
+    node: fx.Node, fact: NodeFacts, graph: Facts, to_the_letter: bool
+) -> Verdict:
+    """`.float()`, `.to(...)`, `.type(...)` as the user wrote them."""
+    outputs = tensors_of(node.meta.get("val"))
+    inputs = [t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))]
+    made, read = outputs[0].dtype, inputs[0].dtype
+    if made != HIGH_DTYPE:
+        if made.is_floating_point or made.is_complex:
+            reason = f"the model's own cast to {short_name(made)} takes what comes"
+            # Of what is low already it would be no copy, to be written to.
+            mode: Mode = "high" if fact.storage in graph.mutated else "any"
+            return Verdict(Category.CLEAR, reason, "autoamp", False, (mode,))
+        reason = "turns floats to integers: reads the value its producer made"
+        return Verdict(Category.CLEAR, reason, "autoamp", False, ("follow",))
+    whole = not (read.is_floating_point or read.is_complex)
+    if read == torch.bool or (to_the_letter and whole):
+        reason = "0 and 1 are exact in any dtype"
+        if read != torch.bool:
+            reason = "whole numbers are cast to what reads them, as TensorFlow does"
+        return Verdict(Category.CLEAR, reason, "autoamp", False, ())
+    # `x.to(device)` arrives as an overload that names a device, the dtype filled in.
+    moves = str(node.target) in _MOVES or argument(node, "dtype") is None
+    if read == HIGH_DTYPE and moves:
+        reason = "moves data without changing it"
+        return Verdict(Category.CLEAR, reason, "autoamp", False, ("same",))
+    reason = "the model casts to fp32 here: a boundary the user drew"
+    return Verdict(Category.DENY, reason, "autoamp", True, all_of("same", fact))

@@ -1,0 +1,77 @@
+"""A captured graph: what became of it, and how one model runs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autoamp.pipeline import Rewritten
+from autoamp.scaling.edge import Boundary
+from autoamp.weights.copies import WeightCopies
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What became of one graph Dynamo captured, for every model that runs it.
+
+    Attributes:
+        rewritten: the pass's result, or None where it failed.
+        gm: the graph that is run, with weight copies as extra inputs.
+        run: what runs it, compiled by the backend.
+        problem: why the graph runs unconverted; "" where it does not.
+        notes: what the report says of it besides.
+        weights: places of the inputs that are weights with a copy.
+        boundary: what loss scaling adds to its inputs.
+        sizes: places of the inputs that are symbolic sizes.
+    """
+
+    rewritten: Rewritten | None
+    gm: fx.GraphModule
+    run: Callable[..., Any]
+    problem: str = ""
+    notes: tuple[str, ...] = ()
+    weights: tuple[int, ...] = ()
+    boundary: Boundary = field(default_factory=Boundary)
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class CapturedGraph:
+    """A graph as one model runs it.
+
+    Attributes:
+        prepared: the graph, which others may run as well.
+        copies: the weight copies it is given, or None where it needs none.
+        runs: how often it ran.
+        sizes: how often it ran with which values of its symbolic sizes; empty where it
+            has none.
+    """
+
+    prepared: Prepared
+    copies: WeightCopies | None = None
+    runs: int = 0
+    sizes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    @property
+    def rewritten(self) -> Rewritten | None:
+        """The pass's result, or None where it failed."""
+        return self.prepared.rewritten
+
+    @property
+    def gm(self) -> fx.GraphModule:
+        """The graph that is run, with weight copies as extra inputs."""
+        return self.prepared.gm
+
+    @property
+    def problem(self) -> str:
+        """Why the graph runs unconverted; "" where it does not."""
+        return self.prepared.problem
+
+    @property
+    def boundary(self) -> Boundary:
+        """What loss scaling adds to its inputs."""
+        return self.prepared.boundary

@@ -1,0 +1,181 @@
+"""The Dynamo backend of one conversion.
+
+Given a captured graph, the engine has the pass run and returns what is called instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.capture.captured import CapturedGraph, Prepared
+from autoamp.capture.prepare import as_it_is, prepare
+from autoamp.capture.record import Record
+from autoamp.capture.running import Local, counted, counting_sizes, scaled, unscaled
+from autoamp.errors import AutoampError
+from autoamp.options import Options
+from autoamp.plain import plain
+from autoamp.saying import say_once
+from autoamp.scaling.watch import can_watch
+from autoamp.weights.copies import WeightCopies
+
+logger = logging.getLogger(__name__)
+
+
+_SWITCHED_OFF = (
+    "the model calls it where it has switched autocast off (`torch.autocast(..., "
+    "enabled=False)`), in a function that Dynamo leaves to Python: it stays fp32"
+)
+
+
+@dataclass(eq=False)
+class Engine:
+    """Compiles captured graphs for the models of one conversion.
+
+    Attributes:
+        options: what the user asked for.
+        record: what there is to tell of the conversion; another engine may share it.
+        differentiated_twice: somebody asked for that of a compiled graph, so the model
+            is to be captured again and run as it is.
+        bound: what runs each graph, which other models may run as well.
+    """
+
+    options: Options
+    record: Record
+    differentiated_twice: bool = False
+    local: Local = field(default_factory=Local)
+    bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
+    _binding: Any = field(default_factory=threading.RLock)
+
+    def compiled_by(self, backend: Callable[..., Any]) -> Engine:
+        """One for the same model, with the same record, whose graphs `backend` gets."""
+        return Engine(self.options.replace(backend=backend), self.record)
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The Dynamo backend of one model: the callable to run instead of `gm`."""
+        return self.bind(self.prepared(gm, example_inputs), example_inputs)
+
+    def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
+        """What is run for `gm`, by this model too: as it is where a stage fails."""
+        options = self._options
+        low, scaling = self.record.low, self.record.scaling
+        if not compat.any_autocast() and compat.autocast_nesting() > self.local.regions:
+            return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
+        try:
+            with compat.autocast_off(), compat.saved_tensors_hooks_off():
+                found = prepare(gm, example_inputs, options, low, scaling)
+                self.bind(found, example_inputs)
+            return found
+        except Exception as error:
+            if options.strict:
+                self.local.error = self._strict_error(error)
+                raise self.local.error from error
+            problem = plain(f"{type(error).__name__}: {error}")
+            say_once(
+                logger,
+                logging.WARNING,
+                f"autoamp: a graph of {self.record.label} runs in fp32, because the "
+                f"pass failed on it: {problem}",
+            )
+            return self._as_it_is(gm, example_inputs, problem)
+        finally:
+            compat.forget_inputs(gm)
+
+    def _as_it_is(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], problem: str
+    ) -> Prepared:
+        try:
+            found = as_it_is(gm, example_inputs, self._options, problem)
+        except Exception:  # the compiler's, on this graph too: Dynamo runs the model
+            self.record.leave_out(problem)
+            raise
+        self.bind(found, example_inputs)
+        return found
+
+    @property
+    def _options(self) -> Options:
+        """What graphs captured now are compiled with."""
+        as_is = self.runs_as_is and self.options.backend != "eager"
+        return self.options.replace(backend="eager") if as_is else self.options
+
+    def _strict_error(self, error: Exception) -> AutoampError:
+        if isinstance(error, AutoampError):
+            return error
+        return AutoampError(
+            f"the pass failed on {self.record.label}: {type(error).__name__}: {error}"
+        )
+
+    def bind(self, prepared: Prepared, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What this model's calls run for a graph: it counts, brings weight copies.
+
+        Args:
+            inputs: of this model, those the graph was captured with or those of a call.
+        """
+        with self._binding:
+            if prepared not in self.bound:
+                self.bound[prepared] = self._bind(prepared, inputs)
+        return self.bound[prepared]
+
+    def _bind(self, prepared: Prepared, inputs: Sequence[Any]) -> Callable[..., Any]:
+        low, scaling = self.record.low, self.record.scaling
+        kept = self.options.weight_copies == "kept"
+        copies = WeightCopies(low, kept=kept) if prepared.weights else None
+        captured = CapturedGraph(prepared, copies)
+        for why in prepared.notes:
+            self.record.note(why)
+        if prepared.rewritten is None:
+            chosen = counted(self.local, prepared.run)
+        elif prepared.boundary.devices:
+            in_fp16 = low == torch.float16 and self.runs_as_is
+            watches = in_fp16 and can_watch(captured.gm)
+            chosen = scaled(self.local, scaling, captured, inputs, watches=watches)
+        else:
+            chosen = unscaled(self.local, captured)
+        self.record.add(captured)
+        if prepared.rewritten is None:
+            return chosen
+        if prepared.sizes:
+            chosen = counting_sizes(chosen, prepared.sizes, captured.sizes)
+        return chosen if self.runs_as_is else self._watched(chosen)
+
+    @property
+    def runs_as_is(self) -> bool:
+        """Whether eager autograd differentiates the graphs, any number of times."""
+        return self.options.backend == "eager" or self.differentiated_twice
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, with an eye on backwards that record a graph of their own.
+
+        What AOT autograd compiles can be differentiated once only.
+        """
+
+        def look(_: torch.Tensor) -> None:
+            if torch.is_grad_enabled() and not self.differentiated_twice:
+                self.differentiated_twice = True
+                logger.warning(
+                    "autoamp: a backward of %s has create_graph=True. What %s compiles "
+                    "cannot be differentiated twice: if this loss is, torch will say "
+                    "so now. From the next call on the model runs with "
+                    "backend='eager', which can",
+                    self.record.label,
+                    self.options.backend,
+                )
+
+        def call_watched(*args: Any) -> Any:
+            results = call(*args)
+            if not self.differentiated_twice:
+                for value in results:
+                    if isinstance(value, torch.Tensor) and value.requires_grad:
+                        compat.hook_gradient(value, look)
+            return results
+
+        return call_watched

@@ -1,0 +1,103 @@
+"""From a graph Dynamo captured to what is run for it, whichever model runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.capture.captured import Prepared
+from autoamp.capture.for_compilers import for_compilers
+from autoamp.graph_functions import checkpoint_as_python_does
+from autoamp.options import Options
+from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.plain import plain_line
+from autoamp.scaling.domain import ModelScaling
+from autoamp.scaling.edge import Boundary, add_boundary
+from autoamp.weights.hoist import Hoisted, hoist_weight_casts, with_casts_inside
+
+
+def prepare(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    low: torch.dtype,
+    scaling: ModelScaling,
+) -> Prepared:
+    """Runs the pass on `gm`, takes its weight casts out and adds the boundary.
+
+    Args:
+        inputs: what Dynamo captured it with.
+        options: `backend` in them compiles the result.
+        scaling: whose scale the compiler is shown; each model brings its own later.
+
+    Raises:
+        AutoampError: a pass failed; the message says where.
+    """
+    rewritten = rewrite_graph(gm, inputs, options, low, free_weights=True)
+    notes = _given_up(rewritten)
+    try:
+        hoisted = hoist_weight_casts(rewritten)
+    except Exception as error:
+        if options.strict:
+            raise
+        problem = f"{type(error).__name__}: {error}"
+        notes.append(plain_line(f"its weights are cast at every call: {problem}"))
+        hoisted = with_casts_inside(rewritten)
+    bound = hoisted.gm
+    boundary = add_boundary(bound, rewritten) if scaling.enabled else Boundary()
+    compat.make_code(bound)
+    if options.backend == "eager":
+        run: Callable[..., Any] = bound.forward
+    else:
+        given = _given(hoisted, inputs, low, scaling.edge(boundary.devices))
+        run = compat.compile_with(options.backend, for_compilers(bound), given)
+    return Prepared(
+        rewritten,
+        bound,
+        run,
+        notes=tuple(notes),
+        weights=tuple(hoisted.weights),
+        boundary=boundary,
+        sizes=tuple(i for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)),
+    )
+
+
+def as_it_is(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, problem: str
+) -> Prepared:
+    """The graph in fp32, and why."""
+    if options.backend == "eager":
+        checkpoint_as_python_does(gm)
+    run = compat.compile_with(options.backend, gm, inputs)
+    return Prepared(None, gm, run, problem)
+
+
+def _given(
+    hoisted: Hoisted,
+    inputs: Sequence[Any],
+    low: torch.dtype,
+    edge: Sequence[torch.Tensor],
+) -> list[Any]:
+    """What the graph is called with: `inputs`, weight copies, and scales."""
+    copies = [torch.empty_like(inputs[i].detach(), dtype=low) for i in hoisted.weights]
+    return [*inputs, *copies, *edge]
+
+
+def _given_up(rewritten: Rewritten) -> list[str]:
+    """What failed checks keep in fp32, each error once with its nodes."""
+    errors: dict[str, list[str]] = {}
+    for each in rewritten.with_bodies():
+        for name, why in each.given_up.items():
+            fact = each.facts.nodes.get(name)
+            place = (fact.source or fact.module or name) if fact else name
+            errors.setdefault(why, []).append(place)
+    found = []
+    for why, places in errors.items():
+        where = ", ".join(dict.fromkeys(places[:4]))
+        more = f" and {len(places) - 4} more" if len(places) > 4 else ""
+        found.append(plain_line(f"{why} (ops at {where}{more})"))
+    return found

@@ -1,0 +1,160 @@
+"""The record of a conversion: its graphs, its calls, and what was not converted."""
+
+from __future__ import annotations
+
+import logging
+import types
+from dataclasses import dataclass, field
+
+import torch
+
+from autoamp.capture.captured import CapturedGraph
+from autoamp.dtypes import short_name
+from autoamp.pipeline import Rewritten
+from autoamp.plain import plain_line
+from autoamp.saying import say_once
+from autoamp.scaling.domain import ModelScaling
+
+logger = logging.getLogger(__name__)
+
+
+_LEFT = (
+    "Dynamo leaves it to Python, after a graph break it cannot go on from (in a loop, "
+    "a `with`, a `try`); what it calls is captured by itself, and operations written "
+    "in it run in fp32. TORCH_LOGS=graph_breaks tells more"
+)
+
+
+_AT_THE_LIMIT = (
+    "some calls of it run in fp32: each kind of call needs a graph of its own, and "
+    "Dynamo makes no more of them than torch._dynamo.config.recompile_limit; "
+    "TORCH_LOGS=recompiles tells what differs"
+)
+
+
+@dataclass
+class Skipped:
+    """Something that was not converted, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(eq=False)
+class Record:
+    """The record of one conversion, whichever compilers its graphs are handed to.
+
+    Attributes:
+        label: the model's class name, for messages.
+        low: the compute dtype.
+        scaling: its loss scaling.
+        graphs: every captured graph, in order of capture.
+        skipped: what was not converted.
+        calls: calls of the models so far.
+        aside: those of them that ran no rewritten graph.
+        in_part: those that ran rewritten graphs and graphs the pass failed on.
+        lowers: some op of some graph is low.
+        announced: the models' one line of log has been written.
+    """
+
+    label: str
+    low: torch.dtype
+    scaling: ModelScaling
+    graphs: list[CapturedGraph] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    calls: int = 0
+    aside: int = 0
+    in_part: int = 0
+    lowers: bool = False
+    announced: bool = False
+
+    @property
+    def runs(self) -> int:
+        """Executions of rewritten graphs so far, in all threads."""
+        return sum(g.runs for g in self.graphs if g.rewritten is not None)
+
+    def add(self, captured: CapturedGraph) -> None:
+        """Keeps a graph new to this model, and where nothing in it is low, why."""
+        self.graphs.append(captured)
+        rewritten, why = captured.rewritten, captured.problem
+        if rewritten is not None:
+            low, every, _ = rewritten.sums
+            if low:
+                self.lowers = True
+            elif every:
+                why = f"all of its {every} float ops stay fp32"
+            else:
+                why = "it has no float op"
+            if logger.isEnabledFor(logging.DEBUG):
+                self._log(rewritten)
+        if why:
+            self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", why))
+
+    def leave_out(self, problem: str) -> None:
+        """Keeps why the next graph is not even run as it is."""
+        self.skipped.append(Skipped(f"graph {len(self.graphs)}", problem))
+
+    def _log(self, rewritten: Rewritten) -> None:
+        decisions = rewritten.assignment.decisions
+        kinds = [c.kind for c in rewritten.casts]
+        logger.debug(
+            "autoamp: %s graph %d: %d of %d float ops in %s; casts: %d down, %d up, "
+            "%d weight copies",
+            self.label,
+            len(self.graphs) - 1,
+            sum(d.low for d in decisions.values()),
+            len(decisions),
+            short_name(self.low),
+            kinds.count("down"),
+            kinds.count("up"),
+            kinds.count("weight"),
+        )
+
+    def note(self, why: str) -> None:
+        """Says, once, why something is not converted, and keeps it for the report."""
+        if not any(s.why == why for s in self.skipped):
+            self.skipped.append(Skipped(self.label, why))
+            say_once(logger, logging.WARNING, f"autoamp: {self.label}: {why}")
+
+    def left_to_python(self, code: types.CodeType, at_limit: bool) -> None:
+        """Keeps for the report that Dynamo leaves a function to Python.
+
+        Args:
+            at_limit: only those calls that would need more graphs than the limit.
+        """
+        place = plain_line(f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}")
+        if at_limit:
+            self.note(f"{place}: {_AT_THE_LIMIT}")
+            return
+        found = Skipped(place, _LEFT)
+        if found not in self.skipped:
+            self.skipped.append(found)
+
+    def announce(self) -> None:
+        """One line, after the first call that captured anything."""
+        if self.announced or not logger.isEnabledFor(logging.INFO):
+            return
+        sums = [g.rewritten.sums for g in self.graphs if g.rewritten is not None]
+        # The pass failed, which has been said, or there is nothing.
+        if not any(each.ops for each in sums):
+            return
+        self.announced = True
+        scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"
+        say_once(
+            logger,
+            logging.INFO,
+            f"autoamp: {self.label} is converted to {short_name(self.low)}: "
+            f"{sum(each.low for each in sums)} of {sum(each.ops for each in sums)} "
+            f"float ops low, {sum(each.casts for each in sums)} casts, loss scale "
+            + (f"{scale:g}" if isinstance(scale, float) else scale),
+        )
+
+    def tell_progress(self, seconds: float) -> None:
+        """One line while a first call takes its time."""
+        logger.info(
+            "autoamp: the first call of %s has taken %.0f s: it is being captured, "
+            "and has %d graphs so far",
+            self.label,
+            seconds,
+            len(self.graphs),
+        )

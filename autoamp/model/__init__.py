@@ -1,0 +1,1 @@
+"""A converted model: how it is called, copied, reported on and given back."""

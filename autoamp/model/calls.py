@@ -1,0 +1,362 @@
+"""A call of a converted model: through its graphs, and never past them silently."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from autoamp import compat
+from autoamp.capture.alike import likeness
+from autoamp.capture.autocast import (
+    all_widened,
+    under_autocast,
+    unscaled_dtype,
+)
+from autoamp.capture.engine import Engine
+from autoamp.capture.program import RUNNING, Program, program_for
+from autoamp.errors import CaptureError
+from autoamp.model.hooks import Hooks
+from autoamp.model.thread import THREAD
+from autoamp.model.users_compile import (
+    ONE_GRAPH,
+    OURS,
+    USERS_BACKENDS,
+    traced_for_us,
+    users_backend,
+)
+from autoamp.plain import plain_line
+from autoamp.saying import signs_of_life
+
+logger = logging.getLogger(__name__)
+
+under_compilation = torch.compiler.is_dynamo_compiling
+
+_RAN_NOTHING = (
+    "a call ran no rewritten graph, so it was fp32: Dynamo stepped aside (vmap, "
+    "torch.func, torch.jit or torch.export tracing, an active TorchDispatchMode, the "
+    "recompile limit, a hook or code it cannot trace) or the model computes nothing; "
+    "TORCH_LOGS=graph_breaks,recompiles tells which"
+)
+
+
+_TRACED = (
+    "torch.fx has traced it (symbolic_trace, make_fx), and what it traced is the "
+    "model's own code, in fp32; convert what the tracer returns, or let its "
+    "`is_leaf_module` say that this model is a leaf"
+)
+
+
+_RECOMPILE_LIMIT = 8
+"""Dynamo's own, per code object: more graphs than this in a row may mean it was hit."""
+
+_MOST_IN_VAIN = 2
+"""Calls in a row of which nothing was captured before autocast takes over."""
+
+_MOST_COMPILATIONS = 8
+"""How often a conversion starts afresh after Dynamo stepped aside."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apart(
+    call: CompiledCall,
+    place: int,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    method: Method | None,
+) -> Any:
+    """A call met in the user's compilation, whose graph is broken around it."""
+    return call.compiled_by(place).of(method)(model, args, kwargs)
+
+
+class Method(NamedTuple):
+    """What calls of a model run: `forward` or another method, and its code.
+
+    Attributes:
+        name: of the method.
+        entry: makes a function of the model, with code objects of its own.
+        shared: what the function is made of, the same for models of one class; None
+            where the instance has a method of its own.
+    """
+
+    name: str
+    entry: Callable[[], Callable[..., Any]]
+    shared: Hashable | None = None
+
+
+class CompiledCall:
+    """The compiled entry of one conversion, shared by its deep copies."""
+
+    def __init__(self, method: Method, engine: Engine) -> None:
+        self.engine = engine
+        self.low = engine.record.low
+        self._method = method
+        self._entry = method.entry()
+        self._program: Program | None = None
+        self._seen: set[tuple[bool, bool, bool]] = set()
+        self._by_backend: dict[int, CompiledCall] = {}
+        self._methods: dict[str, CompiledCall] = {}
+        self._hooks = Hooks()
+        self._in_vain = 0
+        self._gave_up = False
+        self._suppress = False
+        self._lock = threading.RLock()
+        self._compilations = 0
+        self._graphs_before = 0
+
+    def _compile(self) -> Program:
+        """Code of this model's own, whatever others like it were compiled to."""
+        entry = self._method.entry()
+        return self._begin(Program(entry, self.engine, hooked=self._hooks.guarded))
+
+    def _begin(self, program: Program) -> Program:
+        self._program = program
+        self._compilations += 1
+        self._graphs_before = len(self.engine.record.graphs)
+        return program
+
+    def _joined(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Program:
+        """The program of all models like this one, at its first call."""
+        what = self._method.shared
+        if what is not None:
+            like = likeness(model, args, kwargs)
+            what = None if like is None else (what, like)
+        entry, engine = self._method.entry, self.engine
+        return self._begin(program_for(what, entry, engine, hooked=self._hooks.guarded))
+
+    def renew(self, method: Method) -> None:
+        """From now on other code is what is compiled."""
+        with self._lock:
+            self._method, self._entry = method, method.entry()
+            self._seen.clear()
+            self._by_backend.clear()
+            self._program = None
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
+        if THREAD.off:
+            return self._entry(model, *args, **kwargs)
+        if self._gave_up or compat.transforms_active():
+            return self._in_region(model, args, kwargs)
+        if compat.any_autocast():
+            args, kwargs = all_widened(args, kwargs)
+            with compat.autocast_off():
+                return self._in_turn(model, args, kwargs)
+        return self._in_turn(model, args, kwargs)
+
+    def _in_turn(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs; the first call of each kind alone, or each thread would capture."""
+        if self._hooks.are_new(model):
+            self._guard_hooks()
+        mode = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            model.training,
+        )
+        if mode in self._seen:
+            return self._run(model, args, kwargs)
+        with self._lock:
+            program = self._program or self._joined(model, args, kwargs)
+            if mode in program.seen:
+                result = self._run(model, args, kwargs)
+            else:
+                with signs_of_life(self.engine.record.tell_progress):
+                    result = compat.with_room(self._run, model, args, kwargs)
+            program.seen.add(mode)
+            program.tell(self.engine)
+            self.engine.record.announce()
+        self._seen.add(mode)
+        return result
+
+    def _guard_hooks(self) -> None:
+        """Compiles anew where modules have hooks that no graph knows of."""
+        with self._lock:
+            if self._hooks.guard():
+                self._seen.clear()
+                if self._program is not None:
+                    self._compile()
+
+    def _run(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        engine, program = self.engine, self._program
+        if program is None:
+            program = self._joined(model, args, kwargs)
+        elif engine.differentiated_twice and not program.backend.runs_as_is:
+            program = self._compile()
+        engine.record.calls += 1
+        local = engine.local
+        runs, rewritten, local.error = local.runs, local.rewritten, None
+        local.regions = compat.autocast_nesting()
+        THREAD.inside += 1
+        outer, RUNNING.engine = RUNNING.engine, engine
+        try:
+            if self._suppress:
+                with compat.capture_errors_suppressed():
+                    result = program.call(model, *args, **kwargs)
+            else:
+                result = program.call(model, *args, **kwargs)
+        except Exception as caught:
+            if local.error is not None:  # ours, wrapped by Dynamo
+                error, local.error = local.error, None
+                raise error from error.__cause__
+            if compat.other_tracing():
+                result = self._entry(model, *args, **kwargs)
+            elif self._may_try_again(caught):
+                return self._tried_again(caught, model, args, kwargs)
+            else:
+                raise
+        finally:
+            THREAD.inside -= 1
+            RUNNING.engine = outer
+        runs, rewritten = local.runs - runs, local.rewritten - rewritten
+        if rewritten < runs:
+            engine.record.in_part += rewritten > 0
+            engine.record.aside += not rewritten
+        if not runs:
+            self._ran_nothing()
+        else:
+            self._in_vain = 0
+        return result
+
+    def _may_try_again(self, error: Exception) -> bool:
+        once = not self._suppress and not self.engine.options.strict
+        return once and compat.is_capture_error(error)
+
+    def _tried_again(
+        self,
+        error: Exception,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The call once more, with frames that Dynamo fails on left to Python.
+
+        A model that runs in fp32 does not fail because Dynamo does; and an error of the
+        model's own is raised by its own code.
+        """
+        self._suppress = True
+        self.engine.record.calls -= 1
+        try:
+            result = self._run(model, args, kwargs)
+        except Exception as own:
+            self._suppress = False
+            self._compile()
+            raise own from own.__cause__  # and not from Dynamo's, which says the same
+        (line, *_) = [*str(error).strip().splitlines(), ""]
+        self.engine.record.note(
+            "Dynamo failed on a part of the model, which is left as it is: "
+            f"{type(error).__name__}: {plain_line(line)}"
+        )
+        return result
+
+    def _in_region(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The model's own code under autocast, where no graph of ours can run."""
+        engine = self.engine
+        if engine.options.strict:
+            raise CaptureError(f"{engine.record.label}: {_RAN_NOTHING}")
+        captured_nothing = "Dynamo captured nothing"
+        transforms = "of vmap, torch.func or forward-mode AD"
+        engine.record.note(
+            "calls run under torch.autocast instead of rewritten graphs, because "
+            f"{captured_nothing if self._gave_up else transforms}"
+        )
+        engine.record.calls += 1
+        engine.record.aside += 1
+        return under_autocast(
+            model, self._entry, unscaled_dtype(self.low), args, kwargs
+        )
+
+    def of(self, method: Method | None) -> CompiledCall:
+        """What calls of a method go through; of `forward`, where none is named."""
+        if method is None:
+            return self
+        with self._lock:
+            if method.name not in self._methods:
+                self._methods[method.name] = CompiledCall(method, self.engine)
+        return self._methods[method.name]
+
+    def compiled_by(self, place: int) -> CompiledCall:
+        """What calls go through whose graphs a backend of the user's compiles."""
+        if self.engine.options.backend != "eager":
+            return self  # the user has said what compiles them
+        with self._lock:
+            if place not in self._by_backend:
+                engine = self.engine.compiled_by(USERS_BACKENDS[place])
+                self._by_backend[place] = CompiledCall(self._method, engine)
+        return self._by_backend[place]
+
+    def _ran_nothing(self) -> None:
+        """A converted call went past every rewritten graph: never silently."""
+        engine = self.engine
+        if compat.fx_tracing():  # no call, but the making of another program
+            engine.record.calls -= 1
+            engine.record.note(_TRACED)
+            return
+        engine.record.aside += 1
+        if self._program is not None:
+            self._program.stepped_aside = True
+        if compat.hides_calls():
+            self._start_afresh()
+        else:
+            self._in_vain += 1
+            self._start_afresh()
+            # Not so at the recompile limit: the graphs there are run as before.
+            self._gave_up = self._in_vain >= _MOST_IN_VAIN and not self._has_many()
+        if engine.options.strict:
+            raise CaptureError(f"{engine.record.label}: {_RAN_NOTHING}")
+        engine.record.note(_RAN_NOTHING)
+
+    def _start_afresh(self) -> None:
+        """Compiles anew, a few times.
+
+        Dynamo never looks again at code it once stepped aside from: one call under a
+        FlopCounterMode would turn the model off for good.  At the recompile limit new
+        code would only start the same over.
+        """
+        if self._compilations < _MOST_COMPILATIONS and not self._has_many():
+            self._compile()
+            self._seen.clear()
+
+    def _has_many(self) -> bool:
+        return len(self.engine.record.graphs) - self._graphs_before >= _RECOMPILE_LIMIT
+
+    def inlined(
+        self,
+        entry: Callable[..., Any],
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: Method | None = None,
+    ) -> Any:
+        """What Dynamo traces where the call is part of a larger graph.
+
+        In a converted parent's graph the parent decides.  In a compilation of the
+        user's own the graph is broken here, and the model's graphs are rewritten, then
+        compiled by the user's backend.  Where it must not be broken (`fullgraph=True`)
+        our pass never runs, and autocast stands in for it.
+        """
+        if not under_compilation():  # reached from code that was compiled before
+            return self.of(method)(model, args, kwargs)
+        if traced_for_us():
+            return entry(model, *args, **kwargs)
+        place = users_backend()
+        if place == OURS:
+            return entry(model, *args, **kwargs)
+        if place != ONE_GRAPH:
+            return _apart(self, place, model, args, kwargs, method=method)
+        return under_autocast(model, entry, unscaled_dtype(self.low), args, kwargs)

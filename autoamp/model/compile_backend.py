@@ -1,0 +1,113 @@
+"""A Dynamo backend that rewrites each graph and hands it to another backend.
+
+For `torch.compile(model, backend="autoamp")`, and for what a script compiles itself
+while the automatic mode is on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.capture.engine import Engine
+from autoamp.capture.record import Record
+from autoamp.loss_scale import resolve_loss_scale
+from autoamp.model.eligible import choose_device_precision
+from autoamp.optimizer.meeting import new_scaling
+from autoamp.options import Options
+
+logger = logging.getLogger(__name__)
+
+
+class GraphBackend:
+    """What Dynamo calls with each graph of a function the user compiles.
+
+    Attributes:
+        options: those of `convert`; `backend` in them is what compiles the result.
+        label: of what is compiled, for messages.
+        engine: what rewrites; None before the first graph, or where nothing is to be.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        label: str = "a compiled function",
+        on_capture: Callable[[Engine], None] | None = None,
+    ) -> None:
+        """Args: `on_capture` is called with the engine after every capture."""
+        self.options = options
+        self.label = label
+        self.on_capture = on_capture
+        self.engine: Engine | None = None
+        self._asked = False
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The callable to run instead of `gm`."""
+        with self._lock:
+            if not self._asked:
+                self.engine, self._asked = self._made(example_inputs), True
+        # An autocast region of the user's own is left to it.
+        if self.engine is None or compat.any_autocast():
+            return compat.compile_with(self.options.backend, gm, example_inputs)
+        run = self.engine(gm, example_inputs)
+        self.engine.record.announce()
+        if self.on_capture is not None:
+            self.on_capture(self.engine)
+        return run
+
+    def _made(self, example_inputs: Sequence[Any]) -> Engine | None:
+        device = next(
+            (v.device for v in example_inputs if isinstance(v, torch.Tensor)),
+            torch.device("cpu"),
+        )
+        low, why_not = choose_device_precision(device, self.options)
+        if low is None:
+            logger.warning("autoamp: %s stays in fp32: %s", self.label, why_not)
+            return None
+        scale = resolve_loss_scale(self.options.loss_scale, low)
+        scaling = new_scaling(self.options, scale, self.label)
+        return Engine(self.options, Record(self.label, low, scaling))
+
+
+def is_ours(backend: Any) -> bool:
+    """Whether a backend of `torch.compile` rewrites what it is given."""
+    return isinstance(backend, GraphBackend) or backend is autoamp_backend
+
+
+_BACKENDS: dict[Any, GraphBackend] = {}
+
+
+def autoamp_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="autoamp", options={...})`: then inductor.
+
+    Models compiled with equal options share one loss scale.
+
+    Args:
+        options: keyword arguments of `convert`; "eager" as `backend` runs the rewritten
+            graph as it is.
+
+    Raises:
+        AutoampError: an option cannot be used.
+    """
+    given = {"backend": "inductor", **(options or {})}
+    chosen = Options().replace(**given)
+    try:
+        known = _BACKENDS.setdefault(chosen, GraphBackend(chosen))
+    except TypeError:  # an option without a hash, such as somebody's loss scale
+        known = GraphBackend(chosen)
+    return known(gm, example_inputs)

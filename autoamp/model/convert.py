@@ -1,0 +1,163 @@
+"""`convert` and `revert`: mixed precision on a model's call path, in place.
+
+The model stays the same object.  Its `forward` becomes an instance attribute that calls
+a compiled entry *with the instance as an argument*, so deep copies run their own
+weights; everything else about the model is untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp.capture.alike import STATE
+from autoamp.capture.engine import Engine
+from autoamp.capture.record import Record, Skipped
+from autoamp.dtypes import short_name
+from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.loss_scale import NoLossScale, resolve_loss_scale
+from autoamp.model.calls import CompiledCall
+from autoamp.model.conversion import (
+    CONVERSIONS,
+    DECLINED,
+    Conversion,
+    conversion_of,
+    inside_wrappers,
+    install,
+    uninstall,
+)
+from autoamp.model.eligible import choose_precision, own_precision, unsupported
+from autoamp.model.forward import forward_of
+from autoamp.model.warmup import capture_now
+from autoamp.optimizer.attach import detach_from
+from autoamp.optimizer.meeting import new_scaling, stop_meeting
+from autoamp.options import Options
+from autoamp.plain import class_name
+from autoamp.saying import say_once
+from autoamp.weights.loaded import own_loaded_weights
+
+logger = logging.getLogger(__name__)
+
+
+def convert_model(
+    model: nn.Module,
+    options: Options,
+    example_inputs: tuple[Any, ...] | None = None,
+    *,
+    masters: bool = False,
+) -> nn.Module:
+    """Converts `model` in place; see `autoamp.convert`.
+
+    Args:
+        masters: what it has in half precision is trained with fp32 masters.
+
+    Raises:
+        UnsupportedModelError: not a module, or one that cannot be captured.
+        OptionError: `example_inputs` is not a tuple.
+    """
+    model = inside_wrappers(model)
+    reason = unsupported(model)
+    if reason is not None:
+        raise UnsupportedModelError(reason)
+    if example_inputs is not None and not isinstance(example_inputs, tuple):
+        raise OptionError("example_inputs must be a tuple of the model's arguments")
+    low, why_not = choose_precision(model, options)
+    label = class_name(model)
+    own = own_precision(model) if masters else None
+    notes = [] if own is None else [Skipped(label, _with_masters(own))]
+    scale = resolve_loss_scale(options.loss_scale, _shortest(own, low))
+    if low is None and own is not None and not isinstance(scale, NoLossScale):
+        # For the scaling at its edge: it runs as it is.
+        low, options = own, _runs_as_it_is(options, label)
+    if low is None:
+        if own is None:
+            text = f"autoamp: {label} stays in fp32: {why_not}"
+            say_once(logger, logging.WARNING, text)
+            notes = [Skipped(label, why_not)]
+        else:
+            logger.info("autoamp: %s %s", label, notes[0].why)
+        revert_model(model, optimizers=own is None)
+        DECLINED[model] = Conversion(declined=notes)
+        return model
+    own_loaded_weights(model)
+    state = model.__dict__.get(STATE)
+    if isinstance(state, Conversion) and state.bound is None:  # `forward` was replaced
+        revert_model(model, optimizers=False)
+        state = None
+    fresh = not isinstance(state, Conversion)
+    if not isinstance(state, Conversion):
+        state = install(model)
+    before = state.call
+    forward = forward_of(type(model), state.previous is None)
+    record = Record(label, low, new_scaling(options, scale, label))
+    state.call = CompiledCall(forward, Engine(options, record))
+    state.call.engine.record.skipped += notes
+    if example_inputs is not None:
+        try:
+            capture_now(model, example_inputs)
+        except BaseException:
+            state.call = before
+            if fresh:
+                revert_model(model)
+            raise
+    DECLINED.pop(model, None)
+    logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
+    return model
+
+
+def _with_masters(own: torch.dtype) -> str:
+    return (
+        f"what arrived in {short_name(own)} runs in {short_name(own)}; its optimizer "
+        "steps fp32 masters"
+    )
+
+
+def _shortest(own: torch.dtype | None, low: torch.dtype | None) -> torch.dtype:
+    """That of the dtypes gradients flow in whose range is the shortest."""
+    return torch.float16 if torch.float16 in (own, low) else torch.bfloat16
+
+
+def _runs_as_it_is(options: Options, label: str) -> Options:
+    """`options` under which nothing is lowered.
+
+    Raises:
+        UnsupportedModelError: a compiler differentiates the graph.
+    """
+    if options.backend != "eager":
+        raise UnsupportedModelError(
+            f"{label} arrives in half precision. What {options.backend} compiles gives "
+            "its gradients in half precision too, where small ones are 0 once the loss "
+            "scale is taken off; use backend='eager', or loss_scale='off'"
+        )
+    return options.replace(keep=("*",), do_no_harm=True)
+
+
+def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
+    """Puts the call path back as it was; a model that is not converted is left alone.
+
+    Where somebody wrapped our `forward` since, their wrapper stays, and ours under it
+    passes calls on unchanged.
+
+    Args:
+        optimizers: theirs go too, and with them the masters of what is half.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"revert() takes a torch.nn.Module, not {type(model).__name__}"
+        )
+    model = inside_wrappers(model)
+    if conversion_of(model) is not None and optimizers:
+        detach_from(model)
+    DECLINED.pop(model, None)
+    state = model.__dict__.get(STATE)
+    if not isinstance(state, Conversion):
+        return model
+    call, state.call = state.call, None
+    if call is not None and all(each.call is not call for each in CONVERSIONS):
+        stop_meeting(call.engine.record.scaling)
+    if state.bound is None or model.__dict__.get("forward") == state.bound:
+        uninstall(model)
+    return model

@@ -1,0 +1,145 @@
+"""Whether a model can be converted at all, and to which precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp import compat
+from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
+from autoamp.model.methods import computing_methods
+from autoamp.options import Options
+from autoamp.place.cost import device_of
+
+
+def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+    """Those of `model`, also where its class has a `parameters` of another meaning."""
+    modules = nn.Module.modules(model)  # `parameters()` makes every name first
+    every = [p for each in modules for p in each._parameters.values() if p is not None]
+    return [*{id(parameter): parameter for parameter in every}.values()]
+
+
+def unsupported(model: Any) -> str | None:
+    """Why `model` cannot be converted, with what to do instead; None if it can."""
+    if not isinstance(model, nn.Module):
+        return (
+            f"convert() takes a torch.nn.Module, not {type(model).__name__}; for a "
+            "GraphModule or an ExportedProgram outside training use autoamp.rewrite()"
+            if not callable(model)
+            else f"convert() takes a torch.nn.Module, not the {type(model).__name__} "
+            f"{getattr(model, '__name__', '')!r}; wrap it in a module"
+        )
+    name = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        return f"{name} is a TorchScript module; convert the model it was made from"
+    if compat.is_compiled_module(model):
+        return (
+            f"{name} is already compiled; convert the model inside it "
+            "(model._orig_mod) and compile that, or pass backend='inductor'"
+        )
+    has_forward = type(model).forward is not nn.Module.forward
+    if not (has_forward or "forward" in model.__dict__ or computing_methods(model)):
+        return f"{name} has no forward; convert the module that calls what it holds"
+    path = _on_meta(model)
+    if path:
+        return (
+            f"{path} of {name} is on the meta device and holds no data; load the "
+            "weights first (model.to_empty(device=...), then load_state_dict)"
+        )
+    return None
+
+
+def _on_meta(model: nn.Module) -> str:
+    """The first parameter or buffer that is on the meta device, or ""."""
+    modules = nn.Module.modules(model)
+    held = [(*each._parameters.values(), *each._buffers.values()) for each in modules]
+    if not any(each is not None and each.is_meta for of in held for each in of):
+        return ""
+    named = (*nn.Module.named_parameters(model), *nn.Module.named_buffers(model))
+    return next(path for path, tensor in named if tensor.is_meta)
+
+
+def choose_precision(
+    model: nn.Module, options: Options
+) -> tuple[torch.dtype | None, str]:
+    """The compute dtype for `model`, or None and the reason it stays as it is."""
+    parameters = parameters_of(model)
+    reason = _quantised(model) or _nothing_to_convert(parameters)
+    if reason:
+        return None, reason
+    device = parameters[0].device if parameters else torch.device("cpu")
+    return choose_device_precision(device, options)
+
+
+def choose_device_precision(
+    device: torch.device, options: Options
+) -> tuple[torch.dtype | None, str]:
+    """The compute dtype for `device`, or None and the reason there is none."""
+    low = parse_low_dtype(options.precision)
+    if low is None:
+        low = torch.float16 if device.type == "cuda" else torch.bfloat16
+    profile = device_of(device, low)
+    if options.do_no_harm and not profile.pays:
+        return None, (
+            f"{short_name(low)} cannot pay here ({profile.name}): it would be slower "
+            "than fp32. Give do_no_harm=False to convert all the same"
+        )
+    return low, ""
+
+
+def _quantised(model: nn.Module) -> str:
+    """Which module of `model` is quantised, or ""."""
+    if not any(_is_quantised(type(module)) for module in model.modules()):
+        return ""
+    every = model.named_modules()
+    path, found = next((p, m) for p, m in every if _is_quantised(type(m)))
+    return f"{path or 'the model'} is quantised ({type(found).__name__})"
+
+
+def _is_quantised(kind: type) -> bool:
+    if "quantized" not in kind.__module__:
+        return False
+    package = kind.__module__.split(".")
+    return package[0] in ("torch", "torchao") and "quantized" in package
+
+
+def _nothing_to_convert(parameters: Sequence[nn.Parameter]) -> str:
+    """Why there is nothing to lower in a model of such parameters, or ""."""
+    floats = {p.dtype for p in parameters if p.is_floating_point()}
+    half = floats & set(LOW_DTYPES.values())
+    if half and torch.float32 not in floats:
+        names = ", ".join(sorted(short_name(d) for d in half))
+        return (
+            f"its parameters are {names} already; name its optimizer, "
+            "autoamp.convert(model, optimizer), to train it with fp32 masters"
+        )
+    if floats and torch.float32 not in floats:
+        names = ", ".join(sorted(short_name(d) for d in floats))
+        return f"its parameters are {names}; only fp32 is ever lowered"
+    if not floats and any(p.is_complex() for p in parameters):
+        return "its parameters are complex; only fp32 is ever lowered"
+    return ""
+
+
+def own_precision(model: nn.Module) -> torch.dtype | None:
+    """The half dtype `model` has arrived in, as a whole or in part, or None.
+
+    fp16 where it has parameters of both: that is the one whose range is short.
+    """
+    found = {p.dtype for p in parameters_of(model)}
+    return next((d for d in LOW_DTYPES.values() if d in found), None)
+
+
+def choose_graph_precision(
+    gm: nn.Module, example_inputs: Any, options: Options
+) -> torch.dtype:
+    """The compute dtype for a graph: asked for, or the device's natural one."""
+    low = parse_low_dtype(options.precision)
+    if low is not None:
+        return low
+    tensors = [*gm.parameters(), *(t for t in example_inputs if torch.is_tensor(t))]
+    on_cuda = any(t.device.type == "cuda" for t in tensors)
+    return torch.float16 if on_cuda else torch.bfloat16

@@ -1,0 +1,49 @@
+"""The report of a conversion, made of its record."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from autoamp.capture.record import Record
+from autoamp.inspect.coverage import Coverage, coverage_of
+from autoamp.inspect.report import LossScaleReport, Report
+from autoamp.plain import class_name
+from autoamp.scaling.domain import ModelScaling
+
+
+def report_of(record: Record) -> Report:
+    """What a conversion has done so far: of a model, or of a compiled function."""
+    captured = [g for g in record.graphs if g.rewritten is not None]
+    return Report(
+        label=record.label,
+        rewritten=[g.rewritten for g in captured if g.rewritten is not None],
+        graphs=[g.gm for g in captured],
+        skipped=[(s.what, s.why) for s in record.skipped],
+        runs=record.runs,
+        unwatched=max((g.copies.unwatched for g in captured if g.copies), default=0),
+        loss_scale=_loss_scale(record.scaling),
+        coverage=_coverage(record),
+    )
+
+
+def _coverage(record: Record) -> Coverage:
+    done = [
+        (g.rewritten, g.sizes or Counter({(): g.runs}))
+        for g in record.graphs
+        if g.rewritten is not None
+    ]
+    return coverage_of(record.calls, record.aside, record.in_part, done)
+
+
+def _loss_scale(scaling: ModelScaling) -> LossScaleReport | None:
+    if not scaling.enabled:
+        return None
+    scale = scaling.domain.loss_scale
+    return LossScaleReport(
+        kind=class_name(scale),
+        scale=scale.scale,
+        growth_tracker=scale.growth_tracker,
+        skipped_steps=scale.skipped_steps,
+        skips=tuple(scaling.skips),
+        foreign=bool(scaling.foreign),
+    )

@@ -1,0 +1,149 @@
+"""Puts a boundary on an optimizer: a `step` of its own, on the instance.
+
+An optimizer named to `convert` is given one at once.  Any other is met at its first
+step, through torch's own hook, which is registered while models are converted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from autoamp import compat
+from autoamp.optimizer import closures, lbfgs, saved_state
+from autoamp.optimizer.optimizers import closure_of, innermost
+from autoamp.optimizer.step import BOUNDARIES, OptimizerBoundary
+from autoamp.scaling.backwards import BACKWARDS
+from autoamp.scaling.domain import ModelScaling
+from autoamp.weights.masters import Masters, has_half
+
+_STATE = "_autoamp"
+
+
+def boundary_of(optimizer: Optimizer) -> OptimizerBoundary | None:
+    """The boundary `optimizer` carries, or the one inside it; None where none does."""
+    optimizer = innermost(optimizer)
+    found = optimizer.__dict__.get(_STATE)
+    # One that is off is still called by whoever wrapped it, and passes steps on.
+    return found if isinstance(found, OptimizerBoundary) and not found.off else None
+
+
+def attach(optimizer: Optimizer) -> OptimizerBoundary:
+    """Gives `optimizer` a boundary; the one it has where there is one.
+
+    Of a wrapper, the optimizer inside gets it: its step is the one that is taken.
+
+    Raises:
+        AutoampError: it was loaded with a state of ours that is unusable.
+    """
+    known = boundary_of(optimizer)
+    if known is not None:
+        return known
+    optimizer = innermost(optimizer)
+    saved_state.check_loaded(optimizer)
+    boundary = OptimizerBoundary(optimizer)
+    own: Any = optimizer.step
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        if boundary.masters is None:
+            return own(*args, **kwargs)
+        return boundary.masters.run(own, args, kwargs)
+
+    # A `MethodType`, because schedulers ask for `__func__`; `wraps` keeps the signature
+    # and the mark of a scheduler that was here before.
+    @functools.wraps(getattr(own, "__func__", own))
+    def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, torch.optim.LBFGS):
+            return lbfgs.step(boundary, inner, args, kwargs)
+        if closure_of(args, kwargs) and not closures.evaluates_first(self):
+            return closures.step(boundary, inner, args, kwargs)
+        return boundary.step(inner, args, kwargs)
+
+    boundary.bound = types.MethodType(step, optimizer)
+    optimizer.__dict__["step"] = boundary.bound
+    optimizer.__dict__["step_was_skipped"] = False
+    optimizer.__dict__[_STATE] = boundary
+    saved_state.carry(boundary)
+    BOUNDARIES.add(boundary)
+    return boundary
+
+
+@contextlib.contextmanager
+def attached(optimizers: Sequence[Optimizer]) -> Iterator[list[OptimizerBoundary]]:
+    """Their boundaries; those that had none lose it where the block raises."""
+    new = [each for each in optimizers if boundary_of(each) is None]
+    try:
+        yield [attach(each) for each in optimizers]
+    except BaseException:
+        for each in new:
+            boundary = boundary_of(each)
+            if boundary is not None:
+                detach(boundary)
+        raise
+
+
+def give_masters(boundary: OptimizerBoundary, model: torch.nn.Module) -> None:
+    """Gives the half-precision parameters an optimizer trains fp32 masters beside it.
+
+    Those of `model` are saved by the names they have there.
+    """
+    if boundary.masters is None:
+        if not has_half(boundary.params):
+            return
+        boundary.masters = Masters(boundary.optimizer)
+    boundary.masters.name_after(model)
+
+
+def detach(boundary: OptimizerBoundary) -> None:
+    """Takes a boundary away; `step` is what it was, unless somebody wrapped ours."""
+    optimizer = boundary.optimizer
+    BOUNDARIES.discard(boundary)
+    for hook in boundary.hooks:
+        hook.remove()
+    if boundary.masters is not None:
+        boundary.masters.release()
+        boundary.masters = None
+    if optimizer.__dict__.get("step") != boundary.bound:
+        boundary.off = True
+        return
+    for name in ("step", "step_was_skipped", _STATE):
+        optimizer.__dict__.pop(name, None)
+    if boundary.previous is not None:
+        optimizer.__dict__["step"] = boundary.previous
+
+
+def detach_from(model: torch.nn.Module) -> None:
+    """Takes away the boundary of every optimizer that holds weights of `model`.
+
+    One that holds another converted model's as well is met again at its next step.
+    """
+    held = {id(p): p for p in torch.nn.Module.parameters(model)}
+    # Or another model's hook would meet the optimizer again, by what is past.
+    BACKWARDS.drop(held)
+    for boundary in list(BOUNDARIES):
+        if any(id(p) in held for p in boundary.params):
+            detach(boundary)
+
+
+def meet(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> None:
+    """Looks for whoever is going to step `weights`, before the first run with them.
+
+    A GradScaler may be about to scale this model's loss: twice scaled, the first
+    gradients would overflow.  So they are looked at again before a backward, unless the
+    user has asked for a loss scale of ours.
+    """
+    optimizers, scalers = compat.optimizers_and_scalers()
+    if not scaling.asked:
+        scaling.scalers = [(weakref.ref(s), compat.scaler_uses(s)) for s in scalers]
+    ids = {id(weight) for weight in weights}
+    for optimizer in optimizers:
+        groups = getattr(optimizer, "param_groups", ())
+        if any(id(p) in ids for group in groups for p in group["params"]):
+            attach(optimizer).link(scaling)

@@ -1,0 +1,157 @@
+"""Meets optimizers that nobody named, at their first step.
+
+Through torch's own hook of every step, which is registered while models are converted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from autoamp.loss_scale import LossScale
+from autoamp.optimizer import closures, lbfgs
+from autoamp.optimizer.attach import attach, boundary_of, detach, meet
+from autoamp.optimizer.optimizers import closure_of, evaluated, params_of
+from autoamp.optimizer.step import BOUNDARIES
+from autoamp.options import Options
+from autoamp.scaling.backwards import lower_where_nobody_steps
+from autoamp.scaling.domain import ModelScaling
+from autoamp.scaling.overflow import gather
+from autoamp.weights.copies import before_write
+
+_scalings: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
+_hook: list[RemovableHandle] = []
+_expecting: list[bool] = []
+
+
+def new_scaling(options: Options, loss_scale: LossScale, label: str) -> ModelScaling:
+    """The scaling of one conversion; from now on steps are met, while it lives.
+
+    Args:
+        options: those of the conversion.
+        loss_scale: where it begins.
+        label: the model's class name, for messages.
+    """
+    scaling = ModelScaling(loss_scale, label, meet, lower_where_nobody_steps)
+    scaling.asked = options.loss_scale != "auto"
+    _scalings.add(scaling)
+    _hear()
+    return scaling
+
+
+def stop_meeting(scaling: ModelScaling) -> None:
+    """Takes the hook away with the last scaling."""
+    _scalings.discard(scaling)
+    _hear()
+
+
+def expect_models(coming: bool) -> None:
+    """Whether steps are met before there is any scaling.
+
+    A model may be called for the first time inside a step, by its closure.
+    """
+    _expecting[:] = [True] if coming else []
+    _hear()
+
+
+def _hear() -> None:
+    """Registers the hook, or removes it, as need be."""
+    needed = bool(_scalings) or bool(_expecting)
+    if needed and not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_before_step))
+    elif not needed and _hook:
+        _hook.pop().remove()
+
+
+def retire(scaling: ModelScaling) -> None:
+    """Graphs are not run with `scaling` any more; nor are steps met for it."""
+    stop_meeting(scaling)
+    for boundary in list(BOUNDARIES):
+        if scaling in boundary.scalings:
+            boundary.scalings.remove(scaling)
+            if not boundary.scalings:
+                detach(boundary)
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Called inside every step, with the optimizer itself as `args[0]`."""
+    if torch.compiler.is_dynamo_compiling():  # a step the user compiles
+        return None
+    # Collected, not reverted: the hook cannot go meanwhile.
+    if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
+        return None
+    changed = None
+    if boundary_of(optimizer) is None:
+        changed = _first_step(optimizer, args, kwargs)
+    if changed is None or changed[0][0] is optimizer:
+        before_write(params_of(optimizer))
+    return changed
+
+
+def _first_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The step of an optimizer that had no boundary when it began.
+
+    It cannot be stopped any more, but its arguments can be changed, the optimizer among
+    them: to skip, it is made to step one that holds no weights.  Where there is a
+    closure, all of the model's first iteration may be inside it.
+    """
+    given = args[1:]
+    closure = closure_of(given, kwargs)
+    others = closure is not None and not closures.evaluates_first(optimizer)
+    params = params_of(optimizer)
+    if closure and not (others and closures.has_gradients(optimizer)):
+        _, given, kwargs = evaluated(given, kwargs, params if others else ())
+    evidence = gather(params, -1)
+    if not evidence.runs and not evidence.elsewhere:
+        return ((optimizer, *given), kwargs) if closure else None
+    boundary = attach(optimizer)
+    if boundary.leaves_to_scaler():
+        return (optimizer, *given), kwargs
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return lbfgs.first_step(boundary, (optimizer, *given), kwargs)
+    skip = bool(boundary.judge())
+    boundary.mark(skip)
+    if not skip and others:
+        return closures.first_step(boundary, (optimizer, *given), kwargs)
+    if not skip:
+        return (optimizer, *given), kwargs
+    _hold_hooks_once(optimizer)
+    return (_without_weights(optimizer), *given), kwargs
+
+
+def _without_weights(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class and settings that has nothing to step."""
+    empty: Any = object.__new__(type(optimizer))
+    empty.__dict__.update(optimizer.__dict__)
+    empty.param_groups = [{**g, "params": []} for g in optimizer.param_groups]
+    return empty  # type: ignore[no-any-return]
+
+
+def _hold_hooks_once(optimizer: Any) -> None:
+    """Keeps the optimizer's own hooks from this one step, which is skipped.
+
+    Those that precede it are about to be read from their dictionary, so it is emptied;
+    those that follow are looked up later.
+    """
+    before = optimizer._optimizer_step_pre_hooks
+    after = optimizer._optimizer_step_post_hooks
+    held = dict(before)
+    before.clear()
+
+    def restore(*_: Any) -> None:
+        before.update(held)
+        optimizer._optimizer_step_post_hooks = after
+
+    only: OrderedDict[int, Callable[..., None]] = OrderedDict({0: restore})
+    optimizer._optimizer_step_post_hooks = only

@@ -1,0 +1,324 @@
+"""An optimizer's step, taken only where the gradients hold no overflow."""
+
+from __future__ import annotations
+
+import logging
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from autoamp import compat
+from autoamp.errors import LossScaleError
+from autoamp.loss_scale import LossScale
+from autoamp.optimizer.kernel_flag import free_to_read, given_flag, takes_flag
+from autoamp.optimizer.optimizers import evaluated, params_of
+from autoamp.scaling.backwards import BACKWARDS
+from autoamp.scaling.blame import blame
+from autoamp.scaling.domain import ModelScaling
+from autoamp.scaling.graph_run import GraphRun, largest_of
+from autoamp.scaling.overflow import Evidence, found_inf, gather, newly
+from autoamp.weights.masters import Masters
+
+logger = logging.getLogger(__name__)
+
+Step = Callable[..., Any]
+
+_ASK_EVERY = 100
+"""Steps after which a flag that only a kernel reads is read here too, which waits."""
+
+BOUNDARIES: weakref.WeakSet[OptimizerBoundary] = weakref.WeakSet()
+"""Those of all optimizers that have one."""
+
+
+class _Decision(NamedTuple):
+    """What becomes of a step.
+
+    Attributes:
+        args, kwargs: what it is called with, if it is.
+        loss: what the closure gave.
+        skip: nothing is called.
+        flag: for the optimizer's own kernel to skip by.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Any = None
+    skip: bool = False
+    flag: torch.Tensor | None = None
+
+
+class OptimizerBoundary:
+    """What stands between an optimizer and the gradients it is given.
+
+    Attributes:
+        optimizer: the user's own; only its instance attribute `step` is ours.
+        previous: the instance's own `step` before, a scheduler's wrapper say, or None.
+        bound: the `step` that was put on it; None before.
+        hooks: those that save and load with the optimizer's state.
+        off: it has been taken away, but somebody has wrapped its `step`.
+        scalings: of the models whose weights it was seen to step, in order.
+        pending: saved loss scales of models it has yet to meet.
+        seen: number of the last backward it has read.
+        steps: how often `step` was called.
+        masters: of its half-precision parameters; None where it was not named to
+            `convert` with a model of such.
+        writes_first: it may write something before it evaluates its closure.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.previous: Step | None = optimizer.__dict__.get("step")
+        self.bound: types.MethodType | None = None
+        self.hooks: list[RemovableHandle] = []
+        self.off = False
+        self.scalings: list[ModelScaling] = []
+        self.pending: list[Any] = []
+        self.seen = -1
+        self.steps = 0
+        self.masters: Masters | None = None
+        self.writes_first = True
+        self._skipped_before = False
+        self._passed: list[GraphRun] = []
+        self._unsure: Sequence[GraphRun] = ()
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """What it optimizes now: groups may be added at any time."""
+        return params_of(self.optimizer)
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """All that a step writes to besides state: parameters and their masters."""
+        masters = self.masters.of.values() if self.masters is not None else ()
+        return [*self.params, *masters]
+
+    @property
+    def scale_of_each(self) -> list[LossScale]:
+        """The loss scale of each of its models; several may share one."""
+        return [s.domain.loss_scale for s in self.scalings if s.enabled]
+
+    @property
+    def loss_scales(self) -> list[LossScale]:
+        """The loss scales of its models, each once."""
+        return list({id(s): s for s in self.scale_of_each}.values())
+
+    def step(self, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`inner(*args, **kwargs)`, the step as it was, or nothing where it is skipped.
+
+        A skipped step changes no weight and no state, fires no hook, and gives the
+        closure's loss or None.
+
+        Raises:
+            LossScaleError: an overflow at the lowest loss scale there may be.
+        """
+        decision = self._decide(args, kwargs)
+        if decision.skip:
+            return decision.loss
+        if decision.flag is not None:
+            return self._step_with_flag(decision, inner)
+        return inner(*decision.args, **decision.kwargs)
+
+    # Where the user compiles the step, this is not for the compiler.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Decision:
+        if self.leaves_to_scaler():
+            optimizer: Any = self.optimizer
+            found = getattr(optimizer, "found_inf", None)
+            optimizer.step_was_skipped = found is not None and found.reshape(()) != 0
+            return _Decision(args, kwargs)
+        loss, args, kwargs = evaluated(args, kwargs)
+        flag = self.judge()
+        if takes_flag(self.optimizer, flag):
+            return _Decision(args, kwargs, flag=flag)
+        skip = bool(flag)
+        self.mark(skip)
+        return _Decision(args, kwargs, loss, skip)
+
+    def judge(self, retries: bool = False) -> torch.Tensor:
+        """Reads what the backwards since the last time found, and moves the loss scale.
+
+        The result is one fp32 element, 1 where the step must not be taken.
+
+        Args:
+            retries: the caller does not skip but evaluates again: only an overflow
+                moves the scale, and it counts as no skipped step.
+        """
+        params = self.params
+        evidence = self._read(params)
+        doubt = self._in_doubt(params)
+        if not evidence.runs and not evidence.elsewhere and not doubt:
+            return torch.zeros(1)
+        for scaling in evidence.scalings:
+            scaling.settle(foreign=False)
+            self.link(scaling)
+        flag = found_inf(evidence, params, doubt)
+        if not retries and takes_flag(self.optimizer, flag):
+            self._unsure = evidence.live or self._unsure
+            if (self.steps + 1) % _ASK_EVERY == 0 and bool(flag):
+                self._note_skip(evidence, params)
+        elif bool(flag):
+            self._note_skip(evidence, params)
+        elif not evidence.runs:
+            return flag
+        elif retries:
+            self._passed += evidence.runs
+            return flag
+        self._move(evidence.runs, flag, retries)
+        return flag
+
+    def leaves_to_scaler(self) -> bool:
+        """Whether an enabled GradScaler is making this step: then it scales, not we."""
+        if self.off:
+            return True
+        if not compat.stepped_by_grad_scaler(self.optimizer):
+            return False
+        for scaling in self._read(self.params).scalings:
+            if not scaling.foreign or scaling not in self.scalings:
+                _say_foreign(scaling)
+            scaling.settle(foreign=True)
+            self.link(scaling)
+        return True
+
+    def link(self, scaling: ModelScaling) -> None:
+        """Notes that the optimizer steps weights of a model."""
+        scaling.stepped = True
+        if scaling not in self.scalings:
+            if self.pending and scaling.enabled:
+                self._take([scaling.domain.loss_scale], self.pending)
+            self.scalings.append(scaling)
+
+    def take_over(self, saved: list[Any]) -> None:
+        """Loads saved loss scales into those of its models, in order, as it meets them.
+
+        Raises:
+            LossScaleError: one does not fit; nothing is changed.
+        """
+        self._take(self.scale_of_each, saved)
+
+    def _take(self, scales: list[LossScale], saved: list[Any]) -> None:
+        for scale, state in zip(scales, saved, strict=False):
+            scale.check(state)
+        for scale, state in zip(scales, saved, strict=False):
+            scale.load_state_dict(state)
+        self.pending = saved[len(scales) :]
+
+    # -- in judgement --------------------------------------------------------------
+
+    def _in_doubt(self, params: list[torch.Tensor]) -> bool:
+        """Whether gradients of a skipped step may still be there, and new ones on top.
+
+        Where a kernel has read the flag nobody knows whether the last step was skipped;
+        but its gradients are gone where the next backward found none.
+        """
+        if self._skipped_before or not self._unsure:
+            return self._skipped_before
+        ids = {id(p) for p in params}
+        return any(run.lives_in(ids) for run in self._unsure)
+
+    def _note_skip(self, evidence: Evidence, params: list[torch.Tensor]) -> None:
+        """Says why; raises where skipping can no longer help."""
+        why = f"step {self.steps}: {blame(evidence.runs, params)}"
+        for scaling in evidence.scalings:
+            scaling.note_skip(why)
+            loss_scale = scaling.loss_scale
+            # Or lower already, for another optimizer's part of the same backward.
+            new = [
+                run
+                for run in evidence.runs
+                if run.scaling.domain.root is scaling.domain.root
+                and not run.backward.overflowed
+            ]
+            if loss_scale.at_floor and (new or not evidence.runs):
+                self.mark(True)
+                raise LossScaleError(
+                    f"{scaling.label}: gradients overflow even at the lowest loss "
+                    f"scale, {loss_scale.scale:g}, so lowering it cannot help. {why}. "
+                    "Nothing was written. Look for NaN or infinities in the data, the "
+                    "loss and the forward; keep that op in fp32 with deny=[...], or "
+                    "its module with keep=[...]; or train in bf16"
+                )
+            logger.info("autoamp: %s: skipped %s", scaling.label, why)
+
+    def _move(self, runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None:
+        """One move of each loss scale for runs that have not moved it yet.
+
+        Two optimizers that step after one backward move it once.
+        """
+        fresh = [run for run in runs if not run.counted]
+        for scale in {id(s): s for s in (r.scaling.loss_scale for r in fresh)}.values():
+            mine = {r.backward for r in fresh if r.scaling.loss_scale is scale}
+            before = [b.counted for b in mine if b.counted is not None]
+            if len(before) < len(mine):
+                looks = scale.looks
+                scale.update(flag)
+                if looks:
+                    known = bool(flag) if free_to_read(flag) else flag
+                    scale.look(largest_of(mine, fresh), known)
+            else:
+                scale.correct(newly(flag, before))
+            for backward in mine:
+                backward.count(flag)
+        # A step that is known to be taken is not counted.
+        if not retries and not (free_to_read(flag) and not bool(flag)):
+            concerned = [r.scaling.loss_scale for r in runs]
+            for scale in {id(s): s for s in concerned}.values():
+                scale.count_skipped(flag)
+        if compat.inside_backward():
+            return  # what is still to come of it may overflow
+        clean = free_to_read(flag) and not bool(flag)
+        for run in runs:
+            run.counted = True
+            run.clean = clean and not run.overflowed_on_host
+
+    def _read(self, params: list[torch.Tensor]) -> Evidence:
+        """What has happened since the last step; lets go of what everybody has read."""
+        evidence = gather(params, self.seen, self.scalings)
+        self.seen = evidence.last
+        BACKWARDS.forget(min((b.seen for b in list(BOUNDARIES)), default=-1))
+        return evidence
+
+    def finish(self, skipped: bool = False) -> None:
+        """Ends a step that judged with `retries`: it counts once, however many."""
+        flag = torch.full((1,), float(skipped))
+        if not skipped:
+            self._move(self._passed, flag, retries=True)
+        for scale in self.loss_scales:
+            scale.count_skipped(flag)
+        self._passed = []
+        self.mark(skipped)
+
+    # -- stepping ------------------------------------------------------------------
+
+    def mark(self, skipped: bool) -> None:
+        """Ends a step: tells the optimizer's owner whether it was skipped."""
+        self.steps += 1
+        optimizer: Any = self.optimizer
+        optimizer.step_was_skipped = skipped
+        self._skipped_before, self._unsure = skipped, ()
+        if skipped:
+            # What LRScheduler looks at to warn of a step it has not seen.
+            optimizer._opt_called = True
+
+    def _step_with_flag(self, decision: _Decision, inner: Step) -> Any:
+        flag = decision.flag
+        assert flag is not None
+        self._skipped_before = False  # nobody knows
+        try:
+            with given_flag(self.optimizer, flag):
+                return inner(*decision.args, **decision.kwargs)
+        finally:
+            self.steps += 1
+            optimizer: Any = self.optimizer
+            optimizer.step_was_skipped = flag.reshape(()) != 0
+
+
+def _say_foreign(scaling: ModelScaling) -> None:
+    logger.info(
+        "autoamp: %s: a GradScaler steps its optimizer; loss scaling and skipped steps "
+        "are left to it",
+        scaling.label,
+    )

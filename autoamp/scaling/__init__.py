@@ -1,0 +1,1 @@
+"""Loss scaling: where gradients are scaled in a graph, and what overflowed."""

@@ -1,0 +1,203 @@
+"""The runs that backward passes have reached, until optimizers have read their flags.
+
+Every run of a graph with a boundary is a `GraphRun`.  Once a backward reaches it, it is
+noted here until the optimizer steps that concern it have read its flag.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoamp import compat
+from autoamp.scaling.domain import ModelScaling
+from autoamp.scaling.graph_run import Backward, GraphRun
+
+logger = logging.getLogger(__name__)
+
+KEPT = 64
+"""Runs kept after every known optimizer has read them: one we meet later, at its first
+step, may hold weights that the same backward reached."""
+
+MOST = 1024
+"""Runs kept for an optimizer that does not step; older ones are merged."""
+
+
+class Backwards:
+    """The runs that backward passes have reached, in order, until they are stepped."""
+
+    def __init__(self) -> None:
+        self.runs: list[GraphRun] = []
+        self._number = 0
+        self._read = -1
+        self._lock = threading.Lock()
+
+    def note(
+        self, run: GraphRun, task: int, leaves: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Backward `task` has reached `run`, which fills the gradients of `leaves`."""
+        with self._lock:
+            if run.task != -1:
+                self._part(run)
+            self._number += 1
+            run.number, run.task, run.backward = self._number, task, Backward()
+            run.gone, run.counted, run.clean = frozenset(), False, False
+            self._throw_away_older(run, leaves)
+            for other in reversed(self.runs):
+                if other.task != run.task:
+                    break
+                run.backward = other.backward
+                run.scaling.domain.join(other.scaling.domain)
+            self.runs.append(run)
+            if len(self.runs) > MOST:
+                self.runs = _merged(self.runs[: MOST // 2]) + self.runs[MOST // 2 :]
+
+    def _part(self, run: GraphRun) -> None:
+        """Keeps what an earlier backward over a retained graph found, by itself.
+
+        Its gradients may be thrown away before this one fills them again.
+        """
+        known = next((i for i, r in enumerate(self.runs) if r is run), None)
+        if run.recorded or run.clean:
+            if known is not None:
+                del self.runs[known]
+        elif known is not None:
+            self.runs[known] = run.set_apart()
+        else:
+            run.begin()
+
+    def _throw_away_older(self, run: GraphRun, leaves: Sequence[torch.Tensor]) -> None:
+        """Where gradients start afresh, those of earlier backwards are gone.
+
+        Some of them, it may be: one of two optimizers zeroes its own.  Each is looked
+        at where an overflow is known; where a flag is on a device, the first stands
+        for all once every optimizer has read the flag.
+        """
+        afresh = bool(leaves) and leaves[0].grad is None
+        for other in self.runs if afresh else self.runs[-KEPT:]:
+            if other.clean or other.task == run.task or other.voided:
+                continue
+            same = other.leaves is run.leaves
+            if not same and other.leaves.known.isdisjoint(run.leaves.known):
+                continue
+            if other.overflowed_on_host:
+                other.throw_away(leaves, in_place=True)
+                continue
+            first = (
+                leaves if same else [t for t in leaves if id(t) == other.leaves.ids[0]]
+            )
+            if not first or first[0].grad is not None:
+                continue
+            if other.number <= self._read:
+                other.gone = other.leaves.known
+            else:
+                other.throw_away(leaves, in_place=False)
+
+    def overflowed(self, scaling: ModelScaling) -> list[GraphRun]:
+        """Runs of a model whose overflow nobody has counted, as far as that is free."""
+        with self._lock:
+            late = self.runs[-KEPT:]
+        mine = [r for r in late if r.scaling is scaling and not r.counted]
+        return [run for run in mine if run.overflowed_on_host]
+
+    def any_overflowed(self) -> bool:
+        """Whether gradients that are there now hold an overflow; waits for the device.
+
+        Until the next backward those of a step that was just skipped still do.
+        """
+        with self._lock:
+            runs = [r for r in self.runs if not (r.voided or r.is_orphaned)]
+        return any(bool(flag) for run in runs for flag in run.found_inf)
+
+    def since(self, number: int) -> list[GraphRun]:
+        """The runs reached after `number`."""
+        with self._lock:
+            found = []
+            for run in reversed(self.runs):
+                if run.number <= number:
+                    break
+                found.append(run)
+            return found[::-1]
+
+    def drop(self, held: Mapping[int, torch.Tensor]) -> None:
+        """Drops runs that filled gradients of tensors `held`: nobody scales them."""
+        with self._lock:
+            self.runs = [r for r in self.runs if not r.touches(held)]
+
+    def forget(self, number: int) -> None:
+        """Drops runs up to `number`, which every known optimizer has read."""
+        with self._lock:
+            self._read = number
+            old, kept = self.runs[:-KEPT], self.runs[-KEPT:]
+            self.runs = [r for r in old if r.number > number] + kept
+
+
+def _merged(runs: list[GraphRun]) -> list[GraphRun]:
+    """One run for all of the same weights, with the flags of all."""
+    kept: dict[tuple[Any, ...], GraphRun] = {}
+    for run in runs:
+        key = (id(run.origin), id(run.leaves), run.gone)
+        older = kept.pop(key, None)
+        if older is not None:
+            for flag, earlier in zip(run.found_inf, older.found_inf, strict=True):
+                flag.copy_(torch.maximum(flag, earlier))
+        kept[key] = run
+    return list(kept.values())
+
+
+BACKWARDS = Backwards()
+"""All of the process: one optimizer may hold weights of several models."""
+
+
+def watch(
+    run: GraphRun, results: Iterable[Any], leaves: Sequence[torch.Tensor]
+) -> None:
+    """Notes the backward as soon as it reaches one of the outputs of a run's graph.
+
+    Args:
+        results: the outputs.  They hold `leaves`, as their history does.
+        leaves: those of the run.
+    """
+    hook = functools.partial(_reached, run, leaves)
+    for value in results:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            compat.hook_gradient(value, hook)
+
+
+@compat.never_captured
+def _reached(run: GraphRun, leaves: Sequence[torch.Tensor], _: torch.Tensor) -> None:
+    task = compat.backward_id()
+    if task == run.task:
+        return
+    run.settle()
+    BACKWARDS.note(run, task, leaves)
+    run.recorded = run.recorded or torch.is_grad_enabled()
+
+
+def lower_where_nobody_steps(scaling: ModelScaling) -> None:
+    """Lowers the scale after an overflow where no optimizer's step does.
+
+    A script may step by hand, or only look at gradients.  What it was given by the
+    backward that overflowed is infinite; the next ones are not to be.
+    """
+    for run in BACKWARDS.overflowed(scaling):
+        run.counted = True
+        if run.backward.overflowed:
+            continue  # another of its runs was there before
+        run.backward.count(torch.ones(1))
+        scaling.loss_scale.update(torch.ones(1))
+        if not scaling.told:
+            scaling.told = True
+            logger.warning(
+                "autoamp: gradients of %s overflowed at loss scale %g, and no "
+                "torch.optim optimizer steps its weights, which would skip such a "
+                "step: the script has been given infinite gradients. The scale is "
+                "lowered for the next ones; give loss_scale=1, or bf16, to be safe",
+                scaling.label,
+                scaling.loss_scale.scale,
+            )

@@ -1,0 +1,367 @@
+"""Puts loss scaling round the edge of a graph.
+
+Before, with `weight` a parameter and `x` an input that needs no gradient:
+
+    weight_use = low_weight(weight, weight_copy)
+    y = linear(x, weight_use);  return y
+
+after, with three more inputs:
+
+    weight_use = low_weight_unscaled(weight, weight_copy, inv_loss_scale, found_inf)
+    y = linear(x, weight_use);  y_scaled = scale_grad(y, loss_scale);  return y_scaled
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp.dtypes import LOW_DTYPES
+from autoamp.errors import CaptureError
+from autoamp.graph_functions import (
+    low_weight,
+    low_weight_unscaled,
+    scale_grad,
+    scaled_result,
+    unscale_grad,
+    unscale_grad_,
+    unscale_half,
+)
+from autoamp.pipeline import Rewritten
+from autoamp.rewrite.emitted import CAST_KIND
+from autoamp.scaling.gradient_flow import GraphFlow
+from autoamp.scaling.true_gradients import true_values
+
+SHARED = "autoamp_shared"
+"""Set in the `meta` of a `scale_grad` through which several results show one memory."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a graph with a boundary is to be called with, after its other inputs.
+
+    Attributes:
+        devices: for each of them `loss_scale`, `inv_loss_scale` and `found_inf`.
+        written: positions of inputs that the graph writes results to.
+        exits: positions of the inputs that gradients leave through.
+    """
+
+    devices: tuple[torch.device, ...] = ()
+    written: tuple[int, ...] = ()
+    exits: tuple[int, ...] = ()
+
+
+@dataclass
+class _Inputs:
+    """The extra inputs for one device."""
+
+    loss_scale: fx.Node
+    inv_loss_scale: fx.Node
+    found_inf: fx.Node
+
+
+def add_boundary(gm: fx.GraphModule, rewritten: Rewritten) -> Boundary:
+    """Scales the gradients of `gm`, the graph made of `rewritten`, which it edits.
+
+    Where no gradient enters or leaves the graph nothing is changed.  What is changed
+    suits every call of the graph: an input that is a leaf of autograd's graph in one
+    may be what others computed in the next.
+
+    Raises:
+        CaptureError: the graph writes to two inputs that share memory.
+    """
+    flow = GraphFlow(gm, rewritten)
+    edge = _Edge(flow)
+    written = edge.run()
+    if edge.inputs:
+        gm.graph.lint()
+        gm.recompile()
+    places = tuple(flow.given.index(node) for node in written)
+    given = enumerate(flow.given)
+    exits = tuple(i for i, node in given if flow.differentiable(node, node))
+    return Boundary(tuple(edge.inputs), places, exits)
+
+
+class _Edge:
+    def __init__(self, flow: GraphFlow) -> None:
+        self.flow = flow
+        self.graph = flow.graph
+        self.order = flow.order
+        self.given = flow.given
+        self.names = flow.names
+        self.output = flow.output
+        self.first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        self.inputs: dict[torch.device, _Inputs] = {}
+        self.outside: dict[fx.Node, list[fx.Node]] = {}
+        self.now: dict[fx.Node, fx.Node] = {}
+        self.true: set[fx.Node] = set()
+
+    def run(self) -> list[fx.Node]:
+        """Edits the graph; gives the inputs it writes results to."""
+        written = [n for n in self.given if self.flow.written_with_grad(n)]
+        self._check_memory(written)
+        roots = self._find_outside(written)
+        # What is written to has its true gradient only from its last write on.
+        edges = {n for n in [*self.outside, *self.given] if not self._is_written(n)}
+        self.true = true_values(
+            self.graph, edges, self.flow.carries, self.flow.is_plain
+        )
+        for node in self.given:
+            if self.flow.differentiable(node, node):
+                self._leave(node, node in written)
+        for value in sorted(self.true - self.outside.keys(), key=self.flow.at):
+            self._redirect(value, [u for u in value.users if self._flows_to(u)])
+        for root in roots:
+            if root not in self.true:
+                self._enter(root)
+        self._connect()
+        return written
+
+    def _is_written(self, node: fx.Node) -> bool:
+        return self.flow.storage(node) in self.flow.facts.mutated
+
+    def _check_memory(self, written: Sequence[fx.Node]) -> None:
+        storages = {self.flow.storage(n) for n in written}
+        flowing = [n for n in self.given if self.flow.differentiable(n, n)]
+        sharing = [
+            n
+            for n in dict.fromkeys([*written, *flowing])
+            if self.flow.storage(n) in storages
+        ]
+        if len(storages) < len(sharing):
+            raise CaptureError(
+                "the graph writes in place to an input that shares memory with another "
+                "one, and both carry gradients; clone one of them before the call"
+            )
+
+    # -- where gradients leave -----------------------------------------------------
+
+    def _leave(self, node: fx.Node, written: bool) -> None:
+        """Unscales what flows out through input `node`."""
+        users = dict.fromkeys(u for n in self.names[node] for u in n.users)
+        readers = [u for u in users if self._inside(u, node)]
+        if written:
+            # What is written bypasses an alias, so its own history is extended.
+            args = (node, self._edge(node).inv_loss_scale, self._edge(node).found_inf)
+            with self.graph.inserting_before(self.first):
+                new = self.graph.call_function(unscale_grad_, args)
+            new.meta = dict(node.meta)
+            return
+        if node.meta["val"].dtype in LOW_DTYPES.values():
+            for use in readers:  # an alias each: a leaf's gradients are summed in fp32
+                self._redirect(node, [use], by=unscale_half)
+            return
+        for use in readers:
+            if use.target is low_weight and use.args[0] is node:
+                edge = self._edge(node)
+                use.target = low_weight_unscaled
+                use.args = (*use.args, edge.inv_loss_scale, edge.found_inf)
+        others = [u for u in readers if u.target is not low_weight_unscaled]
+        writes = self.flow.writes.get(self.flow.storage(node), {}).values()
+        for epoch in range(len(writes) + 1):
+            # A write takes the hook from an alias made before it: a later reader gets
+            # an alias of its own.
+            now = [
+                u for u in others if epoch == sum(w < self.flow.at(u) for w in writes)
+            ]
+            self._redirect(node, now, self.names[node])
+
+    # -- where gradients enter -----------------------------------------------------
+
+    def _find_outside(self, written: Sequence[fx.Node]) -> list[fx.Node]:
+        """Where gradients enter; `self.outside` is filled with what lies beyond.
+
+        That is each tensor whose gradient is the true one, with what it is a view of.
+
+        A result may be a view.  The caller may write to it, and through it to the
+        tensor it is a view of; autograd then makes the view's history anew, out of that
+        tensor's.  So gradients enter at the tensor that is nobody's view, and from
+        there to the result all is outside.
+        """
+        self.outside.update((n, []) for n in written)
+        self._reach(self.flow.results())
+        self._reach(self._older_views())
+        roots = [n for n, sources in self.outside.items() if not sources]
+        return sorted(roots, key=self.order.__getitem__)
+
+    def _older_views(self) -> list[fx.Node]:
+        """Views of what is outside that are read after a write they are older than.
+
+        Their history is made anew by it as well.
+        """
+        written = {self.flow.storage(n) for n in self.outside if self._is_written(n)}
+        return [
+            node
+            for node, names in self.names.items()
+            if self.flow.storage(node) in written
+            and any(
+                self.flow.at(user) > self.flow.last_write(node) > self.flow.at(node)
+                for name in names
+                for user in name.users
+                if self._flows_to(user)
+            )
+        ]
+
+    def _reach(self, pending: list[fx.Node]) -> None:
+        """Puts tensors outside, and all that they are views of."""
+        while pending:
+            node = self.flow.tensor(pending.pop())
+            # What flows into an input handed back is nothing of ours.
+            if node in self.outside or node in self.given:
+                continue
+            maker = node
+            if node.target is operator.getitem:
+                (maker,) = node.all_input_nodes
+            sources = self.flow.viewed(maker, node)
+            self.outside[node] = sources
+            if sources and maker is not node:  # its other views are outside as well
+                self.outside[node] = [maker]
+                self.outside[maker] = [*self.outside.get(maker, []), *sources]
+                pending += maker.users
+            pending += sources
+
+    def _enter(self, root: fx.Node) -> None:
+        """Scales what flows in through `root`, from its last write on."""
+        with self.graph.inserting_before(self._settled(root)):
+            if self._is_returned_cast(root):
+                (low,) = root.all_input_nodes
+                args = (low, self._edge(root).loss_scale)
+                new = self.graph.call_function(scaled_result, args)
+                new.meta = dict(root.meta)
+                self.now[root] = new
+                return
+            own = root
+            if not (root.op == "placeholder" or self.flow.is_of_an_op(root)):
+                # What a region returns it may use itself, or return views of.
+                own = self.graph.call_function(torch.ops.aten.clone.default, (root,))
+                own.meta = dict(root.meta)
+            new = self.graph.create_node(
+                "call_function",
+                scale_grad,
+                (own, self._edge(root).loss_scale),
+                {},
+                f"{root.name}_scaled",
+            )
+        new.meta = {**root.meta, SHARED: self._is_shared(root)}
+        self.now[root] = new
+
+    def _is_returned_cast(self, root: fx.Node) -> bool:
+        """Whether `root` is a cast that nothing writes to, and no result's view."""
+        cast = root.meta.get(CAST_KIND) == "up" and self.flow.last_write(root) < 0
+        return cast and not self._is_shared(root)
+
+    def _is_shared(self, root: fx.Node) -> bool:
+        """Whether several results show the memory of `root`."""
+        count = 0
+        for node in dict.fromkeys(map(self.flow.tensor, self.flow.results())):
+            value = node
+            while self.outside.get(value):
+                value = self.flow.tensor(self.outside[value][0])
+            count += value is root
+        return count > 1
+
+    def _connect(self) -> None:
+        """Lets everything read what is outside as it is after its last write.
+
+        The gradient of a result is the caller's, at its true value, whoever adds to it:
+        what reads it inside the graph reads an alias that takes the scale off again.
+        Readers before the last write read what was there then, not the result.
+        """
+        for value in sorted(self.outside, key=self.order.__getitem__):
+            if value not in self.now:
+                self._follow(value)
+            now, names = self.now[value], self.names[value]
+            if now.target is scaled_result:
+                value.replace_all_uses_with(now)
+                self.graph.erase_node(value)
+                names = [now]
+            for name in names:
+                self.output.replace_input_with(name, now)
+            if not isinstance(value.meta.get("val"), torch.Tensor):
+                continue
+            last = self.flow.last_write(value)
+            readers = {u: None for n in names for u in n.users}
+            late = [u for u in readers if self.order.get(u, -1) > last]
+            inner = [u for u in late if self._inside(u, value)]
+            self._redirect(now, inner, [now, *names])
+
+    def _follow(self, view: fx.Node) -> None:
+        """Makes `view` one of what its source is now; anew, where that comes later."""
+        self.now[view] = view
+        now = {n: self.now.get(self.flow.tensor(n), n) for n in self.outside[view]}
+        if all(n is source for source, n in now.items()):
+            return
+        if self.order[view] > self.flow.last_write(view):
+            for source, n in now.items():
+                view.replace_input_with(source, n)
+            return
+        with self.graph.inserting_before(self._settled(view)):
+            self.now[view] = self.graph.node_copy(view, lambda n: now.get(n, n))
+
+    def _settled(self, value: fx.Node) -> fx.Node:
+        """The node before which all writes to `value` are over, and grad mode is on."""
+        last = max(self.flow.last_write(value), self.order[value])
+        for node, place in self.order.items():
+            if place > last and node.op != "placeholder" and self.flow.recording[node]:
+                return node
+        return self.output
+
+    # -- helpers -------------------------------------------------------------------
+
+    def _redirect(
+        self,
+        value: fx.Node,
+        readers: Sequence[fx.Node],
+        names: Sequence[fx.Node] | None = None,
+        by: Callable[..., Any] = unscale_grad,
+    ) -> None:
+        """Lets `readers` of `value`, by any of its names, read an unscaled alias."""
+        if not readers:
+            return
+        edge = self._edge(value)
+        with self.graph.inserting_before(min(readers, key=self.flow.at)):
+            alias = self.graph.create_node(
+                "call_function",
+                by,
+                (value, edge.inv_loss_scale, edge.found_inf),
+                {},
+                f"{value.name}_unscaled",
+            )
+        alias.meta = dict(value.meta)
+        for reader in readers:
+            for name in names or (value,):
+                reader.replace_input_with(name, alias)
+
+    def _edge(self, value: fx.Node) -> _Inputs:
+        """The extra inputs for the device `value` is on, made when first needed."""
+        val = value.meta["val"]
+        if val.device not in self.inputs:
+            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            made = []
+            for name in ("loss_scale", "inv_loss_scale", "found_inf"):
+                with self.graph.inserting_after(last):
+                    last = self.graph.placeholder(name)
+                with val.fake_mode:
+                    shape = (1,) if name == "found_inf" else ()
+                    last.meta["val"] = torch.empty(shape, device=val.device)
+                made.append(last)
+            self.inputs[val.device] = _Inputs(*made)
+        return self.inputs[val.device]
+
+    def _inside(self, user: fx.Node, value: fx.Node) -> bool:
+        """Whether `user` reads `value` as part of the graph, and a gradient flows."""
+        sources = map(self.flow.tensor, self.outside.get(user, ()))
+        return value not in sources and self._flows_to(user)
+
+    def _flows_to(self, user: fx.Node) -> bool:
+        """Whether a gradient flows into `user`; casts and uses we made always do."""
+        if user.op == "output" or user.target in (scale_grad, scaled_result):
+            return False
+        if user in self.true:
+            return False  # it takes the gradient as it is
+        return self.flow.carries(user)

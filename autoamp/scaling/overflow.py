@@ -1,0 +1,163 @@
+"""Whether a step is to be skipped: what the backwards since the last one have found."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoamp import compat
+from autoamp.scaling.backwards import BACKWARDS
+from autoamp.scaling.domain import ModelScaling
+from autoamp.scaling.graph_run import GraphRun
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What concerns one optimizer since its last step.
+
+    Attributes:
+        live: runs whose gradients are in what the optimizer is about to read.
+        doubtful: runs that may have found something in gradients that have since been
+            thrown away, or passed it on to weights that no graph of ours knows.
+        elsewhere: runs for other optimizers, which may have passed something on.
+        last: the number to look after next time.
+        shards: the process groups over which FSDP has sharded the weights.
+    """
+
+    live: Sequence[GraphRun]
+    doubtful: Sequence[GraphRun]
+    elsewhere: Sequence[GraphRun]
+    last: int
+    shards: Sequence[Any] = ()
+
+    @property
+    def scalings(self) -> list[ModelScaling]:
+        """The models concerned, each once."""
+        return list({id(r.scaling): r.scaling for r in self.runs}.values())
+
+    @property
+    def runs(self) -> list[GraphRun]:
+        return [*self.live, *self.doubtful]
+
+
+def gather(
+    params: Sequence[torch.Tensor], since: int, met: Collection[ModelScaling] = ()
+) -> Evidence:
+    """The runs after number `since` whose backward filled gradients of `params`.
+
+    A run in the same backward that fills no gradients itself, of a piece of a model
+    between two graph breaks, counts with the others.  In a backward that fills none at
+    all (through a frozen critic) whoever steps next is the one it was for.  One whose
+    weights are gone, or moved, may have filled them: the gradients have to tell.  Only
+    if it is of a model that the optimizer has `met`, which keeps its weights alive: by
+    now, those of another may be tensors of somebody else's that have the same ids.
+
+    What FSDP gathers for a graph belongs to no optimizer: there every run may be for
+    whoever steps, and the gradients have to tell.
+    """
+    held = {id(p): p for p in params}
+    runs = BACKWARDS.since(since)
+    mine = [r for r in runs if _concerns(r, held, met)]
+    orphaned = {r.task for r in mine if r.is_orphaned}
+    live = [r for r in mine if r.task not in orphaned and r.lives_in(held)]
+    tasks, living = {r.task for r in mine}, {r.task for r in live}
+    filling = {r.task for r in runs if r.leaves.ids}
+    pieces = [r for r in runs if not r.leaves.ids and r.task in tasks]
+    live += [r for r in pieces if r.task in living]
+    voided = [r for r in (*mine, *pieces) if r not in live]
+    last = runs[-1].number if runs else since
+    others = [r for r in runs if r.task not in tasks]
+    shards = compat.shard_groups(params)
+    if shards:
+        return Evidence(live, [*voided, *others], [], last, shards)
+    passing = [r for r in others if r.origin.passes_on and _may_concern(r, met)]
+    return Evidence(
+        live,
+        [*voided, *(r for r in passing if r.task not in filling)],
+        [r for r in passing if r.task in filling],
+        last,
+    )
+
+
+def _concerns(
+    run: GraphRun, held: Mapping[int, torch.Tensor], met: Collection[ModelScaling]
+) -> bool:
+    """Whether a run filled, or may have filled, gradients of the tensors `held`."""
+    if run.scaling in met:
+        return run.may_touch(held) and not run.is_of_nobody
+    return run.touches(held)
+
+
+def _may_concern(run: GraphRun, met: Collection[ModelScaling]) -> bool:
+    """Whether what a run passed on may be in the gradients of any tensor now."""
+    return run.scaling in met or run.origin.graph() is not None
+
+
+def found_inf(
+    evidence: Evidence, params: Sequence[torch.Tensor], doubt: bool
+) -> torch.Tensor:
+    """One fp32 element, 1 where the gradients of `params` hold an overflow.
+
+    The flags of the live runs tell, whatever has been done to the gradients since:
+    clipping by value turns infinities into ones.  The gradients themselves are only
+    looked at where they may hold those of a step in `doubt`, of a run that is voided or
+    passed them on, or of other ranks, reduced by the script itself.
+    """
+    flags = [flag for run in evidence.live for flag in run.found_inf]
+    unclear = [*evidence.doubtful, *evidence.elsewhere]
+    past = [flag for run in unclear for flag in run.found_inf]
+    on_host = all(flag.device.type == "cpu" for flag in past)
+    if (
+        doubt
+        or evidence.shards
+        or _may_be_reduced_by_hand(evidence)
+        or (any(bool(f) for f in past) if on_host else past)
+    ):
+        flags.append(not_finite(p.grad for p in params if p.grad is not None))
+    ddp = [r.group for r in evidence.live if r.group is not None]
+    groups = {id(group): group for group in (*ddp, *evidence.shards)}
+    result = _any(flags)
+    for group in groups.values():
+        # Ranks step together or not at all: a rank's own part of the gradients may be
+        # finite where another's was not, and clipped before anyone could see it.
+        torch.distributed.all_reduce(result, torch.distributed.ReduceOp.MAX, group)
+    return result
+
+
+def _may_be_reduced_by_hand(evidence: Evidence) -> bool:
+    """Whether gradients may hold what other ranks found, and no flag tells."""
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+        and any(run.group is None for run in evidence.live)
+    )
+
+
+def not_finite(grads: Iterable[torch.Tensor]) -> torch.Tensor:
+    """One fp32 element, 1 where any of `grads` holds an infinity or NaN."""
+    flags: dict[torch.device, torch.Tensor] = {}
+    for grad in grads:
+        flag = flags.setdefault(grad.device, torch.zeros(1, device=grad.device))
+        compat.check_finite(grad, flag)
+    return _any(list(flags.values()))
+
+
+def _any(flags: Sequence[torch.Tensor]) -> torch.Tensor:
+    if not flags:
+        return torch.zeros(1)
+    if len(flags) == 1:
+        return flags[0].clone()
+    device = flags[0].device
+    return torch.stack([f.to(device) for f in flags]).amax(0)
+
+
+def newly(flag: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`flag` where none of the flags `before` is set, else 0."""
+    for other in before:
+        flag = flag * (1 - other.to(flag.device))
+    return flag

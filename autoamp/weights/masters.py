@@ -1,0 +1,288 @@
+"""fp32 masters of parameters that arrived in half precision.
+
+The user's parameters stay the half tensors the model computes with.  While the
+optimizer steps, each one's fp32 master stands in its place, in `param_groups` and as
+the key of its state, with its gradient: whatever optimizer it is, it computes in fp32
+with fp32 state.  Afterwards the masters are rounded into the parameters.
+
+(`param.data = master` would do without the exchange, but torch then drops the node that
+accumulates the parameter's gradient, and with it the hooks of whoever reduces gradients
+between ranks.)
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autoamp import compat
+from autoamp.dtypes import LOW_DTYPES
+from autoamp.plain import class_name
+from autoamp.weights.master_state import KEY, check_masters, in_dtype, restored
+
+logger = logging.getLogger(__name__)
+
+_UNNAMED = "unnamed_parameter_"
+"""Before the index of a parameter that is in no converted model."""
+
+
+def has_half(params: Iterable[torch.Tensor]) -> bool:
+    """Whether any of `params` is trained in half precision."""
+    return any(p.dtype in LOW_DTYPES.values() and p.requires_grad for p in params)
+
+
+class Masters:
+    """The masters of one optimizer's half-precision parameters.
+
+    Attributes:
+        of: each parameter with its master.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer: Any = optimizer
+        self.of: dict[torch.Tensor, torch.Tensor] = {}
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._reduced: set[int] = set()
+        self._said = False
+        self._depth = 0
+        self._given: list[tuple[torch.Tensor | None, int]] | None = None
+        self._before = optimizer.register_step_pre_hook(self._enter)
+        self._after = optimizer.register_step_post_hook(self._exit)
+        # A copy is made of groups and state alone.
+        optimizer.__dict__["__deepcopy__"] = self._deepcopy
+
+    def name_after(self, model: nn.Module) -> None:
+        """Makes masters; those of parameters of `model` are saved by their names."""
+        if all(known() is not model for known in self._models):
+            self._models.append(weakref.ref(model))
+        self._reduced |= {id(p) for p in compat.reduced_by_ddp(model)}
+        self.refresh()
+
+    def run(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """`step(*args, **kwargs)` with the masters in.
+
+        The user's own hooks round the step see the parameters.
+        """
+        self.optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
+        self.optimizer._optimizer_step_post_hooks.move_to_end(
+            self._after.id, last=False
+        )
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self._depth = 0
+            self._take_out()
+
+    def refresh(self) -> None:
+        """Makes masters for trained parameters that have none; the others follow.
+
+        Where a parameter is no longer its master rounded, somebody else has written to
+        it, and the master takes its value: element by element, by their bits (a NaN is
+        not equal to itself, and -0 is equal to 0), without a wait for the device.
+        """
+        known, self.of = self.of, {}
+        for param in self._params():
+            if param.dtype not in LOW_DTYPES.values():
+                continue
+            master: torch.Tensor | None = known.get(param)
+            if master is not None and master.shape == param.shape:
+                _follow(master, param.detach())
+            elif param.requires_grad:
+                master = self._made(param)
+            if master is not None:
+                self.of[param] = master
+
+    def release(self) -> None:
+        """Takes the masters away.  The parameters stay what they are: half."""
+        self._before.remove()
+        self._after.remove()
+        self.optimizer.__dict__.pop("__deepcopy__", None)
+        for param in self.of:
+            compat.accumulate_in(param, param.dtype)
+            state = self.optimizer.state.get(param)
+            if state is not None:  # as `Optimizer.load_state_dict` leaves it
+                self.optimizer.state[param] = in_dtype(state, param.dtype)
+        if self.of:
+            logger.info(
+                "autoamp: the fp32 masters of %d parameters are gone; the weights stay "
+                "what they were rounded to",
+                len(self.of),
+            )
+        self.of = {}
+
+    # -- round a step --------------------------------------------------------------
+
+    def _enter(
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Torch's hook before a step, with the optimizer itself as `args[0]`."""
+        self._depth += 1
+        if self._depth > 1:  # the `super().step()` of a step
+            return None
+        self._put_in()
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._outside(args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._outside(kwargs["closure"])}
+        return None
+
+    def _exit(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth <= 0:
+            self._take_out()
+
+    def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure`, whose forward and backward have to meet the parameters."""
+
+        def evaluate() -> Any:
+            if self._given is None:
+                return closure()
+            self._take_out(over=False)
+            try:
+                return closure()
+            finally:
+                self._put_in()
+
+        return evaluate
+
+    def _put_in(self) -> None:
+        self.refresh()
+        given = []
+        for param, master in self.of.items():
+            if param.__dict__:  # marks that some optimizers look for
+                master.__dict__.update(param.__dict__)
+            grad = param.grad
+            if grad is not None and grad.dtype != torch.float32:
+                grad = grad.float()
+            master.grad = grad
+            given.append((grad, master._version))
+        self._given = given
+        self._exchange(self.of)
+
+    def _take_out(self, over: bool = True) -> None:
+        """Puts the parameters back, rounded; whether the step is `over`."""
+        given, self._given = self._given, None
+        if not given:
+            return
+        self._exchange({master: param for param, master in self.of.items()})
+        with torch.no_grad():
+            # All of them: a write through `.data` leaves no trace.
+            compat.copy_all([p.data for p in self.of], list(self.of.values()))
+        for (param, master), (grad, version) in zip(
+            self.of.items(), given, strict=True
+        ):
+            if master._version != version or (over and grad is not None):
+                torch.autograd.graph.increment_version(param)
+            if master.grad is not grad:
+                param.grad = master.grad
+            master.grad = None
+
+    def _exchange(self, pairs: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Puts the second of each pair where the first is, in the same containers."""
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [pairs.get(p, p) for p in group["params"]]
+        state = self.optimizer.state
+        items = [(pairs.get(key, key), value) for key, value in state.items()]
+        state.clear()
+        state.update(items)
+
+    # -- saved state ---------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The masters by the names their parameters have in the model."""
+        self.refresh()
+        return {name: master.detach() for name, master in self._named().items()}
+
+    def check(self, saved: Any) -> None:
+        """Raises CheckpointError where the masters in `saved` state do not fit."""
+        if saved.get(KEY) is not None:
+            self.refresh()
+            check_masters(saved[KEY], self._named())
+
+    def load(self, saved: Any) -> None:
+        """Takes over the masters of `saved` state, and its optimizer state in fp32.
+
+        Torch has just cast that to the parameters' half dtype.
+        """
+        named = self._named()
+        with torch.no_grad():
+            for name, value in (saved.get(KEY) or {}).items():
+                named[name].data.copy_(value)
+        ids = [i for group in saved["param_groups"] for i in group["params"]]
+        for index, param in zip(ids, self._params(), strict=True):
+            if param in self.of and index in saved["state"]:
+                now = self.optimizer.state[param]
+                self.optimizer.state[param] = restored(now, saved["state"][index])
+
+    # -- helpers -------------------------------------------------------------------
+
+    def _params(self) -> list[torch.Tensor]:
+        return [p for g in self.optimizer.param_groups for p in g["params"]]
+
+    def _made(self, param: torch.Tensor) -> torch.Tensor:
+        """A master for `param`, whose gradients and state are fp32 from now on."""
+        if id(param) in self._reduced:
+            self._say_half("DistributedDataParallel reduces them in that")
+        elif not compat.accumulate_in(param, torch.float32):
+            self._say_half(f"torch {torch.__version__} cannot do otherwise")
+        state = self.optimizer.state.get(param)
+        if state is not None:
+            self.optimizer.state[param] = in_dtype(state, torch.float32)
+        return nn.Parameter(param.detach().float())
+
+    def _say_half(self, why: str) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "autoamp: gradients of half-precision parameters of the %s stay in "
+                "their own dtype until it steps: %s",
+                class_name(self.optimizer),
+                why,
+            )
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Masters by name; a name two models have is that of the first one's."""
+        named: dict[str, torch.Tensor] = {}
+        without = dict.fromkeys(self.of)
+        for known in self._models:
+            model = known()
+            for name, param in () if model is None else model.named_parameters():
+                if param in without and name not in named:
+                    del without[param]
+                    named[name] = self.of[param]
+        for index, held in enumerate(self._params()):
+            if held in without:
+                named[f"{_UNNAMED}{index}"] = self.of[held]
+        return named
+
+    def _deepcopy(self, memo: dict[int, Any]) -> Any:
+        logger.info(
+            "autoamp: a copy of an optimizer has no fp32 masters; "
+            "autoamp.convert(model, optimizer) makes new ones, of the half weights"
+        )
+        own = self.optimizer.__dict__
+        del own["__deepcopy__"]
+        try:
+            return copy.deepcopy(self.optimizer, memo)
+        finally:
+            own["__deepcopy__"] = self._deepcopy
+
+
+def _follow(master: torch.Tensor, half: torch.Tensor) -> None:
+    """Sets the elements of `master` that do not round to those of `half`, in place."""
+    if master.device != half.device:
+        master.data = master.data.to(half.device)
+    value = master.detach()
+    rounded, now = value.to(half.dtype).view(torch.int16), half.view(torch.int16)
+    if half.device.type == "cpu" and torch.equal(rounded, now):
+        return
+    value.copy_(torch.where(rounded == now, value, half.float()))
