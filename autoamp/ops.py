@@ -152,12 +152,14 @@ _OPS_PREFIX = "torch.ops."
 
 def op_name(target: OpOverload) -> str:
     """The full name of `target`: `aten::sum.dim_IntList`, `aten::linear.default`."""
-    return f"{target._schema.name}.{target._schema.overload_name or 'default'}"
+    schema = compat.schema(target)
+    return f"{schema.name}.{schema.overload_name or 'default'}"
 
 
 def base_name(target: OpOverload) -> str:
     """The name of `target` without its overload: `aten::sum`."""
-    return target._schema.name
+    name: str = compat.schema(target).name
+    return name
 
 
 def split_key(key: str) -> tuple[str, str, str]:
@@ -237,7 +239,7 @@ def mutated_arguments(target: OpOverload) -> tuple[str, ...]:
     """The names of the arguments that `target` writes, declared or hidden."""
     declared = tuple(
         argument.name
-        for argument in target._schema.arguments
+        for argument in compat.schema(target).arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     return declared + HIDDEN_WRITES.get(base_name(target), ())
@@ -250,12 +252,12 @@ def mutates(target: OpOverload) -> bool:
 
 def is_out_variant(target: OpOverload) -> bool:
     """Whether `target` writes its result to what it is given as `out=`."""
-    return any(argument.is_out for argument in target._schema.arguments)
+    return any(argument.is_out for argument in compat.schema(target).arguments)
 
 
 def is_inplace(target: OpOverload) -> bool:
     """Whether `target` writes and returns its first argument, as `add_` does."""
-    arguments, returns = target._schema.arguments, target._schema.returns
+    arguments, returns = compat.schema(target).arguments, compat.schema(target).returns
     if not arguments or len(returns) != 1:
         return False
     first, result = arguments[0].alias_info, returns[0].alias_info
@@ -267,13 +269,13 @@ def is_inplace(target: OpOverload) -> bool:
 def aliasing_arguments(target: OpOverload) -> tuple[str, ...]:
     """The names of the arguments whose storage an output of `target` may share."""
     shared: set[str] = set()
-    for result in target._schema.returns:
+    for result in compat.schema(target).returns:
         if result.alias_info is not None:
             shared |= result.alias_info.before_set | result.alias_info.after_set
     undeclared = MAYBE_ALIAS.get(base_name(target), ())
     return tuple(
         argument.name
-        for argument in target._schema.arguments
+        for argument in compat.schema(target).arguments
         if argument.name in undeclared or _joins(argument.alias_info, shared)
     )
 

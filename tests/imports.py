@@ -6,6 +6,7 @@ Used by test_layering.py; kept apart so that the reader can be tested on planted
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,21 +35,22 @@ class PrivateUse:
         return f"{self.source}:{self.line} uses {self.name}"
 
 
-def modules_of(root: Path) -> dict[str, Path]:
+def modules_of(root: Path, beside: Iterable[Path] = ()) -> dict[str, Path]:
     """Module name to file, for every module of the package whose folder is `root`.
 
-    A package's own `__init__.py` goes by the package's name.
+    A package's own `__init__.py` goes by the package's name; a module `beside` the
+    package by its own.
     """
-    found = {}
+    found = {path.stem: path for path in beside}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root.parent).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-def imports_of(root: Path) -> list[Import]:
-    """Every import of the package's own modules, late and type-only ones too."""
-    modules = modules_of(root)
+def imports_of(root: Path, beside: Iterable[Path] = ()) -> list[Import]:
+    """Every import of the project's own modules, late and type-only ones too."""
+    modules = modules_of(root, beside)
     found = []
     for source, path in modules.items():
         package = source if path.name == "__init__.py" else source.rpartition(".")[0]
@@ -100,6 +102,21 @@ def private_torch_uses(source: str, path: Path) -> list[PrivateUse]:
     return _outermost(list(found.values()))
 
 
+def attribute_uses(source: str, path: Path, names: Collection[str]) -> list[PrivateUse]:
+    """Every attribute in one file that has one of `names`, but for those of `self`."""
+    return [
+        PrivateUse(source, node.attr, node.lineno)
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if isinstance(node, ast.Attribute)
+        and node.attr in names
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+    ]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
 def _outermost(uses: list[PrivateUse]) -> list[PrivateUse]:
     """Without the prefixes that a walk meets inside a longer attribute chain."""
     return [
@@ -140,9 +157,7 @@ def _longest_module(name: str, modules: dict[str, Path]) -> str | None:
 
 
 def _is_private(dotted: str) -> bool:
-    return any(
-        part.startswith("_") and not part.startswith("__") for part in dotted.split(".")
-    )
+    return any(map(is_private, dotted.split(".")))
 
 
 def _dotted(node: ast.AST) -> str | None:

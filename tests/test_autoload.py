@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import autoamp
 import autoamp_autoload
-from autoamp.auto import mode, switch
+from autoamp.auto import environment, mode, switch
 from autoamp.model import compile_backend
 from autoamp.model import convert as convert_module
 from autoamp.model.eligible import choose_precision
@@ -56,6 +56,14 @@ def global_state() -> dict[str, Any]:
         "pre": dict(torch_optimizer._global_optimizer_pre_hooks),
         "post": dict(torch_optimizer._global_optimizer_post_hooks),
     }
+
+
+def test_both_who_read_the_switch_read_it_alike() -> None:
+    assert autoamp_autoload.VARIABLE == environment.ENABLE
+    assert (autoamp_autoload.ON, autoamp_autoload.OFF) == (
+        environment._ON,
+        environment._OFF,
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+import torch
 
 from tests import imports
 
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "autoamp"
+BESIDE = (REPO / "autoamp_autoload.py",)
+"""Modules of the project that are not in the package."""
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"plain", "saying"}),
@@ -32,11 +35,12 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"auto"}),
     frozenset({"__init__", "cli"}),
     frozenset({"__main__"}),
+    frozenset({"autoamp_autoload"}),
 )
 """From the bottom up: a module imports only from rows below its own.
 
-A name is a module or a sub-package of `autoamp`.  Inside a sub-package modules may
-import each other as long as they make no loop.
+A name is a module or a sub-package of `autoamp`, or a module that stands beside it.
+Inside a sub-package modules may import each other as long as they make no loop.
 """
 
 APART = (
@@ -69,6 +73,44 @@ A name covers everything below it; an entry that no line uses any more fails too
 """
 
 
+ATTRIBUTES_ALLOWED: dict[tuple[str, str], str] = {
+    ("autoamp.model.conversion", "_replicate_for_data_parallel"): (
+        "what nn.DataParallel calls; a method of that name is how it is met"
+    ),
+}
+"""(module, attribute) to the reason why it is not in `compat`."""
+
+
+def private_attributes() -> frozenset[str]:
+    """Names of private attributes of the objects of torch's that we handle."""
+    layer = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    graph = torch.fx.symbolic_trace(layer)
+    handled: list[object] = [
+        layer,
+        layer.weight,
+        layer.weight.untyped_storage(),
+        layer(torch.ones(1)).grad_fn,
+        torch.compile(layer),
+        optimizer,
+        torch.optim.LBFGS(layer.parameters()),
+        torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        torch.amp.GradScaler("cpu"),
+        torch.autocast("cpu"),
+        graph,
+        graph.graph,
+        next(iter(graph.graph.nodes)),
+        torch.ops.aten.add,
+        torch.ops.aten.add.Tensor,
+        torch.ops.aten.add.Tensor._schema,
+        torch.ops.aten.add.Tensor._schema.arguments[0],
+        torch.ops.higher_order.cond,
+    ]
+    names = {name for each in handled for name in dir(each)}
+    marks = {"_opt_called"}  # set by schedulers, on optimizers
+    return frozenset(n for n in names | marks if imports.is_private(n))
+
+
 def layer_of(module: str) -> int | None:
     """The row of `autoamp.a.b`, or None where `a` is in no row."""
     unit = unit_of(module)
@@ -78,13 +120,19 @@ def layer_of(module: str) -> int | None:
 
 def unit_of(module: str) -> str:
     """`autoamp.place.mincut` belongs to `place`; the root to `__init__`."""
+    if "." not in module and module != PACKAGE.name:
+        return module
     return [*module.split("."), "__init__"][1]
 
 
-def layering_faults(root: Path) -> list[str]:
-    """What is wrong with the imports of the package whose folder is `root`."""
-    modules = imports.modules_of(root)
-    edges = imports.imports_of(root)
+def layering_faults(root: Path, beside: Iterable[Path] = ()) -> list[str]:
+    """What is wrong with the imports of the package whose folder is `root`.
+
+    Args:
+        beside: the project's modules that are not in the package.
+    """
+    modules = imports.modules_of(root, beside)
+    edges = imports.imports_of(root, beside)
     faults = [
         f"{module} is in no layer: add `{unit_of(module)}` to LAYERS"
         for module in modules
@@ -127,13 +175,22 @@ def apart_faults(root: str, edges: Iterable[imports.Import]) -> list[str]:
 
 
 def private_faults(
-    root: Path, allowed: Iterable[tuple[str, str]], free: str = "compat"
+    root: Path,
+    allowed: Iterable[tuple[str, str]],
+    free: str = "compat",
+    beside: Iterable[Path] = (),
 ) -> list[str]:
     """Private torch names outside `free`, and allowances that nothing needs."""
     faults, unused = [], set(allowed)
-    for module, path in imports.modules_of(root).items():
+    attributes = private_attributes()
+    for module, path in imports.modules_of(root, beside).items():
         if unit_of(module) == free:
             continue
+        faults += [
+            f"{use}: private attributes of torch's objects belong in `{free}`"
+            for use in imports.attribute_uses(module, path, attributes)
+            if (module, use.name) not in ATTRIBUTES_ALLOWED
+        ]
         for use in imports.private_torch_uses(module, path):
             covering = {
                 entry
@@ -148,11 +205,11 @@ def private_faults(
 
 
 def test_imports_go_down_the_layers() -> None:
-    assert layering_faults(PACKAGE) == []
+    assert layering_faults(PACKAGE, BESIDE) == []
 
 
 def test_private_torch_names_stay_in_compat() -> None:
-    assert private_faults(PACKAGE, PRIVATE_TORCH_ALLOWED) == []
+    assert private_faults(PACKAGE, PRIVATE_TORCH_ALLOWED, beside=BESIDE) == []
 
 
 def test_every_allowance_has_a_reason() -> None:
@@ -263,6 +320,30 @@ def test_a_private_name_is_found(tmp_path: Path, code: str, names: list[str]) ->
     path.write_text(code)
     found = [use.name for use in imports.private_torch_uses("autoamp.ops", path)]
     assert found == names
+
+
+@pytest.mark.parametrize(
+    "code", ["p._version", "node.target._schema.name", "optimizer._opt_called = True"]
+)
+def test_a_private_attribute_is_found(tmp_path: Path, code: str) -> None:
+    root = plant(tmp_path, {"ops.py": code, "compat.py": code})
+    (fault,) = private_faults(root, ())
+    assert fault.startswith("autoamp.ops:1 uses _")
+
+
+def test_an_attribute_of_ones_own_may_have_any_name(tmp_path: Path) -> None:
+    root = plant(tmp_path, {"ops.py": "self._version = 1\nother._mine = 2"})
+    assert private_faults(root, ()) == []
+
+
+def test_a_loop_through_a_module_beside_the_package_is_found(tmp_path: Path) -> None:
+    root = plant(tmp_path, {"auto/switch.py": "import autoamp_autoload"})
+    beside = tmp_path / "autoamp_autoload.py"
+    beside.write_text("def start():\n    from autoamp.auto.switch import x")
+    assert layering_faults(root, [beside]) == [
+        "autoamp.auto.switch:1 imports autoamp_autoload: that is a higher layer",
+        "import loop: autoamp.auto.switch <-> autoamp_autoload",
+    ]
 
 
 def test_private_allowances_cover_and_expire(tmp_path: Path) -> None:

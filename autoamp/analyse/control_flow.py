@@ -113,7 +113,7 @@ def written_input(lowered: fx.GraphModule) -> str | None:
 def _written(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, compat.OpOverload):
         return []
-    names = [a.name for a in node.target._schema.arguments]
+    names = [a.name for a in compat.schema(node.target).arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     trains = given.get("training", given.get("use_input_stats", True))
     if base_name(node.target) in HIDDEN_WRITES and trains is False:

@@ -77,7 +77,7 @@ def _is_bounded(node: fx.Node, rule: Rule | None, limit: float) -> bool:
 def _default(node: fx.Node, name: str) -> Any:
     """What the schema of a torch op gives argument `name` where a call does not."""
     assert isinstance(node.target, compat.OpOverload)
-    defaults = {a.name: a.default_value for a in node.target._schema.arguments}
+    defaults = {a.name: a.default_value for a in compat.schema(node.target).arguments}
     return defaults.get(name)
 
 

@@ -156,7 +156,7 @@ def named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
 
 @functools.cache  # torch makes a schema's arguments anew each time
 def _argument_names(target: compat.OpOverload) -> tuple[str, ...]:
-    return tuple(argument.name for argument in target._schema.arguments)
+    return tuple(argument.name for argument in compat.schema(target).arguments)
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:

@@ -25,7 +25,7 @@ from autoamp.analyse.regions import CALLED_IN, Regions
 from autoamp.analyse.spelling import Spellings
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
-from autoamp.ops import has_effect
+from autoamp.ops import has_effect, mutates
 
 
 class Lowering(fx.Interpreter):
@@ -274,8 +274,7 @@ def _keep_identities_apart(
             if now is proxy or now is None:
                 return result
             target = compat.proxy_node(now).target
-            mutates = (
-                isinstance(target, compat.OpOverload) and target._schema.is_mutable
-            )
-            return result if mutates else compat.split_identity(result, proxy)
+            if isinstance(target, compat.OpOverload) and mutates(target):
+                return result
+            return compat.split_identity(result, proxy)
     return result

@@ -170,7 +170,7 @@ def _refuses_backward(node: fx.Node, mode: compat.FakeTensorMode) -> bool:
     target = node.target
     if not isinstance(target, compat.OpOverload) or not node.all_input_nodes:
         return False
-    if not any(a.name == "pin_memory" for a in target._schema.arguments):
+    if not any(a.name == "pin_memory" for a in compat.schema(target).arguments):
         return False
     with mode, torch.enable_grad(), compat.outside_trace():
         args, kwargs = fx.map_arg((node.args, node.kwargs), _as_leaf)
@@ -244,7 +244,7 @@ def _restore_placeholders(
         path = module_path(source) or old.meta.get("autoamp_path", "")
         name = re.sub(r"\W+", "_", path).strip("_") if path else old.name
         name = "self_" if name == "self" else name  # the generated code has that one
-        new.name = lowered.graph._graph_namespace.create_name(name or old.name, None)
+        new.name = compat.free_name(lowered.graph, name or old.name)
         new.target = new.name
         new.meta["autoamp_path"] = path
         new.meta["autoamp_requires_grad"] = (

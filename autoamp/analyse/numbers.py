@@ -86,7 +86,7 @@ def _made(node: fx.Node, known: Known) -> int | float | None:
         return number
     if any(operand.name not in known for operand in operands):
         return None
-    aliases = [r.alias_info for r in node.target._schema.returns]
+    aliases = [r.alias_info for r in compat.schema(node.target).returns]
     views = any(alias is not None and not alias.is_write for alias in aliases)
     if views or base_name(node.target) in _COPIES:
         return known[operands[0].name]

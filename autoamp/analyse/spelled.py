@@ -174,7 +174,7 @@ def _parts(
         return None
     if not all(isinstance(result, torch.Tensor) for result in results):
         return None
-    several = len(target._schema.returns) > 1
+    several = len(compat.schema(target).returns) > 1
     return pytree.tree_structure((tuple if several else list)(results))
 
 

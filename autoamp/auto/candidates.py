@@ -55,7 +55,7 @@ def inside(module: nn.Module) -> nn.Module:
     while True:
         held: Any = inside_wrappers(module)
         if compat.is_compiled_module(held):
-            held = held._orig_mod
+            held = compat.uncompiled(held)
         elif fsdp is not None and isinstance(held, fsdp.FullyShardedDataParallel):
             held = held.module
         if held is module or not isinstance(held, nn.Module):

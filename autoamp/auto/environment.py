@@ -17,9 +17,10 @@ from autoamp.ops import parse_op_name
 from autoamp.options import BACKENDS, PLACEMENTS, WEIGHT_COPIES, Options
 from autoamp.plain import plain_line
 from autoamp.rules import Rules
-from autoamp_autoload import OFF as _OFF
-from autoamp_autoload import ON as _ON
-from autoamp_autoload import VARIABLE as ENABLE
+
+ENABLE = "AUTOAMP_ENABLE"
+_ON, _OFF = ("1", "true", "on"), ("0", "false", "off")
+"""As `autoamp_autoload` has them, which is read before this package is imported."""
 
 REPORT_DIR = "AUTOAMP_REPORT_DIR"
 _PREFIX = "AUTOAMP_"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import autoamp_autoload
 from autoamp import compat
 from autoamp.auto import environment, stderr
 from autoamp.auto.clipping import tolerating
@@ -80,7 +80,7 @@ def disable() -> None:
     Without effect where the automatic mode is off.
     """
     global _mode
-    autoamp_autoload.disarm()
+    _disarm()
     with _switch:
         mode, _mode = _mode, None
         while _patches:
@@ -91,13 +91,23 @@ def disable() -> None:
         mode.revert_all()
 
 
+def _disarm() -> None:
+    """Undoes what `import torch` has armed, if it has.
+
+    That is looked up and not imported: it stands above this package and imports it.
+    """
+    above: Any = sys.modules.get("autoamp_autoload")
+    if above is not None:
+        above.disarm()
+
+
 def _start(
     settings: Settings,
     call: tuple[Any, Any] | None = None,
     compile_: tuple[Any, Any] | None = None,
 ) -> None:
     global _mode
-    autoamp_autoload.disarm()
+    _disarm()
     with _switch:
         before, _mode = _mode, AutomaticMode(settings)
         if not _patches:

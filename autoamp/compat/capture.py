@@ -123,8 +123,14 @@ def fx_tracing() -> bool:
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Whether it is what `torch.compile` makes of a module, which is `_orig_mod`."""
+    """Whether it is what `torch.compile` makes of a module."""
     return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def uncompiled(module: Any) -> torch.nn.Module:
+    """The module that such a one was made of."""
+    found: torch.nn.Module = module._orig_mod
+    return found
 
 
 _COMPILERS = ("_dynamo", "_inductor", "_functorch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -57,3 +58,18 @@ def has_hooks(model: nn.Module) -> bool:
             if own.get(name):
                 return True
     return False
+
+
+def step_hooks(optimizer: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
+    """The hooks before and after an optimizer's steps, as it looks them up."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def set_hooks_after_step(optimizer: Any, hooks: OrderedDict[int, Any]) -> None:
+    """Has an optimizer look up `hooks` after its step."""
+    optimizer._optimizer_step_post_hooks = hooks
+
+
+def mark_stepped(optimizer: Any) -> None:
+    """Sets the mark without which `LRScheduler` warns of a step it has not seen."""
+    optimizer._opt_called = True

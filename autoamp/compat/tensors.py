@@ -194,3 +194,26 @@ def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
     context: AbstractContextManager[None]
     context = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
     return context
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; -1 where torch does not count."""
+    try:
+        return tensor._version
+    except RuntimeError:  # made under inference_mode
+        return -1
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of, to autograd; or itself."""
+    return tensor._base if tensor._is_view() and tensor._base is not None else tensor
+
+
+def parameters_here(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's own parameters by name, some None, without those of its children."""
+    return module._parameters
+
+
+def buffers_here(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's own buffers by name, some None, without those of its children."""
+    return module._buffers

@@ -205,3 +205,13 @@ def with_parameters(
 ) -> contextlib.AbstractContextManager[None]:
     """A context in which `module` has `values` for its parameters and buffers."""
     return torch.nn.utils.stateless._reparametrize_module(module, values)
+
+
+def schema(op: torch._ops.OpOverload) -> torch.FunctionSchema:
+    """The schema of a torch op: its arguments and results, with their aliases."""
+    return op._schema
+
+
+def free_name(graph: fx.Graph, wanted: str) -> str:
+    """A name no node of `graph` has: `wanted`, or one like it."""
+    return graph._graph_namespace.create_name(wanted, None)

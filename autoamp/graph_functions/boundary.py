@@ -88,7 +88,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
     A write to the whole, or to another view of it, makes it anew from the whole's.
     """
-    return value._base if value._is_view() and value._base is not None else value
+    return compat.whole(value)
 
 
 def scaled(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:

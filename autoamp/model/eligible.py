@@ -18,7 +18,8 @@ from autoamp.place.cost import device_of
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """Those of `model`, also where its class has a `parameters` of another meaning."""
     modules = nn.Module.modules(model)  # `parameters()` makes every name first
-    every = [p for each in modules for p in each._parameters.values() if p is not None]
+    held = (compat.parameters_here(each).values() for each in modules)
+    every = [p for of in held for p in of if p is not None]
     return [*{id(parameter): parameter for parameter in every}.values()]
 
 
@@ -55,7 +56,10 @@ def unsupported(model: Any) -> str | None:
 def _on_meta(model: nn.Module) -> str:
     """The first parameter or buffer that is on the meta device, or ""."""
     modules = nn.Module.modules(model)
-    held = [(*each._parameters.values(), *each._buffers.values()) for each in modules]
+    held = [
+        (*compat.parameters_here(m).values(), *compat.buffers_here(m).values())
+        for m in modules
+    ]
     if not any(each is not None and each.is_meta for of in held for each in of):
         return ""
     named = (*nn.Module.named_parameters(model), *nn.Module.named_buffers(model))

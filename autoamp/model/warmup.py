@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoamp import compat
+
 
 def capture_now(model: nn.Module, example_inputs: tuple[Any, ...]) -> None:
     """Calls `model` once; buffers, gradients and the random state stay as they were.
@@ -29,9 +31,9 @@ def capture_now(model: nn.Module, example_inputs: tuple[Any, ...]) -> None:
 def _buffers_restored(model: nn.Module) -> Iterator[None]:
     """Puts back every buffer, the tensor object and its values, whatever happens."""
     kept = [
-        (module._buffers, dict(module._buffers))
-        for module in model.modules()
-        if module._buffers
+        (buffers, dict(buffers))
+        for buffers in map(compat.buffers_here, model.modules())
+        if buffers
     ]
     values = [(b, b.detach().clone()) for b in model.buffers()]
     try:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from autoamp import compat
 from autoamp.loss_scale import LossScale
 from autoamp.optimizer import closures, lbfgs
 from autoamp.optimizer.attach import attach, boundary_of, detach, meet
@@ -144,14 +145,13 @@ def _hold_hooks_once(optimizer: Any) -> None:
     Those that precede it are about to be read from their dictionary, so it is emptied;
     those that follow are looked up later.
     """
-    before = optimizer._optimizer_step_pre_hooks
-    after = optimizer._optimizer_step_post_hooks
+    before, after = compat.step_hooks(optimizer)
     held = dict(before)
     before.clear()
 
     def restore(*_: Any) -> None:
         before.update(held)
-        optimizer._optimizer_step_post_hooks = after
+        compat.set_hooks_after_step(optimizer, after)
 
     only: OrderedDict[int, Callable[..., None]] = OrderedDict({0: restore})
-    optimizer._optimizer_step_post_hooks = only
+    compat.set_hooks_after_step(optimizer, only)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from autoamp import compat
+
 
 def innermost(optimizer: Optimizer) -> Optimizer:
     """The optimizer that finally steps, inside accelerate's or Lightning's wrappers."""
@@ -63,4 +65,4 @@ def evaluated(
 
 
 def _versions(params: Sequence[torch.Tensor]) -> list[int | None]:
-    return [None if p.grad is None else p.grad._version for p in params]
+    return [None if p.grad is None else compat.version(p.grad) for p in params]

@@ -300,8 +300,7 @@ class OptimizerBoundary:
         optimizer.step_was_skipped = skipped
         self._skipped_before, self._unsure = skipped, ()
         if skipped:
-            # What LRScheduler looks at to warn of a step it has not seen.
-            optimizer._opt_called = True
+            compat.mark_stepped(optimizer)
 
     def _step_with_flag(self, decision: _Decision, inner: Step) -> Any:
         flag = decision.flag

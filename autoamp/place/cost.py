@@ -208,7 +208,7 @@ def _is_free(node: fx.Node) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     mutates = isinstance(node.target, compat.OpOverload) and (
-        node.target._schema.is_mutable
+        compat.schema(node.target).is_mutable
     )
     return not mutates and any(
         compat.storage_id(value) == compat.storage_id(n.meta["val"])

@@ -70,7 +70,7 @@ def operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
         _state_is_fp32(node, after)
     if not isinstance(node.target, compat.OpOverload):
         return
-    name = node.target._schema.name
+    name = compat.schema(node.target).name
     if name in _CONVERTS:
         return
     exempt = _FP32_PARAMETERS.get(name, frozenset())
@@ -96,7 +96,7 @@ def operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
 def _state_is_fp32(node: fx.Node, after: StandIns) -> None:
     """An op that keeps its state fp32 reads that in fp32 and all else in one dtype."""
     op = op_with_its_state(node.target)
-    state = [a.name for a in op._schema.arguments].index("hx")
+    state = [a.name for a in compat.schema(op).arguments].index("hx")
     read: list[set[torch.dtype]] = [set(), set()]
     for place, value in enumerate(node.args):
         operands: list[fx.Node] = []
@@ -120,7 +120,7 @@ def _operand_dtypes(
 ) -> dict[str, torch.dtype]:
     """Float operands that take part in type promotion, by argument name."""
     assert isinstance(node.target, compat.OpOverload)
-    names = [a.name for a in node.target._schema.arguments]
+    names = [a.name for a in compat.schema(node.target).arguments]
     arguments = [*zip(names, node.args, strict=False), *node.kwargs.items()]
     pointwise = torch.Tag.pointwise in node.target.tags
     found: dict[str, torch.dtype] = {}
@@ -144,9 +144,9 @@ def _operand_dtypes(
 
 
 def _writes_its_first_operand(target: compat.OpOverload) -> bool:
-    if target._schema.name == "aten::lerp_":  # which insists on one dtype
+    if compat.schema(target).name == "aten::lerp_":  # which insists on one dtype
         return False
-    first = target._schema.arguments[0].alias_info
+    first = compat.schema(target).arguments[0].alias_info
     return first is not None and first.is_write
 
 
@@ -154,7 +154,7 @@ def reads_as_it_comes(node: fx.Node) -> bool:
     """Whether an op converts its operand itself, or reads but the shape of it."""
     if not isinstance(node.target, compat.OpOverload):
         return False
-    name = node.target._schema.name
+    name = compat.schema(node.target).name
     shape_only = name.endswith("_like") or name.startswith("aten::new_")
     asks = torch.float32 in (*node.args, *node.kwargs.values())
     return shape_only or asks or name in _CONVERTS

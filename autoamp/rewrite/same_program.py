@@ -106,7 +106,8 @@ def _same_calls(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
 def _has_effect(target: Any) -> bool:
     """Whether a call matters that nobody reads: it writes, or draws random numbers."""
     return isinstance(target, compat.OpOverload) and (
-        target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+        compat.schema(target).is_mutable
+        or torch.Tag.nondeterministic_seeded in target.tags
     )
 
 
@@ -114,7 +115,7 @@ def _is_view(target: Any) -> bool:
     """Whether the result of `target` is its operand under other sizes."""
     return isinstance(target, compat.OpOverload) and any(
         r.alias_info is not None and not r.alias_info.is_write
-        for r in target._schema.returns
+        for r in compat.schema(target).returns
     )
 
 
@@ -173,10 +174,9 @@ def _passes_on(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and source.target is low_uses
-    return isinstance(node.target, compat.OpOverload) and node.target._schema.name in (
-        "aten::_to_copy",
-        "aten::clone",
-    )
+    if not isinstance(node.target, compat.OpOverload):
+        return False
+    return compat.schema(node.target).name in ("aten::_to_copy", "aten::clone")
 
 
 def _operands(node: fx.Node) -> Iterator[str]:

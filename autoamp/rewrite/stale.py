@@ -77,10 +77,10 @@ def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
         return []
     names = {
         a.name
-        for a in node.target._schema.arguments
+        for a in compat.schema(node.target).arguments
         if a.alias_info is not None and a.alias_info.is_write
     }
-    order = [a.name for a in node.target._schema.arguments]
+    order = [a.name for a in compat.schema(node.target).arguments]
     found: list[fx.Node] = []
     for name, value in [*zip(order, node.args, strict=False), *node.kwargs.items()]:
         if name in names:
@@ -116,5 +116,5 @@ def is_cast(node: fx.Node) -> bool:
         return True
     return (
         isinstance(node.target, compat.OpOverload)
-        and node.target._schema.name == "aten::_to_copy"
+        and compat.schema(node.target).name == "aten::_to_copy"
     )

@@ -159,7 +159,7 @@ _META = torch.device("meta")
 # Asked at every node; torch makes a schema's arguments anew each time.
 @functools.cache
 def _shares_memory(target: compat.OpOverload) -> bool:
-    return any(a.alias_info is not None for a in target._schema.arguments)
+    return any(a.alias_info is not None for a in compat.schema(target).arguments)
 
 
 def _signature(value: Any) -> Any:
@@ -187,7 +187,7 @@ def _with_written(
     returned = _written_and_returned(node.target)
     if not any(returned):
         return made
-    order = [a.name for a in node.target._schema.arguments]
+    order = [a.name for a in compat.schema(node.target).arguments]
     given: dict[Any, Any] = {**dict(zip(order, args, strict=False)), **kwargs}
     if len(returned) == 1:
         return given[returned[0]]
@@ -201,13 +201,13 @@ def _written_and_returned(target: compat.OpOverload) -> tuple[str | None, ...]:
     """For each result of an op, the argument that it is, if the op writes to that."""
     written = {
         mark: a.name
-        for a in target._schema.arguments
+        for a in compat.schema(target).arguments
         if a.alias_info is not None and a.alias_info.is_write
         for mark in a.alias_info.before_set
     }
     marks = [
         () if r.alias_info is None else r.alias_info.before_set
-        for r in target._schema.returns
+        for r in compat.schema(target).returns
     ]
     return tuple(
         next((written[m] for m in each if m in written), None) for each in marks

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autoamp import compat
 from autoamp.errors import RulesError
 from autoamp.ops import close_names, exists, overloads, parse_op_name
 from autoamp.rules.model import TESTS, Category, Condition, ConditionValue, Rule
@@ -223,7 +224,7 @@ def _text(path: Path, key: str, given: object) -> str:
 
 
 def _argument(path: Path, key: str, op: str, name: object) -> None:
-    found = {a.name for o in overloads(op) for a in o._schema.arguments}
+    found = {a.name for o in overloads(op) for a in compat.schema(o).arguments}
     if name not in found:
         choices = ", ".join(sorted(found))
         _fail(path, key, f"{op} has no argument {name!r}; it has {choices}")

@@ -290,17 +290,10 @@ def _drop(weight: torch.Tensor, copies: Sequence[_Copy]) -> None:
         compat.end_lazy_clone(weight)
 
 
-def _version(weight: torch.Tensor) -> int:
-    try:
-        return weight._version
-    except RuntimeError:  # made under inference_mode: it has none
-        return -1
-
-
 def _refresh(stale: Sequence[_Stale]) -> None:
     """Copies weights into their copies, and notes what they look like."""
     for copy, weight, *_ in stale:
-        version = _version(weight)
+        version = compat.version(weight)
         if copy.memory is not None and copy.is_held:
             if version != copy.version:  # then the holder's backward raises, as eager's
                 torch.autograd.graph.increment_version(copy.low)

@@ -72,10 +72,9 @@ class Masters:
 
         The user's own hooks round the step see the parameters.
         """
-        self.optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
-        self.optimizer._optimizer_step_post_hooks.move_to_end(
-            self._after.id, last=False
-        )
+        before, after = compat.step_hooks(self.optimizer)
+        before.move_to_end(self._before.id)
+        after.move_to_end(self._after.id, last=False)
         try:
             return step(*args, **kwargs)
         finally:
@@ -164,7 +163,7 @@ class Masters:
             if grad is not None and grad.dtype != torch.float32:
                 grad = grad.float()
             master.grad = grad
-            given.append((grad, master._version))
+            given.append((grad, compat.version(master)))
         self._given = given
         self._exchange(self.of)
 
@@ -180,7 +179,7 @@ class Masters:
         for (param, master), (grad, version) in zip(
             self.of.items(), given, strict=True
         ):
-            if master._version != version or (over and grad is not None):
+            if compat.version(master) != version or (over and grad is not None):
                 torch.autograd.graph.increment_version(param)
             if master.grad is not grad:
                 param.grad = master.grad
