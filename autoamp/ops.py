@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoamp import compat
+from autoamp.op_names import base_name, overloads
 
 HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     "aten::_batch_norm_impl_index": ("running_mean", "running_var"),
@@ -146,93 +146,6 @@ PROMOTING = frozenset(
 Their kernels widen an operand as they read it: the result, and every gradient, has the
 bits that a cast before the op would give, and neither a cast nor a wide copy is made
 or saved (tests/test_ceiling.py)."""
-
-_OPS_PREFIX = "torch.ops."
-
-
-def op_name(target: OpOverload) -> str:
-    """The full name of `target`: `aten::sum.dim_IntList`, `aten::linear.default`."""
-    schema = compat.schema(target)
-    return f"{schema.name}.{schema.overload_name or 'default'}"
-
-
-def base_name(target: OpOverload) -> str:
-    """The name of `target` without its overload: `aten::sum`."""
-    name: str = compat.schema(target).name
-    return name
-
-
-def split_key(key: str) -> tuple[str, str, str]:
-    """The namespace, name and overload (empty: all of them) of a canonical key."""
-    namespace, _, rest = key.partition("::")
-    name, _, overload = rest.partition(".")
-    return namespace, name, overload
-
-
-def parse_op_name(text: str) -> str:
-    """The canonical key of an op as a user may spell it; it need not exist.
-
-    `linear`, `aten.linear`, `aten::linear` and `torch.ops.aten.linear` give
-    `aten::linear`, which means every overload; `sum.dim_IntList`,
-    `aten.sum.dim_IntList` and `aten::sum.dim_IntList` give the one overload.
-    Two names joined by a dot are read as an overload of an ATen op where there is
-    such an overload, else as namespace and op where there is such an op.
-    """
-    text = text.strip().removeprefix(_OPS_PREFIX)
-    if "::" in text:
-        return text
-    parts = text.split(".")
-    if len(parts) == 1:
-        return f"aten::{text}"
-    if len(parts) > 2:
-        return f"{parts[0]}::{parts[1]}.{'.'.join(parts[2:])}"
-    overload, other = f"aten::{text}", f"{parts[0]}::{parts[1]}"
-    if not exists(overload) and (exists(other) or parts[0] == "aten"):
-        return other
-    return overload
-
-
-def overloads(key: str) -> list[OpOverload]:
-    """Every overload the canonical `key` names in this torch; empty if none."""
-    namespace, name, overload = split_key(key)
-    if not (namespace.isidentifier() and name.isidentifier()):
-        return []
-    try:
-        packet = getattr(getattr(torch.ops, namespace), name)
-        names = [overload] if overload else packet.overloads()
-        return [getattr(packet, each) for each in names]
-    except (AttributeError, RuntimeError):
-        return []
-
-
-def exists(key: str) -> bool:
-    """Whether this torch has the op, or the overload, that the key names."""
-    return bool(overloads(key))
-
-
-def close_names(key: str, limit: int = 3) -> list[str]:
-    """Existing ops whose names look like `key`, best first, to put in a message."""
-    namespace, name, overload = split_key(key)
-    if overload and (siblings := overloads(f"{namespace}::{name}")):
-        names = [op_name(sibling) for sibling in siblings]
-        return difflib.get_close_matches(key, names, limit, 0.0)
-    wanted = [(namespace, name)]
-    if overload:  # `sofmtax.int`, or an unknown namespace
-        wanted.append(("aten", overload))
-    for space, word in [*wanted, ("aten", name)]:
-        close = difflib.get_close_matches(word, _known_names(space), 4 * limit)
-        found = [f"{space}::{each}" for each in close if exists(f"{space}::{each}")]
-        if found:
-            return found[:limit]
-    return []
-
-
-def _known_names(namespace: str) -> list[str]:
-    """Names that ops of `namespace` may have; torch has no public list of ATen's."""
-    names = set(dir(getattr(torch.ops, namespace, None)))
-    if namespace == "aten":
-        names.update(dir(torch), dir(torch.nn.functional), dir(torch.Tensor))
-    return sorted(name for name in names if not name.endswith("_"))
 
 
 def mutated_arguments(target: OpOverload) -> tuple[str, ...]:

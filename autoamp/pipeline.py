@@ -12,18 +12,19 @@ import torch
 from torch import fx
 
 from autoamp.analyse.classify import Classified, classify
-from autoamp.analyse.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.analyse.facts import Facts, collect_facts
-from autoamp.analyse.normalise import UNTRACED, Normalised, normalise
 from autoamp.errors import CaptureError, VerificationError
 from autoamp.options import Options
-from autoamp.place.assign import Assignment, assign, promised_casts
+from autoamp.place.assign import Assignment, assign
 from autoamp.place.cost import Prices, device_of, price_graph
+from autoamp.place.problem import promised_casts
 from autoamp.retreat import kept_for, retreating
 from autoamp.rewrite.casts import insert_casts
 from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.emitted import Cast
 from autoamp.rewrite.verify import Verifier
+from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
+from autoamp.trace.normalise import UNTRACED, Normalised, normalise
 
 _T = TypeVar("_T")
 

@@ -10,8 +10,9 @@ from autoamp.analyse.facts import FP32, Facts, Operand
 from autoamp.analyse.verdict import Mode, Verdict
 from autoamp.errors import PlacementError
 from autoamp.place import assign as assign_module
-from autoamp.place.assign import Assignment, assign, build_problem
+from autoamp.place.assign import Assignment, assign
 from autoamp.place.mincut import CastGroup, Problem, Solution
+from autoamp.place.problem import build_problem
 from tests.small_facts import fact, facts, graph_of, prices, verdict
 
 

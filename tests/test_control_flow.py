@@ -16,8 +16,8 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import autoamp
 from autoamp import pipeline
-from autoamp.analyse import lowering
 from autoamp.errors import AutoampError, CaptureError
+from autoamp.trace import lowering
 from benchmarks.errors import relative_error
 
 WIDTH, BATCH, STEPS = 16, 4, 5

@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import Facts, collect_facts
-from autoamp.analyse.normalise import normalise
 from autoamp.analyse.verdict import Mode
 from autoamp.options import Options
 from autoamp.place.cost import Device, Prices, device_of, flops_of, price_graph
+from autoamp.trace.normalise import normalise
 from tests.strategies import capture
 
 LOW = torch.bfloat16

@@ -20,14 +20,14 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import autoamp
-from autoamp.analyse.normalise import normalise
 from autoamp.compat import OpOverload
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import LEAF_FUNCTIONS
-from autoamp.ops import base_name
+from autoamp.op_names import base_name
 from autoamp.rewrite import casts
 from autoamp.rewrite.verify import Verifier
 from autoamp.rules import Category, Rule, Rules
+from autoamp.trace.normalise import normalise
 from tests.strategies import (
     ROWS,
     WIDTH,

@@ -21,9 +21,11 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"plain", "saying"}),
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),
+    frozenset({"op_names"}),
     frozenset({"graph_functions", "loss_scale", "ops", "retreat"}),
     frozenset({"rules"}),
     frozenset({"options"}),
+    frozenset({"trace"}),
     frozenset({"analyse"}),
     frozenset({"place"}),
     frozenset({"rewrite"}),
@@ -74,7 +76,7 @@ A name covers everything below it; an entry that no line uses any more fails too
 
 
 ATTRIBUTES_ALLOWED: dict[tuple[str, str], str] = {
-    ("autoamp.model.conversion", "_replicate_for_data_parallel"): (
+    ("autoamp.model.installed", "_replicate_for_data_parallel"): (
         "what nn.DataParallel calls; a method of that name is how it is met"
     ),
 }

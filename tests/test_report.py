@@ -30,9 +30,9 @@ from autoamp.inspect.flip import flip
 from autoamp.inspect.report import WIDTH, Report
 from autoamp.inspect.rows import OpRow
 from autoamp.pipeline import Rewritten
-from autoamp.place.assign import build_problem, promised_casts
 from autoamp.place.cost import price_graph
 from autoamp.place.mincut import Problem, energy
+from autoamp.place.problem import build_problem, promised_casts
 
 REPO = Path(__file__).resolve().parent.parent
 

@@ -15,14 +15,14 @@ from torch.nn import functional
 import autoamp
 from autoamp import pipeline
 from autoamp.analyse import classify as classify_module
-from autoamp.analyse import normalise as normalise_module
-from autoamp.analyse.lowering import Lowering
 from autoamp.capture import prepare
 from autoamp.errors import AutoampError, PassError, VerificationError
 from autoamp.place import cost
 from autoamp.retreat import REPORT, retreating
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import Emitted
+from autoamp.trace import normalise as normalise_module
+from autoamp.trace.lowering import Lowering
 from tests.metrics import relative_error
 
 WIDTH = 8

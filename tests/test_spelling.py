@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autoamp.analyse import normalise as passes
-from autoamp.analyse.normalise import Normalised, normalise
-from autoamp.analyse.settled import spellings_of
-from autoamp.analyse.spelling import Spellings
+from autoamp.trace import normalise as passes
+from autoamp.trace.normalise import Normalised, normalise
+from autoamp.trace.settled import spellings_of
+from autoamp.trace.spelling import Spellings
 from tests.models import CASES, Case
 
 pytestmark = [
@@ -354,7 +354,7 @@ def test_where_the_short_way_fails_the_long_one_is_taken(
     def fail(*_: Any) -> Any:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("autoamp.analyse.spelling.Spellings.learn", fail)
+    monkeypatch.setattr("autoamp.trace.spelling.Spellings.learn", fail)
     assert "aten.mul.Tensor" in str(normalise(gm, inputs).gm.graph)
 
 

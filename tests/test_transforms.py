@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import autoamp
-from autoamp.analyse.transforms import fold_transforms
 from autoamp.compat import WRAP
+from autoamp.trace.transforms import fold_transforms
 
 
 class Mapped(nn.Module):

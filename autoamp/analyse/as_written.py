@@ -6,13 +6,15 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.control_flow import BODY_LEFT, LOWERED_BODY
-from autoamp.analyse.facts import Facts, NodeFacts, argument, tensors_of
+from autoamp.analyse.facts import Facts, NodeFacts
+from autoamp.analyse.nodes import argument, tensors_of
 from autoamp.analyse.verdict import Mode, Verdict, all_of
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.graph_functions import checkpointed
-from autoamp.ops import base_name, bodies_of, is_out_variant
+from autoamp.op_names import base_name
+from autoamp.ops import bodies_of, is_out_variant
 from autoamp.rules import Category
+from autoamp.trace.control_flow import BODY_LEFT, LOWERED_BODY
 
 CASTS = frozenset({"aten::to", "aten::_to_copy"})
 _MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})

@@ -23,7 +23,8 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.verdict import Verdict
-from autoamp.ops import FACTORIES, NOISE, PROMOTING, base_name, only_moves
+from autoamp.op_names import base_name
+from autoamp.ops import FACTORIES, NOISE, PROMOTING, only_moves
 from autoamp.rules import Category
 
 _AS_WIDE_AS_THE_DATA = frozenset(

@@ -18,27 +18,17 @@ from autoamp.analyse.as_written import as_written
 from autoamp.analyse.ceiling import CEILING, under_ceiling
 from autoamp.analyse.conditions import condition_holds
 from autoamp.analyse.extreme import extreme_values
-from autoamp.analyse.facts import (
-    Facts,
-    NodeFacts,
-    Operand,
-    argument,
-)
+from autoamp.analyse.facts import Facts, NodeFacts, Operand
 from autoamp.analyse.literals import cut_off
+from autoamp.analyse.nodes import argument
 from autoamp.analyse.numbers import Known, known_numbers
 from autoamp.analyse.pins import LAYER_NORMS, Site, first_pin
 from autoamp.analyse.verdict import GAVE_UP, Mode, Verdict, all_of
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
 from autoamp.graph_functions import STATE
-from autoamp.ops import (
-    FACTORIES,
-    NOISE,
-    base_name,
-    is_inplace,
-    is_pointwise,
-    is_view,
-)
+from autoamp.op_names import base_name
+from autoamp.ops import FACTORIES, NOISE, is_inplace, is_pointwise, is_view
 from autoamp.rules import Category, Rule, Rules
 
 _SCALES = frozenset(f"aten::{name}" for name in ("mul", "div", "true_divide", "pow"))

@@ -14,7 +14,8 @@ from typing import Any
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import NodeFacts, argument, tensors_of
+from autoamp.analyse.facts import NodeFacts
+from autoamp.analyse.nodes import argument, tensors_of
 from autoamp.rules import Condition
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import Facts, argument, named_arguments
+from autoamp.analyse.facts import Facts
+from autoamp.analyse.nodes import argument, named_arguments
 from autoamp.analyse.verdict import Verdict
 from autoamp.dtypes import largest
-from autoamp.ops import base_name
+from autoamp.op_names import base_name
 from autoamp.rules import Category, Rule
 
 

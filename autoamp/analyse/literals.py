@@ -10,7 +10,8 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.numbers import Known, filling, numbers
 from autoamp.dtypes import largest, short_name, smallest
-from autoamp.ops import base_name, is_pointwise
+from autoamp.op_names import base_name
+from autoamp.ops import is_pointwise
 from autoamp.rules import Category
 
 _LIMITED = frozenset(

@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import argument
-from autoamp.analyse.normalise import NUMBER
-from autoamp.ops import base_name, is_pointwise, is_random, mutates
+from autoamp.analyse.nodes import argument
+from autoamp.op_names import base_name
+from autoamp.ops import is_pointwise, is_random, mutates
+from autoamp.trace.normalise import NUMBER
 
 Known = Mapping[str, int | float]
 """Nodes whose tensors hold one number throughout, and the number."""

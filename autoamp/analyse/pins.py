@@ -12,11 +12,13 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import Facts, NodeFacts, argument, tensors_of
+from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.literals import literal_reason
+from autoamp.analyse.nodes import argument, tensors_of
 from autoamp.analyse.numbers import Known
 from autoamp.analyse.verdict import BACKWARD, Verdict
-from autoamp.ops import FACTORIES, base_name
+from autoamp.op_names import base_name
+from autoamp.ops import FACTORIES
 
 LAYER_NORMS = frozenset({"aten::layer_norm", "aten::native_layer_norm"})
 

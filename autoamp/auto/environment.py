@@ -13,7 +13,7 @@ from typing import Any
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
 from autoamp.loss_scale import LOSS_SCALES, StaticLossScale
-from autoamp.ops import parse_op_name
+from autoamp.op_names import parse_op_name
 from autoamp.options import BACKENDS, PLACEMENTS, WEIGHT_COPIES, Options
 from autoamp.plain import plain_line
 from autoamp.rules import Rules

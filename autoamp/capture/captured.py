@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from autoamp.pipeline import Rewritten
-from autoamp.scaling.edge import Boundary
+from autoamp.scaling.edge import Edge
 from autoamp.weights.copies import WeightCopies
 
 
@@ -25,7 +25,7 @@ class Prepared:
         problem: why the graph runs unconverted; "" where it does not.
         notes: what the report says of it besides.
         weights: places of the inputs that are weights with a copy.
-        boundary: what loss scaling adds to its inputs.
+        edge: what loss scaling adds to its inputs.
         sizes: places of the inputs that are symbolic sizes.
     """
 
@@ -35,7 +35,7 @@ class Prepared:
     problem: str = ""
     notes: tuple[str, ...] = ()
     weights: tuple[int, ...] = ()
-    boundary: Boundary = field(default_factory=Boundary)
+    edge: Edge = field(default_factory=Edge)
     sizes: tuple[int, ...] = ()
 
 
@@ -72,6 +72,6 @@ class CapturedGraph:
         return self.prepared.problem
 
     @property
-    def boundary(self) -> Boundary:
+    def edge(self) -> Edge:
         """What loss scaling adds to its inputs."""
-        return self.prepared.boundary
+        return self.prepared.edge

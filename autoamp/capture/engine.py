@@ -134,7 +134,7 @@ class Engine:
             self.record.note(why)
         if prepared.rewritten is None:
             chosen = counted(self.local, prepared.run)
-        elif prepared.boundary.devices:
+        elif prepared.edge.devices:
             in_fp16 = low == torch.float16 and self.runs_as_is
             watches = in_fp16 and can_watch(captured.gm)
             chosen = scaled(self.local, scaling, captured, inputs, watches=watches)

@@ -16,7 +16,7 @@ from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.plain import plain_line
 from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.edge import Boundary, add_boundary
+from autoamp.scaling.edge import Edge, scale_edge
 from autoamp.weights.hoist import Hoisted, hoist_weight_casts, with_casts_inside
 
 
@@ -27,7 +27,7 @@ def prepare(
     low: torch.dtype,
     scaling: ModelScaling,
 ) -> Prepared:
-    """Runs the pass on `gm`, takes its weight casts out and adds the boundary.
+    """Runs the pass on `gm`, takes its weight casts out and scales it at its edge.
 
     Args:
         inputs: what Dynamo captured it with.
@@ -48,12 +48,12 @@ def prepare(
         notes.append(plain_line(f"its weights are cast at every call: {problem}"))
         hoisted = with_casts_inside(rewritten)
     bound = hoisted.gm
-    boundary = add_boundary(bound, rewritten) if scaling.enabled else Boundary()
+    edge = scale_edge(bound, rewritten) if scaling.enabled else Edge()
     compat.make_code(bound)
     if options.backend == "eager":
         run: Callable[..., Any] = bound.forward
     else:
-        given = _given(hoisted, inputs, low, scaling.edge(boundary.devices))
+        given = _given(hoisted, inputs, low, scaling.edge(edge.devices))
         run = compat.compile_with(options.backend, for_compilers(bound), given)
     return Prepared(
         rewritten,
@@ -61,7 +61,7 @@ def prepare(
         run,
         notes=tuple(notes),
         weights=tuple(hoisted.weights),
-        boundary=boundary,
+        edge=edge,
         sizes=tuple(i for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)),
     )
 
@@ -80,11 +80,11 @@ def _given(
     hoisted: Hoisted,
     inputs: Sequence[Any],
     low: torch.dtype,
-    edge: Sequence[torch.Tensor],
+    extra: Sequence[torch.Tensor],
 ) -> list[Any]:
     """What the graph is called with: `inputs`, weight copies, and scales."""
     copies = [torch.empty_like(inputs[i].detach(), dtype=low) for i in hoisted.weights]
-    return [*inputs, *copies, *edge]
+    return [*inputs, *copies, *extra]
 
 
 def _given_up(rewritten: Rewritten) -> list[str]:

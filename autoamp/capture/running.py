@@ -66,9 +66,9 @@ def scaled(
         watches: gradients inside can be seen, where the loss scale asks for them.
     """
     run = captured.prepared.run
-    slots, boundary = captured.prepared.weights, captured.boundary
+    slots, edge = captured.prepared.weights, captured.edge
     fresh = captured.copies.fresh if captured.copies is not None else None
-    origins = Origins(captured, inputs, boundary.exits)
+    origins = Origins(captured, inputs, edge.exits)
 
     def call_scaled(*args: Any) -> Any:
         local.runs += 1
@@ -76,20 +76,20 @@ def scaled(
         captured.runs += 1
         origin = origins.of(args)
         tensors, leaves = origin.leaves(args)
-        edge = scaling.inputs(boundary.devices, tensors)
-        graph_run = GraphRun(scaling, origin, leaves, edge)
+        extra = scaling.inputs(edge.devices, tensors)
+        graph_run = GraphRun(scaling, origin, leaves, extra)
         copies = () if fresh is None else fresh([args[i] for i in slots])
         if watches and scaling.looks:
-            watched = Watched(captured.gm, graph_run.look(edge))
+            watched = Watched(captured.gm, graph_run.look(extra))
             try:
-                results = watched.run(*args, *copies, *edge)
+                results = watched.run(*args, *copies, *extra)
             finally:
                 watched.env.clear()  # an error may hold it, and it the inputs
         else:
-            results = run(*args, *copies, *edge)
+            results = run(*args, *copies, *extra)
         watch(graph_run, results, tensors)
-        if boundary.written:
-            watch(graph_run, [args[i] for i in boundary.written], tensors)
+        if edge.written:
+            watch(graph_run, [args[i] for i in edge.written], tensors)
         return results
 
     return call_scaled

@@ -33,7 +33,10 @@ def layer_left(frame: Any, found: Any) -> bool:
     layer = frame.f_locals.get("self")
     if not isinstance(layer, nn.Module):
         return False
-    forward: Any = getattr(type(layer), "forward", None)  # TorchScript's has none
+    try:
+        forward: Any = type(layer).forward
+    except AttributeError:  # TorchScript's has none
+        return False
     code = getattr(forward, "__code__", None)
     return (
         (code is frame.f_code or _goes_on(layer, frame.f_code, code))

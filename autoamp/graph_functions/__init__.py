@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoamp.graph_functions.boundary import scale_grad, unscale_grad, unscale_grad_
 from autoamp.graph_functions.casts import (
     low_uses,
     low_weight,
@@ -17,6 +16,7 @@ from autoamp.graph_functions.casts import (
     saturating_cast,
     scaled_result,
 )
+from autoamp.graph_functions.edge import scale_grad, unscale_grad, unscale_grad_
 from autoamp.graph_functions.half import unscale_half
 from autoamp.graph_functions.regions import checkpoint_as_python_does, checkpointed
 from autoamp.graph_functions.states import (

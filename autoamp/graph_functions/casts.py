@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.graph_functions.boundary import leaving, passed_on, scale_inside_grad
+from autoamp.graph_functions.edge import leaving, passed_on, scale_inside_grad
 
 
 class _LowWeight(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.graph_functions.boundary import leaving, unscale_grad
+from autoamp.graph_functions.edge import leaving, unscale_grad
 
 
 class _HalfLeafUnscaled(torch.autograd.Function):

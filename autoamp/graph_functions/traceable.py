@@ -13,20 +13,20 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.graph_functions.boundary import (
-    Enter,
-    Exit,
+from autoamp.graph_functions.casts import (
+    LowWeightUnscaled,
+    low_weight_unscaled,
+    scaled_result,
+)
+from autoamp.graph_functions.edge import (
+    ScaleIn,
+    UnscaleOut,
     infinities_as_nan,
     plainly_unscaled,
     scale_grad,
     scaled,
     unscale_grad,
     unscale_grad_,
-)
-from autoamp.graph_functions.casts import (
-    LowWeightUnscaled,
-    low_weight_unscaled,
-    scaled_result,
 )
 from autoamp.graph_functions.half import unscale_half
 
@@ -36,7 +36,7 @@ def _leaving(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
     return infinities_as_nan(plainly_unscaled(grad, ctx.inv, ctx.found_inf))
 
 
-class _TracedScale(Exit):
+class _TracedScale(ScaleIn):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return scaled(grad, ctx.loss_scale), None
@@ -51,7 +51,7 @@ class _TracedScaleApart(_TracedScale):
         return value.clone()
 
 
-class _TracedUnscale(Enter):
+class _TracedUnscale(UnscaleOut):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _leaving(grad, ctx), None, None

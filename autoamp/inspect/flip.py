@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from autoamp.inspect.costs import allow_in_fp32
 from autoamp.pipeline import Rewritten
-from autoamp.place.assign import promised_casts
 from autoamp.place.mincut import solve
+from autoamp.place.problem import promised_casts
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from autoamp.analyse.ceiling import CEILING
-from autoamp.analyse.control_flow import LOWERED_BODY
 from autoamp.analyse.facts import NodeFacts
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.pipeline import Rewritten
 from autoamp.place.assign import Decision
 from autoamp.rewrite.emitted import CAST_KIND
+from autoamp.trace.control_flow import LOWERED_BODY
 
 
 @dataclass(frozen=True)

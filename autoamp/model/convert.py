@@ -26,11 +26,11 @@ from autoamp.model.conversion import (
     Conversion,
     conversion_of,
     inside_wrappers,
-    install,
     uninstall,
 )
 from autoamp.model.eligible import choose_precision, own_precision, unsupported
 from autoamp.model.forward import forward_of
+from autoamp.model.installed import install
 from autoamp.model.warmup import capture_now
 from autoamp.optimizer.attach import detach_from
 from autoamp.optimizer.meeting import new_scaling, stop_meeting

@@ -20,7 +20,7 @@ from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.verdict import GAVE_UP, Verdict
 from autoamp.errors import PassError
-from autoamp.ops import split_key
+from autoamp.op_names import split_key
 from autoamp.rules import Category
 
 UNIT_NS = 0.1

@@ -29,7 +29,8 @@ from autoamp.analyse.verdict import GAVE_UP, Mode
 from autoamp.dtypes import HIGH_DTYPE, largest
 from autoamp.errors import PassError
 from autoamp.graph_functions import WITH_FP32_STATE
-from autoamp.ops import FACTORIES, NOISE, base_name, is_out_variant, is_view
+from autoamp.op_names import base_name
+from autoamp.ops import FACTORIES, NOISE, is_out_variant, is_view
 from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Cast, Emitted, dtype_of
 from autoamp.rewrite.uses import Copies, Uses

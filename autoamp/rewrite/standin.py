@@ -16,10 +16,10 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import source_line
-from autoamp.analyse.regions import Regions
+from autoamp.analyse.nodes import source_line
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import WITH_FP32_STATE, checkpointed, op_with_its_state
+from autoamp.trace.regions import Regions
 
 Memo = dict[Any, Any]
 """What ops give for operands of given dtypes and sizes; models repeat their layers."""

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from autoamp import compat
 from autoamp.errors import RulesError
-from autoamp.ops import close_names, exists, overloads, parse_op_name
+from autoamp.op_names import close_names, exists, overloads, parse_op_name
 from autoamp.rules.model import TESTS, Category, Condition, ConditionValue, Rule
 
 MAX_BYTES = 1 << 20

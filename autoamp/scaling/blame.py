@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import module_paths, source_line
+from autoamp.analyse.nodes import module_paths, source_line
 from autoamp.graph_functions import low_weight_unscaled, unscale_grad
-from autoamp.ops import op_name
+from autoamp.op_names import op_name
 from autoamp.scaling.graph_run import GraphRun
 
 

@@ -13,7 +13,6 @@ after, with three more inputs:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ import torch
 from torch import fx
 
 from autoamp.dtypes import LOW_DTYPES
-from autoamp.errors import CaptureError
 from autoamp.graph_functions import (
     low_weight,
     low_weight_unscaled,
@@ -35,6 +33,7 @@ from autoamp.graph_functions import (
 from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.scaling.gradient_flow import GraphFlow
+from autoamp.scaling.outside import check_memory, find_outside, is_written
 from autoamp.scaling.true_gradients import true_values
 
 SHARED = "autoamp_shared"
@@ -42,8 +41,8 @@ SHARED = "autoamp_shared"
 
 
 @dataclass(frozen=True)
-class Boundary:
-    """What a graph with a boundary is to be called with, after its other inputs.
+class Edge:
+    """What a graph scaled at its edge is called with, after its other inputs.
 
     Attributes:
         devices: for each of them `loss_scale`, `inv_loss_scale` and `found_inf`.
@@ -65,7 +64,7 @@ class _Inputs:
     found_inf: fx.Node
 
 
-def add_boundary(gm: fx.GraphModule, rewritten: Rewritten) -> Boundary:
+def scale_edge(gm: fx.GraphModule, rewritten: Rewritten) -> Edge:
     """Scales the gradients of `gm`, the graph made of `rewritten`, which it edits.
 
     Where no gradient enters or leaves the graph nothing is changed.  What is changed
@@ -76,18 +75,20 @@ def add_boundary(gm: fx.GraphModule, rewritten: Rewritten) -> Boundary:
         CaptureError: the graph writes to two inputs that share memory.
     """
     flow = GraphFlow(gm, rewritten)
-    edge = _Edge(flow)
-    written = edge.run()
-    if edge.inputs:
+    scaling = _Scaling(flow)
+    written = scaling.run()
+    if scaling.inputs:
         gm.graph.lint()
         gm.recompile()
     places = tuple(flow.given.index(node) for node in written)
     given = enumerate(flow.given)
     exits = tuple(i for i, node in given if flow.differentiable(node, node))
-    return Boundary(tuple(edge.inputs), places, exits)
+    return Edge(tuple(scaling.inputs), places, exits)
 
 
-class _Edge:
+class _Scaling:
+    """Edits one graph; `outside` is what lies beyond its edge (`outside.py`)."""
+
     def __init__(self, flow: GraphFlow) -> None:
         self.flow = flow
         self.graph = flow.graph
@@ -104,50 +105,35 @@ class _Edge:
     def run(self) -> list[fx.Node]:
         """Edits the graph; gives the inputs it writes results to."""
         written = [n for n in self.given if self.flow.written_with_grad(n)]
-        self._check_memory(written)
-        roots = self._find_outside(written)
+        check_memory(self.flow, written)
+        self.outside = find_outside(self.flow, written)
+        beyond = sorted(self.outside, key=self.order.__getitem__)
+        roots = [node for node in beyond if not self.outside[node]]
         # What is written to has its true gradient only from its last write on.
-        edges = {n for n in [*self.outside, *self.given] if not self._is_written(n)}
+        every = [*self.outside, *self.given]
+        edges = {node for node in every if not is_written(self.flow, node)}
         self.true = true_values(
             self.graph, edges, self.flow.carries, self.flow.is_plain
         )
         for node in self.given:
             if self.flow.differentiable(node, node):
-                self._leave(node, node in written)
+                self._unscale_out(node, node in written)
         for value in sorted(self.true - self.outside.keys(), key=self.flow.at):
             self._redirect(value, [u for u in value.users if self._flows_to(u)])
         for root in roots:
             if root not in self.true:
-                self._enter(root)
+                self._scale_in(root)
         self._connect()
         return written
 
-    def _is_written(self, node: fx.Node) -> bool:
-        return self.flow.storage(node) in self.flow.facts.mutated
-
-    def _check_memory(self, written: Sequence[fx.Node]) -> None:
-        storages = {self.flow.storage(n) for n in written}
-        flowing = [n for n in self.given if self.flow.differentiable(n, n)]
-        sharing = [
-            n
-            for n in dict.fromkeys([*written, *flowing])
-            if self.flow.storage(n) in storages
-        ]
-        if len(storages) < len(sharing):
-            raise CaptureError(
-                "the graph writes in place to an input that shares memory with another "
-                "one, and both carry gradients; clone one of them before the call"
-            )
-
-    # -- where gradients leave -----------------------------------------------------
-
-    def _leave(self, node: fx.Node, written: bool) -> None:
+    def _unscale_out(self, node: fx.Node, written: bool) -> None:
         """Unscales what flows out through input `node`."""
         users = dict.fromkeys(u for n in self.names[node] for u in n.users)
         readers = [u for u in users if self._inside(u, node)]
         if written:
             # What is written bypasses an alias, so its own history is extended.
-            args = (node, self._edge(node).inv_loss_scale, self._edge(node).found_inf)
+            extra = self._inputs_for(node)
+            args = (node, extra.inv_loss_scale, extra.found_inf)
             with self.graph.inserting_before(self.first):
                 new = self.graph.call_function(unscale_grad_, args)
             new.meta = dict(node.meta)
@@ -158,9 +144,9 @@ class _Edge:
             return
         for use in readers:
             if use.target is low_weight and use.args[0] is node:
-                edge = self._edge(node)
+                extra = self._inputs_for(node)
                 use.target = low_weight_unscaled
-                use.args = (*use.args, edge.inv_loss_scale, edge.found_inf)
+                use.args = (*use.args, extra.inv_loss_scale, extra.found_inf)
         others = [u for u in readers if u.target is not low_weight_unscaled]
         writes = self.flow.writes.get(self.flow.storage(node), {}).values()
         for epoch in range(len(writes) + 1):
@@ -171,66 +157,12 @@ class _Edge:
             ]
             self._redirect(node, now, self.names[node])
 
-    # -- where gradients enter -----------------------------------------------------
-
-    def _find_outside(self, written: Sequence[fx.Node]) -> list[fx.Node]:
-        """Where gradients enter; `self.outside` is filled with what lies beyond.
-
-        That is each tensor whose gradient is the true one, with what it is a view of.
-
-        A result may be a view.  The caller may write to it, and through it to the
-        tensor it is a view of; autograd then makes the view's history anew, out of that
-        tensor's.  So gradients enter at the tensor that is nobody's view, and from
-        there to the result all is outside.
-        """
-        self.outside.update((n, []) for n in written)
-        self._reach(self.flow.results())
-        self._reach(self._older_views())
-        roots = [n for n, sources in self.outside.items() if not sources]
-        return sorted(roots, key=self.order.__getitem__)
-
-    def _older_views(self) -> list[fx.Node]:
-        """Views of what is outside that are read after a write they are older than.
-
-        Their history is made anew by it as well.
-        """
-        written = {self.flow.storage(n) for n in self.outside if self._is_written(n)}
-        return [
-            node
-            for node, names in self.names.items()
-            if self.flow.storage(node) in written
-            and any(
-                self.flow.at(user) > self.flow.last_write(node) > self.flow.at(node)
-                for name in names
-                for user in name.users
-                if self._flows_to(user)
-            )
-        ]
-
-    def _reach(self, pending: list[fx.Node]) -> None:
-        """Puts tensors outside, and all that they are views of."""
-        while pending:
-            node = self.flow.tensor(pending.pop())
-            # What flows into an input handed back is nothing of ours.
-            if node in self.outside or node in self.given:
-                continue
-            maker = node
-            if node.target is operator.getitem:
-                (maker,) = node.all_input_nodes
-            sources = self.flow.viewed(maker, node)
-            self.outside[node] = sources
-            if sources and maker is not node:  # its other views are outside as well
-                self.outside[node] = [maker]
-                self.outside[maker] = [*self.outside.get(maker, []), *sources]
-                pending += maker.users
-            pending += sources
-
-    def _enter(self, root: fx.Node) -> None:
+    def _scale_in(self, root: fx.Node) -> None:
         """Scales what flows in through `root`, from its last write on."""
         with self.graph.inserting_before(self._settled(root)):
             if self._is_returned_cast(root):
                 (low,) = root.all_input_nodes
-                args = (low, self._edge(root).loss_scale)
+                args = (low, self._inputs_for(root).loss_scale)
                 new = self.graph.call_function(scaled_result, args)
                 new.meta = dict(root.meta)
                 self.now[root] = new
@@ -243,7 +175,7 @@ class _Edge:
             new = self.graph.create_node(
                 "call_function",
                 scale_grad,
-                (own, self._edge(root).loss_scale),
+                (own, self._inputs_for(root).loss_scale),
                 {},
                 f"{root.name}_scaled",
             )
@@ -311,8 +243,6 @@ class _Edge:
                 return node
         return self.output
 
-    # -- helpers -------------------------------------------------------------------
-
     def _redirect(
         self,
         value: fx.Node,
@@ -323,12 +253,12 @@ class _Edge:
         """Lets `readers` of `value`, by any of its names, read an unscaled alias."""
         if not readers:
             return
-        edge = self._edge(value)
+        extra = self._inputs_for(value)
         with self.graph.inserting_before(min(readers, key=self.flow.at)):
             alias = self.graph.create_node(
                 "call_function",
                 by,
-                (value, edge.inv_loss_scale, edge.found_inf),
+                (value, extra.inv_loss_scale, extra.found_inf),
                 {},
                 f"{value.name}_unscaled",
             )
@@ -337,7 +267,7 @@ class _Edge:
             for name in names or (value,):
                 reader.replace_input_with(name, alias)
 
-    def _edge(self, value: fx.Node) -> _Inputs:
+    def _inputs_for(self, value: fx.Node) -> _Inputs:
         """The extra inputs for the device `value` is on, made when first needed."""
         val = value.meta["val"]
         if val.device not in self.inputs:

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import named_arguments, written_values
+from autoamp.analyse.nodes import named_arguments, written_values
 from autoamp.compat import OpOverload
-from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, base_name, is_inplace
+from autoamp.op_names import base_name
+from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, is_inplace
 from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import argument
+from autoamp.analyse.nodes import argument
 from autoamp.dtypes import HIGH_DTYPE
 
 

@@ -10,10 +10,10 @@ from typing import Any, cast
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.control_flow import CONTROL_FLOW
 from autoamp.graph_functions import checkpointed, low_weight
 from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND
+from autoamp.trace.control_flow import CONTROL_FLOW
 
 
 @dataclass

@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from autoamp.ops import base_name, is_random
+from autoamp.op_names import base_name
+from autoamp.ops import is_random
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.rules import Category, Rule, Rules

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autoamp.analyse.facts import written_values
+from autoamp.analyse.nodes import written_values
 from autoamp.pipeline import Rewritten
 from tests.conformance.opinfo import Outcome, dense, run
 

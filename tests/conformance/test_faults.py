@@ -311,8 +311,8 @@ STAGES: list[tuple[Any, str]] = [
     (Verifier, "verify"),
     (prepare, "hoist_weight_casts"),
     (compat, "make_code"),
-    (prepare, "add_boundary"),
-    (engine.Engine, "_scaled"),
+    (prepare, "scale_edge"),
+    (engine, "scaled"),
 ]
 
 

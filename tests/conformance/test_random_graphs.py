@@ -26,8 +26,7 @@ from torch.utils import _pytree as pytree
 
 import autoamp
 from autoamp import compat, pipeline
-from autoamp.analyse.normalise import normalise
-from autoamp.ops import base_name
+from autoamp.op_names import base_name
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_normalised
 from autoamp.place.cost import Device
@@ -35,6 +34,7 @@ from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.verify import Verifier
 from autoamp.rules import Category, Rule, Rules
+from autoamp.trace.normalise import normalise
 from tests.conformance.exploring import explore
 from tests.conformance.graphs import (
     ATEN,

@@ -8,8 +8,8 @@ outside nobody sees S.
 That stays exact however often one differentiates, because the backward of each of the
 four operations is another of them:
 
-    enter   x      backward: unscale      exit    y      backward: scale
-    unscale g / S  backward: enter        scale   g * S  backward: exit
+    unscale out  x      backward: unscale      scale in  y      backward: scale
+    unscale      g / S  backward: unscale out  scale     g * S  backward: scale in
 
 (A gradient of a gradient enters with factor 1: the value it belongs to, inside, is S
 times its true value already.)
@@ -221,10 +221,10 @@ class _Unscale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _apply_enter(grad, ctx.inv, ctx.found_inf), None, None
+        return _apply_unscale_out(grad, ctx.inv, ctx.found_inf), None, None
 
 
-class Enter(torch.autograd.Function):
+class UnscaleOut(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
@@ -237,7 +237,7 @@ class Enter(torch.autograd.Function):
         return _unscale(ctx.inv, ctx.found_inf, grad), None, None
 
 
-class _UnscaleInPlace(Enter):
+class _UnscaleInPlace(UnscaleOut):
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
@@ -259,10 +259,10 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _apply_exit(grad, ctx.loss_scale), None
+        return _apply_scale_in(grad, ctx.loss_scale), None
 
 
-class Exit(torch.autograd.Function):
+class ScaleIn(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, value: torch.Tensor, loss_scale: torch.Tensor
@@ -277,6 +277,6 @@ class Exit(torch.autograd.Function):
 
 _apply_unscale_in_place = compat.direct_apply(_UnscaleInPlace)
 _apply_unscale = compat.direct_apply(_Unscale)
-_apply_exit = compat.direct_apply(Exit)
-_apply_enter = compat.direct_apply(Enter)
+_apply_scale_in = compat.direct_apply(ScaleIn)
+_apply_unscale_out = compat.direct_apply(UnscaleOut)
 _apply_scale = compat.direct_apply(_Scale)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.spelled import Place
+from autoamp.trace.spelled import Place
 
 
 class Description:

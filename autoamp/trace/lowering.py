@@ -12,7 +12,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.analyse.control_flow import (
+from autoamp.errors import CaptureError
+from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
+from autoamp.ops import has_effect, mutates
+from autoamp.trace.control_flow import (
     BODY_LEFT,
     BODY_RECORDS,
     CONTROL_FLOW,
@@ -21,11 +24,8 @@ from autoamp.analyse.control_flow import (
     body_inputs,
     written_input,
 )
-from autoamp.analyse.regions import CALLED_IN, Regions
-from autoamp.analyse.spelling import Spellings
-from autoamp.errors import CaptureError
-from autoamp.graph_functions import LEAF_FUNCTIONS, checkpointed
-from autoamp.ops import has_effect, mutates
+from autoamp.trace.regions import CALLED_IN, Regions
+from autoamp.trace.spelling import Spellings
 
 
 class Lowering(fx.Interpreter):

@@ -16,7 +16,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.errors import CaptureError
-from autoamp.ops import HIDDEN_WRITES, base_name, mutated_arguments
+from autoamp.op_names import base_name
+from autoamp.ops import HIDDEN_WRITES, mutated_arguments
 
 LOWERED_BODY = "autoamp_lowered_body"
 """Set in the `meta` of a sub-graph that is an ATen graph, to be rewritten as well: the

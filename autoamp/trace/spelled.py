@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.ops import aliasing_arguments, is_inplace, is_view, mutates, overloads
+from autoamp.op_names import overloads
+from autoamp.ops import aliasing_arguments, is_inplace, is_view, mutates
 
 _ONE_OP = frozenset(
     {

@@ -17,8 +17,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.analyse.described import Arguments, Description, description, laid_out
-from autoamp.analyse.spelled import (
+from autoamp.ops import mutates
+from autoamp.trace.described import Arguments, Description, description, laid_out
+from autoamp.trace.spelled import (
     Call,
     Spelling,
     comes_to_one_op,
@@ -27,7 +28,6 @@ from autoamp.analyse.spelled import (
     spelled_whatever_the_shapes,
     spelling_of,
 )
-from autoamp.ops import mutates
 
 
 class Spellings:

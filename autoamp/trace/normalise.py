@@ -19,13 +19,13 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.lowering import Lowering
-from autoamp.analyse.regions import Region, Regions
-from autoamp.analyse.settled import spellings_of
-from autoamp.analyse.spelling import Spellings
-from autoamp.analyse.transforms import fold_transforms
 from autoamp.errors import CaptureError
 from autoamp.ops import drop_dead
+from autoamp.trace.lowering import Lowering
+from autoamp.trace.regions import Region, Regions
+from autoamp.trace.settled import spellings_of
+from autoamp.trace.spelling import Spellings
+from autoamp.trace.transforms import fold_transforms
 
 _PACKAGE = str(Path(__file__).parent.parent)
 

@@ -10,10 +10,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.analyse.control_flow import CONTROL_FLOW
-from autoamp.analyse.described import description
-from autoamp.analyse.spelling import Spellings
 from autoamp.ops import lays_out_anew
+from autoamp.trace.control_flow import CONTROL_FLOW
+from autoamp.trace.described import description
+from autoamp.trace.spelling import Spellings
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

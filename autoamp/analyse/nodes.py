@@ -1,0 +1,87 @@
+"""What can be read of one node: its arguments, tensors, modules and source line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.ops import bodies_of, has_effect, mutated_arguments
+from autoamp.trace.control_flow import LOWERED_BODY
+from autoamp.trace.normalise import module_path
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a node's `meta["val"]`."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors_of(item)]
+    return []
+
+
+def named_arguments(node: fx.Node) -> Iterator[tuple[str, Any]]:
+    """The arguments of a call of a torch op by the names of its schema."""
+    if isinstance(node.target, compat.OpOverload):
+        yield from zip(_argument_names(node.target), node.args, strict=False)
+    else:
+        yield from ((f"arg{i}", a) for i, a in enumerate(node.args))
+    yield from node.kwargs.items()
+
+
+@functools.cache  # torch makes a schema's arguments anew each time
+def _argument_names(target: compat.OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in compat.schema(target).arguments)
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """Argument `name` of a call of a torch op, or `default` where not given."""
+    return dict(named_arguments(node)).get(name, default)
+
+
+def source_line(node: fx.Node) -> str:
+    """`model.py:12: x = self.fc(x)`: the user's innermost line that made `node`."""
+    lines = [s.strip() for s in (node.stack_trace or "").splitlines() if s.strip()]
+    for where, code in zip(reversed(lines[:-1]), reversed(lines[1:]), strict=False):
+        if where.startswith("File ") and not set(code) <= {"^", "~"}:
+            path, line = where.split('"')[1], where.split("line ")[1].split(",")[0]
+            return f"{path}:{line}: {code}"
+    return ""
+
+
+def module_paths(node: fx.Node) -> tuple[str, ...]:
+    """The modules a node was called in, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = (module_path(str(entry[0])) for entry in stack.values())
+    return tuple(path for path in paths if path)
+
+
+def written_values(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call may write to.
+
+    A custom Function (`mark_dirty`) or a branch may write whatever it is handed, unless
+    its bodies are known not to.
+    """
+    if isinstance(node.target, compat.HigherOrderOperator):
+        return list(node.all_input_nodes) if _may_write(node) else []
+    if not isinstance(node.target, compat.OpOverload):
+        return []
+    written = mutated_arguments(node.target)
+    found: list[fx.Node] = []
+    for name, value in named_arguments(node):
+        if name in written:
+            fx.node.map_arg(value, found.append)
+    return found
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether a higher-order op may write to what it is handed.
+
+    What is lowered of its bodies is known not to (`trace/control_flow.py`).
+    """
+    unknown = (b for b in bodies_of(node) if LOWERED_BODY not in b.meta)
+    return any(has_effect(n) for body in unknown for n in body.graph.nodes)

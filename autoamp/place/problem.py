@@ -1,0 +1,165 @@
+"""The placement problem of a graph: what each node costs, and which casts it takes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from autoamp.analyse.facts import FP32, Facts
+from autoamp.analyse.verdict import Verdict
+from autoamp.place.cost import Prices
+from autoamp.place.mincut import CastGroup, Problem
+
+
+def build_problem(
+    facts: Facts,
+    verdicts: Mapping[str, Verdict],
+    prices: Prices,
+    returned_inside: frozenset[str],
+) -> Problem:
+    """The placement problem of a graph: unary prices, pins, casts, ties."""
+    unary = dict(prices.ops)
+    pinned = {n: v.reason for n, v in verdicts.items() if v.pinned}
+    for name in facts.constants:
+        unary[name] = (0, 0)
+        pinned[name] = "comes from outside the graph in fp32"
+    unary[FP32] = (0, 0)
+    pinned[FP32] = "is read in fp32 outside the graph"
+    why = "is returned, or viewed by what is, and shares memory with another tensor"
+    pinned |= dict.fromkeys(_returned_aliases(facts), why)
+    groups, follows = _casts(facts, verdicts, prices, returned_inside)
+    return Problem(
+        unary=unary,
+        pinned_high={n: why for n, why in pinned.items() if n in unary},
+        groups=groups,
+        ties=_ties(facts, unary),
+        follows=follows,
+    )
+
+
+def promised_casts(problem: Problem, low: frozenset[str]) -> Counter[tuple[str, str]]:
+    """How many casts of each value labelling `low` needs: by (value, "down" or "up").
+
+    In graph order; the recount over the emitted graph must find the same.
+    """
+    needed: Counter[tuple[str, str]] = Counter()
+    for group in problem.groups:
+        value = group.name.rpartition(" in region ")[0]
+        if group.value in low:
+            if any(r not in low for r in group.readers):
+                needed[value, "up"] += 1
+        elif any(r in low for r in group.readers):
+            needed[value, "down"] += 1
+    return needed
+
+
+def _casts(
+    facts: Facts,
+    verdicts: Mapping[str, Verdict],
+    prices: Prices,
+    returned_inside: frozenset[str],
+) -> tuple[list[CastGroup], list[tuple[str, str, str]]]:
+    """One group of readers per value, region and epoch: those may share a cast."""
+    readers: dict[tuple[str, int, int], list[str]] = defaultdict(list)
+    follows: list[tuple[str, str, str]] = []
+    for name, verdict in verdicts.items():
+        fact = facts.nodes[name]
+        for operand, mode in zip(fact.operands, verdict.modes, strict=True):
+            at = facts.producer(operand.value)
+            # A comparison, or a cast of the user's, shows the bits of a move.
+            shows = at in verdicts and verdicts[at].moves and mode != "same"
+            if mode == "any" and not shows:
+                continue
+            key = (operand.value, fact.region, operand.epoch)
+            readers[key].append(FP32 if shows or mode == "high" else name)
+            if mode == "follow":
+                follows.append((name, at, "reads the value at its own precision"))
+    for value in sorted(facts.returned):
+        if facts.nodes[value].is_value:
+            readers[(value, -1, -1)].append(FP32)
+    groups = []
+    for (value, region, epoch), names in readers.items():
+        maker = facts.producer(value)
+        up: int | None = prices.up[value]
+        if value in returned_inside and region >= 0:
+            up = 0  # the up-cast that is returned serves them
+        elif maker in verdicts and verdicts[maker].moves:
+            up = None  # what it moves would be rounded for nobody
+        groups.append(
+            CastGroup(
+                name=f"{value} in region {region}.{epoch}",
+                value=maker,
+                readers=tuple(dict.fromkeys(names)),
+                down=prices.down[value],
+                up=up,
+            )
+        )
+    return groups, follows
+
+
+def returned_and_used(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+    """Values returned and read inside too, where a gradient flows (Grad-CAM).
+
+    Were the returned tensor an up-cast beside the inner uses, the gradient of the loss
+    with respect to it would not exist.  So readers inside hang on the returned tensor;
+    low ones read the low value it was cast from, through a node whose gradient goes to
+    the returned tensor.
+    """
+    read = {o.value for n in verdicts for o in facts.nodes[n].operands}
+    return frozenset(
+        v
+        for v in facts.returned & read
+        if facts.nodes[v].requires_grad
+        and v not in facts.constants
+        and facts.nodes[v].storage not in facts.mutated
+    )
+
+
+def _returned_aliases(facts: Facts) -> set[str]:
+    """Nodes that must be fp32 for returned tensors to share memory as they did.
+
+    With inputs, attributes and each other: a view of a cast is a view of nothing else.
+    """
+    sharing: dict[int, list[str]] = defaultdict(list)
+    for value in sorted(facts.returned):
+        if facts.nodes[value].is_value:
+            sharing[facts.nodes[value].storage].append(value)
+    found: set[str] = set()
+    for storage, values in sharing.items():
+        if storage not in facts.outside and len(values) == 1:
+            continue
+        chains = [_views_down_to(value, facts) for value in values]
+        found.update(facts.producer(value) for value in values)
+        found.update(view for views, _ in chains for view in views)
+        # A cast of what they all view serves them all, within one region.
+        if len({facts.nodes[views[-1]].region for views, _ in chains if views}) > 1:
+            found.update(base for _, base in chains)
+    return found
+
+
+def _views_down_to(value: str, facts: Facts) -> tuple[list[str], str]:
+    """The makers of `value` and of what it is a view of; the last of them apart."""
+    storage = facts.nodes[value].storage
+    views: list[str] = []
+    while True:
+        maker = facts.producer(value)
+        below = (o.value for o in facts.nodes[maker].operands)
+        value = next((v for v in below if facts.nodes[v].storage == storage), "")
+        if not value:
+            return views, maker
+        views.append(maker)
+
+
+def _ties(facts: Facts, unary: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """Everything that shares a storage that is written to has one dtype."""
+    last: dict[int, str] = {}
+    ties: list[tuple[str, str, str]] = []
+    for fact in facts.nodes.values():
+        maker = facts.producer(fact.name)
+        if not fact.is_value or fact.storage not in facts.mutated or maker not in unary:
+            continue
+        if fact.storage in last and last[fact.storage] != maker:
+            why = "shares storage that is written in place"
+            ties.append((last[fact.storage], maker, why))
+        last[fact.storage] = maker
+    return ties

@@ -1,0 +1,92 @@
+"""What lies beyond the edge of a graph: tensors whose gradient is the true one.
+
+A result may be a view.  The caller may write to it, and through it to the tensor that
+the result is a view of; autograd then makes the view's history anew, out of that
+tensor's.  So gradients enter at the tensor that is nobody's view, and from there to the
+result all is outside.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import fx
+
+from autoamp.errors import CaptureError
+from autoamp.scaling.gradient_flow import GraphFlow
+
+Outside = dict[fx.Node, list[fx.Node]]
+"""Each tensor outside, with the tensors outside that it is a view of."""
+
+
+def find_outside(flow: GraphFlow, written: Sequence[fx.Node]) -> Outside:
+    """What lies beyond the edge of a graph; gradients enter at what is no view.
+
+    Args:
+        written: the inputs that the graph writes results to.
+    """
+    found: Outside = {node: [] for node in written}
+    _reach(flow, found, flow.results())
+    _reach(flow, found, _older_views(flow, found))
+    return found
+
+
+def is_written(flow: GraphFlow, node: fx.Node) -> bool:
+    """Whether the graph writes to the memory of a value."""
+    return flow.storage(node) in flow.facts.mutated
+
+
+def check_memory(flow: GraphFlow, written: Sequence[fx.Node]) -> None:
+    """Checks that no input that is written to shares memory with another one.
+
+    Raises:
+        CaptureError: one does, and gradients flow into both.
+    """
+    storages = {flow.storage(node) for node in written}
+    flowing = [node for node in flow.given if flow.differentiable(node, node)]
+    every = dict.fromkeys([*written, *flowing])
+    sharing = [node for node in every if flow.storage(node) in storages]
+    if len(storages) < len(sharing):
+        raise CaptureError(
+            "the graph writes in place to an input that shares memory with another "
+            "one, and both carry gradients; clone one of them before the call"
+        )
+
+
+def _older_views(flow: GraphFlow, outside: Outside) -> list[fx.Node]:
+    """Views made before the last write to their tensor and read after it.
+
+    The write makes their history anew as well.
+    """
+    written = {flow.storage(node) for node in outside if is_written(flow, node)}
+    return [
+        node
+        for node, names in flow.names.items()
+        if flow.storage(node) in written
+        and any(
+            flow.at(user) > flow.last_write(node) > flow.at(node)
+            for name in names
+            for user in name.users
+            if user.op != "output" and flow.carries(user)
+        )
+    ]
+
+
+def _reach(flow: GraphFlow, outside: Outside, pending: list[fx.Node]) -> None:
+    """Puts tensors outside, and all that they are views of."""
+    while pending:
+        node = flow.tensor(pending.pop())
+        # What flows into an input handed back is nothing of ours.
+        if node in outside or node in flow.given:
+            continue
+        maker = node
+        if node.target is operator.getitem:
+            (maker,) = node.all_input_nodes
+        sources = flow.viewed(maker, node)
+        outside[node] = sources
+        if sources and maker is not node:  # its other views are outside as well
+            outside[node] = [maker]
+            outside[maker] = [*outside.get(maker, []), *sources]
+            pending += maker.users
+        pending += sources

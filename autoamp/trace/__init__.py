@@ -1,0 +1,1 @@
+"""Any FX graph becomes one ATen graph: traced, or spelled where Dynamo's results do."""
