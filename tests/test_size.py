@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "autoamp"
-FILE_LINES = 500
+FILE_LINES = 300
+FOLDER_FILES = 14
 FUNCTION_LINES = 60
 WANTED_FUNCTION_LINES = 40
 
@@ -39,6 +41,22 @@ def prints_of(path: Path) -> list[str]:
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def crowded(root: Path) -> list[str]:
+    """The folders of `root` with more modules than one can keep in mind."""
+    counts = Counter(path.parent for path in root.rglob("*.py"))
+    return [f"{d.name}: {n} files" for d, n in counts.items() if n > FOLDER_FILES]
+
+
+def test_no_folder_is_crowded() -> None:
+    assert crowded(PACKAGE) == []
+
+
+def test_a_crowded_folder_is_found(tmp_path: Path) -> None:
+    for number in range(FOLDER_FILES + 1):
+        (tmp_path / f"m{number}.py").touch()
+    assert crowded(tmp_path) == [f"{tmp_path.name}: {FOLDER_FILES + 1} files"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

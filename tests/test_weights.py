@@ -411,7 +411,7 @@ def test_several_threads_that_train_have_no_sentinels() -> None:
     other = threading.Thread(target=train)
     other.start()
     other.join()
-    known = copies._COPIES[torch.bfloat16]
+    known = copies.COPIES[torch.bfloat16]
     for p in model.parameters():
         assert known[id(p)].sentinel is None
     by_hand(model)
@@ -430,7 +430,7 @@ def test_a_change_is_copied_once() -> None:
 
 
 def low_copy(weight: Tensor) -> Tensor | None:
-    entry = copies._COPIES[torch.bfloat16].get(id(weight))
+    entry = copies.COPIES[torch.bfloat16].get(id(weight))
     return None if entry is None else entry.low
 
 

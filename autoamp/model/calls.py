@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from autoamp import compat
-from autoamp.capture.alike import likeness
 from autoamp.capture.autocast import (
     all_widened,
     under_autocast,
     unscaled_dtype,
 )
+from autoamp.capture.code import Code, Method
 from autoamp.capture.engine import Engine
-from autoamp.capture.program import RUNNING, Program, program_for
+from autoamp.capture.program import RUNNING
 from autoamp.errors import CaptureError
 from autoamp.model.hooks import Hooks
 from autoamp.model.thread import THREAD
@@ -51,14 +51,8 @@ _TRACED = (
 )
 
 
-_RECOMPILE_LIMIT = 8
-"""Dynamo's own, per code object: more graphs than this in a row may mean it was hit."""
-
 _MOST_IN_VAIN = 2
 """Calls in a row of which nothing was captured before autocast takes over."""
-
-_MOST_COMPILATIONS = 8
-"""How often a conversion starts afresh after Dynamo stepped aside."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -75,21 +69,6 @@ def _apart(
     return call.compiled_by(place).of(method)(model, args, kwargs)
 
 
-class Method(NamedTuple):
-    """What calls of a model run: `forward` or another method, and its code.
-
-    Attributes:
-        name: of the method.
-        entry: makes a function of the model, with code objects of its own.
-        shared: what the function is made of, the same for models of one class; None
-            where the instance has a method of its own.
-    """
-
-    name: str
-    entry: Callable[[], Callable[..., Any]]
-    shared: Hashable | None = None
-
-
 class CompiledCall:
     """The compiled entry of one conversion, shared by its deep copies."""
 
@@ -97,9 +76,8 @@ class CompiledCall:
         self.engine = engine
         self.low = engine.record.low
         self._method = method
-        self._entry = method.entry()
-        self._program: Program | None = None
-        self._seen: set[tuple[bool, bool, bool]] = set()
+        self._code = Code(method, engine)
+        self._seen = self._code.seen  # looked at in every call
         self._by_backend: dict[int, CompiledCall] = {}
         self._methods: dict[str, CompiledCall] = {}
         self._hooks = Hooks()
@@ -107,45 +85,20 @@ class CompiledCall:
         self._gave_up = False
         self._suppress = False
         self._lock = threading.RLock()
-        self._compilations = 0
-        self._graphs_before = 0
-
-    def _compile(self) -> Program:
-        """Code of this model's own, whatever others like it were compiled to."""
-        entry = self._method.entry()
-        return self._begin(Program(entry, self.engine, hooked=self._hooks.guarded))
-
-    def _begin(self, program: Program) -> Program:
-        self._program = program
-        self._compilations += 1
-        self._graphs_before = len(self.engine.record.graphs)
-        return program
-
-    def _joined(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Program:
-        """The program of all models like this one, at its first call."""
-        what = self._method.shared
-        if what is not None:
-            like = likeness(model, args, kwargs)
-            what = None if like is None else (what, like)
-        entry, engine = self._method.entry, self.engine
-        return self._begin(program_for(what, entry, engine, hooked=self._hooks.guarded))
 
     def renew(self, method: Method) -> None:
         """From now on other code is what is compiled."""
         with self._lock:
-            self._method, self._entry = method, method.entry()
-            self._seen.clear()
+            self._method = method
+            self._code.renew(method)
             self._by_backend.clear()
-            self._program = None
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
         if THREAD.off:
-            return self._entry(model, *args, **kwargs)
+            return self._code.entry(model, *args, **kwargs)
         if self._gave_up or compat.transforms_active():
             return self._in_region(model, args, kwargs)
         if compat.any_autocast():
@@ -160,15 +113,12 @@ class CompiledCall:
         """Runs; the first call of each kind alone, or each thread would capture."""
         if self._hooks.are_new(model):
             self._guard_hooks()
-        mode = (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            model.training,
-        )
+        inference = torch.is_inference_mode_enabled()
+        mode = torch.is_grad_enabled(), inference, model.training
         if mode in self._seen:
             return self._run(model, args, kwargs)
         with self._lock:
-            program = self._program or self._joined(model, args, kwargs)
+            program = self._code.program or self._code.joined(model, args, kwargs)
             if mode in program.seen:
                 result = self._run(model, args, kwargs)
             else:
@@ -184,18 +134,19 @@ class CompiledCall:
         """Compiles anew where modules have hooks that no graph knows of."""
         with self._lock:
             if self._hooks.guard():
+                self._code.hooked = True
                 self._seen.clear()
-                if self._program is not None:
-                    self._compile()
+                if self._code.program is not None:
+                    self._code.compile()
 
     def _run(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        engine, program = self.engine, self._program
+        engine, program = self.engine, self._code.program
         if program is None:
-            program = self._joined(model, args, kwargs)
+            program = self._code.joined(model, args, kwargs)
         elif engine.differentiated_twice and not program.backend.runs_as_is:
-            program = self._compile()
+            program = self._code.compile()
         engine.record.calls += 1
         local = engine.local
         runs, rewritten, local.error = local.runs, local.rewritten, None
@@ -213,7 +164,7 @@ class CompiledCall:
                 error, local.error = local.error, None
                 raise error from error.__cause__
             if compat.other_tracing():
-                result = self._entry(model, *args, **kwargs)
+                result = self._code.entry(model, *args, **kwargs)
             elif self._may_try_again(caught):
                 return self._tried_again(caught, model, args, kwargs)
             else:
@@ -253,7 +204,7 @@ class CompiledCall:
             result = self._run(model, args, kwargs)
         except Exception as own:
             self._suppress = False
-            self._compile()
+            self._code.compile()
             raise own from own.__cause__  # and not from Dynamo's, which says the same
         (line, *_) = [*str(error).strip().splitlines(), ""]
         self.engine.record.note(
@@ -278,7 +229,7 @@ class CompiledCall:
         engine.record.calls += 1
         engine.record.aside += 1
         return under_autocast(
-            model, self._entry, unscaled_dtype(self.low), args, kwargs
+            model, self._code.entry, unscaled_dtype(self.low), args, kwargs
         )
 
     def of(self, method: Method | None) -> CompiledCall:
@@ -308,32 +259,18 @@ class CompiledCall:
             engine.record.note(_TRACED)
             return
         engine.record.aside += 1
-        if self._program is not None:
-            self._program.stepped_aside = True
+        if self._code.program is not None:
+            self._code.program.stepped_aside = True
         if compat.hides_calls():
-            self._start_afresh()
+            self._code.start_afresh()
         else:
             self._in_vain += 1
-            self._start_afresh()
+            self._code.start_afresh()
             # Not so at the recompile limit: the graphs there are run as before.
-            self._gave_up = self._in_vain >= _MOST_IN_VAIN and not self._has_many()
+            self._gave_up = self._in_vain >= _MOST_IN_VAIN and not self._code.has_many
         if engine.options.strict:
             raise CaptureError(f"{engine.record.label}: {_RAN_NOTHING}")
         engine.record.note(_RAN_NOTHING)
-
-    def _start_afresh(self) -> None:
-        """Compiles anew, a few times.
-
-        Dynamo never looks again at code it once stepped aside from: one call under a
-        FlopCounterMode would turn the model off for good.  At the recompile limit new
-        code would only start the same over.
-        """
-        if self._compilations < _MOST_COMPILATIONS and not self._has_many():
-            self._compile()
-            self._seen.clear()
-
-    def _has_many(self) -> bool:
-        return len(self.engine.record.graphs) - self._graphs_before >= _RECOMPILE_LIMIT
 
     def inlined(
         self,

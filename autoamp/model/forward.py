@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from autoamp.model.calls import Method, under_compilation
+from autoamp.capture.code import Method
+from autoamp.model.calls import under_compilation
 from autoamp.model.thread import inside_a_call
 
 MADE_HERE = "_autoamp_method"

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from autoamp import compat
-from autoamp.optimizer import closures, lbfgs, saved_state
+from autoamp.optimizer import closures, saved_state
 from autoamp.optimizer.optimizers import closure_of, innermost
 from autoamp.optimizer.step import BOUNDARIES, OptimizerBoundary
 from autoamp.scaling.backwards import BACKWARDS
@@ -60,9 +60,7 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     # and the mark of a scheduler that was here before.
     @functools.wraps(getattr(own, "__func__", own))
     def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, torch.optim.LBFGS):
-            return lbfgs.step(boundary, inner, args, kwargs)
-        if closure_of(args, kwargs) and not closures.evaluates_first(self):
+        if closure_of(args, kwargs) and closures.writes_first(self):
             return closures.step(boundary, inner, args, kwargs)
         return boundary.step(inner, args, kwargs)
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autoamp import compat
 from autoamp.loss_scale import LossScale
-from autoamp.optimizer import closures, lbfgs
+from autoamp.optimizer import closures
 from autoamp.optimizer.attach import attach, boundary_of, detach, meet
 from autoamp.optimizer.optimizers import closure_of, evaluated, params_of
 from autoamp.optimizer.step import BOUNDARIES
@@ -120,7 +120,7 @@ def _first_step(
     if boundary.leaves_to_scaler():
         return (optimizer, *given), kwargs
     if isinstance(optimizer, torch.optim.LBFGS):
-        return lbfgs.first_step(boundary, (optimizer, *given), kwargs)
+        return closures.first_step(boundary, (optimizer, *given), kwargs)
     skip = bool(boundary.judge())
     boundary.mark(skip)
     if not skip and others:

@@ -14,13 +14,14 @@ from torch.utils.hooks import RemovableHandle
 from autoamp import compat
 from autoamp.errors import LossScaleError
 from autoamp.loss_scale import LossScale
-from autoamp.optimizer.kernel_flag import free_to_read, given_flag, takes_flag
+from autoamp.optimizer.kernel_flag import given_flag, takes_flag
+from autoamp.optimizer.moves import move_scales
 from autoamp.optimizer.optimizers import evaluated, params_of
 from autoamp.scaling.backwards import BACKWARDS
 from autoamp.scaling.blame import blame
 from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.graph_run import GraphRun, largest_of
-from autoamp.scaling.overflow import Evidence, found_inf, gather, newly
+from autoamp.scaling.graph_run import GraphRun
+from autoamp.scaling.overflow import Evidence, found_inf, gather
 from autoamp.weights.masters import Masters
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class OptimizerBoundary:
         elif retries:
             self._passed += evidence.runs
             return flag
-        self._move(evidence.runs, flag, retries)
+        move_scales(evidence.runs, flag, retries)
         return flag
 
     def leaves_to_scaler(self) -> bool:
@@ -243,37 +244,6 @@ class OptimizerBoundary:
                 )
             logger.info("autoamp: %s: skipped %s", scaling.label, why)
 
-    def _move(self, runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None:
-        """One move of each loss scale for runs that have not moved it yet.
-
-        Two optimizers that step after one backward move it once.
-        """
-        fresh = [run for run in runs if not run.counted]
-        for scale in {id(s): s for s in (r.scaling.loss_scale for r in fresh)}.values():
-            mine = {r.backward for r in fresh if r.scaling.loss_scale is scale}
-            before = [b.counted for b in mine if b.counted is not None]
-            if len(before) < len(mine):
-                looks = scale.looks
-                scale.update(flag)
-                if looks:
-                    known = bool(flag) if free_to_read(flag) else flag
-                    scale.look(largest_of(mine, fresh), known)
-            else:
-                scale.correct(newly(flag, before))
-            for backward in mine:
-                backward.count(flag)
-        # A step that is known to be taken is not counted.
-        if not retries and not (free_to_read(flag) and not bool(flag)):
-            concerned = [r.scaling.loss_scale for r in runs]
-            for scale in {id(s): s for s in concerned}.values():
-                scale.count_skipped(flag)
-        if compat.inside_backward():
-            return  # what is still to come of it may overflow
-        clean = free_to_read(flag) and not bool(flag)
-        for run in runs:
-            run.counted = True
-            run.clean = clean and not run.overflowed_on_host
-
     def _read(self, params: list[torch.Tensor]) -> Evidence:
         """What has happened since the last step; lets go of what everybody has read."""
         evidence = gather(params, self.seen, self.scalings)
@@ -285,7 +255,7 @@ class OptimizerBoundary:
         """Ends a step that judged with `retries`: it counts once, however many."""
         flag = torch.full((1,), float(skipped))
         if not skipped:
-            self._move(self._passed, flag, retries=True)
+            move_scales(self._passed, flag, retries=True)
         for scale in self.loss_scales:
             scale.count_skipped(flag)
         self._passed = []

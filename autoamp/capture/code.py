@@ -1,0 +1,99 @@
+"""The compiled code of one method of a model, and how often it was compiled anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from autoamp.capture.alike import likeness
+from autoamp.capture.engine import Engine
+from autoamp.capture.program import Program, program_for
+
+_RECOMPILE_LIMIT = 8
+"""Dynamo's own, per code object: more graphs than this in a row may mean it was hit."""
+
+_MOST_COMPILATIONS = 8
+"""How often a method is compiled anew after Dynamo stepped aside."""
+
+
+class Method(NamedTuple):
+    """What calls of a model run: `forward` or another method, and its code.
+
+    Attributes:
+        name: of the method.
+        entry: makes a function of the model, with code objects of its own.
+        shared: what the function is made of, the same for models of one class; None
+            where the instance has a method of its own.
+    """
+
+    name: str
+    entry: Callable[[], Callable[..., Any]]
+    shared: Hashable | None = None
+
+
+class Code:
+    """The compiled code of one method.
+
+    Attributes:
+        entry: the method as a function of the model, not compiled.
+        program: what Dynamo compiled it to; None before the first call.
+        seen: the modes (grad mode, inference mode, training) it was called in so far.
+        hooked: modules have hooks that guards must look at.
+    """
+
+    def __init__(self, method: Method, engine: Engine) -> None:
+        self.entry = method.entry()
+        self.program: Program | None = None
+        self.seen: set[tuple[bool, bool, bool]] = set()
+        self.hooked = False
+        self._method = method
+        self._engine = engine
+        self._compilations = 0
+        self._graphs_before = 0
+
+    def joined(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Program:
+        """The program of all models like this one, at its first call."""
+        what = self._method.shared
+        if what is not None:
+            like = likeness(model, args, kwargs)
+            what = None if like is None else (what, like)
+        entry, engine = self._method.entry, self._engine
+        return self._begin(program_for(what, entry, engine, hooked=self.hooked))
+
+    def compile(self) -> Program:
+        """Code of this model's own, whatever others like it were compiled to."""
+        entry = self._method.entry()
+        return self._begin(Program(entry, self._engine, hooked=self.hooked))
+
+    def renew(self, method: Method) -> None:
+        """From now on other code is what is compiled."""
+        self._method, self.entry = method, method.entry()
+        self.seen.clear()
+        self.program = None
+
+    def start_afresh(self) -> None:
+        """Compiles anew, a few times.
+
+        Dynamo never looks again at code it once stepped aside from: one call under a
+        FlopCounterMode would turn the model off for good.  At the recompile limit new
+        code would only start the same over.
+        """
+        if self._compilations < _MOST_COMPILATIONS and not self.has_many:
+            self.compile()
+            self.seen.clear()
+
+    @property
+    def has_many(self) -> bool:
+        """Whether so many graphs were captured that Dynamo may make no more."""
+        made = len(self._engine.record.graphs) - self._graphs_before
+        return made >= _RECOMPILE_LIMIT
+
+    def _begin(self, program: Program) -> Program:
+        self.program = program
+        self._compilations += 1
+        self._graphs_before = len(self._engine.record.graphs)
+        return program

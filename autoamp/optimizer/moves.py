@@ -1,0 +1,47 @@
+"""How a step moves the loss scales of the runs it read."""
+
+from __future__ import annotations
+
+import torch
+
+from autoamp import compat
+from autoamp.optimizer.kernel_flag import free_to_read
+from autoamp.scaling.graph_run import GraphRun, largest_of
+from autoamp.scaling.overflow import newly
+
+
+def move_scales(runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None:
+    """One move of each loss scale for runs that have not moved it yet.
+
+    Two optimizers that step after one backward move it once.
+
+    Args:
+        runs: what has filled the gradients of a step.
+        flag: 1 element, on any device; not 0: some gradient is not finite.
+        retries: the step evaluates the loss again, and is counted at its end.
+    """
+    fresh = [run for run in runs if not run.counted]
+    for scale in {id(s): s for s in (r.scaling.loss_scale for r in fresh)}.values():
+        mine = {r.backward for r in fresh if r.scaling.loss_scale is scale}
+        before = [b.counted for b in mine if b.counted is not None]
+        if len(before) < len(mine):
+            looks = scale.looks
+            scale.update(flag)
+            if looks:
+                known = bool(flag) if free_to_read(flag) else flag
+                scale.look(largest_of(mine, fresh), known)
+        else:
+            scale.correct(newly(flag, before))
+        for backward in mine:
+            backward.count(flag)
+    # A step that is known to be taken is not counted.
+    if not retries and not (free_to_read(flag) and not bool(flag)):
+        concerned = [r.scaling.loss_scale for r in runs]
+        for scale in {id(s): s for s in concerned}.values():
+            scale.count_skipped(flag)
+    if compat.inside_backward():
+        return  # what is still to come of it may overflow
+    clean = free_to_read(flag) and not bool(flag)
+    for run in runs:
+        run.counted = True
+        run.clean = clean and not run.overflowed_on_host

@@ -1,0 +1,178 @@
+"""Copies of weights that are kept until the weight is written to, and their sentinels.
+
+See `copies.py` for what a sentinel is.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from autoamp import compat
+
+CHANCES = 2
+"""Unannounced writes in training after which a weight's copy loses its sentinel."""
+
+
+class Copy:
+    """One copy, and what its weight looked like when it was last refreshed.
+
+    Attributes:
+        low: the copy.
+        memory: that of the weight, with which the copy goes; None before the first
+            refresh.
+        version: of the weight.
+        address: of the weight's data.
+        sentinel: a copy-on-write clone of the weight, which tells any write to it;
+            None: the copy is stale.
+        from_training: whether the sentinel was made where a gradient was recorded.
+        chances: unannounced writes left until there is no sentinel in training.
+        trainer: the thread that trains the weight; None where none did so far.
+        captured: whether a CUDA graph holds the weight's address.
+    """
+
+    def __init__(self, weight: torch.Tensor, low: torch.dtype) -> None:
+        self.dtype = low
+        self.take_memory(weight)
+        self.memory: compat.Memory | None = None
+        self.version = -1
+        self.address: Hashable = -1
+        self.sentinel: torch.Tensor | None = None
+        self.from_training = False
+        self.chances = CHANCES
+        self.trainer: int | None = None
+        self.captured = False
+
+    def take_memory(self, weight: torch.Tensor) -> None:
+        """Gives the copy memory of its own; what was handed out stays as it is."""
+        self.low = torch.empty_like(weight.detach(), dtype=self.dtype)
+        self._alone = self._holders()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a graph, or a call, may read what is in the copy now."""
+        return self._holders() > self._alone
+
+    def _holders(self) -> int:
+        return compat.holders(self.low)
+
+
+@dataclass(eq=False, frozen=True)
+class Steady:
+    """What one graph was given last, while the sentinels of all of it live.
+
+    An equal address is the same unwritten memory then, whichever tensor shows it.
+    """
+
+    addresses: list[Hashable]
+    lows: list[torch.Tensor]
+    trainer: int | None
+    devices: set[torch.device]
+
+
+COPIES: dict[torch.dtype, dict[int, Copy]] = {torch.float16: {}, torch.bfloat16: {}}
+"""All copies of the process by the id of their weight, shared by models and graphs."""
+
+STEADY: weakref.WeakKeyDictionary[object, Steady] = weakref.WeakKeyDictionary()
+"""Emptied whenever a sentinel goes."""
+
+_SEVERAL = -1
+"""In place of a thread: more than one."""
+
+
+class Stale(NamedTuple):
+    """A copy to refresh, its weight, and whether it may have a sentinel then."""
+
+    copy: Copy
+    weight: torch.Tensor
+    watch: bool
+    training: bool
+
+
+def copies_of(weight: torch.Tensor) -> list[Copy]:
+    """The copies of a weight, in every low dtype."""
+    found = [store.get(id(weight)) for store in COPIES.values()]
+    return [copy for copy in found if copy is not None]
+
+
+def note_captured(weights: Iterable[torch.Tensor]) -> None:
+    """A CUDA graph holds the addresses of `weights` from now on."""
+    for weight in weights:
+        if weight.is_cuda:
+            copies = copies_of(weight)
+            drop(weight, copies)
+            for copy in copies:
+                copy.captured = True
+
+
+def may_watch(copy: Copy, training: bool) -> bool:
+    """Whether a copy may have a sentinel, and may keep the one it has.
+
+    Not where the weight is trained and its writes come unannounced: each would cost a
+    copy of the weight.  Nor where several threads train it: two that write at once
+    would both make the clone real.
+    """
+    if training:
+        thread = threading.get_ident()
+        if copy.trainer is None:
+            copy.trainer = thread
+        elif copy.trainer != thread and not compat.inside_backward():
+            copy.trainer = _SEVERAL
+        if copy.trainer == _SEVERAL or not copy.chances:
+            return False
+    return not copy.captured
+
+
+def note_a_write(copy: Copy, weight: torch.Tensor) -> None:
+    """Takes the sentinel of a copy whose weight was written away, and one chance."""
+    if copy.sentinel is not None and compat.data_address(weight) != copy.address:
+        STEADY.clear()
+        copy.sentinel = None
+        copy.chances -= copy.from_training
+
+
+def drop(weight: torch.Tensor, copies: Sequence[Copy]) -> None:
+    """Takes a weight's sentinels away: its copies are stale, its memory plain."""
+    if any(copy.sentinel is not None for copy in copies):
+        STEADY.clear()
+        for copy in copies:
+            copy.sentinel = None
+        compat.end_lazy_clone(weight)
+
+
+def refresh(stale: Sequence[Stale]) -> None:
+    """Copies weights into their copies, and notes what they look like."""
+    for copy, weight, *_ in stale:
+        version = compat.version(weight)
+        if copy.memory is not None and copy.is_held:
+            if version != copy.version:  # then the holder's backward raises, as eager's
+                torch.autograd.graph.increment_version(copy.low)
+            copy.take_memory(weight)
+        copy.version = version
+    compat.copy_all([s.copy.low for s in stale], [s.weight for s in stale])
+    for copy, weight, watch, training in stale:
+        _follow(copy, weight)
+        if watch and compat.held_alone(weight):
+            copy.sentinel = compat.lazy_clone(weight.detach())
+            copy.address = compat.data_address(weight)
+            copy.from_training = training
+
+
+def _follow(copy: Copy, weight: torch.Tensor) -> None:
+    """Lets the copy go when the memory goes in which its weight is now."""
+    if copy.memory is not None and compat.lies_in(weight, copy.memory):
+        return
+    store, key = COPIES[copy.dtype], id(weight)
+
+    def forget(memory: compat.Memory) -> None:
+        known = store.get(key)
+        if known is not None and known.memory is memory:
+            STEADY.clear()
+            del store[key]
+
+    copy.memory = compat.watch_memory(weight, (copy.dtype, key), forget)
