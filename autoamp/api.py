@@ -155,11 +155,18 @@ def rewrite(
     Args:
         gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
         example_inputs: one value per input of the graph.
-        **options: as for `convert`; `backend` and `strict` have no meaning here.
+        **options: as for `convert`, but for those of a model that is called and
+            trained: `backend`, `loss_scale` and `weight_copies`.
 
     Raises:
         AutoampError: the graph or an option cannot be used, or a pass failed.
     """
+    refused = sorted(options.keys() & {"backend", "loss_scale", "weight_copies"})
+    if refused:
+        raise OptionError(
+            f"rewrite() has no option {' or '.join(refused)}: it gives a graph, which "
+            "somebody else compiles and trains; these are options of autoamp.convert()"
+        )
     chosen = Options().replace(**options)
     if isinstance(gm, torch.export.ExportedProgram):
         gm = gm.module()

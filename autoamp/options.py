@@ -26,7 +26,8 @@ class Options:
     """What the user asked for; the names and defaults are those of `autoamp.convert`.
 
     Attributes:
-        unlist: (category, op) to take out of the rules, for the automatic mode.
+        unlist: (category, op) to take out of the rules: what the automatic mode's
+            variables ask for; no option that a caller can give.
 
     Raises:
         OptionError: a value is unusable; the message lists the valid ones.
@@ -92,7 +93,7 @@ class Options:
         Raises:
             OptionError: there is no option of that name, or its value is unusable.
         """
-        known = {field.name for field in dataclasses.fields(self)}
+        known = {field.name for field in dataclasses.fields(self)} - {"unlist"}
         for name in changes:
             if name not in known:
                 raise OptionError(

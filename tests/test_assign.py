@@ -42,7 +42,7 @@ def test_ops_have_their_prices_and_what_comes_in_is_fp32() -> None:
     }
     assert problem.pinned_low == {}
     assert groups(problem) == {
-        "x in region 0.0": CastGroup("x in region 0.0", "x", ("conv",), 3, 5)
+        "x in region 0.0": CastGroup("x in region 0.0", "x", ("conv",), 3, 5, "x")
     }
 
 
@@ -102,8 +102,8 @@ def test_a_result_is_read_in_fp32_after_the_graph() -> None:
     )
     verdicts = {n: verdict("allow", ()) for n in "ab"}
     assert list(groups(problem_of(graph, verdicts)).values()) == [
-        CastGroup("a in region -1.-1", "a", (FP32,), 3, 5),
-        CastGroup("b in region -1.-1", "b", (FP32,), 3, 5),
+        CastGroup("a in region -1.-1", "a", (FP32,), 3, 5, "a"),
+        CastGroup("b in region -1.-1", "b", (FP32,), 3, 5, "b"),
     ]
 
 

@@ -121,11 +121,17 @@ def _masks_given_from_outside(
             masks = [v for k, v in named_arguments(node) if k == "attn_mask" and v]
         elif base_name(node.target) in ("aten::softmax", "aten::_softmax"):
             scores = node.args[0]
-            if isinstance(scores, fx.Node) and "add" in str(scores.target):
+            if isinstance(scores, fx.Node) and _is_sum(scores):
                 added = scores.all_input_nodes
                 if any(a in products for a in added):
                     masks = [a for a in added if a not in products]
         _mark_with_sources(masks, facts, extreme)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    if not isinstance(node.target, compat.OpOverload):
+        return False
+    return base_name(node.target) in ("aten::add", "aten::add_")
 
 
 def _mark_with_sources(masks: list[fx.Node], facts: Facts, extreme: set[str]) -> None:

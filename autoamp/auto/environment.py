@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import tempfile
 from collections.abc import Callable, Mapping
@@ -65,7 +66,8 @@ def read(environ: Mapping[str, str]) -> Settings:
         value = given.get(name)
         if value:
             try:
-                options = options.replace(**parse(value, options, given))
+                changes = parse(value, options, given)
+                options = dataclasses.replace(options, **changes)
             except (AutoampError, OSError, ValueError) as error:
                 raise OptionError(_told(name, value, str(error))) from None
     place = given.get(REPORT_DIR)

@@ -20,7 +20,6 @@ from autoamp.auto.compiled import compiling_with
 from autoamp.auto.environment import Settings
 from autoamp.auto.mode import THREAD, AutomaticMode
 from autoamp.auto.patch import Patch
-from autoamp.errors import OptionError
 from autoamp.model.calls import under_compilation
 from autoamp.model.thread import inside_a_call
 from autoamp.optimizer.meeting import expect_models
@@ -48,8 +47,6 @@ def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
     Raises:
         AutoampError: an option cannot be used; nothing was changed.
     """
-    if "unlist" in options:
-        raise OptionError("unknown option 'unlist'")
     place = environment.writable(str(report_dir)) if report_dir is not None else None
     _start(Settings(Options().replace(**options), place))
 

@@ -37,6 +37,7 @@ class CastGroup:
         readers: variables that read it at their own precision.
         down: cost of one cast to low; None forbids it.
         up: cost of one cast to high; None forbids it.
+        source: what is cast, where it is not `value`: one of the results it makes.
     """
 
     name: str
@@ -44,6 +45,7 @@ class CastGroup:
     readers: tuple[str, ...]
     down: int | None
     up: int | None
+    source: str = ""
 
 
 @dataclass(frozen=True)

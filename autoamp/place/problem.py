@@ -44,12 +44,11 @@ def promised_casts(problem: Problem, low: frozenset[str]) -> Counter[tuple[str, 
     """
     needed: Counter[tuple[str, str]] = Counter()
     for group in problem.groups:
-        value = group.name.rpartition(" in region ")[0]
         if group.value in low:
             if any(r not in low for r in group.readers):
-                needed[value, "up"] += 1
+                needed[group.source, "up"] += 1
         elif any(r in low for r in group.readers):
-            needed[value, "down"] += 1
+            needed[group.source, "down"] += 1
     return needed
 
 
@@ -92,6 +91,7 @@ def _casts(
                 readers=tuple(dict.fromkeys(names)),
                 down=prices.down[value],
                 up=up,
+                source=value,
             )
         )
     return groups, follows
