@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import random
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -37,9 +38,13 @@ STEPS = 60
 
 
 def code_of(gm: fx.GraphModule) -> str:
-    """The code of a graph and of the graphs in it."""
+    """The code of a graph and of the graphs in it; our functions by name alone.
+
+    In the code they are called by the names of their modules too.
+    """
     inner = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    return "\n".join(each.code for each in inner)
+    code = "\n".join(each.code for each in inner)
+    return re.sub(r"\bautoamp_graph_functions_[a-z]+_", "autoamp_", code)
 
 
 def reasons_of(rewritten: Iterable[Rewritten]) -> str:

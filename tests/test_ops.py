@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload
 
-from autoamp import ops
+from autoamp import op_names, ops
 
 aten = torch.ops.aten
 
@@ -18,11 +18,11 @@ aten = torch.ops.aten
 
 
 def test_names_of_a_target() -> None:
-    assert ops.op_name(aten.sum.dim_IntList) == "aten::sum.dim_IntList"
-    assert ops.op_name(aten.linear.default) == "aten::linear.default"
-    assert ops.base_name(aten.sum.dim_IntList) == "aten::sum"
-    assert ops.split_key("aten::sum.dim_IntList") == ("aten", "sum", "dim_IntList")
-    assert ops.split_key("prims::add") == ("prims", "add", "")
+    assert op_names.op_name(aten.sum.dim_IntList) == "aten::sum.dim_IntList"
+    assert op_names.op_name(aten.linear.default) == "aten::linear.default"
+    assert op_names.base_name(aten.sum.dim_IntList) == "aten::sum"
+    assert op_names.split_key("aten::sum.dim_IntList") == ("aten", "sum", "dim_IntList")
+    assert op_names.split_key("prims::add") == ("prims", "add", "")
 
 
 @pytest.mark.parametrize(
@@ -46,17 +46,17 @@ def test_names_of_a_target() -> None:
     ],
 )
 def test_every_spelling_has_one_key(spelt: str, key: str) -> None:
-    assert ops.parse_op_name(spelt) == key
-    assert ops.parse_op_name(key) == key
+    assert op_names.parse_op_name(spelt) == key
+    assert op_names.parse_op_name(key) == key
 
 
 @pytest.mark.parametrize(
     "target", [aten.sum.dim_IntList, aten.linear.default, aten.relu_.default]
 )
 def test_an_op_parses_to_itself(target: OpOverload) -> None:
-    for spelt in (ops.op_name(target), str(target)):
-        assert ops.overloads(ops.parse_op_name(spelt)) == [target]
-    assert target in ops.overloads(ops.base_name(target))
+    for spelt in (op_names.op_name(target), str(target)):
+        assert op_names.overloads(op_names.parse_op_name(spelt)) == [target]
+    assert target in op_names.overloads(op_names.base_name(target))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_an_op_parses_to_itself(target: OpOverload) -> None:
     ],
 )
 def test_existence(key: str, there: bool) -> None:
-    assert ops.exists(key) is there
+    assert op_names.exists(key) is there
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_existence(key: str, there: bool) -> None:
     ],
 )
 def test_close_names_exist_and_hold_what_was_meant(key: str, close: str) -> None:
-    found = ops.close_names(key)
+    found = op_names.close_names(key)
     assert close in found
-    assert all(ops.exists(name) for name in found)
-    assert ops.close_names(key, limit=1) == found[:1]
+    assert all(op_names.exists(name) for name in found)
+    assert op_names.close_names(key, limit=1) == found[:1]
 
 
 def test_there_may_be_no_close_name() -> None:
-    assert ops.close_names("nowhere::qqqqqqqqqqqqqqqqqqqqq") == []
+    assert op_names.close_names("nowhere::qqqqqqqqqqqqqqqqqqqqq") == []
 
 
 # -- writing ---------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_every_op_given_running_statistics_is_known_to_write_them_or_not() -> No
     for name in torch._C._dispatch_get_all_op_names():
         base = name.partition(".")[0]
         if base.startswith("aten::") and not base.endswith("_backward"):
-            for target in ops.overloads(base):
+            for target in op_names.overloads(base):
                 arguments = {a.name: a for a in target._schema.arguments}
                 stats = arguments.get("running_mean")
                 if stats is not None and stats.alias_info is None:
@@ -256,7 +256,7 @@ def test_ops_that_make_new_tensors_alias_nothing(
 @pytest.mark.parametrize("table", [ops.MAYBE_ALIAS, ops.HIDDEN_WRITES])
 def test_tables_name_real_ops_and_arguments(table: dict[str, tuple[str, ...]]) -> None:
     for key, arguments in table.items():
-        found = {a.name for o in ops.overloads(key) for a in o._schema.arguments}
+        found = {a.name for o in op_names.overloads(key) for a in o._schema.arguments}
         assert set(arguments) <= found, key
 
 

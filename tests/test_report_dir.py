@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.auto import record
 
 WIDTH = 8
 ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
@@ -137,7 +136,7 @@ def test_an_earlier_run_with_the_same_id_is_not_written_over(
 ) -> None:
     """In a container every run may be process 7 of host `worker`."""
     for _ in range(2):
-        monkeypatch.setattr(record, "_number", iter(range(9)))
+        monkeypatch.setattr(report_dir, "_number", iter(range(9)))
         autoamp.enable(report_dir=tmp_path, **ASKED)
         Net()(x)
         autoamp.disable()

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp import compat
 from autoamp.auto.candidates import caller_of, choose, inside
 from autoamp.auto.environment import Settings
-from autoamp.auto.record import Recorder
+from autoamp.auto.report_dir import Recorder
 from autoamp.capture.engine import Engine
 from autoamp.model.compile_backend import GraphBackend
 from autoamp.model.conversion import conversion_of, disown, models_of

@@ -1,4 +1,4 @@
-"""A captured graph: what became of it, and how one model runs it."""
+"""One captured graph: rewritten once, and run by each model with copies of its own."""
 
 from __future__ import annotations
 

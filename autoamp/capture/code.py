@@ -1,4 +1,4 @@
-"""The compiled code of one method of a model, and how often it was compiled anew."""
+"""The compilations of one method of a model: the one in use, and when to start anew."""
 
 from __future__ import annotations
 

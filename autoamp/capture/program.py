@@ -1,4 +1,4 @@
-"""The compiled code of a model, shared by all models that are alike.
+"""What Dynamo compiled a model to, shared by all models that are alike.
 
 Of thirty models of one class the first is captured; the others run its graphs with
 weights, weight copies, a loss scale and a record of their own.

@@ -1,4 +1,4 @@
-"""What is run in place of a captured graph: it counts, brings copies and scales."""
+"""The functions called in place of a captured graph: they count, copy and scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoamp.errors import AutoampError
 from autoamp.scaling.backwards import watch
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
-from autoamp.scaling.origin import Origins
+from autoamp.scaling.leaves import Origins
 from autoamp.scaling.watch import Watched
 
 

@@ -76,7 +76,7 @@ from autoamp.compat.names import (
     WHILE_LOOP,
     WRAP,
 )
-from autoamp.compat.record import (
+from autoamp.compat.recording import (
     aliased,
     forget_since,
     module_proxy,

@@ -1,4 +1,4 @@
-"""Names that have no public spelling."""
+"""Functions and operators that torch has under private names alone."""
 
 from __future__ import annotations
 

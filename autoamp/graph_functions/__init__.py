@@ -16,9 +16,9 @@ from autoamp.graph_functions.casts import (
     saturating_cast,
     scaled_result,
 )
+from autoamp.graph_functions.checkpoints import checkpoint_as_python_does, checkpointed
 from autoamp.graph_functions.edge import scale_grad, unscale_grad, unscale_grad_
 from autoamp.graph_functions.half import unscale_half
-from autoamp.graph_functions.regions import checkpoint_as_python_does, checkpointed
 from autoamp.graph_functions.states import (
     STATE,
     WITH_FP32_STATE,

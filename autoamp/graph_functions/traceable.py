@@ -1,4 +1,4 @@
-"""The boundary for compilers, which trace through the backward as well.
+"""Scaling at the edge of a graph, for compilers that trace through its backward too.
 
 The same arithmetic as plain ops that a compiler fuses into its neighbours; AOT autograd
 knows no tensor hooks inside a graph, and needs none: its outputs are new tensors.  It

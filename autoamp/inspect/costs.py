@@ -1,4 +1,4 @@
-"""What placements cost: the certificate, and the same without the solver's rewards.
+"""What each placement would cost, which shows that the chosen one costs least.
 
 Under `do_no_harm=False` the price of an allow op in fp32 holds a *reward* for
 converting it, larger than all else together.  A certificate is about the prices that

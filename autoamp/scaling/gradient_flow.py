@@ -1,4 +1,4 @@
-"""Where gradients flow in a captured graph: what a boundary round it has to know."""
+"""Where gradients flow in a captured graph, which scaling at its edge has to know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of a graph with a boundary: which gradients it fills, and what it found."""
+"""One run of a scaled graph: which gradients it fills, and whether they overflowed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from autoamp import compat
 from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.origin import Leaves, Origin
+from autoamp.scaling.leaves import Leaves, Origin
 
 
 class Backward:

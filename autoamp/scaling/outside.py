@@ -1,4 +1,4 @@
-"""What lies beyond the edge of a graph: tensors whose gradient is the true one.
+"""Which tensors keep the caller's gradient, unscaled: results, and what those view.
 
 A result may be a view.  The caller may write to it, and through it to the tensor that
 the result is a view of; autograd then makes the view's history anew, out of that

@@ -1,4 +1,4 @@
-"""Which values of a graph carry gradients at their true value, inside it too.
+"""Which values inside a graph carry unscaled gradients as well.
 
 Gradients are scaled for the sake of low-precision ops.  An fp32 op between such an op
 and the edge of the graph needs no scale, and where to take it off is a choice: an

@@ -1,4 +1,4 @@
-"""For which graphs Dynamo's own fake tensors can stand for the values of the nodes."""
+"""Whether Dynamo's own fake tensors can be taken for the values of a graph's nodes."""
 
 from __future__ import annotations
 

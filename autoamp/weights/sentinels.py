@@ -1,6 +1,6 @@
-"""Copies of weights that are kept until the weight is written to, and their sentinels.
+"""How a write to a weight is noticed, so that its low copy is refreshed.
 
-See `copies.py` for what a sentinel is.
+A sentinel is a copy-on-write clone that lives beside the copy: see `copies.py`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from autoamp.compat import (
     gradients,
     hooks,
     layers,
-    record,
+    recording,
     tensors,
     tracing,
 )
@@ -67,7 +67,17 @@ def hide(patch: pytest.MonkeyPatch, *names: str) -> None:
         return name not in names and hasattr(owner, name)
 
     torch._dynamo.reset()  # or a model alike would run what was captured before
-    every = (capture, device, entry, gradients, hooks, layers, record, tensors, tracing)
+    every = (
+        capture,
+        device,
+        entry,
+        gradients,
+        hooks,
+        layers,
+        recording,
+        tensors,
+        tracing,
+    )
     for module in every:
         patch.setattr(module, "getattr", getattr_, raising=False)
         patch.setattr(module, "hasattr", hasattr_, raising=False)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.auto import environment
-from autoamp.auto.record import Recorder
+from autoamp.auto.report_dir import Recorder
 from autoamp.capture.engine import Engine
 from autoamp.model.conversion import conversion_of
 from tests.conformance.table import Figures

@@ -1,4 +1,4 @@
-"""Where the gradients of a captured graph go, which is a matter of each call.
+"""Which leaves the gradients of a run go to: weights, and inputs somebody optimizes.
 
 Dynamo captures once what is a leaf of autograd's graph in one call (an input somebody
 optimizes) and what others computed in the next (a generator's output).

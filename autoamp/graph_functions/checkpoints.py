@@ -1,4 +1,4 @@
-"""Regions of a graph that run in a way of their own."""
+"""Checkpointed regions of a graph, run without a compiler."""
 
 from __future__ import annotations
 
