@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
+from autoamp.auto import report_dir
 
 WIDTH = 8
 ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
