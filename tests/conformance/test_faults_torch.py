@@ -78,16 +78,6 @@ def hide(patch: pytest.MonkeyPatch, *names: str) -> None:
         tensors,
         tracing,
     )
-        capture,
-        device,
-        entry,
-        gradients,
-        hooks,
-        layers,
-        recording,
-        tensors,
-        tracing,
-    )
     for module in every:
         patch.setattr(module, "getattr", getattr_, raising=False)
         patch.setattr(module, "hasattr", hasattr_, raising=False)
