@@ -28,16 +28,12 @@ from autoamp.model import convert as convert_module
 from autoamp.model.eligible import choose_precision
 from autoamp.optimizer import meeting
 from autoamp.options import Options
+from tests.small_models import WIDTH, mlp
 
-WIDTH = 8
 ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 VARIABLES = {"AUTOAMP_PRECISION": "bf16", "AUTOAMP_DO_NO_HARM": "0"}
 CALL, COMPILE = nn.Module.__call__, torch.compile
 PACKAGE = logging.getLogger("autoamp")
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4))
 
 
 def lowered(layer: nn.Linear, x: Tensor) -> Tensor:

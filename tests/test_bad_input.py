@@ -15,13 +15,9 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.capture import prepare
+from tests.small_models import WIDTH, mlp
 
-WIDTH = 8
 BF16 = {"precision": "bf16", "do_no_harm": False}
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4))
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -12,42 +12,36 @@ from hypothesis import given, settings
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from autoamp.dtypes import parse_low_dtype
 from autoamp.graph_functions import low_uses, low_weight
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
+from tests import small_models
+from tests.small_models import Of
 from tests.strategies import Program, capture, choices, inputs, programs
 
 WIDTH = 8
 
 
-class Of(nn.Module):
+def of(function: Callable[..., Any]) -> Of:
     """A model of one function, a linear layer, a norm and an embedding table."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.fc = nn.Linear(WIDTH, WIDTH)
-        self.other = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.table = nn.Embedding(10, WIDTH)
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self, *args)
+    return Of(
+        function,
+        fc=nn.Linear(WIDTH, WIDTH),
+        other=nn.Linear(WIDTH, WIDTH, bias=False),
+        norm=nn.LayerNorm(WIDTH),
+        table=nn.Embedding(10, WIDTH),
+    )
 
 
 def rewritten(
     function: Callable[..., Any],
     *given: Any,
     model: nn.Module | None = None,
-    free_weights: bool = False,
-    **o: Any,
+    precision: str = "bf16",
+    **options: Any,
 ) -> Rewritten:
     given = given or (torch.randn(4, WIDTH, requires_grad=True),)
-    gm = capture(model or Of(function), len(given))
-    options = Options(**{"precision": "bf16", "do_no_harm": False, **o})
-    low = parse_low_dtype(options.precision)
-    return rewrite_graph(gm, given, options, low, free_weights=free_weights)
+    return small_models.rewritten(model or of(function), given, precision, **options)
 
 
 def node(found: Rewritten, name: str) -> fx.Node:
@@ -146,7 +140,7 @@ def test_what_an_op_writes_beside_its_result_is_never_cast() -> None:
         return m.other(made)
 
     x = torch.eye(4, WIDTH)
-    model = Of(forward)
+    model = of(forward)
     with torch.no_grad():
         model.other.weight.copy_(torch.eye(WIDTH).flip(0))
         found = rewritten(forward, x, model=model)
@@ -238,7 +232,7 @@ def test_the_gradient_of_a_weight_used_often_is_exact(
         seen = view(m.other.weight)
         return sum(x @ seen for _ in range(300))
 
-    model, x = Of(function), torch.ones(1, WIDTH)
+    model, x = of(function), torch.ones(1, WIDTH)
     found = rewritten(function, x, model=model, free_weights=free)
     assert uses_of_weights(found) == 300
     found.gm(x).sum().backward()
@@ -250,7 +244,7 @@ def test_a_trained_table_stays_fp32_and_a_frozen_one_need_not() -> None:
     found = rewritten(lambda m, i: m.fc(m.table(i)), ids)
     assert dtype(found, "embedding") is torch.float32
     assert "rows used many times" in found.assignment.decisions["embedding"].reason
-    model = Of(lambda m, i: m.fc(m.table(i)))
+    model = of(lambda m, i: m.fc(m.table(i)))
     model.requires_grad_(False)
     frozen = rewritten(model.function, ids, model=model)
     assert not frozen.classified.verdicts["embedding"].pinned
@@ -292,7 +286,7 @@ def test_what_begins_a_residual_stream_stays_fp32(what: str) -> None:
         x = x + m.fc(x).relu()
         return m.other(x)
 
-    model = Of(function)
+    model = of(function)
     model.requires_grad_(False)
     found = rewritten(function, model=model, free_weights=True)
     name = {"table": "embedding", "norm": "layer_norm", "token": "cat"}[what]
@@ -324,7 +318,7 @@ def test_a_value_returned_and_used_has_a_gradient() -> None:
         return m.other(features.relu()).sum(), features
 
     x = torch.randn(4, WIDTH, requires_grad=True)
-    model = Of(function)
+    model = of(function)
     found = rewritten(function, x, model=model)
     assert "linear" in found.assignment.low
     loss, features = found.gm(x)
@@ -374,7 +368,7 @@ def test_nothing_is_rounded_before_it_is_chosen_or_cut(
     x = NEAR_TIES - 0.002 * (choose(NEAR_TIES)[1].dtype is torch.bool)
     found = rewritten(function, x)
     assert found.casts
-    expected = function(Of(function), x)
+    expected = function(of(function), x)
     low_copy = choose(x)[0][0].bfloat16().float()
     assert torch.equal(found.gm(x)[1], expected[1])
     assert torch.equal(

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from autoamp.dtypes import parse_low_dtype
 from autoamp.graph_functions import low_uses, low_weight, saturating_cast
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.rewrite.emitted import CAST_KIND, Cast, dtype_of
+from tests import small_models
 from tests.strategies import capture
 
 ATEN = torch.ops.aten
@@ -39,14 +39,15 @@ class Of(nn.Module):
 
 
 def rewritten(
-    function: Callable[..., Any], *given: Tensor, grad: bool = False, **o: Any
+    function: Callable[..., Any],
+    *given: Tensor,
+    grad: bool = False,
+    precision: str = "fp16",
+    **options: Any,
 ) -> Rewritten:
     given = given or (torch.arange(32.0).view(4, WIDTH),)
     model = Of(function).requires_grad_(grad)
-    options = Options(**{"precision": "fp16", "do_no_harm": False, **o})
-    low = parse_low_dtype(options.precision)
-    assert low is not None
-    return rewrite_graph(capture(model, len(given)), given, options, low)
+    return small_models.rewritten(model, given, precision, **options)
 
 
 def nodes(found: Rewritten, target: Any) -> list[fx.Node]:

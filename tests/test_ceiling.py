@@ -13,12 +13,13 @@ from torch.nn import functional
 
 from autoamp.analyse import ceiling
 from autoamp.analyse.ceiling import promotes_to_low
-from autoamp.dtypes import parse_low_dtype
 from autoamp.graph_functions import low_uses
 from autoamp.ops import PROMOTING
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.rewrite.uses import Uses
+from tests import small_models
+from tests.small_models import Of
 from tests.strategies import Program, capture, choices, inputs, programs
 from tests.truth import MARGIN, errors, leaves
 
@@ -27,23 +28,19 @@ WIDTH = 16
 LOW = (torch.bfloat16, torch.float16)
 
 
-class Of(nn.Module):
+def of(function: Callable[..., Any]) -> Of:
     """A model of one function over a few layers, a parameter and two buffers."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
-        self.fc = nn.Linear(WIDTH, WIDTH)
-        self.other = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.table = nn.Embedding(600, WIDTH)
-        self.offset = nn.Parameter(1e3 + torch.randn(WIDTH))
-        self.register_buffer("mean", torch.full((WIDTH,), 1e4))
-        self.register_buffer("spread", torch.full((WIDTH,), 3.0))
-
-    def forward(self, *given: Any) -> Any:
-        return self.function(self, *given)
+    torch.manual_seed(0)
+    return Of(
+        function,
+        fc=nn.Linear(WIDTH, WIDTH),
+        other=nn.Linear(WIDTH, WIDTH),
+        norm=nn.LayerNorm(WIDTH),
+        table=nn.Embedding(600, WIDTH),
+        offset=nn.Parameter(1e3 + torch.randn(WIDTH)),
+        mean=torch.full((WIDTH,), 1e4),
+        spread=torch.full((WIDTH,), 3.0),
+    )
 
 
 def standardised(m: Of, x: Tensor) -> Tensor:
@@ -146,7 +143,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_no_less_true_than_autocast(name: str, low: torch.dtype) -> None:
     function, data = CASES[name]
-    assert errors(Of(function), data, low).worst() <= MARGIN
+    assert errors(of(function), data, low).worst() <= MARGIN
 
 
 class Recurrent(nn.Module):
@@ -210,7 +207,7 @@ def test_the_ceiling_is_what_holds_it(
         "autoamp.analyse.classify.under_ceiling", lambda gm, facts, found: dict(found)
     )
     function, data = CASES[name]
-    assert errors(Of(function), data, torch.bfloat16).worst() > 10 * MARGIN
+    assert errors(of(function), data, torch.bfloat16).worst() > 10 * MARGIN
 
 
 def test_a_rms_norm_of_rounded_data_is_less_true(
@@ -224,14 +221,14 @@ def test_a_rms_norm_of_rounded_data_is_less_true(
         "_is_move",
         lambda node, fact, verdict: "rms_norm" in fact.op or real(node, fact, verdict),
     )
-    assert errors(Of(function), data, torch.bfloat16).worst() > MARGIN
+    assert errors(of(function), data, torch.bfloat16).worst() > MARGIN
 
 
 def test_gradients_summed_low_are_less_true(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why uses of one cast have a node (`low_uses`) that sums in fp32."""
     monkeypatch.setattr(Uses, "use_of_copy", lambda self, value, copy, *rest: copy)
     function, data = CASES["branches"]
-    assert errors(Of(function), data, torch.bfloat16).worst() > 1.5
+    assert errors(of(function), data, torch.bfloat16).worst() > 1.5
 
 
 def rewritten(
@@ -242,11 +239,8 @@ def rewritten(
     **options: Any,
 ) -> Rewritten:
     given = leaves(data or (X,)) if grad else list(data or (X,))
-    low = parse_low_dtype(precision)
-    assert low is not None
-    chosen = Options(precision=precision, do_no_harm=False, **options)
-    model = Of(function).requires_grad_(grad)
-    return rewrite_graph(capture(model, len(given)), given, chosen, low)
+    model = of(function).requires_grad_(grad)
+    return small_models.rewritten(model, given, precision, **options)
 
 
 def reason(found: Rewritten, name: str) -> str:
@@ -360,7 +354,7 @@ def test_data_beyond_the_range_of_fp16_is_rounded_after_it_is_in_range(
     function: Callable[..., Any],
 ) -> None:
     data = (1 + torch.rand(64, WIDTH)) * 5e5
-    assert errors(Of(function), (data,), torch.float16).worst() <= MARGIN
+    assert errors(of(function), (data,), torch.float16).worst() <= MARGIN
 
 
 def test_what_is_fp32_for_its_backward_widens_nothing() -> None:

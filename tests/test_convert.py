@@ -24,13 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from tests.metrics import relative_error
+from tests.small_models import WIDTH, mlp
 
 # What Dynamo itself warns of where a value crosses a graph break.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning"
 )
 
-WIDTH = 8
 CLOSE = 0.02  # bf16 rounding of a few layers
 BF16 = {"precision": "bf16", "do_no_harm": False}
 
@@ -41,10 +41,6 @@ def convert(model: nn.Module, **options: Any) -> Any:
 
 def runs(model: nn.Module) -> int:
     return int(autoamp.report(model).runs)
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4))
 
 
 class Block(nn.Module):

@@ -11,22 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoamp.dtypes import parse_low_dtype
-from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
-from tests.strategies import capture
+from autoamp.pipeline import Rewritten
+from tests import small_models
+from tests.small_models import Of
 
 WIDTH = 8
 
 
-class Of(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.fc = nn.Linear(WIDTH, WIDTH)
-        self.other = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self, *args)
+def of(function: Callable[..., Any]) -> Of:
+    """A model of one function and two layers."""
+    return Of(function, fc=nn.Linear(WIDTH, WIDTH), other=nn.Linear(WIDTH, WIDTH))
 
 
 def rewritten(
@@ -37,10 +31,8 @@ def rewritten(
     **options: Any,
 ) -> Rewritten:
     given = given or (torch.randn(4, WIDTH),)
-    model = Of(function).requires_grad_(grad)
-    chosen = Options(precision=precision, do_no_harm=False, **options)
-    low = parse_low_dtype(precision)
-    return rewrite_graph(capture(model, len(given)), given, chosen, low)
+    model = of(function).requires_grad_(grad)
+    return small_models.rewritten(model, given, precision, **options)
 
 
 def dtype(found: Rewritten, name: str) -> torch.dtype:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from tests.metrics import relative_error
+from tests.small_models import Of
 from tests.strategies import capture
 
 WIDTH = 8
@@ -34,24 +35,20 @@ class Doubled(torch.autograd.Function):
         return grad * 2
 
 
-class Of(nn.Module):
+def of(function: Callable[..., Any]) -> Of:
     """A model of one function, two linear layers and a batch norm."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.fc = nn.Linear(WIDTH, WIDTH)
-        self.other = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self, *args)
+    return Of(
+        function,
+        fc=nn.Linear(WIDTH, WIDTH),
+        other=nn.Linear(WIDTH, WIDTH),
+        norm=nn.BatchNorm1d(WIDTH),
+    )
 
 
 def pair(function: Callable[..., Any], precision: str = "bf16") -> tuple[Of, Of]:
     """The model in fp32, and a converted copy."""
     torch.manual_seed(0)
-    plain = Of(function)
+    plain = of(function)
     converted = autoamp.convert(
         copy.deepcopy(plain), precision=precision, do_no_harm=False, strict=True
     )

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from autoamp.dtypes import parse_low_dtype
-from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline import Rewritten
 from autoamp.rules import Category, Rules
-from tests.strategies import capture
+from tests import small_models
+from tests.small_models import Of
 from tests.truth import relative
 
 WIDTH = 20
@@ -24,26 +24,15 @@ PRECISIONS = ("bf16", "fp16")
 X = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-class Of(nn.Module):
+def of(function: Callable[..., Any]) -> Of:
     """A model of one function over two layers."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
-        self.fc = nn.Linear(WIDTH, WIDTH)
-        self.other = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
+    torch.manual_seed(0)
+    return Of(function, fc=nn.Linear(WIDTH, WIDTH), other=nn.Linear(WIDTH, WIDTH))
 
 
 def rewritten(model: nn.Module, precision: str, **options: Any) -> Rewritten:
-    low = parse_low_dtype(precision)
-    assert low is not None
-    chosen = Options(precision=precision, do_no_harm=False, strict=True, **options)
     x = X.clone().requires_grad_()
-    return rewrite_graph(capture(model, 1), (x,), chosen, low)
+    return small_models.rewritten(model, (x,), precision, strict=True, **options)
 
 
 def seeded(call: Callable[..., Any]) -> tuple[Any, Tensor]:
@@ -78,7 +67,7 @@ NOISE: dict[str, Callable[[Of, Tensor], Tensor]] = {
 def test_the_draws_are_those_of_the_users_program(kind: str, precision: str) -> None:
     """The same numbers, rounded at most, from the same stream."""
     draw = NOISE[kind]
-    model = Of(lambda m, x: draw(m, m.fc(x)) + 0 * m.other(x))
+    model = of(lambda m, x: draw(m, m.fc(x)) + 0 * m.other(x))
     found = rewritten(model, precision)
     (ours, after), (theirs, left) = seeded(found.gm), seeded(model)
     eps = torch.finfo(parse_low_dtype(precision)).eps
@@ -90,7 +79,7 @@ def test_the_draws_are_those_of_the_users_program(kind: str, precision: str) -> 
 @pytest.mark.parametrize("kind", ["randn_like", "rand_like", "randint_like"])
 def test_a_shape_is_read_without_a_cast(kind: str, precision: str) -> None:
     draw = NOISE[kind]
-    found = rewritten(Of(lambda m, x: draw(m, m.fc(x))), precision)
+    found = rewritten(of(lambda m, x: draw(m, m.fc(x))), precision)
     assert "linear" in found.assignment.low
     assert {c.value for c in found.casts if c.kind == "up"} == set()
     assert not found.assignment.decisions[kind].low
@@ -104,9 +93,9 @@ def test_normal_numbers_widen_nothing_and_uniform_ones_do(precision: str) -> Non
         h = h * torch.empty_like(h).normal_()
         return m.other(h)
 
-    low = rewritten(Of(noisy), precision).assignment.low
+    low = rewritten(of(noisy), precision).assignment.low
     assert {"add", "mul", "mul_1", "linear_1"} <= low
-    uniform = Of(lambda m, x: m.other((h := m.fc(x)) + torch.rand_like(h)))
+    uniform = of(lambda m, x: m.other((h := m.fc(x)) + torch.rand_like(h)))
     assert "add" not in rewritten(uniform, precision).assignment.low
 
 
@@ -119,14 +108,14 @@ def test_noise_that_is_asked_for_in_fp32_widens(asked: str) -> None:
         return m.other(h * torch.randn_like(like, **dtype))
 
     options = {"keep": {"keep": ("*",)}, "deny": {"deny": ("randn_like",)}}
-    found = rewritten(Of(noisy), "bf16", **options.get(asked, {}))
+    found = rewritten(of(noisy), "bf16", **options.get(asked, {}))
     assert "mul" not in found.assignment.low
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_mask_of_zeros_and_ones_is_low(precision: str) -> None:
     """Its fp32 form widened every residual branch that stochastic depth drops."""
-    model = Of(lambda m, x: path(m, m.fc(x)))
+    model = of(lambda m, x: path(m, m.fc(x)))
     found = rewritten(model, precision)
     names = {"new_empty", "bernoulli_", "div_", "mul", "linear_1"}
     assert names <= found.assignment.low

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.dtypes import parse_low_dtype
-from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
-from tests.strategies import capture
+from autoamp.pipeline import Rewritten
+from tests import small_models
 from tests.truth import MARGIN, errors, relative
 
 WIDTH = 16
@@ -43,9 +41,7 @@ def rewritten(
     function: Callable[..., Tensor], *given: Tensor, precision: str = "fp16"
 ) -> Rewritten:
     given = given or (X.clone().requires_grad_(),)
-    low = parse_low_dtype(precision)
-    options = Options(precision=precision, do_no_harm=False)
-    return rewrite_graph(capture(Of(function), len(given)), given, options, low)
+    return small_models.rewritten(Of(function), given, precision)
 
 
 def empty(h: Tensor) -> Tensor:

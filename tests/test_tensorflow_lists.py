@@ -19,6 +19,8 @@ from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.place.policies import tensorflow
 from autoamp.rules import Category, Rules
+from tests import small_models
+from tests.small_models import Of
 from tests.strategies import Program, capture, inputs, programs
 
 SIDE = 16
@@ -27,31 +29,24 @@ X = torch.rand(SIDE, SIDE, generator=torch.Generator().manual_seed(1)) + 0.5
 DOCS = Path(__file__).parents[1] / "docs" / "how-it-works.md"
 
 
-class Of(nn.Module):
+def of(function: Callable[..., Any]) -> Of:
     """A model of one function over a table, a buffer and a layer."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.function = function
-        self.fc = nn.Linear(SIDE, SIDE)
-        self.table = nn.Embedding(SIDE, SIDE)
-        self.register_buffer("seen", torch.zeros(SIDE, SIDE))
-        self.register_buffer("wide", torch.ones(SIDE, SIDE).double())
-
-    def forward(self, *data: Tensor) -> Any:
-        return self.function(self, *data)
+    torch.manual_seed(0)
+    return Of(
+        function,
+        fc=nn.Linear(SIDE, SIDE),
+        table=nn.Embedding(SIDE, SIDE),
+        seen=torch.zeros(SIDE, SIDE),
+        wide=torch.ones(SIDE, SIDE).double(),
+    )
 
 
 def rewritten(
     function: Callable[..., Any], precision: str = "fp16", *data: Tensor, **options: Any
 ) -> Rewritten:
-    given = {"rules": "tensorflow", "placement": "tensorflow", "do_no_harm": False}
-    chosen = Options(precision=precision, **{**given, **options})
-    low = parse_low_dtype(precision)
-    assert low is not None
+    given = {"rules": "tensorflow", "placement": "tensorflow", **options}
     data = data or (X.clone().requires_grad_(),)
-    return rewrite_graph(capture(Of(function), len(data)), data, chosen, low)
+    return small_models.rewritten(of(function), data, precision, **given)
 
 
 # -- the lists -------------------------------------------------------------------------
@@ -206,7 +201,7 @@ def test_a_pin_of_ours_is_off(case: str) -> None:
     assert node in found.assignment.low
     with torch.no_grad():
         result = found.gm(X)
-        exact = Of(function)(X)
+        exact = of(function)(X)
     assert torch.allclose(result, exact, rtol=0.1, atol=0.1), "nothing was cut off"
 
 

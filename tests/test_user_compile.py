@@ -12,8 +12,8 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import autoamp
 from tests.metrics import relative_error
+from tests.small_models import WIDTH, mlp
 
-WIDTH = 8
 CLOSE = 2.0**-6
 """bf16 keeps 8 bits, and a few roundings follow each other."""
 OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
@@ -50,10 +50,6 @@ class Outer(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.inner(x * self.scale).square()
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4))
 
 
 @pytest.fixture

@@ -18,13 +18,9 @@ from autoamp.capture.captured import CapturedGraph
 from autoamp.model.conversion import conversion_of
 from autoamp.weights import copies
 from tests.metrics import relative_error
+from tests.small_models import WIDTH, mlp
 
-WIDTH = 8
 CLOSE = 0.02  # bf16 rounding of two layers; a stale copy is off by 1 and more
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4))
 
 
 def convert(model: nn.Module) -> nn.Module:
