@@ -33,6 +33,7 @@ from tests.models.case import Case
 from tests.zoo import BY_NAME as ZOO
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CHECKOUT = Path(__file__).resolve().parent.parent
 STEPS = 60
 """Steps of a random graph, at most; each is a node or a few."""
 
@@ -65,7 +66,7 @@ def of_model(case: Case, precision: str) -> str:
     case.loss(model(*args, **kwargs)).backward()
     report = autoamp.report(model)
     text = "\n".join(map(code_of, report.graphs))
-    skipped = "\n".join(map(" ".join, report.skipped))
+    skipped = "\n".join(map(" ".join, report.skipped)).replace(str(CHECKOUT), "")
     return digest(text, reasons_of(report.rewritten), skipped)
 
 
