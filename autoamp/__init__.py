@@ -1,6 +1,6 @@
 """Automatic mixed precision for PyTorch by rewriting graphs.
 
-Public names are those in `__all__`; everything else may change.
+The public names are listed in `__all__`; everything else may change.
 """
 
 from autoamp.api import convert, is_converted, report, revert, rewrite

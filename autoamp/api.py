@@ -50,28 +50,29 @@ def convert(
 
     Args:
         model: any `torch.nn.Module`.
-        optimizer: an optimizer or a list of them, given back beside the model.  What
-            it trains of a model that arrives in half precision gets fp32 masters.
-        precision: "auto", "fp16", "bf16" or the torch dtype.  "auto" is fp16 on a GPU,
-            bf16 on a CPU that has units for it, and else no conversion, said out loud.
+        optimizer: an optimizer or a list of optimizers, returned beside the model.
+            Half-precision weights that an optimizer trains get fp32 master weights.
+        precision: "auto", "fp16", "bf16" or the torch dtype.  "auto" is fp16 on a GPU
+            and bf16 on a CPU with bf16 units; otherwise a warning says that the model
+            is not converted.
         rules: a rules file laid over the built-in one, a `Rules`, or one of the
             complete sets "torch-cuda", "torch-cpu", "tensorflow".
         allow, deny, infer, clear: op names moved to that list ("linear", "aten::exp").
         keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*").
         loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", "off", a
             number, or a `LossScale`, which may be shared by several models.
-        backend: "eager" runs the rewritten graph as it is; "inductor" compiles it; or
-            any Dynamo backend.
+        backend: "eager", which runs the rewritten graph as it is, "inductor", which
+            compiles it, or any Dynamo backend.
         placement: "optimal" (least cost), "tensorflow", "promote" or "forced".
         objective: "time" or "memory".
-        do_no_harm: leave in fp32 what is predicted to gain nothing.
-        strict: raise where it would otherwise fall back to fp32.
+        do_no_harm: whether ops that are predicted to gain nothing stay in fp32.
+        strict: whether to raise an error instead of falling back to fp32.
         weight_copies: "kept": a weight's low-precision copy is kept until the weight is
-            written to, through torch or through whatever shares its memory, an array of
-            NumPy's say.  A write through a bare address that was taken once goes unseen
+            written to, through torch or through an object that shares its memory, such
+            as a NumPy array.  A write through a bare address taken earlier goes unseen
             (C code with `w.data_ptr()`, a replayed CUDA graph), and a write by torch
-            may move the weight away from that address: "every call" copies each weight
-            at each call, and never moves it.
+            may move the weight away from that address.  "every call": each weight is
+            copied at each call, and never moved.
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -106,7 +107,7 @@ def convert(
                 give_masters(boundary, model)
                 if state is not None and state.engine is not None:
                     boundary.link(state.engine.record.scaling)
-        except BaseException:  # state the optimizer was loaded with does not fit
+        except BaseException:  # say, state loaded by the optimizer does not fit
             if fresh:
                 revert_model(model)
             raise
@@ -114,7 +115,7 @@ def convert(
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Puts the call path of `model` back exactly; it is fp32 again, bit for bit."""
+    """Restores the call path of `model`, which is fp32 again, exactly, bit for bit."""
     revert_model(model)
     return model
 
@@ -126,7 +127,7 @@ def is_converted(model: object) -> bool:
 
 
 def report(model: nn.Module) -> Report:
-    """What was done to converted `model`: every graph captured so far.
+    """The report on converted `model`, with every graph captured so far.
 
     Raises:
         UnsupportedModelError: `model` was never converted.
@@ -149,14 +150,14 @@ def rewrite(
 ) -> fx.GraphModule:
     """The compiler pass alone: a mixed-precision `GraphModule` made from `gm`.
 
-    Pure: `gm` is not changed; parameters are shared with it.  Weights are cast inside
-    the graph.  `do_no_harm=True` (the default) may leave every op in fp32.
+    `gm` is not changed; the new graph shares the parameters of `gm`.  Weights are cast
+    inside the graph.  `do_no_harm=True` (the default) may leave every op in fp32.
 
     Args:
         gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
         example_inputs: one value per input of the graph.
-        **options: as for `convert`, but for those of a model that is called and
-            trained: `backend`, `loss_scale` and `weight_copies`.
+        **options: as for `convert`, except `backend`, `loss_scale` and
+            `weight_copies`, which are for a model that is called and trained.
 
     Raises:
         AutoampError: the graph or an option cannot be used, or a pass failed.
@@ -191,7 +192,7 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
         if not isinstance(each, torch.optim.Optimizer):
             raise OptionError(f"optimizer={name} is not a torch.optim.Optimizer")
         if not isinstance(model, nn.Module):
-            continue  # told with the model's own error
+            continue  # convert_model raises the error
         ids = {id(p) for p in model.parameters()}
         if not any(id(p) in ids for p in params_of(each)):
             raise OptionError(

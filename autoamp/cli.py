@@ -20,7 +20,7 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 def _lists(function: Any) -> Any:
-    """An option for each of the eight lists."""
+    """Adds the eight list options: add and remove for each of the four categories."""
     for category in ("clear", "infer", "deny", "allow"):
         for change, verb in (("remove", "to take out of"), ("add", "to put in")):
             function = click.option(
@@ -69,9 +69,9 @@ def run(
         environment.read(environ)
     except AutoampError as error:
         raise click.ClickException(str(error)) from None
-    # A process of its own: `__main__`, sys.argv and sys.path are Python's own doing.
+    # SCRIPT runs in a new process, so that Python sets `__main__`, argv and sys.path.
     command = [sys.executable, *(["-m"] if as_module else []), script, *arguments]
-    if os.name == "nt":  # there, exec returns to the shell before the program ends
+    if os.name == "nt":  # exec on Windows returns before SCRIPT ends
         sys.exit(subprocess.call(command, env=environ))
     os.execve(sys.executable, command, environ)
 

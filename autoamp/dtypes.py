@@ -26,7 +26,7 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def parse_low_dtype(value: object) -> torch.dtype | None:
-    """The low dtype meant by `value` (a name or a dtype), or None if it is neither."""
+    """The low dtype meant by `value` (a name or a dtype), or None if there is none."""
     if isinstance(value, torch.dtype):
         return value if value in LOW_DTYPES.values() else None
     if isinstance(value, str):

@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from autoamp.plain import plain
 
 _MOST = 4000
-"""Characters of a message."""
+"""The most characters that a message shows."""
 
 
 class AutoampError(Exception):
     """Base of every error raised on purpose by autoamp.
 
     The message says what went wrong, where (module path, op, source line) and what
-    to do about it.  It may quote anything a user or a file holds.
+    to do about it.  The message may quote anything that a user or a file holds.
 
     Attributes:
-        nodes: names of the graph's nodes it is about, where it is about a graph.
+        nodes: names of the graph nodes that the error is about, if any.
     """
 
     def __init__(self, *args: object, nodes: Iterable[str] = ()) -> None:
@@ -45,7 +45,7 @@ class CaptureError(AutoampError, RuntimeError):
 
 
 class PlacementError(AutoampError, RuntimeError):
-    """The constraints on precision contradict each other; the message is the chain."""
+    """Constraints on precision contradict each other; the message is their chain."""
 
 
 class VerificationError(AutoampError, RuntimeError):

@@ -32,13 +32,13 @@ def split_key(key: str) -> tuple[str, str, str]:
 
 
 def parse_op_name(text: str) -> str:
-    """The canonical key of an op as a user may spell it; it need not exist.
+    """The canonical key of an op as a user may spell it; the op need not exist.
 
     `linear`, `aten.linear`, `aten::linear` and `torch.ops.aten.linear` give
     `aten::linear`, which means every overload; `sum.dim_IntList`,
     `aten.sum.dim_IntList` and `aten::sum.dim_IntList` give the one overload.
-    Two names joined by a dot are read as an overload of an ATen op where there is
-    such an overload, else as namespace and op where there is such an op.
+    Two names joined by a dot are read as an overload of an ATen op if such an
+    overload exists, or else as namespace and op if such an op exists.
     """
     text = text.strip().removeprefix(_OPS_PREFIX)
     if "::" in text:
@@ -90,7 +90,7 @@ def close_names(key: str, limit: int = 3) -> list[str]:
 
 
 def _known_names(namespace: str) -> list[str]:
-    """Names that ops of `namespace` may have; torch has no public list of ATen's."""
+    """Names that ops of `namespace` may have; torch has no public list of ATen ops."""
     names = set(dir(getattr(torch.ops, namespace, None)))
     if namespace == "aten":
         names.update(dir(torch), dir(torch.nn.functional), dir(torch.Tensor))

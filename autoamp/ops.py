@@ -1,4 +1,4 @@
-"""What can be told about an op from its name, schema and tags alone."""
+"""Properties of an op that its name, schema and tags alone decide."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
 }
 """Arguments that an op writes although its schema does not say so.
 
-The running statistics are written when the op trains; nothing in the schema tells.
+The arguments are running statistics, which the op writes in training mode.
 """
 
 MAYBE_ALIAS: dict[str, tuple[str, ...]] = {
@@ -53,8 +53,8 @@ MAYBE_ALIAS: dict[str, tuple[str, ...]] = {
 }
 """Arguments that an op's output may share storage with, undeclared by its schema.
 
-`dropout` returns its input when it does not train; `einsum` of one operand is a
-permutation; `type_as` returns its input when the dtype fits already.
+`dropout` returns its input outside training; `einsum` of one operand is a permutation;
+`type_as` returns its input when the dtype fits already.
 """
 
 _FILLED = ("zeros", "ones", "full", "empty")
@@ -64,14 +64,14 @@ FACTORIES = frozenset(
     + [f"aten::{name}_like" for name in _FILLED]
     + [f"aten::new_{name}" for name in _FILLED]
 )
-"""Ops that make a tensor from no data; their dtype is an argument."""
+"""Ops that make a tensor from no data, in the dtype given as an argument."""
 
 NOISE = frozenset(
     f"aten::{name}" for name in ("rand_like", "randint_like", "randn_like")
 )
-"""Ops that draw random numbers in the shape of a tensor, of which they read no data.
+"""Ops that draw random numbers in the shape of a tensor whose data they do not read.
 
-Their dtype is an argument too, but another dtype draws other numbers."""
+The dtype is an argument, as for `FACTORIES`, but another dtype draws other numbers."""
 
 _COPIES = frozenset(
     f"aten::{name}"
@@ -101,7 +101,7 @@ _COPIES = frozenset(
         "vstack",
     )
 )
-"""Ops that copy each element to one place, or to none."""
+"""Ops that copy each element of an operand to one place, or to none."""
 
 _REPEATS = frozenset(
     f"aten::{name}"
@@ -143,9 +143,9 @@ PROMOTING = frozenset(
 )
 """Ops that read low operands beside fp32 ones as they are.
 
-Their kernels widen an operand as they read it: the result, and every gradient, has the
-bits that a cast before the op would give, and neither a cast nor a wide copy is made
-or saved (tests/test_ceiling.py)."""
+The kernels of these ops widen an operand as they read it: the result and every gradient
+have the bits that a cast before the op would give, and neither a cast nor a wide copy
+is made or saved (tests/test_ceiling.py)."""
 
 
 def mutated_arguments(target: OpOverload) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ def mutates(target: OpOverload) -> bool:
 
 
 def is_out_variant(target: OpOverload) -> bool:
-    """Whether `target` writes its result to what it is given as `out=`."""
+    """Whether `target` writes its result to the tensor given as `out=`."""
     return any(argument.is_out for argument in compat.schema(target).arguments)
 
 
@@ -194,7 +194,7 @@ def aliasing_arguments(target: OpOverload) -> tuple[str, ...]:
 
 
 def _joins(alias: Any, shared: set[str]) -> bool:
-    """Whether an argument's alias set is an output's, or that of a list of outputs."""
+    """Whether an argument shares its alias set with an output or a list of outputs."""
     if alias is None:
         return False
     return "*" in alias.after_set or bool((alias.before_set | alias.after_set) & shared)
@@ -204,7 +204,8 @@ def only_moves(target: OpOverload, *, once: bool) -> bool:
     """Whether each element of the result is an element of an operand, or a constant.
 
     Args:
-        once: and no element is in two places, so that its gradient is no sum.
+        once: whether to require as well that no element is in two places, so that the
+            gradient of an element is no sum.
     """
     base = base_name(target)
     if base in _REPEATS:
@@ -239,7 +240,7 @@ _WRITING_OPERATORS = frozenset(
 
 
 def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
-    """The sub-graphs that a call is handed."""
+    """The sub-graphs that a call takes as operands."""
     root = node.graph.owning_module
     operands = [n for n in node.all_input_nodes if n.op == "get_attr"]
     found = [getattr(root, str(n.target), None) for n in operands]
@@ -249,8 +250,8 @@ def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
 def has_effect(node: fx.Node) -> bool:
     """Whether a call writes in place or draws random numbers, used or not.
 
-    Knows ATen ops by their schema, and the methods, functions and operators of a graph
-    as Dynamo wrote it by their names.  A higher-order op does what its bodies do.
+    An ATen op is judged by its schema; a method, function or operator, in a graph as
+    Dynamo wrote it, by its name; a higher-order op by its bodies.
     """
     if isinstance(node.target, OpOverload):
         return mutates(node.target) or is_random(node.target)
@@ -264,10 +265,10 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def drop_dead(graph: fx.Graph) -> None:
-    """Erases nodes nobody reads that have no effect.
+    """Erases nodes that nothing reads and that have no effect.
 
-    Not FX's own elimination: it goes on into sub-graphs with rules that take a method
-    like `x.mul_(2)` for dead.
+    FX's own elimination would not do: it goes on into sub-graphs with rules that take a
+    method call like `x.mul_(2)` for dead.
     """
     for node in reversed(graph.nodes):
         if node.op in ("placeholder", "output") or node.users:

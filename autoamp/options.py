@@ -23,11 +23,11 @@ WEIGHT_COPIES = ("kept", "every call")
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for; the names and defaults are those of `autoamp.convert`.
+    """The options a user chose, with the names and defaults of `autoamp.convert`.
 
     Attributes:
-        unlist: (category, op) to take out of the rules: what the automatic mode's
-            variables ask for; no option that a caller can give.
+        unlist: (category, op) pairs to take out of the rules.  Only the environment
+            variables of the automatic mode set this field; a caller cannot.
 
     Raises:
         OptionError: a value is unusable; the message lists the valid ones.
@@ -69,13 +69,14 @@ class Options:
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)
         if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
-            resolve_loss_scale(self.loss_scale, torch.bfloat16)  # for any dtype alike
+            resolve_loss_scale(self.loss_scale, torch.bfloat16)  # any dtype will do
         self._check_rules()
 
     def _check_rules(self) -> None:
-        """A wrong rule is an error here, not later.
+        """Raises for a wrong rule here, not later.
 
-        Rules may be for one precision only, where "auto" may choose either.
+        Under precision "auto" the rules may be valid for only one of the low dtypes,
+        because a rules file may be written for one of them.
         """
         low = parse_low_dtype(self.precision)
         errors = []
@@ -103,7 +104,7 @@ class Options:
 
     @property
     def is_tensorflows(self) -> bool:
-        """Whether lists and placement are both TensorFlow's, user's additions aside."""
+        """Whether lists (the user's additions aside) and placement are TensorFlow's."""
         name = self.rules.name if isinstance(self.rules, Rules) else str(self.rules)
         lists = name.partition(" + ")[0] in TENSORFLOW.values()
         return lists and self.placement == "tensorflow"
@@ -115,7 +116,7 @@ class Options:
             rules = self.rules
         elif self.rules is not None:
             name = self.rules
-            if name in TENSORFLOW.values():  # it has lists for each precision
+            if name in TENSORFLOW.values():  # TensorFlow has lists for each dtype
                 name = TENSORFLOW[short_name(low)]
             laid = Rules.load(name)
             rules = laid if name in COMPLETE else rules.merge(laid)

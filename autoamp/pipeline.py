@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class Sums(NamedTuple):
-    """Of a rewritten graph: float ops that are low, all float ops, and casts."""
+    """Counts of a rewritten graph: low float ops, all float ops, and casts."""
 
     low: int
     ops: int
@@ -39,18 +39,18 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Rewritten:
-    """One graph, rewritten, and everything that was known and decided on the way.
+    """One rewritten graph, and everything that the passes found out and decided.
 
     Attributes:
         gm: the rewritten graph.
         before: the ATen graph it was made from.
-        facts, classified, assignment: what was known, allowed and decided.
+        facts, classified, assignment: the facts, the verdicts and the placement.
         casts: the casts inserted, in graph order.
         recounted: the cost of the emitted graph by an independent count.
         low: the compute dtype.
         seconds: time taken by each pass.
-        given_up: nodes that a failed check keeps in fp32, and what it said.
-        bodies: the same for sub-graphs (checkpointed regions, branches, loops).
+        given_up: nodes that a failed check keeps in fp32, each to the reason.
+        bodies: the records of sub-graphs (checkpointed regions, branches, loops).
     """
 
     gm: fx.GraphModule
@@ -65,16 +65,16 @@ class Rewritten:
     given_up: Mapping[str, str] = field(default_factory=dict)
     bodies: tuple[Rewritten, ...] = ()
 
-    @functools.cached_property  # thirty models that run one graph each ask
+    @functools.cached_property  # thirty models that share a graph each ask
     def sums(self) -> Sums:
-        """What it comes to, its bodies with it."""
+        """The counts of this graph and its bodies together."""
         every = [*self.with_bodies()]
         decisions = [d for each in every for d in each.assignment.decisions.values()]
         low = sum(decision.low for decision in decisions)
         return Sums(low, len(decisions), sum(len(each.casts) for each in every))
 
     def with_bodies(self) -> Iterator[Rewritten]:
-        """This and the bodies in it, in those as well."""
+        """Yields this record, then the records of all bodies, nested ones included."""
         yield self
         for body in self.bodies:
             yield from body.with_bodies()
@@ -91,8 +91,8 @@ def rewrite_graph(
     """Runs every pass on `gm`, which is not changed.
 
     Args:
-        free_weights: casts of weights are priced at nothing, because whoever runs the
-            graph passes cached copies in.
+        free_weights: whether casts of weights are priced at nothing, because the caller
+            passes cached copies in.
 
     Raises:
         AutoampError: a pass failed; the message says where.
@@ -110,9 +110,10 @@ def rewrite_normalised(
     free_weights: bool,
     seconds: dict[str, float],
 ) -> Rewritten:
-    """The passes after `normalise`; `seconds` is added to.
+    """Runs the passes after `normalise`, and adds their times to `seconds`.
 
-    What a failed check names stays fp32, and the passes run again without it.
+    Nodes that a failed check names stay fp32, and the passes run again with these nodes
+    pinned.
     """
     bodies, left = _rewrite_bodies(normalised, options, low, free_weights)
     timed = _Timer(seconds)
@@ -214,7 +215,7 @@ class _Attempt:
 def _not_as_promised(
     verifier: Verifier, after: fx.GraphModule, assignment: Assignment
 ) -> list[str]:
-    """The nodes that a recount with another result is about."""
+    """The nodes that caused a recount to differ from the promised cost."""
     promised = frozenset(n for n, d in assignment.decisions.items() if d.low)
     casts = promised_casts(assignment.problem, promised)
     return verifier.not_as_promised(after, promised, casts)
@@ -223,10 +224,11 @@ def _not_as_promised(
 def _rewrite_bodies(
     normalised: Normalised, options: Options, low: torch.dtype, free_weights: bool
 ) -> tuple[tuple[Rewritten, ...], dict[str, str]]:
-    """Rewrites sub-graphs, each with fp32 edges, and puts them in place.
+    """Rewrites sub-graphs, whose inputs and outputs stay fp32, and puts them in place.
 
-    One that the passes fail on stays fp32, and the graph round it is still rewritten.
-    Gives what was rewritten, and the calls of those that could not be, and why.
+    A sub-graph on which the passes fail stays fp32, and the graph round it is still
+    rewritten.  Returns the rewritten sub-graphs, and the reason for each call of a
+    sub-graph that stays fp32.
     """
     found: list[Rewritten] = []
     left: dict[str, str] = {}
@@ -249,7 +251,7 @@ def _rewrite_bodies(
 
 
 def _callers(gm: fx.GraphModule, body: str) -> list[str]:
-    """The calls that sub-graph `body` is handed to."""
+    """The calls that take sub-graph `body` as an operand."""
     operands = [n for n in gm.graph.nodes if n.op == "get_attr" and n.target == body]
     return [user.name for n in operands for user in n.users]
 

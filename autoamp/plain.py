@@ -1,7 +1,8 @@
-"""Text made of other people's names and values, safe to show.  Imports nothing.
+"""Makes text from other people's names and values safe to show.
 
-Class names, paths, fields of a checkpoint may hold anything: escape sequences of a
-terminal, marks that turn the direction of writing, a megabyte.
+Class names, paths and fields of a checkpoint may hold anything: escape sequences of a
+terminal, marks that turn the direction of writing, a megabyte of text.  This module
+imports nothing.
 """
 
 from __future__ import annotations
@@ -21,5 +22,5 @@ def plain_line(text: str, most: int = 10**6) -> str:
 
 
 def class_name(of: object) -> str:
-    """What the class of an object is called, for messages and reports."""
+    """The name of the class of an object, for messages and reports."""
     return plain_line(type(of).__name__, 100)

@@ -1,8 +1,8 @@
-"""A failed check costs a region: what it names stays fp32, and the rest is converted.
+"""Runs the passes again after a failed check, with a region of the graph kept fp32.
 
-One bad node must not take the whole graph back to fp32.  The nodes that an error is
-about are pinned and the placement is solved again; an error that comes back takes a
-wider region with it, a few times at most.
+One bad node must not take the whole graph back to fp32.  The nodes that an error names
+are pinned and the placement is solved again; if an error comes back, a wider region is
+pinned, at most `RETRIES` times in all.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from autoamp.plain import plain_line
 _T = TypeVar("_T")
 
 RETRIES = 4
-"""How often the passes are run again."""
+"""How often the passes are run again at most."""
 
 REACHES = (0, 2, 4, 8)
-"""How many steps from the named nodes a region goes: the least that keeps more nodes.
+"""Sizes of a region, in steps from the named nodes; the least that adds nodes is taken.
 
-A layout that only a low kernel gives shows some views further down, where the first
-one that cannot be computed fails: hence the last ones."""
+The largest sizes are there because a low kernel may lay out its result differently, and
+the failure shows only some views further down, at the first view that cannot be made.
+"""
 
 REPORT = "kept in fp32 after a failed check: please report"
 
@@ -32,13 +33,16 @@ REPORT = "kept in fp32 after a failed check: please report"
 def retreating(
     attempt: Callable[[Mapping[str, str]], _T], graph: fx.Graph, *, strict: bool
 ) -> _T:
-    """What `attempt` gives, told which nodes of `graph` to keep fp32, and why each.
+    """The result of `attempt`; on failure it runs again with more nodes kept fp32.
 
     Args:
-        strict: raise what the first attempt raises.
+        attempt: runs the passes, given the nodes of `graph` to keep fp32, each to the
+            reason.
+        strict: whether to raise the error of the first attempt.
 
     Raises:
-        Exception: the last attempt's, where no region helps; the first's if `strict`.
+        Exception: the error of the last attempt, if no region helps, or of the first,
+            if `strict`.
     """
     kept: dict[str, str] = {}
     for _ in range(0 if strict else RETRIES):
@@ -55,7 +59,7 @@ def retreating(
 def _wider(
     error: Exception, graph: fx.Graph, kept: Mapping[str, str]
 ) -> dict[str, str]:
-    """The smallest region round what `error` names that was not kept before."""
+    """The new nodes, with reason, of the smallest region that adds any to `kept`."""
     named = error.nodes if isinstance(error, AutoampError) else ()
     for reach in REACHES:
         fresh = [n for n in _region(named, graph, reach) if n not in kept]
@@ -65,7 +69,7 @@ def _wider(
 
 
 def kept_for(error: Exception) -> str:
-    """What the report says of nodes that stay fp32 for `error`."""
+    """The reason, for the report, why nodes stay fp32 after `error`."""
     return plain_line(f"{REPORT}: {error}")
 
 

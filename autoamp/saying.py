@@ -1,4 +1,4 @@
-"""What a person is told while models are converted: once, and not too late."""
+"""Messages to a person while models are converted: each text once, and in time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _said: set[str] = set()
 
 
 def say_once(logger: logging.Logger, level: int, text: str) -> None:
-    """Logs `text` at `level`; where it was said before in this process, as DEBUG.
+    """Logs `text` at `level`, or as DEBUG if this process has logged `text` before.
 
-    Thirty models of one class have one thing to say.
+    Thirty models of one class would otherwise log one text thirty times.
     """
     again = text in _said
     _said.add(text)
@@ -22,7 +22,7 @@ def say_once(logger: logging.Logger, level: int, text: str) -> None:
 
 
 def forget_what_was_said() -> None:
-    """From now on everything is said again."""
+    """Makes `say_once` log every text at its level once more."""
     _said.clear()
 
 
@@ -32,10 +32,10 @@ def signs_of_life(
 ) -> Iterator[None]:
     """Calls `say` with the seconds gone by, again and again, while the block runs.
 
-    Each wait is twice as long as the one before.
+    Each wait is twice as long as the wait before.
 
     Args:
-        every: seconds until the first time.
+        every: seconds until the first call.
     """
     over = threading.Event()
     start = time.monotonic()

@@ -1,1 +1,1 @@
-"""From a captured model to facts and categories.  Nothing here changes a graph."""
+"""From an ATen graph to facts and verdicts.  Nothing here changes a graph."""

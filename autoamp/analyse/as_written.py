@@ -24,11 +24,11 @@ _BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
 def as_written(
     node: fx.Node, fact: NodeFacts, graph: Facts, *, to_the_letter: bool
 ) -> Verdict | None:
-    """The verdict on a call that no rule decides; None where the rules are asked.
+    """The verdict on a call that no rule decides; None where the rules decide.
 
     Args:
         graph: the facts of the whole graph.
-        to_the_letter: TensorFlow's lists decide, which cast whole numbers too.
+        to_the_letter: TensorFlow's lists decide alone; they cast whole numbers too.
     """
     if not isinstance(node.target, compat.OpOverload):
         return _opaque(node, fact)
@@ -43,7 +43,7 @@ def as_written(
 
 
 def _left(reason: str, fact: NodeFacts) -> Verdict:
-    """An op that stays as the user wrote it; no list says so."""
+    """The verdict on an op that stays as the user wrote it; no list decides."""
     modes = all_of("same", fact)
     return Verdict(Category.DENY, reason, "autoamp", True, modes, listed=False)
 
@@ -71,14 +71,15 @@ def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
 def _user_cast(
     node: fx.Node, fact: NodeFacts, graph: Facts, to_the_letter: bool
 ) -> Verdict:
-    """`.float()`, `.to(...)`, `.type(...)` as the user wrote them."""
+    """The verdict on `.float()`, `.to(...)`, `.type(...)` as the user wrote them."""
     outputs = tensors_of(node.meta.get("val"))
     inputs = [t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))]
     made, read = outputs[0].dtype, inputs[0].dtype
     if made != HIGH_DTYPE:
         if made.is_floating_point or made.is_complex:
             reason = f"the model's own cast to {short_name(made)} takes what comes"
-            # Of what is low already it would be no copy, to be written to.
+            # A cast of an operand that is low already would be no copy, and a write to
+            # its result would reach the operand.
             mode: Mode = "high" if fact.storage in graph.mutated else "any"
             return Verdict(Category.CLEAR, reason, "autoamp", False, (mode,))
         reason = "turns floats to integers: reads the value its producer made"
@@ -89,7 +90,7 @@ def _user_cast(
         if read != torch.bool:
             reason = "whole numbers are cast to what reads them, as TensorFlow does"
         return Verdict(Category.CLEAR, reason, "autoamp", False, ())
-    # `x.to(device)` arrives as an overload that names a device, the dtype filled in.
+    # `x.to(device)` arrives as an overload with a device; torch fills in its dtype.
     moves = str(node.target) in _MOVES or argument(node, "dtype") is None
     if read == HIGH_DTYPE and moves:
         reason = "moves data without changing it"

@@ -1,15 +1,15 @@
 """The ceiling: nothing is computed in less precision than type promotion leaves.
 
-Price decides where casts go, never what is rounded.  With the allow ops low, type
-promotion settles the rest as `torch.autocast` does: an op is as wide as its widest
-operand, so what reads the caller's data, a parameter, a buffer or the result of a
-denied op is fp32 until the next allow op.  Below that line placement is free; above it
-an op stays fp32.
+Prices decide where casts go, never which values are rounded.  With the allow ops low,
+type promotion settles the other ops as `torch.autocast` does: an op is as wide as its
+widest operand, so an op that reads the caller's data, a parameter, a buffer or the
+result of a denied op is fp32, and so are its readers until the next allow op.  Below
+that ceiling placement is free; an op above the ceiling stays fp32.
 
-One thing more may be low: a *move* (a view, a `cat`, a constant), where everything that
-reads the result would round it in any case.  Rounding commutes with moving, so that the
-numbers are the same to the bit, and one cast before three slices is cheaper than three
-behind them.
+One more kind of node may be low: a *move* (a view, a `cat`, a constant), where every
+reader of the result would round the result in any case.  Rounding commutes with moving,
+so that the numbers are the same to the bit, and one cast before three slices is cheaper
+than three casts behind the slices.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _AS_WIDE_AS_THE_DATA = frozenset(
 )
 """Ops whose result has the dtype of their first operand, whatever their parameters'.
 
-Kernels of norms compute in fp32 on data that is low already; autocast casts the weight
-of `prelu` itself."""
+Kernels of norms compute in fp32 even on data that is low already; for `prelu` autocast
+itself casts the weight."""
 
 CEILING = "ceiling"
 """The origin of verdicts on nodes that type promotion leaves fp32."""
@@ -55,10 +55,10 @@ _PROMOTE = frozenset({"same", "follow"})
 
 
 def promotes_to_low(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
-    """Nodes that type promotion, allow ops being low, would leave low.
+    """Nodes that type promotion would leave low if every allow op were low.
 
-    Operands that are converted, or that promote nothing, do not count.  What is pinned
-    to fp32 is not low, unless its result may be rounded.
+    Operands that are converted, or that promote nothing, do not count.  A node that is
+    pinned to fp32 is not low, unless its result may be rounded.
     """
     low: set[str] = set()
     for name, verdict in verdicts.items():
@@ -70,14 +70,14 @@ def promotes_to_low(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[
 
 
 def _promoting(name: str, facts: Facts, verdict: Verdict) -> list[str]:
-    """The values that a node's result is as wide as."""
+    """The values that decide how wide a node's result is."""
     fact = facts.nodes[name]
     base = fact.op.partition(".")[0]
-    if base in FACTORIES | NOISE:  # `zeros_like` has the dtype of what it is like
+    if base in FACTORIES | NOISE:  # `zeros_like` has its operand's dtype
         return [o.value for o in fact.operands]
     read = list(zip(fact.operands, verdict.modes, strict=True))
     writes = base.endswith("_") and not base.endswith("__")
-    if writes or base in _AS_WIDE_AS_THE_DATA:  # what is written to keeps its dtype
+    if writes or base in _AS_WIDE_AS_THE_DATA:  # a written tensor keeps its dtype
         read = read[:1]
     return [o.value for o, mode in read if mode in _PROMOTE]
 
@@ -85,7 +85,7 @@ def _promoting(name: str, facts: Facts, verdict: Verdict) -> list[str]:
 def under_ceiling(
     gm: fx.GraphModule, facts: Facts, verdicts: Mapping[str, Verdict]
 ) -> dict[str, Verdict]:
-    """The verdicts, with what is above the ceiling pinned or marked as a move."""
+    """The verdicts, with nodes above the ceiling pinned or marked as moves."""
     low = promotes_to_low(facts, verdicts)
     moves = _moves(gm, facts, verdicts)
     found: dict[str, Verdict] = {}
@@ -100,7 +100,7 @@ def under_ceiling(
 
 
 def _held(name: str, facts: Facts, verdict: Verdict, low: frozenset[str]) -> Verdict:
-    """The verdict of a node that type promotion leaves fp32: to type promotion."""
+    """The verdict of a node that type promotion leaves fp32, now pinned to fp32."""
     fact, modes = facts.nodes[name], verdict.modes
     if fact.op.partition(".")[0] in PROMOTING:
         modes = tuple(
@@ -108,7 +108,7 @@ def _held(name: str, facts: Facts, verdict: Verdict, low: frozenset[str]) -> Ver
             for o, mode in zip(fact.operands, modes, strict=True)
         )
     reason = _reason(_promoting(name, facts, verdict), facts, low)
-    if verdict.origin.endswith("="):  # a list of the user's
+    if verdict.origin.endswith("="):  # the user's own list
         reason = f"{verdict.reason}; {reason}"
     return replace(verdict, pinned=True, reason=reason, origin=CEILING, modes=modes)
 
@@ -116,11 +116,12 @@ def _held(name: str, facts: Facts, verdict: Verdict, low: frozenset[str]) -> Ver
 def _moves(
     gm: fx.GraphModule, facts: Facts, verdicts: Mapping[str, Verdict]
 ) -> set[str]:
-    """Nodes before which rounding gives the bits that rounding behind them would.
+    """Nodes that give the same bits whether rounding comes before or behind them.
 
-    The gradients as well: where one flows, each element goes to one place, and is read
-    once there, since gradients are summed on the fp32 side of a cast.  (Uses of a
-    weight have one each, views of it included: `rewrite/uses.py`.)
+    Gradients have the same bits too: where a gradient flows, each element goes to one
+    place and is read once there, since gradients are summed on the fp32 side of a cast.
+    (Each use of a weight or of its views has an autograd node of its own:
+    `rewrite/uses.py`.)
     """
     reads = Counter(o.value for name in verdicts for o in facts.nodes[name].operands)
     elements: dict[str, list[str]] = {}

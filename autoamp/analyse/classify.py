@@ -1,7 +1,7 @@
 """Rules laid over facts: what each node may do, with a reason a user can read.
 
-Nothing is decided about precision here beyond what cannot be otherwise: a *pin* to
-fp32.  Everything not pinned is free, and `place` chooses.
+The one decision about precision here is a *pin* to fp32, for a node that must not run
+low.  Every other node is free, and `place` chooses its precision.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Classified:
 
     @property
     def promoted(self) -> frozenset[str]:
-        """Those that are left to type promotion, which may widen what they read."""
+        """The nodes left to type promotion, which may widen their operands."""
         return frozenset(n for n, v in self.verdicts.items() if v.origin == CEILING)
 
 
@@ -73,10 +73,10 @@ def classify(
 
     Args:
         keep: the user's module-path patterns.
-        given_up: nodes that stay fp32 whatever they are, and why.
+        given_up: nodes that stay fp32 whatever their ops are, to the reasons.
         ceiling: pin what type promotion would leave fp32 (`analyse/ceiling.py`).
-        to_the_letter: the rules decide alone, as TensorFlow's lists do there; what
-            torch cannot do is pinned all the same (docs/how-it-works.md lists it).
+        to_the_letter: the rules decide alone, as the lists do in TensorFlow; calls are
+            pinned all the same where torch has no choice (docs/how-it-works.md).
     """
     given_up = given_up or {}
     nodes = {n.name: n for n in gm.graph.nodes}
@@ -108,10 +108,10 @@ def classify(
 def _casting_extremes(
     verdict: Verdict, fact: NodeFacts, extreme: frozenset[str]
 ) -> Verdict:
-    """The verdict with numbers in tensors, where they are extreme, cast and not given.
+    """The verdict, with a cast of ours for each 0-dim operand that may be extreme.
 
-    A kernel that converts `torch.tensor(finfo.min)` itself makes it infinite; our cast
-    saturates.  A mask is filled in or added; a factor or a divisor is no mask.
+    A kernel that converts `torch.tensor(finfo.min)` itself makes the number infinite;
+    our cast saturates.  A mask is filled in or added; a factor or divisor is no mask.
     """
     if not any(o.is_scalar and o.value in extreme for o in fact.operands):
         return verdict
@@ -136,7 +136,7 @@ def _rules_by_node(gm: fx.GraphModule, rules: Rules) -> Mapping[str, Rule]:
 
 
 def _rule_of(node: fx.Node, rules: Rules) -> Rule | None:
-    """The rule of a call of a torch op; a product of one value by itself squares it."""
+    """The rule of a call of a torch op; a product of a value and itself is a square."""
     rule = None
     if node.target is torch.ops.aten.mul.Tensor and node.args[0] is node.args[1]:
         rule = rules.lookup(torch.ops.aten.square.default)
@@ -145,7 +145,7 @@ def _rule_of(node: fx.Node, rules: Rules) -> Rule | None:
 
 @dataclass(frozen=True)
 class _Context:
-    """What every verdict of one graph is given under."""
+    """The inputs that all verdicts of one graph share."""
 
     facts: Facts
     rules: Rules
@@ -195,7 +195,7 @@ def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, under: _Context) -> Ver
     if category is Category.DENY:
         rounds = rule.may_round and not asks_fp32
         return Verdict(category, reason, rule.origin, True, modes, may_round=rounds)
-    # TensorFlow's deny ops alone deny what follows; other fp32 ops there do not.
+    # In TensorFlow only deny ops deny the ops after them; other fp32 ops do not.
     pinned = category if under.to_the_letter else Category.DENY
     if fact.device in rule.no_kernel:
         reason = f"torch has no {short_name(under.low)} kernel of it on {fact.device}"
@@ -212,7 +212,7 @@ def _rule_modes(
     """What each operand of a listed op needs."""
     assert isinstance(node.target, compat.OpOverload)
     modes = [_rule_mode(rule, node.target, o, fact) for o in fact.operands]
-    # Rounded first, `topk` would pick others, `floor(2.999)` be 3.
+    # After rounding, `topk` would pick other elements and `floor(2.999)` would be 3.
     picks = rule.jumps or (category is Category.CLEAR and fact.makes_others)
     if under.to_the_letter:
         modes = ["same" if mode == "follow" else mode for mode in modes]
@@ -235,7 +235,7 @@ def _rule_mode(
 
 
 def _by_schema(target: compat.OpOverload, fact: NodeFacts) -> Verdict:
-    """An op no rule knows: safe by its tags, or fp32."""
+    """The verdict on an op that no rule knows: free if its schema or tags allow it."""
     modes = tuple(_mode(target, o, fact) for o in fact.operands)
     if is_pointwise(target):
         reason = "in no list; torch tags it pointwise"
@@ -249,7 +249,7 @@ def _by_schema(target: compat.OpOverload, fact: NodeFacts) -> Verdict:
 
 def _mode(target: compat.OpOverload, operand: Operand, fact: NodeFacts) -> Mode:
     if base_name(target) == "aten::copy_" and operand.argument == "src":
-        return "any"  # copy_ converts; that is what it is for
+        return "any"  # `copy_` converts its source by itself
     if not fact.makes_floats:
         return "follow"  # comparisons, argmax: rounding first could change the answer
     if not is_pointwise(target):
@@ -259,5 +259,5 @@ def _mode(target: compat.OpOverload, operand: Operand, fact: NodeFacts) -> Mode:
         return "any"  # 0-dim tensors take no part in promotion
     written = is_inplace(target) and operand.argument != "self"
     if written and base_name(target) != "aten::lerp_":
-        return "any"  # what `add_` writes to has its own dtype, whatever is added
+        return "any"  # `add_` keeps the dtype of `self`, whatever is added
     return "same"

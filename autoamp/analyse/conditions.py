@@ -1,7 +1,7 @@
 """The tests a conditional rule may name, each a predicate over one node.
 
-The names are those `autoamp.rules` accepts in `when = [{test = ..., value = ...}]`,
-which has checked the type of each test's value.
+`autoamp.rules` accepts the same names in `when = [{test = ..., value = ...}]`, and has
+checked the type of each test's value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoamp.rules import Condition
 
 @dataclass(frozen=True)
 class _Site:
-    """What a test is asked about: a node, its facts and the value to compare with."""
+    """The input of a test: a node, its facts and the value to compare with."""
 
     node: fx.Node
     facts: NodeFacts
@@ -36,7 +36,10 @@ def condition_holds(condition: Condition, node: fx.Node, facts: NodeFacts) -> bo
 
 
 def _reduces_at_least(site: _Site) -> bool:
-    """Elements read per element written; a scan (cumsum) writes all it reads."""
+    """Whether enough elements are read per element written.
+
+    A scan (cumsum) writes as many elements as it reads, so its axis counts instead.
+    """
     facts = site.facts
     dim = argument(site.node, "dim")
     if _reduces_unknown(site.node, dim):
@@ -48,7 +51,7 @@ def _reduces_at_least(site: _Site) -> bool:
 
 
 def _reduces_unknown(node: fx.Node, dim: object) -> bool:
-    """Whether a reduced axis is symbolic: calls to come may be any number longer."""
+    """Whether a reduced axis is symbolic: later calls may have it at any length."""
     read, made = _sizes_read(node), tensors_of(node.meta.get("val"))
     kept = made[0].shape if made else ()
     if read == list(kept) and isinstance(dim, int) and read:

@@ -1,7 +1,7 @@
 """Values whose cast must saturate: masks with numbers beyond the low dtype's range.
 
-They are no danger to what follows, but `torch.finfo(torch.float32).min` would become
--inf in fp16 and in bf16, and a row that is all -inf makes softmax NaN.
+Such numbers are no danger to later ops, but `torch.finfo(torch.float32).min` would
+become -inf in fp16 and in bf16, and a row that is all -inf makes softmax NaN.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _is_bounded(node: fx.Node, rule: Rule | None, limit: float) -> bool:
 
 
 def _default(node: fx.Node, name: str) -> Any:
-    """What the schema of a torch op gives argument `name` where a call does not."""
+    """The default that the schema of a torch op gives for argument `name`."""
     assert isinstance(node.target, compat.OpOverload)
     defaults = {a.name: a.default_value for a in compat.schema(node.target).arguments}
     return defaults.get(name)
@@ -85,8 +85,8 @@ def _default(node: fx.Node, name: str) -> Any:
 def _holds_extreme(node: fx.Node, limit: float) -> bool:
     """Whether a call computes with, or fills in, a number next to the limit or beyond.
 
-    `where(mask, x, finfo.min)` and friends carry it as a scalar.  A divisor fills
-    nothing.
+    `where(mask, x, finfo.min)` and similar calls carry the number as a scalar.  A
+    divisor fills nothing.
     """
     if not isinstance(node.target, compat.OpOverload):
         return False
@@ -99,7 +99,7 @@ def _holds_extreme(node: fx.Node, limit: float) -> bool:
 
 
 def _is_extreme_number(gm: fx.GraphModule, node: fx.Node, limit: float) -> bool:
-    """Whether an attribute is one such number: `torch.tensor(finfo.min)`."""
+    """Whether an attribute holds one extreme number: `torch.tensor(finfo.min)`."""
     if node.op != "get_attr":
         return False
     number = compat.held_number(operator.attrgetter(str(node.target))(gm))
@@ -109,9 +109,9 @@ def _is_extreme_number(gm: fx.GraphModule, node: fx.Node, limit: float) -> bool:
 def _masks_given_from_outside(
     gm: fx.GraphModule, facts: Facts, products: set[fx.Node], extreme: set[str]
 ) -> None:
-    """Marks float inputs used as attention masks: they often hold `finfo.min`.
+    """Marks float inputs used as attention masks, which often hold `finfo.min`.
 
-    A mask is what is added to scores, which a product has made, and is made by none.
+    A mask is added to scores; a product has made the scores, but not the mask.
     """
     for node in gm.graph.nodes:
         if not isinstance(node.target, compat.OpOverload):
@@ -135,7 +135,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _mark_with_sources(masks: list[fx.Node], facts: Facts, extreme: set[str]) -> None:
-    """Marks masks, and all they are made from but what carries gradients."""
+    """Marks masks and the values they are made from, except values with gradients."""
     chain = list(masks)
     while chain:
         at = chain.pop()
@@ -150,7 +150,7 @@ def _mark_with_sources(masks: list[fx.Node], facts: Facts, extreme: set[str]) ->
 def _made_by_products(
     gm: fx.GraphModule, verdicts: Mapping[str, Verdict]
 ) -> set[fx.Node]:
-    """Allow ops and all that is computed from them."""
+    """Allow ops and all nodes that are computed from allow ops."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
         above = any(n in found for n in node.all_input_nodes)

@@ -1,7 +1,7 @@
-"""What is known about each node before anything is decided.
+"""Facts about each node, collected before anything is decided.
 
-Facts are read off the ATen graph and its fake tensors; they hold no opinion.  A *value*
-is an fp32 tensor a node produces; only values can be lowered.
+Facts are read off the ATen graph and its fake tensors, and hold no opinion.  A *value*
+is an fp32 tensor that a node produces; only values can be lowered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autoamp.op_names import op_name
 from autoamp.trace.regions import Regions
 
 FP32 = "<fp32>"
-"""What stands for the maker of values that are fp32 whatever makes them."""
+"""Stands for the maker of a value that is fp32 whatever node makes it."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,32 @@ class Operand:
     argument: str
     is_scalar: bool
     epoch: int
-    """Writes to the value's storage before this read; a cast is stale after one."""
+    """Writes to the value's storage before this read; each makes older casts stale."""
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Everything known about one node.
+    """All the facts of one node.
 
     Attributes:
         name: the node's name in the ATen graph.
         op: `aten::linear.default`; "" for a node that is not a single torch op.
-        is_value: whether it produces one fp32 tensor.
-        makes_floats: whether it produces fp32 at all (a tuple counts).
-        makes_others: whether it produces tensors that are not floats (indices).
-        operands: its fp32 tensor operands in argument order.
-        mixes_floats: whether it reads or makes floats of another dtype.
-        reads_others: whether it reads tensors that are not fp32 (indices, masks).
-        numel: elements of its fp32 outputs, a hint where the size is symbolic.
-        read_numel: elements of its fp32 operands, likewise.
-        region: number of the grad-mode and autocast region it stands in.
+        is_value: whether the node produces one fp32 tensor.
+        makes_floats: whether the node produces fp32 at all (a tuple counts).
+        makes_others: whether the node produces tensors that are not floats (indices).
+        operands: the node's fp32 tensor operands in argument order.
+        mixes_floats: whether the node reads or makes floats of another dtype.
+        reads_others: whether the node reads tensors that are not fp32 (indices, masks).
+        numel: elements of the fp32 outputs, a hint where the size is symbolic.
+        read_numel: elements of the fp32 operands, a hint where the size is symbolic.
+        region: number of the grad-mode and autocast region that the node stands in.
         autocast: None outside any `torch.autocast` of the model, else its `enabled`.
-        requires_grad: whether a gradient flows through it.
-        storage: the alias set of its value; -1 where it has none.
+        requires_grad: whether a gradient flows through the node.
+        storage: the alias set of the node's value; -1 for a node without one tensor.
         module: module path ("encoder.layer.0.attention"), outermost first in `modules`.
         source: the user's source line, or "".
         device: device type.
-        keeps_state: whether its state, and so its results, are fp32 in any precision.
+        keeps_state: whether the node's state, and so its results, are always fp32.
     """
 
     name: str
@@ -106,23 +106,23 @@ class Facts:
     constants: frozenset[str]
     """Values that come from outside: placeholders and attributes."""
     weights: frozenset[str]
-    """Those of `constants` that are parameters (or attributes) of the model."""
+    """The `constants` that are parameters (or attributes) of the model."""
     parameters: frozenset[str]
-    """Those of `weights` that are parameters, not buffers or constants."""
+    """The `weights` that are parameters, not buffers or constants."""
     mutated: frozenset[int]
     """Storages written to inside the graph."""
     written_opaquely: frozenset[int]
-    """Those of `mutated` that a sub-graph nobody looks into may write, or an op whose
-    result is not what it wrote."""
+    """The `mutated` storages that an opaque sub-graph may write to, or that an op
+    writes to and does not return."""
     outside: frozenset[int]
-    """Storages that also exist outside the graph: of inputs and of attributes."""
+    """Storages of inputs and attributes, which also exist outside the graph."""
     element_of: Mapping[str, str] = field(default_factory=dict)
-    """`getitem` node to the node whose tuple it takes an element of."""
+    """`getitem` node to the node that makes the tuple."""
 
     def producer(self, value: str) -> str:
-        """The node that decides the dtype of `value`: itself, or the tuple's maker.
+        """The node that decides the dtype of `value`: `value`, or its tuple's maker.
 
-        `FP32` where no node does, since the value is fp32 in any case.
+        The result is `FP32` where no node decides, since `value` is fp32 in any case.
         """
         maker = self.element_of.get(value, value)
         return FP32 if self.nodes[maker].keeps_state else maker
@@ -131,7 +131,7 @@ class Facts:
 def collect_facts(gm: fx.GraphModule) -> Facts:
     """The facts of every node of ATen graph `gm`, which is not changed.
 
-    The graph is taken to start in the caller's grad mode.
+    The walk assumes that the graph starts in the caller's grad mode.
     """
     collector = _Collector(gm, torch.is_grad_enabled())
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""Numbers in calls that the low dtype cannot hold."""
+"""Finds the calls that compute with numbers beyond the low dtype's range."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LIMITED = frozenset(
 
 
 def scales(target: compat.OpOverload, category: Category) -> bool:
-    """Whether an op does arithmetic with its numbers: none is a limit or a filling."""
+    """Whether an op computes with its numbers: none is a limit or a filling."""
     limited = category is Category.CLEAR or base_name(target).rstrip("_") in _LIMITED
     return is_pointwise(target) and not limited
 
@@ -42,11 +42,12 @@ def literal_reason(
     """Why arithmetic with a number beyond the range of `low` must stay fp32, or None.
 
     A limit or a filling may be cut off at the range; a factor or a divisor may not.
-    None may become zero: `functional.normalize` divides by what it keeps above 1e-12.
+    No number may become zero: `functional.normalize` divides by a norm that it keeps
+    above 1e-12.
 
     Args:
         known: the numbers that tensors hold.
-        category: the op's; clear ops do no arithmetic.
+        category: the category of the op; clear ops do no arithmetic.
     """
     target = node.target
     assert isinstance(target, compat.OpOverload)
@@ -66,7 +67,7 @@ def literal_reason(
 def cut_off(node: fx.Node, low: torch.dtype, known: Known) -> bool:
     """Whether a call fills a tensor with a number beyond the range of `low`.
 
-    In `low` it were another number: one to mask with, not one to divide by.
+    In `low` the number is cut off: a mask can use the new number, a divisor cannot.
     """
     filled = filling(node, known)
     return filled is not None and largest(low) < abs(filled) < math.inf

@@ -1,4 +1,4 @@
-"""What can be read of one node: its arguments, tensors, modules and source line."""
+"""Reads one node: its arguments, tensors, modules and source line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _argument_names(target: compat.OpOverload) -> tuple[str, ...]:
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """Argument `name` of a call of a torch op, or `default` where not given."""
+    """Argument `name` of a call of a torch op, or `default` if the call lacks it."""
     return dict(named_arguments(node)).get(name, default)
 
 
@@ -63,8 +63,8 @@ def module_paths(node: fx.Node) -> tuple[str, ...]:
 def written_values(node: fx.Node) -> list[fx.Node]:
     """The operands that a call may write to.
 
-    A custom Function (`mark_dirty`) or a branch may write whatever it is handed, unless
-    its bodies are known not to.
+    A custom Function (`mark_dirty`) or a branch may write to every operand, unless its
+    bodies are known not to write.
     """
     if isinstance(node.target, compat.HigherOrderOperator):
         return list(node.all_input_nodes) if _may_write(node) else []
@@ -79,9 +79,9 @@ def written_values(node: fx.Node) -> list[fx.Node]:
 
 
 def _may_write(node: fx.Node) -> bool:
-    """Whether a higher-order op may write to what it is handed.
+    """Whether a higher-order op may write to its operands.
 
-    What is lowered of its bodies is known not to (`trace/control_flow.py`).
+    A lowered body is known not to write to its inputs (`trace/control_flow.py`).
     """
     unknown = (b for b in bodies_of(node) if LOWERED_BODY not in b.meta)
     return any(has_effect(n) for body in unknown for n in body.graph.nodes)

@@ -1,7 +1,7 @@
 """The numbers a graph computes with that are known when it is captured.
 
-`x * 1e-8`, `x * torch.tensor(1e-8)` and `x * x.new_full((), 1e-8)` say the same: by a
-Python number, by a tensor that the graph holds, by one that it fills.
+`x * 1e-8`, `x * torch.tensor(1e-8)` and `x * x.new_full((), 1e-8)` mean the same: with
+a Python number, with a tensor that the graph holds, with a tensor that the graph fills.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _FILLERS = {
 _COPIES = frozenset(
     f"aten::{name}" for name in ("_to_copy", "clone", "detach_", "lift_fresh_copy")
 )
-"""Ops that hand on what they are given, besides views."""
+"""Ops besides views whose result holds the same numbers as their operand."""
 
 
 def known_numbers(gm: fx.GraphModule) -> Known:
-    """What each node is known to hold: attributes, the model's own tensors, fillings.
+    """The number that each node holds: attributes, the model's own tensors, fillings.
 
-    What the caller hands in is known to nobody.  A tensor that is written to later is
-    taken to hold what it held first: whoever asks keeps an op in fp32 for it, which
-    harms nothing.
+    The numbers in the caller's tensors are not known.  A tensor that is written to
+    later is taken to hold its first number: at worst an op stays in fp32 for that
+    number, which harms nothing.
     """
     known: dict[str, int | float] = {}
     for node in gm.graph.nodes:
@@ -57,7 +57,7 @@ def known_numbers(gm: fx.GraphModule) -> Known:
 
 
 def numbers(node: fx.Node, known: Known) -> Iterator[int | float]:
-    """The numbers that a call is given, in tensors or by themselves."""
+    """The numbers among a call's arguments, in tensors or by themselves."""
     for value in (*node.args, *node.kwargs.values()):
         number = _number(value, known)
         if number is not None:
@@ -65,7 +65,7 @@ def numbers(node: fx.Node, known: Known) -> Iterator[int | float]:
 
 
 def filling(node: fx.Node, known: Known) -> int | float | None:
-    """The number that a call of a torch op fills a tensor with; None if it does not."""
+    """The number that a call of a torch op fills a tensor with; None without one."""
     assert isinstance(node.target, compat.OpOverload)
     name = _FILLERS.get(base_name(node.target).removesuffix("_"))
     return _number(argument(node, name), known) if name is not None else None
@@ -79,7 +79,7 @@ def _number(value: object, known: Known) -> int | float | None:
 
 
 def _made(node: fx.Node, known: Known) -> int | float | None:
-    """What a call of a torch op makes, if it is one number known from its operands."""
+    """The one number in the result of a torch op, if the operands determine it."""
     assert isinstance(node.target, compat.OpOverload)
     number = filling(node, known)
     operands = node.all_input_nodes
@@ -99,7 +99,7 @@ def _made(node: fx.Node, known: Known) -> int | float | None:
 
 
 def _computed(node: fx.Node, known: Known) -> float:
-    """What a call makes of numbers it knows: `-torch.tensor(1e9)`."""
+    """The number that a call makes of known numbers: `-torch.tensor(1e9)`."""
 
     def operand(leaf: fx.Node) -> Any:
         return torch.tensor(known[leaf.name], dtype=torch.float64, device="cpu")

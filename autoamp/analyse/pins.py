@@ -1,4 +1,4 @@
-"""Why a call stays fp32 whatever its op's category: one table, asked in its order."""
+"""The reasons to pin a call whatever its op's category: one table, asked in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYER_NORM_ROWS = 256
 """Rows beyond which a sum of ones is no longer exact in bf16 (8 bits).
 
 On torch 2.13's CPU a bf16 layer norm gave 512 as the weight gradient over 16000 rows of
-ones, an fp16 one 4096."""
+ones, and an fp16 layer norm gave 4096."""
 
 _GATHERS = frozenset(
     {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
@@ -53,17 +53,17 @@ _NORMS_WITH_STATISTICS = frozenset(
 )
 """Norms that give statistics after their output.
 
-For low data torch 2.13 makes these in fp32 or in the low dtype, by device and by the
-dtype of the weight; its fake and meta tensors say other dtypes than kernels give."""
+For low data torch 2.13 makes the statistics in fp32 or in the low dtype, by device and
+by the dtype of the weight; fake and meta tensors get other dtypes than real ones."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A call of a torch op, and what it is judged by.
+    """A call of a torch op, and everything that the pins judge the call by.
 
     Attributes:
         node, fact: the call.
-        verdict: what the rules say of it.
+        verdict: the rules' verdict on the call.
         graph: the facts of the whole graph.
         low: the compute dtype.
         known: the numbers that tensors hold.
@@ -151,7 +151,7 @@ def _out_of_range(at: Site) -> str | None:
 
 
 def _sums_rows(at: Site) -> str | None:
-    """Look-ups in trained tables."""
+    """The reason to pin a look-up in a trained table."""
     if at.base in _GATHERS and at.fact.requires_grad and at.fact.operands:
         table = at.fact.operands[0].value
         if table in at.graph.weights and at.graph.nodes[table].requires_grad:
@@ -163,7 +163,7 @@ def _sums_rows(at: Site) -> str | None:
 
 
 def _sums_over_rows(at: Site) -> str | None:
-    """Layer norms of many rows on CPUs."""
+    """The reason to pin a layer norm of many rows on a CPU."""
     fact = at.fact
     if at.base not in LAYER_NORMS or not fact.requires_grad or fact.device != "cpu":
         return None
@@ -180,7 +180,7 @@ def _sums_over_rows(at: Site) -> str | None:
 
 
 def _output_shape(node: fx.Node) -> Sequence[object]:
-    """The sizes of the first output; symbolic ones stand for any number."""
+    """The sizes of the first output; a symbolic size stands for any number."""
     return tuple(tensors_of(node.meta["val"])[0].shape)
 
 
@@ -189,13 +189,13 @@ class Pin:
     """One reason for a call to stay fp32.
 
     Attributes:
-        protects: what would be lost or changed otherwise, in a few words.
+        protects: a few words for the behaviour that a low call would lose or change.
         reason: gives the reason at a call, or None.
-        origin: of the verdicts it makes.
-        always: asked also where TensorFlow's lists decide alone: torch, or the user's
-            own word, leaves no choice.
-        may_round: the backward is why; the result may be rounded, and widens no more
-            than any other.
+        origin: the origin of the verdicts that the pin makes.
+        always: whether the pin holds also where TensorFlow's lists decide alone,
+            because torch, or the user's own word, leaves no choice.
+        may_round: whether the backward alone needs fp32: the result may be rounded, and
+            widens later ops no more than the result of an unpinned call.
     """
 
     protects: str
@@ -218,10 +218,10 @@ PINS: tuple[Pin, ...] = (
     Pin("gradients of a table's rows", _sums_rows, BACKWARD, may_round=True),
     Pin("gradients of a norm's weight", _sums_over_rows, BACKWARD, may_round=True),
 )
-"""In the order they are asked: the first that gives a reason decides.
+"""The pins, in the order they are asked: the first with a reason decides.
 
-What a failed check names comes before them (`retreat.py`), and after them the ceiling
-(`ceiling.py`), which looks at the whole graph."""
+A failed check keeps the nodes it names in fp32 before any pin is asked (`retreat.py`).
+The ceiling, which looks at the whole graph, comes after the pins (`ceiling.py`)."""
 
 
 def first_pin(at: Site, *, to_the_letter: bool) -> tuple[Pin, str] | None:
@@ -233,7 +233,7 @@ def first_pin(at: Site, *, to_the_letter: bool) -> tuple[Pin, str] | None:
     for pin in PINS:
         if to_the_letter and not pin.always:
             continue
-        if pin.may_round and at.verdict.pinned:  # which widens more
+        if pin.may_round and at.verdict.pinned:  # the rule's pin widens more
             continue
         reason = pin.reason(at)
         if reason is not None:

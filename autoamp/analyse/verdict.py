@@ -1,4 +1,4 @@
-"""What one node may do: the outcome of classification."""
+"""The verdict on one node: the outcome of classification."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from autoamp.analyse.facts import NodeFacts
 from autoamp.rules import Category
 
 Mode = Literal["same", "high", "any", "follow"]
-"""What an operand needs: the node's own precision; fp32 always; anything, as it comes;
-or the producer's own precision (an up-cast is exact, a down-cast is forbidden)."""
+"""The precision in which a node reads an operand.
+
+"same" is the node's own precision; "high" is always fp32; "any" is the operand as it
+comes; "follow" is the producer's precision (an up-cast is exact, a down-cast is
+forbidden)."""
 
 
 GAVE_UP = "a failed check"
@@ -23,19 +26,19 @@ BACKWARD = "the backward"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one node may do.
+    """Whether one node may be low, and in which precision it reads its operands.
 
     Attributes:
         category: allow, deny, infer or clear.
         reason: why, for a person.
-        origin: which rules file, user list or part of the pass says so.
+        origin: the rules file, user list or part of the pass behind the verdict.
         pinned: whether the node must stay fp32.
-        modes: what each operand of its facts needs, in the same order.
-        moves: it may be low only where all that read its result are, which would round
-            it in any case.
+        modes: the mode of each operand in the node's facts, in the same order.
+        moves: whether the node may be low only where all readers of its result are
+            low, and so would round the result in any case.
         listed: whether any rule knows the op.
-        may_round: pinned, but for how it computes alone: its result may be rounded as
-            type promotion has it, and widens nothing.
+        may_round: whether the node is pinned only for how it computes: its result may
+            be rounded as type promotion decides, and widens nothing.
     """
 
     category: Category

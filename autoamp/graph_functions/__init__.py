@@ -1,7 +1,7 @@
 """The functions a rewritten graph calls that are not ATen ops.
 
-They stand for one node each: tracing never looks inside them, so a graph that holds
-them can be rewritten again, printed and executed from its printed code.
+Each of these functions is one node: tracing never looks inside, so a rewritten graph
+can be rewritten again, printed, and executed from its printed code.
 """
 
 from __future__ import annotations

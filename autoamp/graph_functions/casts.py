@@ -1,4 +1,4 @@
-"""Casts that a rewritten graph makes by more than an ATen op."""
+"""Casts that one ATen op cannot do: with fp32 gradient sums, scaling or saturation."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autoamp.graph_functions.edge import leaving, passed_on, scale_inside_grad
 class _LowWeight(torch.autograd.Function):
     """Forward: the low-precision copy.  Backward: the gradient, in the weight's dtype.
 
-    One autograd node per *use* of a weight.  A single cast shared by all uses would
-    have its gradients summed in low precision: 1000 uses of a weight whose true
-    gradient is 1000 give 256 in bf16.  One node per use sums them in fp32.
+    Each *use* of a weight has one autograd node.  A single cast shared by all uses
+    would have its gradients summed in low precision: 1000 uses of a weight whose true
+    gradient is 1000 give 256 in bf16.  With one node per use the sum is in fp32.
     """
 
     @staticmethod
@@ -29,7 +29,7 @@ class _LowWeight(torch.autograd.Function):
 
 
 class LowWeightUnscaled(torch.autograd.Function):
-    """The same, and the gradient leaves the graph here: see `boundary`."""
+    """`_LowWeight` whose gradient leaves the graph and is unscaled: see `edge`."""
 
     @staticmethod
     def forward(
@@ -67,9 +67,9 @@ def low_weight(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 class _LowUses(torch.autograd.Function):
     """Forward: a low copy, several times.  Backward: one fp32 sum of the gradients.
 
-    Autograd would add them up in the copy's own dtype: the gradient of a value that
-    eight products read would have more than 1.5 times the error of torch.autocast's,
-    which casts for each of them (tests/test_ceiling.py).
+    Autograd would sum the gradients in the copy's own dtype.  For a value that eight
+    products read, the sum would have more than 1.5 times the error of torch.autocast,
+    which casts for each product (tests/test_ceiling.py).
     """
 
     @staticmethod
@@ -97,9 +97,9 @@ def low_uses(
 ) -> tuple[torch.Tensor, ...]:
     """Several uses of `value` (fp32, any shape) through `copy`, its low-precision copy.
 
-    Each of the `uses` results has the shape and dtype of `copy`; their gradients are
-    summed in fp32 and flow to `value`, none to `copy`.  The gradients are all kept
-    until the last one is there: for a weight, or many uses, `low_weight` is better.
+    Each of the `uses` results has the shape and dtype of `copy`.  The gradients of the
+    results are summed in fp32 and flow to `value`, none to `copy`.  All gradients are
+    kept until the last one arrives: for a weight, or many uses, `low_weight` is better.
     """
     result: tuple[torch.Tensor, ...] = _apply_low_uses(value, copy, uses)
     return result
@@ -141,7 +141,7 @@ class _ScaledResult(torch.autograd.Function):
 
 
 _PIECE = 2**18
-"""Elements of an fp32 product that fits in a core's cache."""
+"""The number of elements of an fp32 product that fits in a core's cache."""
 
 
 def _scaled_and_rounded(
@@ -149,9 +149,10 @@ def _scaled_and_rounded(
 ) -> torch.Tensor:
     """`grad` (fp32) times `loss_scale` in `dtype`, computed in fp32 and rounded once.
 
-    The product is never in memory as a whole: the logits' gradient is the largest
-    tensor of many a step.  A GPU's kernel rounds as it writes; a CPU's makes the
-    product first, far slower than the cast alone unless it is cut in pieces.
+    The fp32 product is never in memory as a whole, because the gradient of the logits
+    is the largest tensor of many training steps.  A GPU kernel rounds as it writes.  A
+    CPU kernel makes the product first, which is far slower than the cast alone unless
+    the product is cut in pieces.
     """
     if compat.is_batch(grad):
         return (grad * loss_scale).to(dtype)
@@ -172,19 +173,19 @@ _apply_scaled_result = compat.direct_apply(_ScaledResult)
 def scaled_result(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
     """`value` (low precision, any shape) in fp32, to be returned from the graph.
 
-    Its gradient enters the graph times `loss_scale` (0-dim fp32) and is rounded then:
-    `scale_grad` of a cast, in one kernel.
+    The gradient is multiplied by `loss_scale` (0-dim fp32) as it enters the graph, and
+    only then rounded: the backward of `scale_grad` of a cast, in one kernel.
     """
     result: torch.Tensor = _apply_scaled_result(value, loss_scale)
     return result
 
 
 def saturating_cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`value` in `dtype`, clamped to its finite range: never infinite where it was not.
+    """`value` in `dtype`, with finite numbers clamped to the range of `dtype`.
 
     A mask filled with `torch.finfo(torch.float32).min` would become -inf in fp16 *and*
     in bf16 (whose largest number is a little below fp32's), and a row that is all -inf
-    makes softmax NaN.  NaN and infinities that are there already stay.
+    makes softmax NaN.  NaN and infinities that `value` already holds stay.
     """
     limit = torch.finfo(dtype).max
     clamped = value.clamp(-limit, limit)

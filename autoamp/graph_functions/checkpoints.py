@@ -13,15 +13,16 @@ from autoamp import compat
 
 
 def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """`body(*args)` under activation checkpointing, for graphs run as they are.
+    """`body(*args)` under activation checkpointing, for graphs run without a compiler.
 
-    Run by itself outside AOT, torch's `tag_activation_checkpoint` op does not restore
+    Run outside AOT autograd, torch's `tag_activation_checkpoint` op does not restore
     the random state, so dropout draws another mask in the recomputation and gradients
     are wrong by a third.
 
-    What it is given `checkpoint` keeps for the backward, and then no one may write to
-    it.  What the user's region closed over (batch-norm statistics, which it writes) is
-    an operand here, so only what needs a gradient is given.
+    `checkpoint` keeps its arguments for the backward, and until then no one may write
+    to these arguments.  Among `args` are tensors that the user's region closed over,
+    such as batch-norm statistics, which the region writes.  `checkpoint` therefore gets
+    only the arguments that need a gradient.
     """
     given = [torch.is_tensor(a) and a.requires_grad for a in args]
 
@@ -39,10 +40,11 @@ def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def checkpoint_as_python_does(gm: fx.GraphModule) -> None:
-    """Makes the checkpointed regions of a captured graph ready to be run as they are.
+    """Makes the checkpointed regions of captured graph `gm` run without a compiler.
 
-    Changes `gm` and the graphs inside it, whose `tag_activation_checkpoint` is for
-    AOT's eyes: run by itself it knows no other higher-order op inside a region either.
+    In `gm` and in the graphs inside `gm`, `checkpointed` replaces torch's
+    `tag_activation_checkpoint`.  The torch op is meant for AOT autograd only: run
+    outside it, the op does not support other higher-order ops inside a region either.
     """
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):

@@ -1,21 +1,21 @@
 """The edge of a captured graph: gradients are scaled coming in, unscaled going out.
 
 A gradient is multiplied by the loss scale S where it enters the graph (at the outputs)
-and divided by S, in fp32, where it leaves (at the inputs and parameters).  In between
-everything is S times its true value, so that small gradients do not underflow in fp16;
-outside nobody sees S.
+and divided by S, in fp32, where it leaves (at the inputs and parameters).  Inside the
+graph every gradient is S times its true value, so that small gradients do not underflow
+in fp16; outside the graph every gradient has its true value.
 
-That stays exact however often one differentiates, because the backward of each of the
-four operations is another of them:
+Gradients of any order are exact, because the backward of each of the four
+operations is another of the four:
 
     unscale out  x      backward: unscale      scale in  y      backward: scale
     unscale      g / S  backward: unscale out  scale     g * S  backward: scale in
 
-(A gradient of a gradient enters with factor 1: the value it belongs to, inside, is S
-times its true value already.)
+(A gradient of a gradient enters with factor 1, because the inner gradient to which the
+outer one belongs is already S times its true value.)
 
-Run as they are, graphs use tensor hooks on ordinary views: what a custom Function
-returns could not be written to in place by whoever gets it.
+Graphs that run without a compiler use tensor hooks on ordinary views, because callers
+could not write in place to a result of a custom Function.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from autoamp import compat
 
 
 def scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
-    """`value` itself; its gradient enters the graph times `loss_scale`.
+    """`value` itself; its gradient is multiplied by `loss_scale` on entering the graph.
 
     Args:
         value: a float output of the graph, any shape.
-        loss_scale: S, 0-dim fp32; never written to, so that a backward that comes
-            later finds what its forward was given.
+        loss_scale: S, 0-dim fp32; nobody writes to this tensor, so that a later
+            backward finds the S that its forward used.
     """
     if value.requires_grad:
         whole = _whole(value)
         if whole.grad_fn is None:
             compat.hook_gradient(whole, functools.partial(_scale, loss_scale))
         else:
-            # After every hook on the tensor, the caller's later ones too, and after
-            # `autograd.grad` has taken what it asks for.
+            # A hook on the node runs after every hook on the tensor, the caller's later
+            # ones too, and after `autograd.grad` has taken the gradients asked for.
             enter = functools.partial(_scale_one, loss_scale, whole.output_nr)
             compat.hook_node(whole.grad_fn, enter)
     return value
@@ -52,14 +52,14 @@ def scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
 def unscale_grad(
     value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
-    """An alias of `value`; its gradient leaves the graph times `inv_loss_scale`.
+    """An alias of `value`; its gradient is multiplied by `inv_loss_scale` on leaving.
 
     Args:
         value: a float input of the graph, any shape.
         inv_loss_scale: 1/S, 0-dim fp32.
         found_inf: one fp32 element, set to 1 where the gradient is not finite.
     """
-    # Not `view_as`, whose backward reshapes: a gradient may be sparse.
+    # `view_as` would not do: its backward reshapes, and a gradient may be sparse.
     alias: torch.Tensor = torch.ops.aten.alias.default(value)
     if alias.requires_grad:
         unscale = _unscale if value.is_leaf else _unscale_and_pass_on
@@ -71,35 +71,40 @@ def unscale_grad(
 def unscale_grad_(
     value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
-    """`unscale_grad` in place: the history of `value` itself goes on from here.
+    """`unscale_grad` in place: the unscaling joins the history of `value` itself.
 
-    For an input that the graph writes to: what is written would bypass an alias.
+    This is for an input that the graph writes to, because writes bypass an alias.
     """
     whole = _whole(value)
     if whole.requires_grad:
-        # The numbers stay; views alone need a new version to take the new history.
+        # No number changes, so the version is kept, except of a view, which takes the
+        # new history only with a new version.
         with nullcontext() if whole is not value else compat.version_kept(value):
             _apply_unscale_in_place(whole, inv_loss_scale, found_inf)
     return value
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """What `value` is a view of, or itself: a view's own history does not last.
+    """The tensor that `value` is a view of, or `value` if it is no view.
 
-    A write to the whole, or to another view of it, makes it anew from the whole's.
+    A view's own history does not last: a write to the whole tensor, or to another view
+    of that tensor, replaces the view's history by one made from the whole tensor's.
     """
     return compat.whole(value)
 
 
 def scaled(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
-    """`grad` times `loss_scale`, in its own dtype also where it is 0-dim and half."""
+    """`grad` times `loss_scale`, in the dtype of `grad`, even a 0-dim half `grad`."""
     return (grad * loss_scale).to(grad.dtype)
 
 
 def unscaled(
     grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
-    """`grad` times `inv_loss_scale`, checked, as a new tensor of the same dtype."""
+    """`grad` times `inv_loss_scale`, as a new tensor of the same dtype.
+
+    `found_inf` is set to 1 where the product is not finite.
+    """
     if grad.dtype != torch.float32 or grad.layout != torch.strided:
         return plainly_unscaled(grad, inv_loss_scale, found_inf)
     return _unscaled_in_place(grad.clone(), inv_loss_scale, found_inf)
@@ -113,7 +118,8 @@ def _unscaled_in_place(
     except RuntimeError:
         if not compat.is_batch(grad):
             raise
-        # Several at once, which the kernel cannot: no optimizer steps by those.
+        # The kernel takes no batch of gradients; no optimizer steps by a batch, so it
+        # needs no check.
         return scaled(grad, inv_loss_scale)
     return grad
 
@@ -121,7 +127,7 @@ def _unscaled_in_place(
 def plainly_unscaled(
     grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
-    """`unscaled` by plain ops: any dtype and layout, and what a compiler fuses."""
+    """`unscaled` by plain ops, which take any dtype and layout and which fuse."""
     result = scaled(grad, inv_loss_scale)
     compat.check_finite(result, found_inf)
     return result
@@ -132,7 +138,8 @@ def leaving(
 ) -> torch.Tensor:
     """`wide`, the gradient of an fp32 leaf, unscaled and checked.
 
-    In place, unless it is differentiated again: it has just been made by a conversion.
+    The work is done in place, because a conversion has just made `wide`, unless the
+    result is differentiated again.
     """
     if torch.is_grad_enabled():  # create_graph=True
         return unscale_inside_grad(wide, inv_loss_scale, found_inf)
@@ -140,11 +147,11 @@ def leaving(
 
 
 def passed_on(grad: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
-    """`grad`, unscaled and checked, for what others computed: infinities become NaN.
+    """`grad`, unscaled and checked, for code outside the graph: infinities become NaN.
 
-    The weights it flows on to belong to no graph of ours, so that no flag tells of
-    them, only their gradients: and `clip_grad_value_` makes a 1 of an infinity, but
-    leaves a NaN.
+    The gradient flows on to weights of no rewritten graph.  No found_inf covers these
+    weights, so an overflow must show in their gradients.  An infinity would not do,
+    because `clip_grad_value_` turns an infinity into a 1 but leaves a NaN.
     """
     if found_inf.device.type == "cpu" and not bool(found_inf):
         return grad
@@ -152,7 +159,10 @@ def passed_on(grad: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
 
 
 def infinities_as_nan(grad: torch.Tensor) -> torch.Tensor:
-    """`grad` without infinities; sparse and complex ones, which nobody clips, as is."""
+    """`grad` with NaN for infinities; nobody clips sparse or complex gradients.
+
+    Sparse and complex gradients are therefore returned unchanged.
+    """
     if grad.layout != torch.strided or grad.is_complex():
         return grad
     return grad.nan_to_num(torch.nan, torch.nan, torch.nan)
@@ -161,13 +171,13 @@ def infinities_as_nan(grad: torch.Tensor) -> torch.Tensor:
 def unscale_inside_grad(
     grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
-    """`unscaled`, differentiable again: for a backward with `create_graph=True`."""
+    """`unscaled` in differentiable form, for a backward with `create_graph=True`."""
     result: torch.Tensor = _apply_unscale(grad, inv_loss_scale, found_inf)
     return result
 
 
 def scale_inside_grad(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
-    """`grad` times `loss_scale`, differentiable again."""
+    """`grad` times `loss_scale` in differentiable form."""
     result: torch.Tensor = _apply_scale(grad, loss_scale)
     return result
 
@@ -176,7 +186,7 @@ def scale_inside_grad(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Ten
 def _unscale(
     inv_loss_scale: torch.Tensor, found_inf: torch.Tensor, grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    if grad is None:  # nothing flows back: a low copy has its gradient elsewhere
+    if grad is None:  # no gradient flows back here: low copies send theirs elsewhere
         return None
     if torch.is_grad_enabled():  # create_graph=True
         return unscale_inside_grad(grad, inv_loss_scale, found_inf)
@@ -204,7 +214,7 @@ def _scale(loss_scale: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor 
 def _scale_one(
     loss_scale: torch.Tensor, place: int, grads: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    """`_scale` for one of the results of an autograd node."""
+    """`_scale` for the gradient of result number `place` of an autograd node."""
     grad = grads[place]
     if grad is None:
         return grads

@@ -1,4 +1,4 @@
-"""Where the gradient of a half-precision input leaves the graph."""
+"""Unscales the gradient of a half-precision input where it leaves the graph."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autoamp.graph_functions.edge import leaving, unscale_grad
 class _HalfLeafUnscaled(torch.autograd.Function):
     """Forward: an alias.  Backward: the gradient in fp32, unscaled and checked.
 
-    A tensor hook has to keep the gradient's dtype, in which it underflows once the
-    scale is off.  Autograd takes an fp32 gradient where the leaf's `grad_dtype` is
-    fp32, and else casts it itself.
+    A tensor hook has to keep the gradient's half dtype, in which the unscaled gradient
+    underflows.  This Function may return fp32: autograd takes the fp32 gradient if the
+    leaf's `grad_dtype` is fp32, and otherwise casts the gradient itself.
     """
 
     @staticmethod
@@ -36,10 +36,10 @@ _apply_half_leaf_unscaled = compat.direct_apply(_HalfLeafUnscaled)
 def unscale_half(
     value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
-    """One use of `value`, fp16 or bf16; its gradient leaves unscaled, a leaf's in fp32.
+    """One use of `value` (fp16 or bf16); its gradient is unscaled, in fp32 for a leaf.
 
     Args:
-        value: any shape; one node per use of a leaf sums its gradients in fp32.
+        value: any shape; for a leaf, one node per use makes the gradient sum fp32.
         inv_loss_scale: 1/S, 0-dim fp32.
         found_inf: one fp32 element, set to 1 where the gradient is not finite.
     """

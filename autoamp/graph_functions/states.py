@@ -1,8 +1,9 @@
 """Recurrent ops that a CPU runs in low precision with their state in fp32.
 
-`torch.autocast` has no rule of its own for them on CPUs: their composite kernels run op
-by op, the products low, and the sum that carries the state on as wide as the state.
-The kernels themselves want one dtype, and would round the state at every step.
+`torch.autocast` has no rule for these ops on CPUs: under autocast their composite
+kernels run op by op, with low products and a sum, for the next state, that is as wide
+as the state.  Without autocast the kernels want all operands in one dtype, and would
+round the state at every step.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def gru_fp32_state(*args: Any) -> Any:
 
 
 def gru_data_fp32_state(*args: Any) -> Any:
-    """`aten.gru.data` (a packed sequence), likewise."""
+    """`aten.gru.data` (a packed sequence) of low data and weights, `hx` in fp32."""
     return _stepwise(_ATEN.gru.data, args)
 
 
@@ -55,14 +56,16 @@ WITH_FP32_STATE: Mapping[compat.OpOverload, Callable[..., Any]] = {
     _ATEN.gru_cell.default: gru_cell_fp32_state,
     _ATEN.lstm_cell.default: lstm_cell_fp32_state,
 }
-"""The ops, on CPUs; CUDA's kernels take everything in one dtype, under autocast too."""
+"""ATen op to the function that runs the op on a CPU with its state in fp32.
+
+CUDA kernels take all operands in one dtype, under autocast too."""
 
 STATE = "hx"
-"""The argument of all of them that holds the state."""
+"""The argument that holds the state, in each of the ops."""
 
 _OPS = {function: op for op, function in WITH_FP32_STATE.items()}
 
 
 def op_with_its_state(target: Any) -> Any:
-    """The op that `target` is, if that keeps an op's state fp32, or else `target`."""
+    """The op that `target` runs with its state in fp32, or else `target` itself."""
     return _OPS.get(target, target)

@@ -1,8 +1,9 @@
-"""Scaling at the edge of a graph, for compilers that trace through its backward too.
+"""Scaling at the edge of a graph, for compilers that trace the backward too.
 
-The same arithmetic as plain ops that a compiler fuses into its neighbours; AOT autograd
-knows no tensor hooks inside a graph, and needs none: its outputs are new tensors.  It
-cannot differentiate twice, so neither can these.
+The functions here do the arithmetic of `edge` with plain ops, which a compiler fuses
+into their neighbours.  AOT autograd supports no tensor hooks inside a graph, and needs
+none, because its outputs are new tensors.  AOT autograd cannot differentiate twice, so
+these functions cannot either.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ from autoamp.graph_functions.half import unscale_half
 
 
 def _leaving(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
-    """Unscaled and checked; infinite nowhere, since a compiler knows of no leaves."""
+    """`grad` unscaled and checked, with NaN for infinities.
+
+    `edge` leaves infinities in the gradient of a leaf, but a compiler cannot tell which
+    inputs are leaves.
+    """
     return infinities_as_nan(plainly_unscaled(grad, ctx.inv, ctx.found_inf))
 
 
@@ -78,10 +83,10 @@ def traced_scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Te
 def traced_scale_grad_apart(
     value: torch.Tensor, loss_scale: torch.Tensor
 ) -> torch.Tensor:
-    """As `traced_scale_grad`, in memory of its own.
+    """As `traced_scale_grad`, with a result in memory of its own.
 
-    Where several results are views of one tensor AOT autograd makes them anew from it,
-    outside: what is between it and them is lost.
+    If several results are views of one tensor, AOT autograd makes the views anew from
+    the tensor outside the graph, and any op between the tensor and its views is lost.
     """
     result: torch.Tensor = _apply_traced_scale_apart(value, loss_scale)
     return result
@@ -96,11 +101,12 @@ def traced_unscale_grad(
 
 
 def traced_scale_grad_(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
-    """As `scale_grad` of an input that the graph writes to: what it holds in the end.
+    """As `scale_grad`, for the final value of an input that the graph writes to.
 
-    AOT autograd makes no result of it but writes it back, outside.
+    AOT autograd does not return such an input but writes it back outside the graph, so
+    the scaling must happen in place.
     """
-    # The same numbers: what a backward has saved of `value` is as good as before.
+    # The numbers stay the same, so tensors saved for a backward are still valid.
     with compat.version_kept(value):
         return value.copy_(_apply_traced_scale_apart(value, loss_scale))
 
@@ -138,4 +144,4 @@ FOR_COMPILERS: dict[Callable[..., Any], Callable[..., Any]] = {
     scaled_result: traced_scaled_result,
     low_weight_unscaled: traced_low_weight_unscaled,
 }
-"""What a compiler is given in place of each function."""
+"""Function to the function that a compiler gets in its place."""

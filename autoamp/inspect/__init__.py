@@ -1,1 +1,1 @@
-"""What was done to a model, for people to read."""
+"""Reports of the changes made to a model, for people and for programs to read."""

@@ -1,8 +1,9 @@
-"""What each placement would cost, which shows that the chosen one costs least.
+"""The cost of each placement of a graph, to show that the chosen one costs least.
 
-Under `do_no_harm=False` the price of an allow op in fp32 holds a *reward* for
-converting it, larger than all else together.  A certificate is about the prices that
-were solved; a person wants time.  Both are kept, apart.
+Under `do_no_harm=False` the price of an allow op in fp32 includes a *reward* for
+converting the op, larger than all other prices together.  The certificate needs costs
+with rewards, because the solver minimised these; a person wants the predicted time.
+`Placement` keeps both, apart.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ OURS, ALL_FP32 = "ours", "all fp32"
 
 @dataclass(frozen=True)
 class Placement:
-    """What one placement of a graph costs.
+    """The cost of one placement of a graph.
 
     Attributes:
         cost: the total that was minimised, rewards included.
-        estimate: the same without rewards: predicted time or bytes.
-        allow_in_fp32: allow ops it leaves in fp32.
+        estimate: the total without rewards: predicted time or bytes.
+        allow_in_fp32: number of allow ops that the placement leaves in fp32.
     """
 
     cost: int
@@ -38,12 +39,12 @@ class Costs:
     """The costs of one graph, in units of 0.1 ns or of bytes.
 
     Attributes:
-        placements: `OURS`, `ALL_FP32` and each other policy to what it costs.
+        placements: `OURS`, `ALL_FP32` or another policy's name, to its cost.
         optimal_cost: the least cost of any legal placement.
         recounted: the cost of the emitted graph by an independent count.
-        reward: what each allow op left in fp32 adds to a cost; 0 with do_no_harm.
+        reward: the cost added by each allow op left in fp32; 0 with do_no_harm.
         in_bytes: whether the unit is bytes kept for the backward, not time.
-        device: the device whose figures the prices are made of.
+        device: the device from whose figures the prices are computed.
     """
 
     placements: Mapping[str, Placement]
@@ -59,7 +60,7 @@ class Costs:
 
     @property
     def regret(self) -> dict[str, int]:
-        """Policy to what it costs more than the optimum, rewards included."""
+        """Policy to its cost above the optimum, rewards included."""
         return {
             name: placement.cost - self.optimal_cost
             for name, placement in self.placements.items()
@@ -68,7 +69,7 @@ class Costs:
 
 
 def costs_of(rewritten: Rewritten) -> Costs:
-    """The costs of one graph under the prices it was placed by."""
+    """The costs of one graph under the prices that its placement used."""
     assignment = rewritten.assignment
     prices = assignment.prices
 
@@ -95,7 +96,7 @@ def costs_of(rewritten: Rewritten) -> Costs:
 
 
 def allow_in_fp32(rewritten: Rewritten, low: frozenset[str]) -> int:
-    """How many allow ops are not among `low`."""
+    """The number of allow ops that are not in `low`."""
     return sum(
         v.category is Category.ALLOW and name not in low
         for name, v in rewritten.classified.verdicts.items()
@@ -112,7 +113,7 @@ def amount(units: int, in_bytes: bool, *, signed: bool = False) -> str:
 
 
 def in_si(value: float, names: tuple[str, ...]) -> str:
-    """`value` with three figures and the name of the thousand it falls in."""
+    """`value` with three figures and the unit of `names` that fits its size."""
     step = 0
     while value >= 999.5 and step < len(names) - 1:
         value, step = value / 1000, step + 1

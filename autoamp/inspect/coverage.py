@@ -1,4 +1,4 @@
-"""How much of a model's work ran in low precision, and how much went past us."""
+"""How much of a model's work ran in low precision, and how much ran unconverted."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Coverage:
     """Counts over all calls so far.
 
     Attributes:
-        calls: of the converted model.
-        calls_aside: those that ran no rewritten graph.
-        calls_in_part: those that ran rewritten graphs and graphs in fp32, which the
-            pass failed on.
-        flops: of the matrix products, convolutions, attention and recurrent layers of
-            the graphs, forward only, each as often as its graph ran.
-        low_flops: those of them in low precision.
+        calls: calls of the converted model.
+        calls_aside: calls that ran no rewritten graph.
+        calls_in_part: calls that ran both rewritten graphs and fp32 graphs, on which
+            the pass failed.
+        flops: flops of the matrix products, convolutions, attention and recurrent
+            layers of the graphs, forward only, counted at each run of a graph.
+        low_flops: the part of `flops` in low precision.
     """
 
     calls: int
@@ -34,12 +34,12 @@ class Coverage:
 
     @property
     def share_of_calls(self) -> float:
-        """Calls that ran rewritten graphs, 0 to 1; 1 before any call."""
+        """The share of calls that ran rewritten graphs, 0 to 1; 1 before any call."""
         return 1 - self.calls_aside / self.calls if self.calls else 1.0
 
     @property
     def share_of_flops(self) -> float | None:
-        """Flops in low precision, 0 to 1; None where no graph had any."""
+        """The share of flops in low precision, 0 to 1; None where `flops` is 0."""
         return self.low_flops / self.flops if self.flops else None
 
 
@@ -52,7 +52,7 @@ def coverage_of(
     """The counts of one model.
 
     Args:
-        graphs: the rewritten ones, each with how often it ran with which values of its
+        graphs: rewritten graphs, each with its number of runs by the values of its
             symbolic sizes, in the order of its inputs.
     """
     flops = low_flops = 0

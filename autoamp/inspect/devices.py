@@ -1,4 +1,4 @@
-"""What low precision pays on the devices of this machine, in sentences."""
+"""Whether low precision pays on the devices of this machine, in sentences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PACKAGES = (
 
 
 def versions() -> list[tuple[str, str]]:
-    """Name and version of what matters in a report of a problem."""
+    """The name and version of each component that matters in a bug report."""
     found = [("python", f"{platform.python_version()} ({sys.executable})")]
     found.append(("system", platform.platform()))
     for name in _PACKAGES:
@@ -37,14 +37,14 @@ def versions() -> list[tuple[str, str]]:
             found.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             continue
-    # Torch itself says which build it is ("+cu130"); its wheel's name may not.
+    # `torch.__version__` names the build ("+cu130"); the wheel's metadata may not.
     found = [(n, str(torch.__version__) if n == "torch" else v) for n, v in found]
     found.append(("CUDA", str(torch.version.cuda or "none in this torch")))
     return found
 
 
 def devices() -> list[tuple[str, list[str]]]:
-    """Each device with a sentence for each low precision: is it fast, and why not."""
+    """Each device, with a sentence per low dtype: whether it is fast, or why not."""
     found = [(_cpu_name(), [_on_cpu(n, d) for n, d in LOW_DTYPES.items()])]
     if torch.cuda.is_available():
         found += [_cuda(index) for index in range(torch.cuda.device_count())]

@@ -18,7 +18,7 @@ from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
 
 SCHEMA = "autoamp.report"
 SCHEMA_VERSION = 1
-"""Raised when a key changes its meaning or goes; a new key is not a new version."""
+"""Raised when a key is removed or changes its meaning, not when a key is added."""
 
 _COLOURS = {"fp32": "#f4c7a1", "bf16": "#a9cdf0", "fp16": "#a9cdf0"}
 _CAST_COLOUR = "#e3e3e3"
@@ -50,8 +50,8 @@ def to_networkx(sections: Sequence[Section]) -> nx.DiGraph:
 
     A node is called "<graph>/<name>".  Attributes: `graph`, `name`, `kind` ("input",
     "op", "weight cast", "down cast", "up cast", "use", "output"), `op`, `precision` (of
-    the result; "" where it is no float), `category`, `reason`, `module` and `source`
-    ("" where there is none).
+    the result; "" if the result is no float), `category`, `reason`, `module` and
+    `source` ("" where there is none).
     """
     whole = nx.DiGraph()
     for section in sections:

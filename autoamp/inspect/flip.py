@@ -1,4 +1,4 @@
-"""What it would cost to have one node the other way round: its min-marginal."""
+"""The cost of giving one node the other precision: the min-marginal of the node."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class Flip:
 
     Attributes:
         low: the nodes that would be low.
-        extra_cost: what it costs more than the placement in force, rewards included.
-        extra_estimate: the same without rewards, in units of 0.1 ns or bytes.
+        extra_cost: cost above the placement in force, rewards included.
+        extra_estimate: `extra_cost` without rewards, in units of 0.1 ns or bytes.
         extra_allow_in_fp32: how many more allow ops would be in fp32.
         in_bytes: whether the unit is bytes.
-        appear, vanish: casts as (value, "down" or "up"), in graph order.
-        along: other nodes that would change precision with it, in graph order.
+        appear, vanish: casts that would be added or removed, as (value, "down" or
+            "up"), in graph order.
+        along: other nodes that would change precision too, in graph order.
     """
 
     low: frozenset[str]
@@ -35,10 +36,10 @@ class Flip:
 
 
 def flip(rewritten: Rewritten, name: str) -> Flip:
-    """Solves the placement again with node `name` held the other way.
+    """Solves the placement again with node `name` held in its other precision.
 
     Raises:
-        PlacementError: it cannot be; the message is the chain of constraints.
+        PlacementError: the constraints forbid that; the message is their chain.
     """
     assignment = rewritten.assignment
     problem = assignment.problem

@@ -1,4 +1,4 @@
-"""What stayed in fp32, and why: grouped by reason, the most important first."""
+"""The ops that stayed in fp32, grouped by reason, the most important first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_PLACES = 3
 
 
 def stayed_fp32(ops: Sequence[OpRow], low: str) -> Iterator[RenderableType]:
-    """A heading, then for each reason its ops with module and source line."""
+    """Yields a heading, then each reason and its ops with module and source line."""
     high = [row for row in ops if not row.is_low]
     if not high:
         yield Text(f"\nNothing stayed in fp32: every float op runs in {low}.", "bold")
@@ -48,7 +48,7 @@ def stayed_fp32(ops: Sequence[OpRow], low: str) -> Iterator[RenderableType]:
 
 
 def by_importance(high: Sequence[OpRow]) -> list[tuple[str, list[OpRow]]]:
-    """(reason, ops) with allow ops first, then by bytes read and written."""
+    """(reason, ops) pairs: allow ops first, then by bytes read and written."""
     groups: dict[tuple[bool, str], list[OpRow]] = defaultdict(list)
     for row in high:
         groups[row.category != "allow", row.heading].append(row)
@@ -63,7 +63,7 @@ def by_importance(high: Sequence[OpRow]) -> list[tuple[str, list[OpRow]]]:
 
 
 def _places(rows: Sequence[OpRow]) -> list[tuple[str, str]]:
-    """(what, source line) of each op and line; repeats of a layer are one entry."""
+    """(text, source line) for each op and line; repeats of a layer are one entry."""
     same: dict[tuple[str, str, str], list[OpRow]] = defaultdict(list)
     for row in rows:
         same[row.op, row.category, row.source].append(row)

@@ -1,4 +1,4 @@
-"""`Report`: everything that was done to a model, to read, to ask and to save."""
+"""`Report`: everything that was done to a model, to read, to query and to save."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from autoamp.pipeline import Rewritten
 from autoamp.place.policies import POLICIES
 
 WIDTH = 100
-"""Columns of `str(report)`, which knows no terminal."""
+"""Columns of `str(report)`, which has no terminal to ask for a width."""
 
 
 @dataclass(frozen=True)
 class LossScaleReport:
-    """The loss scaling of a model, at the moment it was asked for.
+    """The loss scaling of a model at the moment of the report.
 
     Attributes:
         kind: "DynamicLossScale" or "StaticLossScale".
-        scale: what gradients are multiplied by inside the graphs.
+        scale: the factor by which gradients are multiplied inside the graphs.
         growth_tracker: steps without an overflow since the scale last moved.
-        skipped_steps: steps skipped for an overflow so far.
-        skips: for each of them, as far as it is known, which step it was and the op
+        skipped_steps: number of steps skipped so far because of an overflow.
+        skips: for each skipped step, as far as known, which step it was and the op
             whose gradient overflowed.
-        foreign: an enabled GradScaler steps the model's optimizer, so that no scale of
-            ours is in force.
+        foreign: whether an enabled GradScaler steps the model's optimizer, so that
+            autoamp's loss scale is not in force.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class LossScaleReport:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Report:
-    """What was done to a model, graph by graph, with the reasons.
+    """Everything that was done to a model, graph by graph, with the reasons.
 
     `print(report)` shows it as a table.
 
@@ -65,13 +65,13 @@ class Report:
         label: the model's class name.
         rewritten: the records of the pass, one per graph.
         graphs: the graphs that run, as `GraphModule`s, in order of capture.
-        skipped: what was not converted, as (what, why).
-        runs: executions of rewritten graphs so far.
-        unwatched: weights that are copied at every call, because torch cannot tell when
-            their memory is written to.
+        skipped: parts that were not converted, as (what, why).
+        runs: number of executions of rewritten graphs so far.
+        unwatched: number of weights that are copied at every call, because torch cannot
+            tell when their memory is written to.
         loss_scale: the loss scaling; None where there is none, as for bf16.
-        coverage: the shares of calls and of flops that were converted; None where the
-            model was not.
+        coverage: the shares of calls and of flops that were converted; None for a
+            model that was not converted.
     """
 
     label: str
@@ -110,27 +110,28 @@ class Report:
 
     @property
     def cost(self) -> int:
-        """The total the placement was chosen by, in units of 0.1 ns, over all graphs.
+        """The cost of the placement over all graphs, in units of 0.1 ns.
 
-        Bytes under `objective="memory"`.  Under `do_no_harm=False` each allow op left
-        in fp32 adds a reward not received, larger than all else together.
+        Under `objective="memory"` the unit is bytes.  Under `do_no_harm=False` each
+        allow op left in fp32 adds a reward not received, larger than all other costs
+        together.
         """
         return sum(costs.ours.cost for costs in self.costs)
 
     @property
     def optimal_cost(self) -> int:
-        """The least such total of any legal placement."""
+        """The least `cost` of any legal placement."""
         return sum(costs.optimal_cost for costs in self.costs)
 
     @property
     def regret(self) -> dict[str, int]:
-        """Other policy to what it would cost more than the optimum, over all graphs."""
+        """Each other policy to its cost above the optimum, over all graphs."""
         return {
             name: sum(costs.regret[name] for costs in self.costs) for name in POLICIES
         }
 
     def why(self, node: str | fx.Node, graph: int | str = 0) -> str:
-        """Why `node` has its precision, and what the other one would cost.
+        """Why `node` has its precision, and what the other precision would cost.
 
         Args:
             node: a name as in `graphs[graph].print_readable()` and in `ops`.

@@ -1,7 +1,7 @@
 """The records of the pass as flat rows: one per float op, one per cast.
 
-A report reads only rows; what a row says is decided here, once, for the table, the JSON
-and the graph exports alike.
+The table, the JSON and the graph exports of a report read only rows, so that the
+content of a row is decided once, here.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autoamp.trace.control_flow import LOWERED_BODY
 
 @dataclass(frozen=True)
 class Section:
-    """One captured graph, or a body inside one: of a checkpointed region, a loop.
+    """One captured graph, or a body inside a graph: a checkpointed region, a loop.
 
     Attributes:
         graph: index of the captured graph.
         body: "" for the graph itself, else the path of the body ("body_0").
-        rewritten: what the pass knew and decided.
+        rewritten: the record of the pass: its facts and decisions.
         gm: the graph that runs, where weight casts may have become inputs.
     """
 
@@ -38,12 +38,12 @@ class Section:
 
     @property
     def key(self) -> str:
-        """`0` for a graph, `0/body_0` for a body; what `why(graph=...)` takes."""
+        """`0` for a graph, `0/body_0` for a body, as `why(graph=...)` takes it."""
         return f"{self.graph}/{self.body}" if self.body else str(self.graph)
 
     @property
     def caller(self) -> str:
-        """What calls a body: "checkpointed", "cond", "while_loop"."""
+        """The function that calls a body: "checkpointed", "cond", "while_loop"."""
         return str(self.rewritten.before.meta.get(LOWERED_BODY, ""))
 
     @property
@@ -56,18 +56,18 @@ class OpRow:
     """One float op: its precision and why.
 
     Attributes:
-        graph, body: where it stands; `body` is "" outside bodies.
-        name: its node, the same before and after rewriting.
-        op: "aten::linear.default".
+        graph, body: the section of the op; `body` is "" outside bodies.
+        name: the name of the op's node, the same before and after rewriting.
+        op: the full op name, such as "aten::linear.default".
         category: allow, deny, infer or clear.
         precision: "fp32" or the low dtype's short name.
         reason: a sentence; never empty.
         origin: the rules file, user list or part of the pass behind the reason.
-        module: path of the module it was called in, "" at the top.
+        module: path of the module that calls the op, "" at the top.
         source: "file:line: code" of the user's line, "" where unknown.
         listed: whether any rule knows the op.
-        bytes: fp32 bytes it reads and writes; 0 for a view.
-        heading: the reason without what is special to the op, to group by.
+        bytes: fp32 bytes that the op reads and writes; 0 for a view.
+        heading: the reason without the details of this op, to group ops by.
     """
 
     graph: int
@@ -94,11 +94,12 @@ class CastRow:
     """One inserted cast.
 
     Attributes:
-        graph, body: where it stands.
-        name, value: its node, and the node it casts.
+        graph, body: the section of the cast.
+        name: the name of the cast's node.
+        value: the name of the node that is cast.
         kind: "weight", "down" or "up".
-        dtype: what it casts to, as a short name.
-        bytes: bytes it writes (a hint where the size is symbolic).
+        dtype: the short name of the dtype cast to.
+        bytes: bytes that the cast writes (a hint where the size is symbolic).
         every_call: False for a weight copy that is kept until the weight changes.
     """
 
@@ -192,7 +193,8 @@ def _with_bodies(section: Section) -> Iterator[Section]:
         named = (name for name, child in children.items() if child is body.gm)
         name = next(named, f"body_{number}")
         path = f"{section.body}/{name}" if section.body else name
-        # The running graph may hold another version, which is handed weight copies.
+        # The running graph may hold another version of the body, with weight copies as
+        # inputs.
         gm = getattr(section.gm, name, None)
         if not isinstance(gm, fx.GraphModule):
             gm = body.gm

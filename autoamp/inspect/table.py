@@ -1,6 +1,6 @@
 """The report for a person: rich renderables, laid out for 100 columns.
 
-Nothing here prints.  Text of users (source lines, names) never passes as markup.
+Nothing here prints.  Text from users (source lines, names) is never read as markup.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def render(
 
 
 def covered(shares: Mapping[str, Any]) -> Text:
-    """How much of what was called ran converted."""
+    """How many calls ran rewritten graphs, and how many flops ran in low precision."""
     ran = shares["calls"] - shares["calls_aside"]
     text = f"\n{ran:,} of {counted(shares['calls'], 'call')} ran rewritten graphs"
     if shares["calls_in_part"]:
@@ -71,7 +71,7 @@ def covered(shares: Mapping[str, Any]) -> Text:
 
 
 def copied_anew(count: int) -> Text:
-    """Why a model casts weights that could be kept, and what to do about it."""
+    """Why a model copies weights at every call, and what the user can do about it."""
     weights = counted(count, "weight")
     lines = (
         f"\nThe last call copied {weights} anew, and so will the next: something else",
@@ -83,7 +83,7 @@ def copied_anew(count: int) -> Text:
 
 
 def loss_scaling(state: Mapping[str, Any]) -> Text:
-    """What loss scaling did, for people who wonder why steps were skipped."""
+    """The state of loss scaling, for people who wonder why steps were skipped."""
     if state["foreign"]:
         return Text(
             "\nLoss scaling: left to the GradScaler that steps the model's optimizer."
@@ -222,7 +222,7 @@ def _costs(costs: Costs) -> Iterator[RenderableType]:
 
 
 def _titles(costs: Costs) -> dict[str, str]:
-    """What each placement is called, in the order shown."""
+    """The title of each placement, in the order shown."""
     known = {
         OURS: "this one",
         ALL_FP32: "all fp32",

@@ -15,13 +15,13 @@ def counted(count: int, noun: str) -> str:
 
 
 def shorten(source: str) -> str:
-    """`source` with a path relative to its packages' or the working directory."""
+    """`source` with its path relative to `site-packages` or the working directory."""
     shorter = _SITE.sub("", source)
     return shorter.removeprefix(os.getcwd() + os.sep)
 
 
 def op_title(op: str) -> str:
-    """`aten::add.Tensor` as a person says it: `add`."""
+    """The short name of an op: `add` for `aten::add.Tensor`."""
     return op.removeprefix("aten::").partition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""One node explained: its rule, its neighbours, and what a change would cost."""
+"""Explains one node: its rule, its neighbours, and the cost of a change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find_section(sections: Sequence[Section], graph: int | str) -> Section:
     """The graph or body called `graph`.
 
     Raises:
-        OptionError: there is none; the message lists those there are.
+        OptionError: the report has no such graph; the message lists the graphs it has.
     """
     for section in sections:
         if section.key == str(graph):
@@ -36,7 +36,7 @@ def find_section(sections: Sequence[Section], graph: int | str) -> Section:
 
 
 def explain(section: Section, name: str) -> str:
-    """Why node `name` has the precision it has.
+    """Why node `name` has its precision.
 
     Raises:
         OptionError: the graph has no node of that name; the message lists close ones.
@@ -115,7 +115,7 @@ def _readers(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
 
 
 def _readers_of(section: Section, name: str) -> list[str]:
-    """Who reads a node of the emitted graph."""
+    """The names of the nodes that read node `name` of the emitted graph."""
     return [
         user.name
         for node in section.rewritten.gm.graph.nodes

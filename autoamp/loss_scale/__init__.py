@@ -1,4 +1,4 @@
-"""Loss scales: what gradients are multiplied by inside a graph, and how that moves."""
+"""Loss scales: the factor on the gradients inside a graph, and how the factor moves."""
 
 from __future__ import annotations
 

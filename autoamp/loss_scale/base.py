@@ -1,7 +1,7 @@
-"""What every loss scale does, and those that never move.
+"""The base class of all loss scales, and the loss scales that never move.
 
-The state is kept in 0-dim tensors and moved by tensor arithmetic, so that a step that
-learns of an overflow on the GPU need not wait for it.
+The state is kept in 0-dim tensors and moved by tensor arithmetic, so that a step whose
+overflow is known only on the GPU need not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from autoamp.errors import LossScaleError
 
 INIT_SCALE = 2.0**15
-"""Half of GradScaler's 2**16, the largest power of two below fp16's largest number: the
-gradient a loss has to itself, 1, does not overflow on the first step."""
+"""2**15, half of GradScaler's 2**16, is the largest power of two below fp16's largest
+number: so the gradient of a loss to itself, 1, does not overflow on the first step."""
 
 
 class LossScale:
-    """Base of the loss scales; what `convert(loss_scale=...)` takes.
+    """Base class of the loss scales that `convert(loss_scale=...)` takes.
 
-    A scale belongs to one run of training: its state moves.  Given to several models it
-    is shared by them.
+    A scale belongs to one run of training, because its state moves.  Several models
+    that are given one scale share it.
     """
 
     _config: tuple[str, ...] = ()
@@ -37,8 +37,8 @@ class LossScale:
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale and its inverse, 0-dim fp32 tensors on `device`.
 
-        They are never written to: a backward that comes later finds what its forward
-        was given.
+        The two tensors are never written to, so that a later backward finds the values
+        that its forward was given.
         """
         if device not in self._given:
             scale = self._scale.to(device, non_blocking=True)
@@ -79,15 +79,16 @@ class LossScale:
         Args:
             largest: the largest fp16 gradient of a step, at its true value, 0-dim fp32;
                 None where it is not known.
-            found_inf: what `update` was given; as a bool where that is known here.
+            found_inf: the flag that `update` was given; a bool where its value is known
+                on the host.
         """
 
     def heed(self, other: LossScale) -> None:
-        """Takes over what `other` was told of gradients: this one scales them now."""
+        """Takes over the gradient sizes told to `other`, which this scale replaces."""
 
     @property
     def at_floor(self) -> bool:
-        """Whether the scale cannot go lower although it would move."""
+        """Whether the scale is one that moves, but can go no lower."""
         return False
 
     # -- what a person reads -------------------------------------------------------
@@ -114,7 +115,7 @@ class LossScale:
         return state | {"skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over every field of what `state_dict` gave.
+        """Takes over every field of a state that `state_dict` gave.
 
         Raises:
             LossScaleError: a field is missing, unknown or unusable; nothing is changed.
@@ -129,7 +130,7 @@ class LossScale:
         return f"{type(self).__name__}({fields})"
 
     def _fields(self) -> set[str]:
-        """Those of a state that must be there."""
+        """The fields that a state must have."""
         return set(self.state_dict())
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -175,14 +176,14 @@ class StaticLossScale(LossScale):
 
 
 class NoLossScale(LossScale):
-    """No scaling, no check, and no skipped step: what bf16 needs."""
+    """No scaling, no check, and no skipped step: bf16 needs none of these."""
 
     def __init__(self) -> None:
         super().__init__(1.0)
 
 
 def scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A 0-dim tensor, which nobody writes to: the same one where it is a usual one."""
+    """A 0-dim tensor that is never written to; a usual value has one shared tensor."""
     usual = _USUAL.get((value, dtype))
     if usual is not None:
         return usual
@@ -200,11 +201,14 @@ _USUAL = {
         (0, torch.int64),
     )
 }
-"""What most scales begin with: programs with many models make no tensors for that."""
+"""Values most scales begin with: a program with many models makes them only once."""
 
 
 def positive(name: str, value: Any) -> None:
-    """In fp32, where it is used, and so that 1 / value is finite there."""
+    """Raises LossScaleError unless `value` is a positive finite number of fp32.
+
+    The value is used in fp32, and 1 / value has to be finite there too.
+    """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (number and _SMALLEST <= value <= _LARGEST):
         raise LossScaleError(f"{name}={value!r} is not a positive finite number")

@@ -14,41 +14,45 @@ LOOKS = 5
 """Steps in which a scale that climbs is told how large the gradients are."""
 
 LATER = 200
-"""Steps from look to look of one that has climbed: gradients shrink as models learn."""
+"""Steps between two looks of a scale that has climbed: gradients shrink in training."""
 
 _MOST = 12
-"""Doublings of one climb: what a small scale has rounded to 0 is seen at the next."""
+"""Most doublings in one look: gradients that a small scale has rounded to 0 are seen at
+the next look."""
 
 _ROOM, _ROOM_AT_LAST = 16, 1.8
-"""What a climb leaves for larger gradients than were seen: less, once more were seen.
-A power of two is then left between 1.8 and 3.6 times: within 4 also where gradients
-shrink meanwhile."""
+"""How many times larger than the largest seen a gradient may be after a look: less at
+the last look, once more gradients were seen.  The scale moves by powers of two, so the
+last look leaves between 1.8 and 3.6 times: within 4 also where gradients shrink
+meanwhile."""
 
 _DROP = 2.0**-7
-"""On top of the back-off, where a climb is going to follow: eight powers of two."""
+"""The factor at an overflow, on top of the back-off, where a look is going to follow:
+eight powers of two together."""
 
 _FP16_LARGEST = torch.finfo(torch.float16).max
 
 _HIGHEST = 2.0**126
-"""A scale above has an inverse that is no normal number of fp32."""
+"""The inverse of a higher scale is no normal number of fp32."""
 
 _LEFT, _SEEN = "looks_left", "largest_gradient"
 _UNTIL, _LENT = "steps_until_look", "doublings_lent"
 FIELDS = frozenset({_LEFT, _SEEN, _UNTIL, _LENT})
-"""What the state of a scale that climbs has besides."""
+"""The additional fields in the state of a scale that climbs."""
 
 
 class Climb:
     """One scale's looks at its gradients: the first five, and every 200th step later.
 
-    What a later look climbs is lent: the first overflow takes it back and ends those
-    looks.  So they cost one skipped step at most.
+    The doublings of a later look are lent: the first overflow takes them back and ends
+    all climbing.  So the later looks cost one skipped step at most.
 
     Attributes:
-        left: looks left of the first.
-        until: steps until the next look after those.
-        seen: the largest fp16 gradient seen, at its true value, of which later looks
-            forget a half each; infinite after an overflow that came later.
+        left: how many of the first looks are left.
+        until: steps until the next look after the first ones.
+        seen: the largest fp16 gradient seen, at its true value, halved by each later
+            look that sees only smaller ones; infinite after an overflow that came after
+            the first looks.
         lent: doublings that later looks have made.
     """
 
@@ -64,27 +68,27 @@ class Climb:
         return self.left > 0 or not self.until
 
     def count_step(self) -> None:
-        """A step was taken, or skipped."""
+        """Counts a step that was taken, or skipped."""
         if not self.left:
             self.until = max(self.until - 1, 0)
 
     def moved(
         self, before: torch.Tensor, after: torch.Tensor, found_inf: torch.Tensor
     ) -> torch.Tensor:
-        """Where the scale is to go after a step that was not looked at.
+        """The new scale after a step.
 
-        That is `after`, save where the step overflowed at doublings that were lent:
-        then it is `before` without those doublings.
+        The result is `after`, save where a step after the first looks overflowed with
+        lent doublings in the scale: then it is `before` without those doublings.
 
         Args:
             before: the scale in the step.
-            after: where the scale has moved for `found_inf`.
+            after: the scale as `found_inf` has moved it.
             found_inf: 0-dim, 0 or 1.
         """
         if self.left:
             return after
         if found_inf.device.type == "cpu" and not found_inf:
-            return after  # reading `found_inf` there makes nobody wait
+            return after  # reading `found_inf` on the host waits for nothing
         found, lent = found_inf != 0, self.lent.to(found_inf.device)
         self.seen = torch.where(found, torch.inf, self.seen.to(found.device))
         self.lent = torch.where(found, 0, lent)
@@ -98,36 +102,36 @@ class Climb:
         found_inf: bool | torch.Tensor,
         floor: float,
     ) -> torch.Tensor:
-        """Where the scale is to go after a look; `scale` itself where it stays.
+        """The new scale after a look; `scale` itself where the scale stays.
 
         Args:
-            scale: where it is, after the step.
-            largest, found_inf: as of `LossScale.look`.
-            floor: below which it is not lowered.
+            scale: the scale after the step.
+            largest, found_inf: as for `LossScale.look`.
+            floor: the value below which the scale is not lowered.
         """
         if not self.left:
             self.until = LATER
             return scale if largest is None else self._later(scale, largest)
         first, known = self.left == LOOKS, isinstance(found_inf, bool)
-        # An overflow has shown nothing: at least one look is to follow.
+        # An overflow has shown no size, so that at least one look is to follow.
         self.left = max(self.left - 1, int(found_inf is True))
         if largest is None or not (self.left or known):
-            return scale  # no look is left to climb back from where an overflow leads
+            return scale  # no look is left to climb back after a drop by an overflow
         found = torch.as_tensor(found_inf, device=largest.device).reshape(()) != 0
         scale = scale.to(found.device)
         low = (scale * _DROP).maximum(scale.clamp(max=1.0)).clamp(min=floor)
-        # Not finite where nobody counts it: gradients that were thrown away.
+        # `largest` may be infinite without a flag, in gradients that were thrown away.
         tells = ~found & largest.isfinite()
         seen = self.seen.to(found.device).maximum(torch.where(tells, largest, 0))
         self.seen = seen
         room = _room(scale, seen, _ROOM if self.left else _ROOM_AT_LAST)
         room = torch.where(tells, room, 0)
-        if first:  # one batch is no measure
+        if first:  # one batch is too little to climb by
             room = room.clamp(max=0)
         return torch.where(found, low, torch.ldexp(scale, room))
 
     def _later(self, scale: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        """After the climb: it takes several looks until the scale follows gradients."""
+        """The new scale after a later look: it follows gradients over several looks."""
         scale, before = scale.to(largest.device), self.seen.to(largest.device)
         tells = largest.isfinite() & (largest > 0)
         self.seen = torch.where(tells, largest.maximum(before / 2), before)
@@ -136,7 +140,7 @@ class Climb:
         return torch.ldexp(scale, room)
 
     def heed(self, other: Climb) -> None:
-        """Takes over what `other` has seen: its gradients are scaled alike now."""
+        """Takes over the largest gradient that `other` saw: one scale serves both."""
         self.seen = self.seen.maximum(other.seen.to(self.seen.device))
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,7 +154,7 @@ class Climb:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Climb | None:
-        """The climb of which `state` has the fields; None if it has none."""
+        """The climb that fields of `state` describe; None without such fields."""
         if _LEFT not in state:
             return None
         climb = cls(state[_LEFT])
@@ -175,7 +179,7 @@ class Climb:
 
 
 def _room(scale: torch.Tensor, seen: torch.Tensor, times: float) -> torch.Tensor:
-    """Doublings until gradients `times` as large as the largest seen overflow."""
+    """Doublings that leave room for gradients `times` as large as the largest seen."""
     room = (_FP16_LARGEST / times / (seen * scale)).log2().floor()
     most = (_HIGHEST / scale).log2().floor().clamp(0, _MOST)
     return torch.where(seen > 0, room.clamp(min=0).minimum(most), 0)

@@ -1,7 +1,7 @@
 """The loss scale that backs off at an overflow and grows while there is none.
 
-Names and defaults are those of `torch.amp.GradScaler`, apart from `init_scale`, and two
-things it has not: a floor (`min_scale`) and `hysteresis`.
+Names and defaults are as in `torch.amp.GradScaler`, apart from `init_scale`, and from
+two settings that GradScaler does not have: a floor (`min_scale`) and `hysteresis`.
 """
 
 from __future__ import annotations
@@ -18,31 +18,34 @@ from autoamp.loss_scale.climb import FIELDS, Climb
 
 MIN_SCALE = 2.0**-14
 """The smallest normal number of fp16.  A gradient that overflows even at this scale is
-larger than 10**9, and the loss, or something before it, is at fault.  (Not 1, as in
-DeepSpeed: where a script scales its loss by hand, ours goes below.)"""
+larger than 10**9, and the loss, or something before it, is at fault.  (The floor is not
+1, as in DeepSpeed: where a script scales its loss by hand, our scale goes below 1.)"""
 
 
 class DynamicLossScale(LossScale):
     """A scale that grows while nothing overflows and backs off when something does.
 
-    As `torch.amp.GradScaler`: times `growth_factor` after `growth_interval` steps in a
-    row without an overflow (never to infinity), times `backoff_factor` at an overflow.
+    As in `torch.amp.GradScaler`, the scale is multiplied by `growth_factor` after
+    `growth_interval` steps in a row without an overflow (never to infinity), and by
+    `backoff_factor` at an overflow.
 
-    One that climbs is sought besides: from the second step on it is doubled as often as
-    leaves room for 16 times the largest fp16 gradient seen so far, in the fifth for 1.8
-    times.  An overflow before that lowers it to 1/256, but not below 1, for the next
-    step to climb from.  Every 200 steps from then on it is told again, and climbs where
-    gradients shrink, until something overflows.  Then, and where gradients cannot be
-    seen (a compiler's graphs, loops, bf16), it moves as any other.
+    A scale that climbs also goes by the size of gradients.  From the second step on the
+    scale is doubled as often as leaves room for 16 times the largest fp16 gradient seen
+    so far, in the fifth step for 1.8 times.  An overflow before that lowers the scale
+    to 1/256, but not below 1, for the next step to climb from.  Every 200 steps from
+    then on the scale is told the size of gradients again, and climbs where gradients
+    shrink, until something overflows.  After that, and where gradients cannot be seen
+    (a compiler's graphs, loops, bf16), the scale moves as any other.
 
     Args:
         init_scale: the scale to begin with.
         growth_factor, backoff_factor, growth_interval: as above.
         min_scale: the floor.  An overflow at the floor is an error, not a skipped step.
-        hysteresis: overflows it takes, between two moves, to back off once (DeepSpeed's
-            `hysteresis`); every one of those steps is skipped.
-        climbs: whether it climbs.  By default where no `init_scale` is given: one that
-            is stays exactly there until it grows or backs off.
+        hysteresis: how many overflows, between two moves, make the scale back off once
+            (DeepSpeed's `hysteresis`); the step of each such overflow is skipped.
+        climbs: whether the scale climbs.  By default it does where no `init_scale` and
+            no `hysteresis` is given: a scale that begins at a given value stays exactly
+            there until it grows or backs off.
 
     Raises:
         LossScaleError: a value is unusable.
@@ -119,7 +122,8 @@ class DynamicLossScale(LossScale):
     def _move(self, found_inf: torch.Tensor) -> None:
         device = found_inf.device
         found = found_inf.reshape(())
-        # New tensors, never in place: graphs that have yet to run backward hold these.
+        # The tensors are replaced, never written to, because graphs that have yet to
+        # run backward hold them.
         scale = self._scale.to(device).clone()
         tracker = self._tracker.to(device).clone()
         compat.update_scale(
@@ -133,7 +137,7 @@ class DynamicLossScale(LossScale):
         scale.clamp_(min=self.min_scale)
         if self.hysteresis > 1:
             patience = self._patience.to(device) - found.int()
-            # An overflow that is borne starts the count of clean steps anew, no more.
+            # An overflow that is borne only starts the count of clean steps anew.
             borne = (found != 0) & (patience > 0)
             scale = torch.where(borne, self._scale.to(device), scale)
             moved = (tracker == 0) & ~borne
@@ -145,7 +149,7 @@ class DynamicLossScale(LossScale):
 
     @property
     def looks(self) -> bool:
-        """Whether it is still climbing, or due to see whether it may climb again."""
+        """Whether the scale is still climbing, or due to see if it may climb again."""
         return self._climb is not None and self._climb.is_due
 
     def look(
@@ -163,7 +167,7 @@ class DynamicLossScale(LossScale):
             self._given.clear()
 
     def heed(self, other: LossScale) -> None:
-        """Takes over what `other` was told of gradients; see the base class."""
+        """Takes over the sizes of gradients told to `other`; see the base class."""
         theirs = other._climb if isinstance(other, DynamicLossScale) else None
         if self._climb is not None and theirs is not None:
             self._climb.heed(theirs)
@@ -210,7 +214,8 @@ class DynamicLossScale(LossScale):
             state = {k: v for k, v in state.items() if k not in FIELDS}
         super().check(state)
         DynamicLossScale(**{name: state[name] for name in self._config})
-        # A tracker beyond the interval would never meet it: no growth any more.
+        # A tracker beyond the interval would never meet the interval, so that the scale
+        # would never grow again.
         for name, below in (
             ("growth_tracker", state["growth_interval"]),
             ("hysteresis_left", state["hysteresis"] + 1),
@@ -220,7 +225,7 @@ class DynamicLossScale(LossScale):
                 raise LossScaleError(f"{name}={state[name]!r} is not below {below}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over every field, those of the constructor too; see the base class."""
+        """Takes over every field, the constructor's too; see the base class."""
         super().load_state_dict(state)
         mine = _untouched(state) and state["init_scale"] == self.init_scale
         self._configure(state)

@@ -1,1 +1,1 @@
-"""An optimizer's step: skipped at an overflow, with fp32 masters and closures."""
+"""Optimizer steps: skipped at an overflow, taken with fp32 masters, with closures."""

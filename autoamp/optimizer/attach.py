@@ -1,7 +1,8 @@
-"""Puts a boundary on an optimizer: a `step` of its own, on the instance.
+"""Puts a boundary on an optimizer: a `step` on the instance, round the class's own.
 
-An optimizer named to `convert` is given one at once.  Any other is met at its first
-step, through torch's own hook, which is registered while models are converted.
+An optimizer named to `convert` is given a boundary at once.  Any other optimizer is met
+at its first step, through torch's own hook, which is registered while models are
+converted.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ _STATE = "_autoamp"
 
 
 def boundary_of(optimizer: Optimizer) -> OptimizerBoundary | None:
-    """The boundary `optimizer` carries, or the one inside it; None where none does."""
+    """The boundary of `optimizer`, or of the optimizer that it wraps, or None."""
     optimizer = innermost(optimizer)
     found = optimizer.__dict__.get(_STATE)
-    # One that is off is still called by whoever wrapped it, and passes steps on.
+    # A boundary that is off only passes steps on, for code that has wrapped its `step`.
     return found if isinstance(found, OptimizerBoundary) and not found.off else None
 
 
 def attach(optimizer: Optimizer) -> OptimizerBoundary:
-    """Gives `optimizer` a boundary; the one it has where there is one.
+    """Gives `optimizer` a boundary, or returns the boundary that it has.
 
-    Of a wrapper, the optimizer inside gets it: its step is the one that is taken.
+    Inside wrappers the innermost optimizer gets the boundary, because the innermost
+    step is the step that is taken.
 
     Raises:
-        AutoampError: it was loaded with a state of ours that is unusable.
+        AutoampError: the optimizer was loaded with an unusable state of ours.
     """
     known = boundary_of(optimizer)
     if known is not None:
@@ -56,8 +58,8 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
             return own(*args, **kwargs)
         return boundary.masters.run(own, args, kwargs)
 
-    # A `MethodType`, because schedulers ask for `__func__`; `wraps` keeps the signature
-    # and the mark of a scheduler that was here before.
+    # `step` becomes a `MethodType`, because schedulers ask for `__func__`; `wraps`
+    # keeps the signature, and the mark of a scheduler that was here before.
     @functools.wraps(getattr(own, "__func__", own))
     def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         if closure_of(args, kwargs) and closures.writes_first(self):
@@ -75,7 +77,7 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
 
 @contextlib.contextmanager
 def attached(optimizers: Sequence[Optimizer]) -> Iterator[list[OptimizerBoundary]]:
-    """Their boundaries; those that had none lose it where the block raises."""
+    """The boundaries of `optimizers`; new boundaries go again if the block raises."""
     new = [each for each in optimizers if boundary_of(each) is None]
     try:
         yield [attach(each) for each in optimizers]
@@ -88,9 +90,9 @@ def attached(optimizers: Sequence[Optimizer]) -> Iterator[list[OptimizerBoundary
 
 
 def give_masters(boundary: OptimizerBoundary, model: torch.nn.Module) -> None:
-    """Gives the half-precision parameters an optimizer trains fp32 masters beside it.
+    """Gives an optimizer's half-precision parameters fp32 masters.
 
-    Those of `model` are saved by the names they have there.
+    Masters of parameters of `model` are saved by the parameters' names in `model`.
     """
     if boundary.masters is None:
         if not has_half(boundary.params):
@@ -100,7 +102,7 @@ def give_masters(boundary: OptimizerBoundary, model: torch.nn.Module) -> None:
 
 
 def detach(boundary: OptimizerBoundary) -> None:
-    """Takes a boundary away; `step` is what it was, unless somebody wrapped ours."""
+    """Takes a boundary away and the old `step` back, unless ours has been wrapped."""
     optimizer = boundary.optimizer
     BOUNDARIES.discard(boundary)
     for hook in boundary.hooks:
@@ -120,10 +122,12 @@ def detach(boundary: OptimizerBoundary) -> None:
 def detach_from(model: torch.nn.Module) -> None:
     """Takes away the boundary of every optimizer that holds weights of `model`.
 
-    One that holds another converted model's as well is met again at its next step.
+    An optimizer that also holds another converted model's weights is met again at its
+    next step.
     """
     held = {id(p): p for p in torch.nn.Module.parameters(model)}
-    # Or another model's hook would meet the optimizer again, by what is past.
+    # Otherwise the hook, kept for another model, would find past runs of this model's
+    # and meet the optimizer again.
     BACKWARDS.drop(held)
     for boundary in list(BOUNDARIES):
         if any(id(p) in held for p in boundary.params):
@@ -131,11 +135,11 @@ def detach_from(model: torch.nn.Module) -> None:
 
 
 def meet(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> None:
-    """Looks for whoever is going to step `weights`, before the first run with them.
+    """Finds the optimizers that hold `weights`, and GradScalers, before the first run.
 
-    A GradScaler may be about to scale this model's loss: twice scaled, the first
-    gradients would overflow.  So they are looked at again before a backward, unless the
-    user has asked for a loss scale of ours.
+    A GradScaler may be about to scale this model's loss, and the first gradients of a
+    loss that is scaled twice would overflow.  So the GradScalers are looked at again
+    before a backward, unless the user has asked for a loss scale of ours.
     """
     optimizers, scalers = compat.optimizers_and_scalers()
     if not scaling.asked:

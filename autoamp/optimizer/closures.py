@@ -1,10 +1,11 @@
 """Steps of optimizers that write before all their gradients are known.
 
-Torch's own evaluate a closure before anything else, so that it can be evaluated before
-the step.  Others may read the gradients that are there and move the weights first, as
-SAM does.  LBFGS evaluates it many times: its line search moves the weights before it
-knows where to, and where an evaluation overflows, the loss is evaluated again at a
-lower scale, with the result of a clean run.
+Torch's own optimizers evaluate a closure before anything else, so that autoamp can
+evaluate the closure before the step.  Other optimizers may read the gradients that are
+there and move the weights first, as SAM does.  LBFGS evaluates its closure many times,
+because its line search moves the weights before it knows where to.  Where one of these
+evaluations overflows, the loss is evaluated again at a lower loss scale, with the same
+result as in a run without overflow.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from autoamp.optimizer.step import OptimizerBoundary, Step
 
 
 def writes_first(optimizer: Optimizer) -> bool:
-    """Whether its step may write before the closure's last gradients are known."""
+    """Whether the step may write before the closure's last gradients are known."""
     return isinstance(optimizer, LBFGS) or not evaluates_first(optimizer)
 
 
 def evaluates_first(optimizer: Optimizer) -> bool:
-    """Whether its step is torch's: the closure is evaluated before anything else."""
+    """Whether the step is torch's, which evaluates the closure before anything else."""
     module = getattr(type(optimizer).step, "__module__", None) or ""
     return module.startswith("torch.optim")
 
 
 def has_gradients(optimizer: Optimizer) -> bool:
-    """Whether there is anything a step could read before it evaluates its closure."""
+    """Whether there are gradients that a step could read before its closure runs."""
     return any(p.grad is not None for p in params_of(optimizer))
 
 
@@ -45,10 +46,11 @@ def step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """One step with a closure, or nothing: see `OptimizerBoundary.step`.
+    """Takes or skips one step with a closure: see `OptimizerBoundary.step`.
 
-    Where it is skipped, what was written is put back.  The copy for that is made in the
-    first step; later, where one was needed, and always for LBFGS.
+    A skipped step's writes are undone from a snapshot.  The snapshot is made in the
+    first step, and in a later one if the step before it wrote something before its
+    closure was evaluated; for LBFGS in every step.
     """
     closure = closure_of(args, kwargs)
     if closure is None or boundary.leaves_to_scaler():
@@ -76,9 +78,9 @@ def step(
 def first_step(
     boundary: OptimizerBoundary, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments for a step that has begun already; None: those that it has.
+    """New arguments for a step that has already begun; None to keep the old ones.
 
-    It cannot be skipped any more, so that an overflow is an error there.
+    Such a step cannot be skipped any more, so that an overflow in it is an error.
     """
     closure = closure_of(args[1:], kwargs)
     if closure is None:
@@ -106,15 +108,15 @@ def first_step(
 
 
 class _Hopeless(Exception):  # noqa: N818 (never reaches the user)
-    """An overflow that no lower scale takes away; carries the loss."""
+    """An overflow that no lower loss scale takes away; carries the loss."""
 
 
 class _Guarded:
     """A closure whose gradients are judged as soon as it has been evaluated.
 
     Attributes:
-        called: it has been evaluated.
-        written: something was written before it was evaluated first.
+        called: whether the closure has been evaluated.
+        written: whether the step wrote something before the first evaluation.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class _Guarded:
     def given(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the step with this in place of the closure."""
+        """The arguments of the step with this object in place of the closure."""
         if args:
             return (self, *args[1:]), kwargs
         return args, {**kwargs, "closure": self}
@@ -161,7 +163,7 @@ class _Guarded:
 
 
 class _Snapshot:
-    """Weights and state of an optimizer, to go back to."""
+    """A copy of an optimizer's weights and state, to go back to."""
 
     def __init__(self, boundary: OptimizerBoundary) -> None:
         self.optimizer = boundary.optimizer
@@ -177,7 +179,7 @@ class _Snapshot:
         self.optimizer.state.update(self.state)
 
     def holds(self) -> bool:
-        """Whether nothing has been written since."""
+        """Whether nothing has been written since the snapshot."""
         now = [p.detach() for p in self.params], self._copied(self.optimizer.state)
         pairs = zip(
             pytree.tree_leaves(now),
@@ -190,5 +192,5 @@ class _Snapshot:
         )
 
     def _copied(self, state: Any) -> Any:
-        # The keys are the weights themselves.
+        # The keys are the weights themselves, which must not be copied.
         return copy.deepcopy(dict(state), {id(p): p for p in self.params})

@@ -1,6 +1,7 @@
-"""Steps that the optimizer's own kernel skips: it reads the flag, and nobody waits.
+"""Steps skipped by the optimizer's own kernel, which reads the flag without a wait.
 
-Fused optimizers do that for `torch.amp.GradScaler`, by two attributes.
+Fused optimizers do so for `torch.amp.GradScaler`, by two attributes: `grad_scale` and
+`found_inf`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch.optim import Optimizer
 
 
 def free_to_read(flag: torch.Tensor) -> bool:
-    """Whether reading `flag` waits for nothing: it is in the host's memory."""
+    """Whether `flag` is in the host's memory, so that reading it waits for nothing."""
     return flag.device.type == "cpu"
 
 
 def takes_flag(optimizer: Optimizer, flag: torch.Tensor) -> bool:
     """Whether a step can be skipped by the optimizer's kernel, without a wait.
 
-    Its first step never is: fused SGD would keep a momentum buffer it has not
+    The first step cannot: fused SGD would keep a momentum buffer that it has not
     initialised.
     """
     if free_to_read(flag):
@@ -38,7 +39,7 @@ def takes_flag(optimizer: Optimizer, flag: torch.Tensor) -> bool:
 def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether every weight that is about to be stepped has all of its state."""
     if isinstance(optimizer, torch.optim.SGD) and not group["momentum"]:
-        return True  # it never has any
+        return True  # SGD without momentum never has state
     for p in group["params"]:
         known = optimizer.state.get(p)
         if p.grad is not None and (
@@ -50,9 +51,10 @@ def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def given_flag(of: Optimizer, flag: torch.Tensor) -> Iterator[None]:
-    """A region in which the optimizer's kernel reads `flag`; its hooks fire as ever."""
+    """A region in which the optimizer's kernel reads `flag`; hooks fire as ever."""
     optimizer: Any = of
-    # 0-dim, as GradScaler's: Adam takes it off its step counters, which are that.
+    # The flag is made 0-dim, as GradScaler's is: Adam subtracts it from its 0-dim step
+    # counters.
     optimizer.grad_scale, optimizer.found_inf = None, flag.reshape(())
     try:
         yield

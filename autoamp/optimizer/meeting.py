@@ -1,6 +1,7 @@
-"""Meets optimizers that nobody named, at their first step.
+"""Meets optimizers that were not named to `convert`, at their first step.
 
-Through torch's own hook of every step, which is registered while models are converted.
+Torch's own hook before every step shows each optimizer; the hook is registered while
+models are converted.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _expecting: list[bool] = []
 
 
 def new_scaling(options: Options, loss_scale: LossScale, label: str) -> ModelScaling:
-    """The scaling of one conversion; from now on steps are met, while it lives.
+    """The scaling of one conversion; optimizers are met as long as the scaling lives.
 
     Args:
-        options: those of the conversion.
-        loss_scale: where it begins.
+        options: the options of the conversion.
+        loss_scale: the loss scale to begin with.
         label: the model's class name, for messages.
     """
     scaling = ModelScaling(loss_scale, label, meet, lower_where_nobody_steps)
@@ -48,15 +49,15 @@ def new_scaling(options: Options, loss_scale: LossScale, label: str) -> ModelSca
 
 
 def stop_meeting(scaling: ModelScaling) -> None:
-    """Takes the hook away with the last scaling."""
+    """Meets no optimizers for `scaling` any more; the last scaling takes the hook."""
     _scalings.discard(scaling)
     _hear()
 
 
 def expect_models(coming: bool) -> None:
-    """Whether steps are met before there is any scaling.
+    """Sets whether optimizers are met before there is any scaling.
 
-    A model may be called for the first time inside a step, by its closure.
+    A closure may call a model for the first time inside a step.
     """
     _expecting[:] = [True] if coming else []
     _hear()
@@ -72,7 +73,7 @@ def _hear() -> None:
 
 
 def retire(scaling: ModelScaling) -> None:
-    """Graphs are not run with `scaling` any more; nor are steps met for it."""
+    """Ends `scaling`, with which graphs are not run any more."""
     stop_meeting(scaling)
     for boundary in list(BOUNDARIES):
         if scaling in boundary.scalings:
@@ -87,7 +88,7 @@ def _before_step(
     """Called inside every step, with the optimizer itself as `args[0]`."""
     if torch.compiler.is_dynamo_compiling():  # a step the user compiles
         return None
-    # Collected, not reverted: the hook cannot go meanwhile.
+    # Models that were garbage-collected, not reverted, have left the hook behind.
     if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
         return None
     changed = None
@@ -101,11 +102,15 @@ def _before_step(
 def _first_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The step of an optimizer that had no boundary when it began.
+    """Judges a step that began when its optimizer had no boundary.
 
-    It cannot be stopped any more, but its arguments can be changed, the optimizer among
-    them: to skip, it is made to step one that holds no weights.  Where there is a
-    closure, all of the model's first iteration may be inside it.
+    Such a step cannot be stopped any more, but its arguments can be changed, the
+    optimizer among them: a step to be skipped is made to step an optimizer that holds
+    no weights.  Where there is a closure, all of the model's first iteration may be
+    inside the closure.
+
+    Returns:
+        The changed arguments, or None.
     """
     given = args[1:]
     closure = closure_of(given, kwargs)
@@ -142,8 +147,9 @@ def _without_weights(optimizer: Optimizer) -> Optimizer:
 def _hold_hooks_once(optimizer: Any) -> None:
     """Keeps the optimizer's own hooks from this one step, which is skipped.
 
-    Those that precede it are about to be read from their dictionary, so it is emptied;
-    those that follow are looked up later.
+    The hooks before the step are about to be read from their dictionary, so that
+    dictionary is emptied; the hooks after the step are looked up later, so those are
+    replaced.
     """
     before, after = compat.step_hooks(optimizer)
     held = dict(before)

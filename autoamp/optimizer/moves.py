@@ -11,14 +11,15 @@ from autoamp.scaling.overflow import newly
 
 
 def move_scales(runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None:
-    """One move of each loss scale for runs that have not moved it yet.
+    """Moves each loss scale once, for the runs that have not moved it yet.
 
-    Two optimizers that step after one backward move it once.
+    Two optimizers that step after one backward move its loss scale once.
 
     Args:
-        runs: what has filled the gradients of a step.
-        flag: 1 element, on any device; not 0: some gradient is not finite.
-        retries: the step evaluates the loss again, and is counted at its end.
+        runs: the runs that filled the gradients of a step.
+        flag: 1 element, on any device; not 0 where some gradient is not finite.
+        retries: whether the step evaluates the loss again; such a step is counted when
+            it ends, by the caller.
     """
     fresh = [run for run in runs if not run.counted]
     for scale in {id(s): s for s in (r.scaling.loss_scale for r in fresh)}.values():
@@ -40,7 +41,7 @@ def move_scales(runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None
         for scale in {id(s): s for s in concerned}.values():
             scale.count_skipped(flag)
     if compat.inside_backward():
-        return  # what is still to come of it may overflow
+        return  # the rest of the backward may overflow
     clean = free_to_read(flag) and not bool(flag)
     for run in runs:
         run.counted = True

@@ -1,4 +1,4 @@
-"""What is asked of any optimizer, and of the arguments its step is called with."""
+"""Questions to any optimizer, and to the arguments that its step is called with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def innermost(optimizer: Optimizer) -> Optimizer:
 
 
 def params_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """What `optimizer` optimizes now: groups may be added at any time."""
+    """The tensors `optimizer` optimizes now: groups may be added at any time."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -39,11 +39,11 @@ def evaluated(
     kwargs: dict[str, Any],
     params: Sequence[torch.Tensor] = (),
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Evaluates a step's closure once; the loss, and arguments that begin with it.
+    """Evaluates a step's closure once; gives the loss, and new arguments for the step.
 
-    Its backward has to be over before it can be said whether to step.  The optimizer is
-    given a closure that first returns what is there already, unless it has zeroed the
-    gradients of `params` before it asks.
+    The closure's backward has to be over before the step can be judged.  The new
+    arguments hold a closure whose first call returns the known loss, unless the
+    optimizer has zeroed the gradients of `params` before that call.
     """
     closure = closure_of(args, kwargs)
     if closure is None:

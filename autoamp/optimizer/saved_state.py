@@ -1,8 +1,9 @@
-"""What an optimizer's saved state holds of ours: the loss scale, and fp32 masters.
+"""Saves and loads loss scales and fp32 masters with an optimizer's state.
 
-The scale travels as one more entry of the first parameter group, because that is what
-survives in an optimizer that does not know us yet: one whose state is loaded before its
-first step, and a plain one, in a run without autoamp, which carries it along unread.
+The scales travel as one more entry of the first parameter group, because such an entry
+survives in an optimizer that has no boundary: an optimizer whose state is loaded before
+its first step, and a plain one, in a run without autoamp, which carries the entry along
+unread.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _FIELDS = {"loss_scales"}
 
 
 def carry(boundary: OptimizerBoundary) -> None:
-    """Makes the optimizer's `state_dict` and `load_state_dict` carry what is ours."""
+    """Makes the optimizer's `state_dict` and `load_state_dict` carry our entries."""
     optimizer = boundary.optimizer
     loaded: list[list[Any]] = []
     whole: list[dict[str, Any]] = []
@@ -59,14 +60,14 @@ def carry(boundary: OptimizerBoundary) -> None:
         optimizer.register_load_state_dict_pre_hook(before_load),
         optimizer.register_load_state_dict_post_hook(after_load),
     ]
-    # Loaded before the optimizer was met.
+    # The state may have been loaded before the optimizer was met.
     for group in optimizer.param_groups[:1]:
         if KEY in group:
             boundary.take_over(_checked(group.pop(KEY)))
 
 
 def check_loaded(optimizer: Optimizer) -> None:
-    """Raises where `carry` could not use what the optimizer was loaded with before.
+    """Raises where `carry` could not use the state that the optimizer was loaded with.
 
     Raises:
         AutoampError: as for `load_state_dict`.

@@ -29,20 +29,20 @@ logger = logging.getLogger(__name__)
 Step = Callable[..., Any]
 
 _ASK_EVERY = 100
-"""Steps after which a flag that only a kernel reads is read here too, which waits."""
+"""After so many steps a flag that only a kernel reads is read here too, with a wait."""
 
 BOUNDARIES: weakref.WeakSet[OptimizerBoundary] = weakref.WeakSet()
-"""Those of all optimizers that have one."""
+"""The boundaries of all optimizers that have one."""
 
 
 class _Decision(NamedTuple):
-    """What becomes of a step.
+    """Whether a step is taken, and how.
 
     Attributes:
-        args, kwargs: what it is called with, if it is.
-        loss: what the closure gave.
-        skip: nothing is called.
-        flag: for the optimizer's own kernel to skip by.
+        args, kwargs: the arguments that the step is called with.
+        loss: the closure's result.
+        skip: whether the step is not called at all.
+        flag: the flag for the optimizer's own kernel to skip by, or None.
     """
 
     args: tuple[Any, ...]
@@ -53,21 +53,22 @@ class _Decision(NamedTuple):
 
 
 class OptimizerBoundary:
-    """What stands between an optimizer and the gradients it is given.
+    """Stands between an optimizer and the gradients that the optimizer is given.
 
     Attributes:
         optimizer: the user's own; only its instance attribute `step` is ours.
         previous: the instance's own `step` before, a scheduler's wrapper say, or None.
-        bound: the `step` that was put on it; None before.
-        hooks: those that save and load with the optimizer's state.
-        off: it has been taken away, but somebody has wrapped its `step`.
-        scalings: of the models whose weights it was seen to step, in order.
-        pending: saved loss scales of models it has yet to meet.
-        seen: number of the last backward it has read.
+        bound: the `step` that the boundary put on the instance; None before.
+        hooks: the hooks that save and load our entries with the optimizer's state.
+        off: whether the boundary was taken away, but other code has wrapped its `step`.
+        scalings: the scaling of each model whose weights the optimizer was seen to
+            step, in order.
+        pending: saved loss scales of models that the optimizer has yet to meet.
+        seen: number of the last run whose flags were read.
         steps: how often `step` was called.
-        masters: of its half-precision parameters; None where it was not named to
-            `convert` with a model of such.
-        writes_first: it may write something before it evaluates its closure.
+        masters: the masters of the optimizer's half-precision parameters; None where
+            `convert` was not given the optimizer with a model of such parameters.
+        writes_first: whether the step may write before it evaluates its closure.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -88,7 +89,7 @@ class OptimizerBoundary:
 
     @property
     def params(self) -> list[torch.Tensor]:
-        """What it optimizes now: groups may be added at any time."""
+        """The tensors optimized now: groups may be added at any time."""
         return params_of(self.optimizer)
 
     @property
@@ -99,22 +100,22 @@ class OptimizerBoundary:
 
     @property
     def scale_of_each(self) -> list[LossScale]:
-        """The loss scale of each of its models; several may share one."""
+        """The loss scale of each of the optimizer's models; several may share one."""
         return [s.domain.loss_scale for s in self.scalings if s.enabled]
 
     @property
     def loss_scales(self) -> list[LossScale]:
-        """The loss scales of its models, each once."""
+        """The loss scales of the optimizer's models, each once."""
         return list({id(s): s for s in self.scale_of_each}.values())
 
     def step(self, inner: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`inner(*args, **kwargs)`, the step as it was, or nothing where it is skipped.
+        """Calls `inner(*args, **kwargs)`, the step as it was, or skips the step.
 
         A skipped step changes no weight and no state, fires no hook, and gives the
         closure's loss or None.
 
         Raises:
-            LossScaleError: an overflow at the lowest loss scale there may be.
+            LossScaleError: gradients overflow at the lowest loss scale allowed.
         """
         decision = self._decide(args, kwargs)
         if decision.skip:
@@ -123,7 +124,7 @@ class OptimizerBoundary:
             return self._step_with_flag(decision, inner)
         return inner(*decision.args, **decision.kwargs)
 
-    # Where the user compiles the step, this is not for the compiler.
+    # Where the user compiles the step, the compiler is to leave this method alone.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Decision:
         if self.leaves_to_scaler():
@@ -140,13 +141,13 @@ class OptimizerBoundary:
         return _Decision(args, kwargs, loss, skip)
 
     def judge(self, retries: bool = False) -> torch.Tensor:
-        """Reads what the backwards since the last time found, and moves the loss scale.
+        """Reads the flags of the backwards since the last call, moves the loss scale.
 
         The result is one fp32 element, 1 where the step must not be taken.
 
         Args:
-            retries: the caller does not skip but evaluates again: only an overflow
-                moves the scale, and it counts as no skipped step.
+            retries: whether the caller evaluates again instead of skipping: then only
+                an overflow moves the scale, and it counts as no skipped step.
         """
         params = self.params
         evidence = self._read(params)
@@ -172,7 +173,7 @@ class OptimizerBoundary:
         return flag
 
     def leaves_to_scaler(self) -> bool:
-        """Whether an enabled GradScaler is making this step: then it scales, not we."""
+        """Whether a GradScaler makes this step, and scales, or the boundary is off."""
         if self.off:
             return True
         if not compat.stepped_by_grad_scaler(self.optimizer):
@@ -193,10 +194,10 @@ class OptimizerBoundary:
             self.scalings.append(scaling)
 
     def take_over(self, saved: list[Any]) -> None:
-        """Loads saved loss scales into those of its models, in order, as it meets them.
+        """Loads saved loss scales into the models' own, in order, as models are met.
 
         Raises:
-            LossScaleError: one does not fit; nothing is changed.
+            LossScaleError: a saved scale does not fit; nothing is changed.
         """
         self._take(self.scale_of_each, saved)
 
@@ -212,8 +213,8 @@ class OptimizerBoundary:
     def _in_doubt(self, params: list[torch.Tensor]) -> bool:
         """Whether gradients of a skipped step may still be there, and new ones on top.
 
-        Where a kernel has read the flag nobody knows whether the last step was skipped;
-        but its gradients are gone where the next backward found none.
+        Where only a kernel has read the flag, the last step may have been skipped; but
+        the gradients of that step are gone where the next backward found no gradients.
         """
         if self._skipped_before or not self._unsure:
             return self._skipped_before
@@ -221,12 +222,13 @@ class OptimizerBoundary:
         return any(run.lives_in(ids) for run in self._unsure)
 
     def _note_skip(self, evidence: Evidence, params: list[torch.Tensor]) -> None:
-        """Says why; raises where skipping can no longer help."""
+        """Logs why a step is skipped; raises where skipping can no longer help."""
         why = f"step {self.steps}: {blame(evidence.runs, params)}"
         for scaling in evidence.scalings:
             scaling.note_skip(why)
             loss_scale = scaling.loss_scale
-            # Or lower already, for another optimizer's part of the same backward.
+            # A backward that has lowered the scale already, in another optimizer's
+            # step, does not count: the scale may have come to the floor by that move.
             new = [
                 run
                 for run in evidence.runs
@@ -245,14 +247,14 @@ class OptimizerBoundary:
             logger.info("autoamp: %s: skipped %s", scaling.label, why)
 
     def _read(self, params: list[torch.Tensor]) -> Evidence:
-        """What has happened since the last step; lets go of what everybody has read."""
+        """The evidence since the last step; forgets runs read by all boundaries."""
         evidence = gather(params, self.seen, self.scalings)
         self.seen = evidence.last
         BACKWARDS.forget(min((b.seen for b in list(BOUNDARIES)), default=-1))
         return evidence
 
     def finish(self, skipped: bool = False) -> None:
-        """Ends a step that judged with `retries`: it counts once, however many."""
+        """Ends a step judged with `retries`: the step counts once, not once per try."""
         flag = torch.full((1,), float(skipped))
         if not skipped:
             move_scales(self._passed, flag, retries=True)
@@ -264,7 +266,7 @@ class OptimizerBoundary:
     # -- stepping ------------------------------------------------------------------
 
     def mark(self, skipped: bool) -> None:
-        """Ends a step: tells the optimizer's owner whether it was skipped."""
+        """Ends a step: tells the optimizer's owner whether the step was skipped."""
         self.steps += 1
         optimizer: Any = self.optimizer
         optimizer.step_was_skipped = skipped
@@ -275,7 +277,7 @@ class OptimizerBoundary:
     def _step_with_flag(self, decision: _Decision, inner: Step) -> Any:
         flag = decision.flag
         assert flag is not None
-        self._skipped_before = False  # nobody knows
+        self._skipped_before = False  # not known here: see `_in_doubt`
         try:
             with given_flag(self.optimizer, flag):
                 return inner(*decision.args, **decision.kwargs)

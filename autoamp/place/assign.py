@@ -1,4 +1,4 @@
-"""Decides the precision of every node.  Decides only: no graph is touched here."""
+"""Decides the precision of every node from facts, verdicts and prices."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Decision:
     Attributes:
         name, op: the node and its op ("aten::linear.default").
         category: allow, deny, infer or clear.
-        low: whether it computes in the low dtype.
-        reason: why its op is in that category, or must stay fp32: a sentence.
-        choice: why a node that was free went this way; "" for one that was not.
+        low: whether the node computes in the low dtype.
+        reason: why the op is in that category, or must stay fp32: a sentence.
+        choice: why a free node is low or is fp32; "" for a pinned node.
         origin: the rules file, user list or part of the pass behind the reason.
-        module, source: where the user wrote it.
+        module, source: where the user wrote the node's call.
         listed: whether any rule knows the op.
     """
 
@@ -45,18 +45,18 @@ class Decision:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The whole map, immutable, with what it costs and what other policies would.
+    """The decisions on a whole graph, immutable, with their cost and other policies'.
 
     Attributes:
         decisions: node to decision, in graph order.
         low: the nodes that compute in the low dtype.
-        cost: the total of ops and casts under `prices`; for the optimal placement the
-            value of the min-cut, to be equalled by a recount over the emitted graph.
+        cost: the total of ops and casts under `prices`, which a recount over the
+            emitted graph must equal; for the optimal placement, the min-cut's value.
         optimal_cost: the least total of any legal placement.
         all_high_cost: the total with everything in fp32.
         returned_inside: values both returned and used inside, whose inner readers must
             hang on the returned tensor.
-        problem, prices, facts, verdicts: what was decided from.
+        problem, prices, facts, verdicts: the inputs of the decisions.
     """
 
     decisions: Mapping[str, Decision]
@@ -72,9 +72,9 @@ class Assignment:
 
     @cached_property
     def policy_costs(self) -> Mapping[str, int]:
-        """What TensorFlow's, autocast's promote and the forced policy would cost.
+        """The costs of TensorFlow's, autocast's promote and the forced policy.
 
-        Each is projected on the legal placements and priced alike.
+        Each policy is projected on the legal placements and priced alike.
         """
         return {
             name: _legal_energy(
@@ -155,7 +155,7 @@ def _reason(verdict: Verdict, pin: str | None) -> str:
 
 
 def _choice(verdict: Verdict, low: bool, pinned: bool, rewarded: bool) -> str:
-    """What decided a free node."""
+    """Why a free node is low or is fp32; "" for a pinned node."""
     if pinned:
         return ""
     if verdict.category is not Category.ALLOW:

@@ -1,9 +1,9 @@
-"""What each op costs in each precision, and what each cast costs: the price model.
+"""The price model: the cost of each op in each precision, and of each cast.
 
-A roofline of the device: an op takes a launch plus the larger of its bytes over the
-bandwidth and its flops over the peak.  The figures are orders of magnitude, for ranking
-placements; measuring them on the device at hand replaces them.  Prices are integers of
-0.1 ns, because a min-cut needs exact sums.
+The model is a roofline of the device: an op takes a launch plus the larger of its bytes
+over the bandwidth and its flops over the peak.  The figures are orders of magnitude,
+for ranking placements; measurements on the device at hand would replace them.  Prices
+are integers of 0.1 ns, because a min-cut needs exact sums.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Device:
     """A roofline.
 
     Attributes:
-        name: what the figures describe, for the report.
+        name: the hardware that the figures describe, for the report.
         bytes_per_ns: memory bandwidth, GB/s.
         launch_ns: fixed cost of one op.
         high_flops_per_ns, low_flops_per_ns: matrix-product peaks, GFLOP/s.
-        pays: whether low precision can pay on it at all.
-        least_rows: a matrix product with fewer rows loses by it.
+        pays: whether low precision can pay on the device at all.
+        least_rows: rows below which a matrix product loses by low precision.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Device:
 
 
 # `linear` of 1 to 3 rows takes longer in bf16 than in fp32 on a CPU with AMX: 1.07 to
-# 1.21 times for the products of a GPT-2 block's MLP, of 4 rows 0.67
-# (benchmarks/results/rows-cpu.md).
+# 1.21 times as long for the products of a GPT-2 block's MLP, while 4 rows take 0.67
+# times as long (benchmarks/results/rows-cpu.md).
 _CPU_ROWS = 4
 _FEW_ROWS = 1.17
 
@@ -102,9 +102,9 @@ class Prices:
     Attributes:
         ops: node to (cost in fp32, cost in the low dtype).
         down, up: value to the cost of one cast of it.
-        reward: what is added to the fp32 cost of every allow op, 0 under do-no-harm.
-        in_bytes: whether they count bytes kept for the backward instead of time.
-        device: the roofline they come from.
+        reward: the amount added to the fp32 cost of every allow op, 0 with do_no_harm.
+        in_bytes: whether prices count bytes kept for the backward instead of time.
+        device: the roofline behind the prices.
     """
 
     ops: Mapping[str, tuple[int, int]]
@@ -129,9 +129,9 @@ def price_graph(
 
     Args:
         objective: "time", or "memory" for bytes kept for the backward.
-        do_no_harm: False makes every allowed op cheaper in low precision than all the
-            casts of the graph together, so that it is converted wherever it may be.
-        free_weights: weights cost nothing to cast: cached copies of them are passed in.
+        do_no_harm: False adds `reward` to the fp32 cost of every allow op, more than
+            all the casts of the graph cost together, so that it is low wherever legal.
+        free_weights: weights cost nothing to cast, since cached copies are passed in.
     """
     if not do_no_harm and not device.pays:
         device = _NEUTRAL
@@ -139,7 +139,7 @@ def price_graph(
     nodes = {n.name: n for n in gm.graph.nodes}
     ops = {n: model.priced(nodes[n], facts.nodes[n], v) for n, v in verdicts.items()}
     for name, verdict in verdicts.items():
-        # Such as the model's own cast to bf16: it reads what comes, whatever its label.
+        # Such a node (the model's own cast to bf16) reads the same with either label.
         if not facts.nodes[name].makes_floats and set(verdict.modes) <= {"any", "high"}:
             ops[name] = (ops[name][0], ops[name][0])
     values = [f for f in facts.nodes.values() if f.is_value]
@@ -165,7 +165,7 @@ class _Model:
     def priced(
         self, node: fx.Node, fact: NodeFacts, verdict: Verdict
     ) -> tuple[int, int]:
-        """The price of an op; of one that a failed check keeps fp32, none."""
+        """The prices of an op; 0 for an op that a failed check keeps fp32."""
         if verdict.origin == GAVE_UP:
             return 0, 0
         try:
@@ -218,7 +218,7 @@ def _is_free(node: fx.Node) -> bool:
 
 
 def _rows(node: fx.Node, fact: NodeFacts) -> float:
-    """Rows of a matrix product's first operand; no limit for any other op."""
+    """Rows of a matrix product's first operand; infinite for any other op."""
     _, name, _ = split_key(fact.op)
     shape: Any = getattr(node.meta.get("val"), "shape", ())
     if name not in ("linear", "matmul", "mm", "addmm", "mv", "addmv"):
@@ -237,13 +237,13 @@ def flops_of(
 ) -> int:
     """Floating-point operations of a matrix product, convolution, attention or RNN.
 
-    Two per multiply-add, as torch.utils.flop_counter counts; 0 for any other op.
+    A multiply-add counts as two, as in torch.utils.flop_counter; other ops count 0.
 
     Args:
-        size: gives the value of a symbolic size; the one it was captured with.
+        size: gives the value of a symbolic size; by default the captured value.
     """
     _, name, _ = split_key(fact.op)
-    operands: list[fx.Node] = []  # `all_input_nodes` has an operand read twice once
+    operands: list[fx.Node] = []  # `all_input_nodes` drops repeated operands
     fx.map_arg((node.args, node.kwargs), operands.append)
     shapes = [
         [size(s) for s in n.meta["val"].shape]

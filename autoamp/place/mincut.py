@@ -37,7 +37,7 @@ class CastGroup:
         readers: variables that read it at their own precision.
         down: cost of one cast to low; None forbids it.
         up: cost of one cast to high; None forbids it.
-        source: what is cast, where it is not `value`: one of the results it makes.
+        source: the value that is cast: `value`, or one of its several results.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Problem:
 
     Attributes:
         unary: variable to its cost when high and its cost when low.
-        pinned_high, pinned_low: variable to the reason it cannot be the other.
+        pinned_high, pinned_low: variable to the reason it must be high, or low.
         groups: the possible casts.
-        ties: pairs that must be equal, with the reason.
+        ties: pairs of variables that must be equal, with the reason.
         follows: (reader, value, reason): the reader may be low only if the value is.
     """
 
@@ -118,8 +118,8 @@ def solve(problem: Problem) -> Solution:
 class _Network:
     """The flow network of a problem; its least cut plus `constant` is the least cost.
 
-    `out[a][b]` and `into[b][a]` are the capacity of edge a -> b between variables,
-    `source[v]` and `sink[v]` that of the edges from and to the terminals.
+    `out[a][b]` and `into[b][a]` are the capacity of edge a -> b between variables;
+    `source[v]` and `sink[v]` are the capacities of v's edges to the two terminals.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -131,7 +131,7 @@ class _Network:
         self.settled_low: set[str] = set()
         total = sum(sum(costs) for costs in problem.unary.values())
         total += sum((g.down or 0) + (g.up or 0) for g in problem.groups)
-        # Finite, so that a contradiction shows as a cut this dear.
+        # `never` is finite, so that a contradiction shows as a cut of at least `never`.
         self.never = total + 1
         for variable, (high, low) in problem.unary.items():
             base = min(high, low)
@@ -182,10 +182,10 @@ class _Network:
             self._edge(*ends, cost)
 
     def settle(self) -> None:
-        """Decides every variable that one terminal outweighs all else for.
+        """Decides each variable whose edge to one terminal outweighs its other edges.
 
-        If the edge from the source is dearer than the edges that leave v together, no
-        least cut separates v from the source; likewise for the sink.  Contracting v
+        If the edge from the source to v is dearer than all edges that leave v, no least
+        cut separates v from the source; the same holds for the sink.  Contracting v
         leaves the least cut's value and the smallest source side unchanged, and most
         variables of real models go this way, so the flow code sees a small network.
         """
@@ -219,7 +219,7 @@ class _Network:
         return [*out, *into]
 
     def cut(self) -> tuple[set[str], int]:
-        """The low variables and the value of the least cut of what is not settled."""
+        """The low variables, and the least cut's value over the unsettled ones."""
         graph = nx.DiGraph()
         graph.add_nodes_from((_LOW, _HIGH))
         constant = 0

@@ -1,7 +1,8 @@
-"""Other people's placements, to compare with and to choose from.
+"""The placements of other tools, to compare with and to choose from.
 
 Each policy labels nodes by its own rule; `project` then makes the labels legal by
-raising to fp32 what our constraints forbid, so that all are priced alike.
+raising to fp32 the nodes that our constraints forbid to be low, so that all policies
+are priced alike.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def forced(_: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
 
 
 def promote(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
-    """Autocast's rule: allow low, deny fp32, the rest as wide as what they read."""
+    """Autocast's rule: allow low, deny fp32, other ops as wide as their operands."""
     return frozenset(promotes_to_low(facts, verdicts))
 
 
@@ -37,8 +38,9 @@ def tensorflow(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
     allow op (in every mode since TensorFlow 2.21); 5 clear ops next to anything low;
     6 casts to fp32 that only low ops read.
 
-    An op in no list and a cast stop every pass.  A pinned op is one TensorFlow may not
-    process: it is never painted, though if it is denied it denies what follows.
+    An op in no list and a cast stop every pass.  A pinned op counts as one that
+    TensorFlow may not process: it is never painted, though if it is denied it denies
+    the ops after it.
     """
     kind = {
         n: v.category
@@ -70,7 +72,7 @@ def _denied(
     after: Mapping[str, set[str]],
     before: Mapping[str, set[str]],
 ) -> set[str]:
-    """Deny ops, and what is downstream of them up to the last deny or infer op."""
+    """Deny ops, and the ops downstream of them up to the last deny or infer op."""
     denied = {n for n, k in kind.items() if k is Category.DENY}
     deny_like = denied | {n for n, k in kind.items() if k is Category.INFER}
     clear = {n for n, k in kind.items() if k is Category.CLEAR}
@@ -79,9 +81,9 @@ def _denied(
 
 
 def _written_together(facts: Facts, kind: Mapping[str, object]) -> list[set[str]]:
-    """What shares a storage that is written to: it can only have one precision.
+    """Sets of nodes on one written storage, which can only have one precision.
 
-    TensorFlow's lists of tensors are such; nothing else of its graphs is.
+    TensorFlow's lists of tensors are such sets; nothing else in its graphs is.
     """
     clusters: dict[int, set[str]] = defaultdict(set)
     for name, fact in facts.nodes.items():
@@ -93,7 +95,7 @@ def _written_together(facts: Facts, kind: Mapping[str, object]) -> list[set[str]
 def _casts_read_low(
     facts: Facts, verdicts: Mapping[str, Verdict], low: Collection[str]
 ) -> set[str]:
-    """Casts to fp32, of booleans, all of whose readers are low."""
+    """Casts of booleans or whole numbers to fp32, all of whose readers are low."""
     readers: dict[str, list[bool]] = defaultdict(list)
     for name in verdicts:
         for operand in facts.nodes[name].operands:
@@ -140,7 +142,11 @@ def _split(a: str, b: str, legal: set[str]) -> bool:
 def _edges(
     facts: Facts, verdicts: Mapping[str, Verdict]
 ) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Who reads whom at its own precision; who reads a storage whoever wrote it."""
+    """Edges from makers to their readers, and from readers to their makers.
+
+    A reader that always needs fp32 has no edge.  Each node on a written storage counts
+    as a maker for the later nodes on the storage.
+    """
     after: dict[str, set[str]] = defaultdict(set)
     before: dict[str, set[str]] = defaultdict(set)
     writers: dict[int, set[str]] = defaultdict(set)
@@ -161,7 +167,7 @@ def _edges(
 
 
 def _base(op: str) -> str:
-    """`aten::to` of `aten::to.dtype`."""
+    """The op without its overload: `aten::to` for `aten::to.dtype`."""
     return op.partition(".")[0]
 
 
@@ -175,7 +181,7 @@ def _either_way(
 def _reach(
     start: Iterable[str], edges: Mapping[str, set[str]], through: set[str]
 ) -> set[str]:
-    """What is reached from `start` along `edges`, entering only nodes of `through`."""
+    """The nodes reached from `start` along `edges`, entering only `through` nodes."""
     found: set[str] = set()
     frontier = list(start)
     while frontier:

@@ -1,4 +1,4 @@
-"""The placement problem of a graph: what each node costs, and which casts it takes."""
+"""From facts, verdicts and prices to the placement problem of a graph."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def build_problem(
 
 
 def promised_casts(problem: Problem, low: frozenset[str]) -> Counter[tuple[str, str]]:
-    """How many casts of each value labelling `low` needs: by (value, "down" or "up").
+    """The casts of each value that labelling `low` needs, by (value, "down" or "up").
 
-    In graph order; the recount over the emitted graph must find the same.
+    The counts are in graph order; the recount over the emitted graph must agree.
     """
     needed: Counter[tuple[str, str]] = Counter()
     for group in problem.groups:
@@ -58,14 +58,14 @@ def _casts(
     prices: Prices,
     returned_inside: frozenset[str],
 ) -> tuple[list[CastGroup], list[tuple[str, str, str]]]:
-    """One group of readers per value, region and epoch: those may share a cast."""
+    """One group per value, region and epoch, whose readers may share a cast."""
     readers: dict[tuple[str, int, int], list[str]] = defaultdict(list)
     follows: list[tuple[str, str, str]] = []
     for name, verdict in verdicts.items():
         fact = facts.nodes[name]
         for operand, mode in zip(fact.operands, verdict.modes, strict=True):
             at = facts.producer(operand.value)
-            # A comparison, or a cast of the user's, shows the bits of a move.
+            # A comparison, or a cast of the user's, would show a move's rounding.
             shows = at in verdicts and verdicts[at].moves and mode != "same"
             if mode == "any" and not shows:
                 continue
@@ -81,9 +81,9 @@ def _casts(
         maker = facts.producer(value)
         up: int | None = prices.up[value]
         if value in returned_inside and region >= 0:
-            up = 0  # the up-cast that is returned serves them
+            up = 0  # the up-cast that is returned serves these readers
         elif maker in verdicts and verdicts[maker].moves:
-            up = None  # what it moves would be rounded for nobody
+            up = None  # a move may round only for low readers
         groups.append(
             CastGroup(
                 name=f"{value} in region {region}.{epoch}",
@@ -98,12 +98,12 @@ def _casts(
 
 
 def returned_and_used(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
-    """Values returned and read inside too, where a gradient flows (Grad-CAM).
+    """Values returned and also read inside, where a gradient flows (Grad-CAM).
 
-    Were the returned tensor an up-cast beside the inner uses, the gradient of the loss
-    with respect to it would not exist.  So readers inside hang on the returned tensor;
-    low ones read the low value it was cast from, through a node whose gradient goes to
-    the returned tensor.
+    If the returned tensor were an up-cast beside the inner uses, the loss would have no
+    gradient with respect to the returned tensor.  So readers inside hang on the
+    returned tensor.  Low readers read the low value that the returned tensor was cast
+    from, through a node whose gradient goes to the returned tensor.
     """
     read = {o.value for n in verdicts for o in facts.nodes[n].operands}
     return frozenset(
@@ -116,9 +116,10 @@ def returned_and_used(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozense
 
 
 def _returned_aliases(facts: Facts) -> set[str]:
-    """Nodes that must be fp32 for returned tensors to share memory as they did.
+    """Nodes that must be fp32 for returned tensors to share memory as in the model.
 
-    With inputs, attributes and each other: a view of a cast is a view of nothing else.
+    Returned tensors may share memory with inputs, attributes and each other; a view of
+    a cast shares memory with nothing but the cast.
     """
     sharing: dict[int, list[str]] = defaultdict(list)
     for value in sorted(facts.returned):
@@ -131,14 +132,14 @@ def _returned_aliases(facts: Facts) -> set[str]:
         chains = [_views_down_to(value, facts) for value in values]
         found.update(facts.producer(value) for value in values)
         found.update(view for views, _ in chains for view in views)
-        # A cast of what they all view serves them all, within one region.
+        # Within one region, one cast of the base serves all the views.
         if len({facts.nodes[views[-1]].region for views, _ in chains if views}) > 1:
             found.update(base for _, base in chains)
     return found
 
 
 def _views_down_to(value: str, facts: Facts) -> tuple[list[str], str]:
-    """The makers of `value` and of what it is a view of; the last of them apart."""
+    """The makers of `value` and of the views below it, and the maker of the base."""
     storage = facts.nodes[value].storage
     views: list[str] = []
     while True:
@@ -151,7 +152,7 @@ def _views_down_to(value: str, facts: Facts) -> tuple[list[str], str]:
 
 
 def _ties(facts: Facts, unary: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """Everything that shares a storage that is written to has one dtype."""
+    """Ties between the nodes on one written storage, which has one dtype."""
     last: dict[int, str] = {}
     ties: list[tuple[str, str, str]] = []
     for fact in facts.nodes.values():

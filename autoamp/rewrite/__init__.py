@@ -1,1 +1,1 @@
-"""Applies an assignment, tidies up, and checks the result.  Decides nothing."""
+"""Modules that apply an assignment, clean up and verify; none decides a precision."""

@@ -1,7 +1,8 @@
-"""Applies an assignment to a graph: which operand is read in which dtype.
+"""Applies an assignment to a graph: casts each operand to the dtype its reader needs.
 
-A cast is made where the first reader needs it and shared by the readers of the same
-value in the same region (grad mode, autocast) between two writes to its storage.
+An ATen graph and its `Assignment` go in; a new graph with casts comes out.  Readers of
+one value share a cast, made before the first of them, if they stand in one region (grad
+mode, autocast) and no write to the value's storage lies between them.
 
 Before, with `linear` low and `exp` fp32:
 
@@ -43,10 +44,10 @@ def insert_casts(
     low: torch.dtype,
     fake_mode: compat.FakeTensorMode,
 ) -> tuple[fx.GraphModule, list[Cast]]:
-    """A new module with `assignment` applied, and the casts it holds, in graph order.
+    """A new module with `assignment` applied, and its inserted casts, in graph order.
 
-    `gm` is not changed; parameters and sub-modules are shared with it.  Casts of the
-    values in `extreme` saturate.
+    `gm` is not changed; the new module shares the parameters and sub-modules of `gm`.
+    Casts of the values in `extreme` saturate.
     """
     emitted = Emitted(gm, assignment.facts, extreme, fake_mode)
     emitter = _Emitter(emitted, assignment, low)
@@ -97,7 +98,10 @@ class _Emitter:
     # -- ops -----------------------------------------------------------------------
 
     def _emit_as_it_was(self, node: fx.Node) -> fx.Node:
-        """The node on fp32 operands, by as little of this code as will do."""
+        """Copies the node so that it reads fp32 operands, and changes nothing else.
+
+        A check failed on this node before, so the rewrite does as little as possible.
+        """
         region = self.facts.nodes[node.name].region
         epochs = {o.value: o.epoch for o in self.facts.nodes[node.name].operands}
 
@@ -144,8 +148,9 @@ class _Emitter:
     def _is_copy_by_layout(self, node: fx.Node, fact: NodeFacts) -> bool:
         """Whether an op like `reshape` copies here and the copy is written or returned.
 
-        A cast lays a tensor out anew, without gaps: of that it could be a view, and the
-        write would reach every reader of the cast.
+        A cast lays a tensor out anew, without gaps.  On the cast `reshape` could give a
+        view instead of a copy, and a write to the view would reach every reader of the
+        cast.
         """
         apart = self.facts.mutated | {
             self.facts.nodes[v].storage for v in self.facts.returned
@@ -167,7 +172,7 @@ class _Emitter:
     def _adapt_literals(
         self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], is_low: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Dtype arguments and numbers beyond the range of a low op."""
+        """Adapts dtype arguments to the precision, and numbers to a low op's range."""
         if not isinstance(node.target, compat.OpOverload):
             return args, kwargs
         if is_low:
@@ -188,7 +193,7 @@ class _Emitter:
         return value
 
     def _low_result(self, value: Any) -> Any:
-        """The fake result of an op that gave `value` in fp32."""
+        """The fake low result of an op whose fp32 result was `value`."""
         if isinstance(value, (list, tuple)):
             return type(value)(self._low_result(item) for item in value)
         if isinstance(value, torch.Tensor) and value.dtype == HIGH_DTYPE:

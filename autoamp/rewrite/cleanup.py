@@ -1,4 +1,4 @@
-"""Tidies a rewritten graph.  Never adds a cast, never moves one."""
+"""Cleans a rewritten graph up, in place, without adding or moving a cast."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from autoamp.ops import drop_dead
 
 
 def clean_up(gm: fx.GraphModule) -> int:
-    """Removes what does nothing from `gm`, in place; gives the number of nodes removed.
+    """Removes nodes without effect from `gm`, in place; returns how many it removed.
 
-    Removed are nodes nobody reads that write nothing and draw no random numbers, and
-    grad-mode switches with nothing between them.
+    A node is removed if nothing reads it and it neither writes nor draws random
+    numbers.  A grad-mode switch is removed if it changes nothing or if another switch
+    follows it directly.
     """
     before = len(gm.graph.nodes)
     drop_dead(gm.graph)
@@ -24,9 +25,9 @@ def clean_up(gm: fx.GraphModule) -> int:
 
 
 def _drop_idle_grad_switches(graph: fx.Graph) -> None:
-    """Drops switches that change nothing, or are switched again at once.
+    """Drops switches that change nothing or that another switch follows directly.
 
-    Tracing leaves pairs behind: off and on again, with nothing in between.
+    Tracing leaves pairs of switches behind, off and on again, with no node in between.
     """
     current = torch.is_grad_enabled()
     for node in graph.nodes:

@@ -26,11 +26,11 @@ class Cast:
     """One inserted cast.
 
     Attributes:
-        name: its node.
+        name: the name of the cast's node.
         kind: "weight", "down" or "up".
-        value: the node it casts.
-        dtype: what it casts to.
-        bytes: bytes it writes (a hint where the size is symbolic).
+        value: the name of the node that is cast.
+        dtype: the dtype cast to.
+        bytes: bytes that the cast writes (a hint where the size is symbolic).
     """
 
     name: str
@@ -41,12 +41,13 @@ class Cast:
 
 
 class Emitted:
-    """A graph that grows.
+    """The new graph, to which nodes are added one by one.
 
     Attributes:
-        graph: what has been emitted.
-        old, new: nodes of the graph before, and what stands for each in this one.
-        casts: those inserted, in graph order.
+        graph: the new graph so far.
+        old: the nodes of the original graph by name.
+        new: for each name in `old`, the node that stands for it in the new graph.
+        casts: the inserted casts, in graph order.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Emitted:
         extreme: frozenset[str],
         fake_mode: compat.FakeTensorMode,
     ) -> None:
-        """Args: `extreme` holds values whose casts saturate."""
+        """Starts with an empty graph; casts of the values in `extreme` saturate."""
         self.graph = fx.Graph()
         self.old = {n.name: n for n in gm.graph.nodes}
         self.new: dict[str, fx.Node] = {}
@@ -76,7 +77,7 @@ class Emitted:
         name: str,
         like: fx.Node,
     ) -> fx.Node:
-        """A call that the graph before did not have, its `meta` that of `like`."""
+        """Adds a call that the original graph lacks, with the `meta` of `like`."""
         new = self.graph.create_node(
             "call_function", target, args, kwargs, self._free_name(name)
         )
@@ -84,7 +85,7 @@ class Emitted:
         return new
 
     def cast(self, value: str, dtype: torch.dtype) -> fx.Node:
-        """A cast of what stands for `value` now."""
+        """Adds a cast to `dtype` of the node that now stands for `value`."""
         at = self.new[value]
         kind = "up" if dtype == HIGH_DTYPE else "down"
         written = self._facts.nodes[value].storage in self._facts.mutated
@@ -115,7 +116,7 @@ class Emitted:
         )
 
     def uses_of(self, value: str, copy: fx.Node, uses: int) -> list[fx.Node]:
-        """That many uses of a low `copy` of `value`, their gradients summed in fp32."""
+        """`uses` uses of a low `copy` of `value`, with gradients summed in fp32."""
         args = (self.new[value], copy, uses)
         shared = self.insert(low_uses, args, {}, f"{copy.name}_uses", copy)
         shared.meta["val"] = (copy.meta["val"],) * uses
@@ -124,7 +125,7 @@ class Emitted:
         return [self.insert(item, (shared, i), {}, name, copy) for i in range(uses)]
 
     def clone(self, value: fx.Node) -> fx.Node:
-        """A copy of `value`, laid out alike."""
+        """A copy of `value` with the memory layout of `value`."""
         clone = torch.ops.aten.clone.default
         new = self.insert(clone, (value,), {}, f"{value.name}_copy", value)
         with self._fake_mode:
@@ -132,7 +133,7 @@ class Emitted:
         return new
 
     def fake(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A fake tensor like `like` in `dtype`; one serves all of the same size."""
+        """A fake tensor like `like` in `dtype`, made once per layout and device."""
         sizes = (*like.shape, *like.stride())
         static = all(type(size) is int for size in sizes)
         key = (sizes, dtype, like.device) if static else None
@@ -145,9 +146,9 @@ class Emitted:
         return made
 
     def _free_name(self, wanted: str) -> str:
-        """A name for a new node: one that no node has, nor one still to come.
+        """A name for a new node that no original and no inserted node has.
 
-        What is known of a node, and what `verify` compares, is found by its name.
+        The name must be unique because facts and `verify` find a node by its name.
         """
         name, count = wanted, self._names_tried[wanted]
         while name in self.old or name in self._inserted:

@@ -1,4 +1,8 @@
-"""Which dtypes the operands of an op may have: stated once more, for `verify` alone."""
+"""Which operand dtypes an op accepts, stated a second time, for `verify` alone.
+
+A node and the stand-in runs of the original and the rewritten graph go in; a
+`VerificationError` comes out where the node mixes float dtypes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,9 @@ _CPU_FP32_PARAMETERS = {
         "aten::rms_norm",
     )
 }
-"""The same for kernels of the CPU alone: CUDA's want parameters of the data's dtype."""
+"""Operands that the op's CPU kernels, but not its CUDA kernels, take in fp32.
+
+CUDA kernels want these parameters in the dtype of the data."""
 
 _FP32_PARAMETERS = {
     name: frozenset({"weight", "bias", "running_mean", "running_var"})
@@ -44,7 +50,7 @@ _FP32_PARAMETERS = {
         "aten::_batch_norm_with_update_functional",
     )
 }
-"""Operands whose kernels take fp32 beside low data."""
+"""Operands that the op's kernels on every device take in fp32 beside low data."""
 
 
 _WIDEN = frozenset(
@@ -65,7 +71,7 @@ _WIDEN = frozenset(
 
 
 def operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
-    """No op meets float dtypes that eager would reject or silently promote."""
+    """Raises if `node` reads float dtypes that eager rejects or silently promotes."""
     if node.target in WITH_FP32_STATE.values():
         _state_is_fp32(node, after)
     if not isinstance(node.target, compat.OpOverload):
@@ -85,7 +91,7 @@ def operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
         return
     twin = before.nodes.get(node.name)
     if twin is not None and _operand_dtypes(twin, before, exempt) == found:
-        return  # the user mixed them, and they are as the user left them
+        return  # the user mixed the dtypes, and the rewrite left them alone
     raise VerificationError(
         f"{where(node)} has operands of different dtypes: "
         + ", ".join(f"{k}: {v}" for k, v in found.items()),
@@ -94,7 +100,7 @@ def operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
 
 
 def _state_is_fp32(node: fx.Node, after: StandIns) -> None:
-    """An op that keeps its state fp32 reads that in fp32 and all else in one dtype."""
+    """Raises unless the op reads its state in fp32 and all else in one dtype."""
     op = op_with_its_state(node.target)
     state = [a.name for a in compat.schema(op).arguments].index("hx")
     read: list[set[torch.dtype]] = [set(), set()]
@@ -118,7 +124,7 @@ def _on_cpu(node: fx.Node) -> bool:
 def _operand_dtypes(
     node: fx.Node, run: StandIns, exempt: Collection[str]
 ) -> dict[str, torch.dtype]:
-    """Float operands that take part in type promotion, by argument name."""
+    """Argument names to dtypes, for float operands that take part in type promotion."""
     assert isinstance(node.target, compat.OpOverload)
     names = [a.name for a in compat.schema(node.target).arguments]
     arguments = [*zip(names, node.args, strict=False), *node.kwargs.items()]
@@ -135,23 +141,23 @@ def _operand_dtypes(
                 found[f"{name}[{i}]" if i else name] = tensor.dtype
                 dims[f"{name}[{i}]" if i else name] = tensor.dim()
     if pointwise and any(dims.values()):
-        # 0-dim tensors are not promoted to, and promote nothing of their own kind.
+        # Beside tensors with dimensions, 0-dim float tensors do not decide the dtype.
         found = {k: v for k, v in found.items() if dims[k]}
     if pointwise and _writes_its_first_operand(node.target):
-        # What is written to keeps its dtype; the kernel takes the others as they are.
+        # The written operand keeps its dtype; the kernel takes the others as they are.
         found = {k: v for k, v in found.items() if k == names[0]}
     return found
 
 
 def _writes_its_first_operand(target: compat.OpOverload) -> bool:
-    if compat.schema(target).name == "aten::lerp_":  # which insists on one dtype
+    if compat.schema(target).name == "aten::lerp_":  # lerp_ takes one dtype only
         return False
     first = compat.schema(target).arguments[0].alias_info
     return first is not None and first.is_write
 
 
 def reads_as_it_comes(node: fx.Node) -> bool:
-    """Whether an op converts its operand itself, or reads but the shape of it."""
+    """Whether an op converts its operand itself, or reads only the operand's shape."""
     if not isinstance(node.target, compat.OpOverload):
         return False
     name = compat.schema(node.target).name

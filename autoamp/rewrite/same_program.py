@@ -1,7 +1,9 @@
-"""The rewritten graph is the same program: interface, calls, and who reads whom.
+"""Checks that a rewritten graph is the same program: interface, calls and wiring.
 
-Whatever the rewrite added (casts, uses of casts, views repeated for a use) stands for a
-node of the original.  With that put in its place every call must read what it read.
+Both graphs and their stand-in runs go in; a difference raises `VerificationError`.
+Every node that the rewrite added (a cast, a use of a cast, a view repeated for a use)
+stands for a node of the original.  With each added node replaced by the node it stands
+for, every call must read the operands that it read in the original.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def check_same_program(
     before: StandIns,
     after: StandIns,
 ) -> None:
-    """Raises where `rewritten` makes other calls than `original`.
+    """Raises where `rewritten` has another interface or other calls than `original`.
 
     Raises:
         VerificationError: inputs, outputs or calls differ.
@@ -69,9 +71,10 @@ def _same_interface(
 
 
 def _same_calls(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
-    """Every call of the original is there once, in order, and calls the same op.
+    """Raises unless every call of the original is there once, in order, unchanged.
 
-    A view may instead be repeated under other names, one for each of its uses.
+    A call that nothing reads and that has no effect may be gone.  A view may instead be
+    repeated under other names, one for each of its uses.
     """
     original_nodes = {n.name: n for n in original.graph.nodes}
 
@@ -104,7 +107,7 @@ def _same_calls(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
 
 
 def _has_effect(target: Any) -> bool:
-    """Whether a call matters that nobody reads: it writes, or draws random numbers."""
+    """Whether a call writes or draws random numbers, and so matters even if unread."""
     return isinstance(target, compat.OpOverload) and (
         compat.schema(target).is_mutable
         or torch.Tag.nondeterministic_seeded in target.tags
@@ -112,7 +115,7 @@ def _has_effect(target: Any) -> bool:
 
 
 def _is_view(target: Any) -> bool:
-    """Whether the result of `target` is its operand under other sizes."""
+    """Whether a result of `target` is a view of an operand, by the schema."""
     return isinstance(target, compat.OpOverload) and any(
         r.alias_info is not None and not r.alias_info.is_write
         for r in compat.schema(target).returns
@@ -120,12 +123,13 @@ def _is_view(target: Any) -> bool:
 
 
 def check_same_wiring(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
-    """Raises where a call, or the output, reads another value than it read.
+    """Raises where a call, or the output, reads another value than in `original`.
 
-    Equal views of one tensor are one value, under whichever name.
+    Equal views of one tensor count as one value, whatever their names.
 
     Raises:
-        VerificationError: an operand is another, or what was added is no cast.
+        VerificationError: an operand differs, or an added node is neither a cast nor
+            a use of one.
     """
     before = {n.name: n for n in original.graph.nodes}
     views: dict[Any, str] = {}
@@ -158,16 +162,16 @@ def check_same_wiring(original: fx.GraphModule, rewritten: fx.GraphModule) -> No
 
 
 def _key(node: fx.Node, read: list[str]) -> Any:
-    """Everything that decides what a view shows."""
+    """The op, operands and literals that decide which elements a view shows."""
     found = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
     literals = [repr(value) for value in found if not isinstance(value, fx.Node)]
     return (node.target, *read, *literals)
 
 
 def _passes_on(node: fx.Node) -> bool:
-    """Whether an added node is its operand, in another dtype at most.
+    """Whether an added node stands for its operand, in the same or another dtype.
 
-    A use has two, a value and its low copy, which must stand for the same.
+    A use has two operands, a value and its low copy; both must stand for one node.
     """
     if node.target in (low_uses, low_weight, saturating_cast):
         return True
@@ -180,7 +184,7 @@ def _passes_on(node: fx.Node) -> bool:
 
 
 def _operands(node: fx.Node) -> Iterator[str]:
-    """The names of the nodes among the arguments, each time they stand there."""
+    """The names of the nodes among the arguments, as often as they occur."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return (n.name for n in found)

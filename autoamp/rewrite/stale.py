@@ -1,4 +1,7 @@
-"""The check that no cast is out of date where it is read, or written to."""
+"""Checks that no cast is written to, and that no cast is out of date when read.
+
+Both graphs and the rewritten one's stand-ins go in; a fault raises `VerificationError`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from autoamp.rewrite.standin import StandIns, named, where
 def no_stale_casts(
     original: fx.GraphModule, rewritten: fx.GraphModule, after: StandIns
 ) -> None:
-    """No cast is written to, or read in another region or after a write below it."""
+    """Raises where a cast is written to, is read in another region, or is stale.
+
+    A cast is stale if it is read after a later write to the storage that it copies.
+    """
     known = {n.name for n in original.graph.nodes}
     returned = {n.name for n in rewritten.graph.output_node().all_input_nodes}
     version: dict[int, int] = defaultdict(int)
@@ -38,7 +44,7 @@ def no_stale_casts(
                     nodes=[*named(node), cast],
                 )
             crosses = regions.get(source.name, region) != region
-            # A use of a weight has its gradient from the weight, not through the cast.
+            # The gradient of a use goes to the weight, not through the cast.
             if crosses and source.name not in returned and node.target != low_weight:
                 raise VerificationError(
                     f"{where(node)} reads {source.name}, a cast made in another "
@@ -61,7 +67,7 @@ def no_stale_casts(
 
 
 def _storage(run: StandIns, node: fx.Node) -> int:
-    """The storage of a tensor's stand-in; -1 for what is not a tensor."""
+    """The storage id of a node's stand-in; -1 if the stand-in is no tensor."""
     value = run.values[node.name]
     return compat.storage_id(value) if isinstance(value, torch.Tensor) else -1
 
@@ -71,7 +77,7 @@ def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
         taken = [n for n in node.all_input_nodes if n.op == "get_attr"]
         bodies = [operator.attrgetter(str(n.target))(gm) for n in taken]
         if any(_may_write(b) for b in bodies if isinstance(b, fx.GraphModule)):
-            # It may write: hand it no copy.
+            # The body may write to some input, so all its inputs count as written.
             return [n for n in node.all_input_nodes if n.op != "get_attr"]
     if not isinstance(node.target, compat.OpOverload):
         return []
@@ -101,7 +107,7 @@ def _may_write(body: fx.GraphModule) -> bool:
 
 
 def _writes_by_name(node: fx.Node) -> bool:
-    """Whether a method, function or operator of Python's writes, going by its name."""
+    """Whether a Python method, function or operator writes, judged by its name."""
     name = str(getattr(node.target, "__name__", node.target))
     in_place = name.endswith("_") and not name.startswith("_")
     return node.op.startswith("call") and (in_place or name in _WRITING)
@@ -111,7 +117,7 @@ _WRITING = frozenset({"setitem", "iadd", "isub", "imul", "itruediv", "ipow"})
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether it is a cast, of ours or of the model's own."""
+    """Whether `node` is a cast, inserted by the rewrite or made by the model."""
     if node.target is saturating_cast:
         return True
     return (

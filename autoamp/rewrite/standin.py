@@ -1,9 +1,10 @@
 """Runs a graph on stand-in tensors: no data, true dtypes, layouts and aliasing.
 
-What `verify` and the recount know of a rewritten graph comes from here, not from the
-metadata the rewrite wrote.  Stand-ins are meta tensors, whose views cost little.  How
-an op lays out a result of its own is asked of fake tensors on the model's devices: its
-kernel is chosen by device and dtype, and attention's lay out results as they like.
+A graph goes in; a stand-in for the value of every node comes out.  `verify` and the
+recount judge a rewritten graph by its stand-ins, not by the metadata the rewrite wrote.
+Stand-ins are meta tensors, because views of meta tensors cost little.  The layout of a
+new result is found with fake tensors on the model's devices, because device and dtype
+choose the kernel of an op, and each attention kernel lays out its results differently.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from autoamp.graph_functions import WITH_FP32_STATE, checkpointed, op_with_its_s
 from autoamp.trace.regions import Regions
 
 Memo = dict[Any, Any]
-"""What ops give for operands of given dtypes and sizes; models repeat their layers."""
+"""Results of ops by operand dtypes and sizes, kept because models repeat layers."""
 
 
 class StandIns:
-    """The graph run on stand-in tensors: static shapes, no data, true dtypes."""
+    """A graph run on stand-in tensors: static shapes, no data, true dtypes."""
 
     def __init__(
         self,
@@ -35,12 +36,13 @@ class StandIns:
         given: tuple[Any, ...] | None = None,
         original: StandIns | None = None,
     ) -> None:
-        """Runs `gm` on stand-ins for its inputs, or on those that are given.
+        """Runs `gm` on stand-ins for its inputs, or on the inputs `given`.
 
         Args:
-            original: the graph that `gm` was made of, run.  A result may be taken from
-                the record where a stand-in cannot be computed (it depends on data), but
-                only where the original has none either.
+            original: the stand-in run of the graph that `gm` was made from.  Where the
+                result of a node depends on data, so that no stand-in can be computed,
+                the recorded result is taken, but only if the original could not be
+                computed at that node either.
         """
         self.gm = gm
         self.memo = memo
@@ -92,7 +94,7 @@ class StandIns:
         is_op = isinstance(target, compat.OpOverload)
         if not is_op and target not in WITH_FP32_STATE.values():
             return target(*args, **kwargs)
-        if is_op and _shares_memory(target):  # what shares storage goes on to share it
+        if is_op and _shares_memory(target):  # the result must share storage too
             args = tuple(_META if isinstance(a, torch.device) else a for a in args)
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": _META}
@@ -108,13 +110,13 @@ class StandIns:
             self.regions.inside,
         )
         if key not in self.memo:
-            # The original's record is the tracer's own: fake tensors gave it.
+            # The tracer recorded the original's results from fake tensors: take them.
             known = node.meta.get("val") if self.original is None else None
             self.memo[key] = self._answer(node) if known is None else known
         return _with_written(node, args, kwargs, self.memo[key])
 
     def has_no_answer(self, name: str) -> bool:
-        """Whether no stand-in tells what a node gives; its name may be unknown."""
+        """Whether no stand-in can be computed for a node; False for an unknown name."""
         node = self.nodes.get(name)
         if node is None or node.op != "call_function":
             return False
@@ -125,7 +127,7 @@ class StandIns:
         return False
 
     def _answer(self, node: fx.Node) -> Any:
-        """What an op gives for its operands, as fake tensors on their devices."""
+        """The result of an op, computed with fake tensors on the operands' devices."""
         target: Any = node.target
         with compat.as_traced(), _mode(self.memo), self.regions.entered():
 
@@ -144,7 +146,7 @@ class StandIns:
 
 
 def _mode(memo: Memo) -> compat.FakeTensorMode:
-    """The fake mode that all answers of one verification come from."""
+    """The fake mode in which all results of one verification are computed."""
     if _MODE not in memo:
         memo[_MODE] = compat.new_fake_mode(symbolic=False)
     found = memo[_MODE]
@@ -156,14 +158,14 @@ _MODE = "fake mode"
 _META = torch.device("meta")
 
 
-# Asked at every node; torch makes a schema's arguments anew each time.
+# Cached because every node asks, and torch makes a schema's arguments anew each time.
 @functools.cache
 def _shares_memory(target: compat.OpOverload) -> bool:
     return any(a.alias_info is not None for a in compat.schema(target).arguments)
 
 
 def _signature(value: Any) -> Any:
-    """Everything about an operand that decides what an op gives for it."""
+    """The properties of an operand that decide the dtype and layout of a result."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.shape, value.stride())
     if isinstance(value, (list, tuple)):
@@ -176,10 +178,11 @@ def _signature(value: Any) -> Any:
 def _with_written(
     node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], known: Any
 ) -> Any:
-    """A stand-in for what a node is known to give; what it wrote to is itself.
+    """A stand-in for a node's known result, with each written operand as itself.
 
-    An op that writes to an operand (`out=`, or in place) returns that.  A new tensor
-    in its stead would share no storage with it, and have the dtype that was recorded.
+    An op that writes to an operand (`out=`, or in place) returns that operand.  A new
+    tensor in place of the operand would not share the operand's storage, and would have
+    the recorded dtype.
     """
     made = _stand_in(known)
     if not isinstance(node.target, compat.OpOverload):
@@ -198,7 +201,7 @@ def _with_written(
 
 @functools.cache
 def _written_and_returned(target: compat.OpOverload) -> tuple[str | None, ...]:
-    """For each result of an op, the argument that it is, if the op writes to that."""
+    """For each result of an op, the written argument that it returns, or None."""
     written = {
         mark: a.name
         for a in compat.schema(target).arguments
@@ -215,7 +218,7 @@ def _written_and_returned(target: compat.OpOverload) -> tuple[str | None, ...]:
 
 
 def _stand_in(value: Any, device: torch.device = _META) -> Any:
-    """A tensor (or number, or nest of them) like `value` with hints for its sizes."""
+    """A tensor, number or nest of both like `value`, with hints for symbolic sizes."""
     if isinstance(value, torch.Tensor):
         sizes = [compat.hint(s) for s in value.shape]
         if value.layout is not torch.strided:
@@ -238,9 +241,10 @@ def dtypes_of(value: Any) -> list[torch.dtype]:
 
 
 def named(node: fx.Node) -> tuple[str, ...]:
-    """The nodes that an error at `node` is about: it, and what it reads.
+    """The nodes that an error at `node` is about: `node` and the nodes it reads.
 
-    A node that the rewrite added is unknown to the passes before.
+    The nodes read are named because the earlier passes do not know a `node` that the
+    rewrite added.
     """
     return (node.name, *(n.name for n in node.all_input_nodes))
 

@@ -1,9 +1,9 @@
 """Uses of low copies whose gradients are summed in fp32.
 
-A value read several times gets the sum of its readers' gradients, in its own dtype.
-That must not be a low one: torch.autocast, which casts for each use, sums in fp32.  The
-uses of a weight get an autograd node each (`low_weight`), those of any other value one
-together (`low_uses`), behind which their gradients meet in fp32.
+Autograd sums the gradients of a value's readers in the dtype of the value.  A low copy
+must not take that sum, because torch.autocast, which casts for each use, sums in fp32.
+Each use of a weight therefore gets an autograd node of its own (`low_weight`), and all
+uses of any other value share one node (`low_uses`); the sum is then made in fp32.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Emitted, dtype_of
 
 MANY_USES = 8
-"""Uses of one value beyond which each has an autograd node of its own.
+"""The number of uses of one value above which each use has its own autograd node.
 
-One node for all of them keeps all their gradients until the last is there."""
+A shared node keeps the gradients of all uses until the last gradient arrives."""
 
 Copies = dict[tuple[str, torch.dtype, int, int], fx.Node]
-"""Casts that readers share: of a value, to a dtype, in a region, after some writes."""
+"""Shared casts by (value, dtype, region, epoch); epochs count writes to the value."""
 
 
 class Uses:
-    """Knows which uses stand apart, and repeats views of weights for them."""
+    """Gives each reader its use of a low copy, and repeats weight views for uses."""
 
     def __init__(
         self, emitted: Emitted, assignment: Assignment, low: torch.dtype, copies: Copies
     ) -> None:
-        """Args: `copies` is looked up as it grows."""
+        """Keeps `copies` itself, because the caller adds casts to it later."""
         self._emitted = emitted
         self._facts = facts = assignment.facts
         self._verdicts = assignment.verdicts
@@ -47,7 +47,7 @@ class Uses:
     def use_of_copy(
         self, value: str, copy: fx.Node, reader: NodeFacts, epoch: int
     ) -> fx.Node:
-        """Low `copy` of `value` for one reader."""
+        """The node for one reader: low `copy` of `value`, or a use of `copy`."""
         if not (self._facts.nodes[value].requires_grad and reader.requires_grad):
             return copy
         key = (value, reader.region, epoch)
@@ -64,8 +64,9 @@ class Uses:
     def view_of_weight(self, value: str, reader: NodeFacts) -> fx.Node | None:
         """A fresh view chain for one use of a low view of a weight, or None.
 
-        `w.t()` computed once and used often would sum its gradients in low precision
-        where the uses meet; repeating the view (no data moves) lets them meet in fp32.
+        The gradients of `w.t()`, computed once and used often, would be summed in low
+        precision.  Repeating the view for each use moves no data and lets the gradients
+        be summed in fp32.
         """
         fact = self._facts.nodes[value]
         if (
@@ -79,9 +80,9 @@ class Uses:
         return self._again(value)
 
     def _again(self, value: str) -> fx.Node | None:
-        """Low view `value` once more; None where it is none that can be repeated."""
+        """A repetition of low view `value`; None if `value` cannot be repeated."""
         facts, emitted = self._facts, self._emitted
-        view = facts.element_of.get(value, value)  # a piece is one of what `chunk` cut
+        view = facts.element_of.get(value, value)  # of one piece: the `chunk` op
         operands = facts.nodes[view].operands
         maker = emitted.new[view]
         if (
@@ -97,12 +98,12 @@ class Uses:
         return emitted.insert(operator.getitem, args, {}, value, emitted.new[value])
 
     def _repeated(self, view: str, below: str) -> fx.Node:
-        """View op `view` of `below` again, down to its own use of what was cast."""
+        """A repetition of `view` of `below`, down to a new use of the cast value."""
         emitted = self._emitted
         if dtype_of(emitted.new[below]) == self._low:
             source = self._again(below) or emitted.new[below]
         else:
-            region = self._facts.nodes[view].region  # where the view's own cast is
+            region = self._facts.nodes[view].region  # region of the view's own cast
             copy = self._copies[below, self._low, region, 0]
             source = emitted.use_of(below, copy)
 

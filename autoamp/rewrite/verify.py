@@ -1,9 +1,10 @@
-"""Proves a rewritten graph legal, from the graph alone.
+"""Verifies that a rewritten graph is legal, from the graph alone.
 
-Shares no code with what it checks: dtypes are not read from the metadata the rewrite
-wrote but found by running the graph on stand-in tensors, and what an op accepts is
-stated here again.  FX's own lint has no dtype check, and fake tensors let a bf16
-`linear` with an fp32 weight pass, so neither would notice.
+The original and the rewritten graph go in; a fault raises `VerificationError`.  The
+verifier shares no code with the passes it checks: it finds dtypes by running the graph
+on stand-in tensors, not in the metadata the rewrite wrote, and states again which
+operands an op accepts.  Without the verifier dtype faults would go unseen, because FX's
+lint has no dtype check and fake tensors let a bf16 `linear` with an fp32 weight pass.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class Verifier:
         must_make_high: Collection[str] = (),
         must_read_high: Collection[str] = (),
     ) -> None:
-        """Raises at the first thing wrong in `rewritten`.
+        """Raises at the first fault in `rewritten`.
 
         Args:
-            must_make_high, must_read_high: nodes of the original that may make, or
-                read, no low tensor where they made, or read, an fp32 one.
+            must_make_high: nodes of the original whose fp32 results must stay fp32.
+            must_read_high: nodes of the original whose fp32 operands must stay fp32.
 
         Raises:
-            VerificationError: what is wrong: node, op, dtypes, source line.
+            VerificationError: the message gives node, op, dtypes and source line.
         """
         before, after = self._before, self._after(rewritten)
         check_same_program(self.original, rewritten, before, after)
@@ -69,9 +70,9 @@ class Verifier:
         down_prices: Mapping[str, int],
         up_prices: Mapping[str, int],
     ) -> int:
-        """The cost of `rewritten` by looking at it: each op as it runs, each cast.
+        """The cost of `rewritten`, counted anew from its ops, as they run, and casts.
 
-        Called before clean-up, it must equal what the placement promised.
+        Before clean-up this cost must equal the cost that the placement promised.
         """
         before, after = self._before, self._after(rewritten)
         total = 0
@@ -89,14 +90,15 @@ class Verifier:
         low: Collection[str],
         casts: Mapping[tuple[str, str], int],
     ) -> list[str]:
-        """The original nodes that a wrong recount is about.
+        """The original nodes that caused a wrong recount.
 
-        The first op in the wrong precision: the next ones may follow from it.  Where
-        all are right, the values with other casts, and what reads them.
+        The first op in the wrong precision is returned alone, because later ones may
+        follow from it.  If every op has the right precision, the values with another
+        number of casts are returned, with their readers.
 
         Args:
-            low: the nodes that the placement has low.
-            casts: how many casts it has of each value, "down" and "up".
+            low: the nodes that the placement makes low.
+            casts: the placement's number of casts by (value, "down" or "up").
         """
         before, after = self._before, self._after(rewritten)
         found: list[str] = []
@@ -115,7 +117,7 @@ class Verifier:
 
 def _metadata_is_true(node: fx.Node, after: StandIns) -> None:
     if node.users and all(user.target is operator.getitem for user in node.users):
-        return  # what is read of it is checked there
+        return  # each `getitem` is checked by itself
     said = dtypes_of(node.meta.get("val"))
     true = dtypes_of(after.values[node.name])
     if node.op != "output" and said != true:
@@ -160,9 +162,9 @@ def _is_inserted_cast(node: fx.Node, before: StandIns) -> bool:
 
 
 def _cast_of(node: fx.Node, after: StandIns) -> tuple[str, str]:
-    """The original value a cast copies, and whether "up" or "down".
+    """The original value that a cast copies, and its direction, "up" or "down".
 
-    Through a cast of a returned value.
+    If the cast reads an inserted cast of a returned value, the returned value counts.
     """
     up = dtypes_of(after.values[node.name])[0] == torch.float32
     source = node.all_input_nodes[0]
@@ -172,7 +174,7 @@ def _cast_of(node: fx.Node, after: StandIns) -> tuple[str, str]:
 
 
 def _runs_low(node: fx.Node, before: StandIns, after: StandIns) -> bool:
-    """Whether an op computes low now where it computed in fp32."""
+    """Whether an op that computed in fp32 runs in low precision after the rewrite."""
     old = dtypes_of(before.values[node.name])
     new = dtypes_of(after.values[node.name])
     if node.target in WITH_FP32_STATE.values():

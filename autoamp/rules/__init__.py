@@ -1,7 +1,7 @@
 """The op rules: which ops may run in low precision, and why.
 
 The rules themselves are data (`rules/*.toml` at the top of the repository); this
-package reads them, lays the user's over the built-in ones, and looks ops up.
+package reads the files, lays the user's rules over the built-in ones, and looks ops up.
 """
 
 from autoamp.rules.model import Category, Condition, Rule

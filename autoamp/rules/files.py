@@ -7,10 +7,10 @@ from pathlib import Path
 from autoamp.errors import RulesError
 
 TENSORFLOW = {"fp16": "tensorflow", "bf16": "tensorflow-bf16"}
-"""TensorFlow's lists by precision."""
+"""Precision to the rule set that holds TensorFlow's lists for it."""
 
 COMPLETE = ("torch-cuda", "torch-cpu", *TENSORFLOW.values())
-"""The rule sets that say everything: they are laid over no other."""
+"""The complete rule sets, which are not laid over the built-in rules."""
 
 BUILTIN = ("fp16", "bf16", *COMPLETE)
 """The names of the rule sets that come with the package."""
@@ -20,7 +20,7 @@ _CANDIDATES = (_PACKAGE / "_rules", _PACKAGE.parent / "rules")
 
 
 def directory(candidates: tuple[Path, ...] = _CANDIDATES) -> Path:
-    """The directory of the built-in files: inside the wheel, else the checkout's.
+    """The directory of the built-in files: in the wheel, or else in the checkout.
 
     A directory of another project that happens to be called `rules` lies beside the
     package in some layouts, so a candidate counts only if it has our files.

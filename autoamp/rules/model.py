@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 ConditionValue = bool | int | float | str | tuple[float, float]
-"""What a condition compares with; a pair of numbers for `exponent_outside`."""
+"""The value a condition compares with; a pair of numbers for `exponent_outside`."""
 
 
 class Category(StrEnum):
-    """What may be done with an op; `rules/README.md` defines each and how to choose."""
+    """The kinds of op; `rules/README.md` defines each kind and how to choose it."""
 
     ALLOW = "allow"
     DENY = "deny"
@@ -37,11 +37,11 @@ class Condition:
             `value` input elements or more. `exponent_outside`: the scalar exponent
             lies below or above the pair `value`. `argument_is`: the schema argument
             `argument` (its default, if not given) equals `value`. `device_is`: the
-            op runs on a device of type `value`. `contracts`: whether an `einsum` sums
-            over an index that two operands share is `value`.
-        value: What the test compares with.
+            op runs on a device of type `value`. `contracts`: an `einsum` sums over an
+            index that two operands share, if `value` is true, or does not, if false.
+        value: The value the test compares with.
         category: The category where the test holds.
-        reason: Why.
+        reason: Why the op is in that category.
         argument: For `argument_is`, the name of the schema argument.
     """
 
@@ -63,19 +63,21 @@ class Rule:
         reason: Why the op is in that category.
         origin: Where the rule came from: a file, or the name of a user's list.
         fp32_operands: Schema arguments that stay fp32 even where the op runs low.
-        accumulates: The kernel accumulates in fp32: low in, low out is safe.
-        restores: Outputs are bounded whatever the inputs: a cast of them need not
-            saturate.
-        restores_given: They are, where each of these arguments is given as a number
-            within the range of the low dtype (`clamp` with both bounds).
-        jumps: The output jumps where the input crosses a number: the op computes in
-            the precision that its operands were made in, and no cast rounds them first.
-        may_round: The op is denied for how it computes: its result may be rounded, and
-            widens nothing.
+        accumulates: Whether the kernel accumulates in fp32, so that low operands and a
+            low result are safe.
+        restores: Whether the outputs are bounded whatever the inputs, so that a cast of
+            the outputs need not saturate.
+        restores_given: Arguments that bound the outputs, as for `restores`, where each
+            is a number within the range of the low dtype (`clamp` with both bounds).
+        jumps: Whether the output jumps where the input crosses a number. Such an op
+            computes in the precision in which its operands were made, so that no cast
+            rounds the operands first.
+        may_round: Whether the op is denied only for how it computes, so that its result
+            may be rounded and does not widen the ops that read it.
         no_kernel: Device types for which torch has no kernel in the low dtype,
             forward or backward.
-        policy: In a compatibility set, what autocast does beyond the category.
-        when: Conditional categories; the first that holds wins.
+        policy: In a compatibility set, autocast's behaviour beyond the category.
+        when: Conditional categories; the first whose test holds wins.
         stated: The attributes that the file or list gave itself; the others are
             taken over from the rule that this one replaces.
     """

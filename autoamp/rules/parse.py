@@ -1,4 +1,4 @@
-"""Reads a rules file; every way it can be wrong is a `RulesError` that says where."""
+"""Reads a rules file into rules; each fault in it is a `RulesError` that says where."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from autoamp.op_names import close_names, exists, overloads, parse_op_name
 from autoamp.rules.model import TESTS, Category, Condition, ConditionValue, Rule
 
 MAX_BYTES = 1 << 20
-"""Largest rules file read: the built-in ones are a tenth of it."""
+"""Bytes of the largest rules file read; the built-in files are a tenth as large."""
 
 MAX_DOTS = 100
-"""Most dots on a line."""
+"""The most dots that a line of a rules file may have."""
 
 _META = {"dtype": ("float16", "bfloat16", "any"), "description": None}
 _FLAGS = ("accumulates", "restores", "jumps", "may_round")
@@ -68,7 +68,7 @@ def _load(path: Path) -> dict[str, Any]:
         ) from error
     except RulesError:
         raise
-    except (ValueError, RecursionError) as error:  # an integer of 5000 digits, too
+    except (ValueError, RecursionError) as error:  # 5000-digit integers too
         raise RulesError(f"{path}: not a TOML file: {error}") from error
 
 
@@ -89,7 +89,10 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _refuse_deep_keys(path: Path, text: str) -> None:
-    """A key of a million parts keeps `tomllib` busy for hours; keys end with a line."""
+    """Refuses a file with more than `MAX_DOTS` dots on a line.
+
+    A key of a million parts keeps `tomllib` busy for hours; keys end with their line.
+    """
     for number, line in enumerate(text.split("\n"), 1):
         if line.count(".") > MAX_DOTS:
             raise RulesError(
@@ -124,7 +127,7 @@ def _rules(
 
 
 def unknown_op(op: str) -> str:
-    """What to tell a user who named an op that this torch does not have."""
+    """The message for a user who named an op that this torch does not have."""
     close = close_names(op)
     hint = f"did you mean {' or '.join(close)}?" if close else "check its name"
     return f"torch has no op {op}; {hint}"

@@ -26,7 +26,7 @@ class Rules:
     """An immutable table of op rules.
 
     Attributes:
-        name: What the set is called in reports: `fp16`, `bf16 + my_rules.toml`.
+        name: The name of the set in reports: `fp16`, `bf16 + my_rules.toml`.
         table: Canonical op name to rule.
         dtype: The low dtype the rules were written for, or `any`.
     """
@@ -43,7 +43,7 @@ class Rules:
         object.__setattr__(self, "table", MappingProxyType(dict(self.table)))
 
     def __reduce__(self) -> tuple[type[Rules], tuple[str, dict[str, Rule], str]]:
-        """Copies and pickles by value; a read-only mapping cannot do so itself."""
+        """Copies and pickles by value, which a read-only mapping cannot do itself."""
         return type(self), (self.name, dict(self.table), self.dtype)
 
     def __hash__(self) -> int:
@@ -52,7 +52,7 @@ class Rules:
 
     @classmethod
     def default(cls, precision: str | torch.dtype) -> Rules:
-        """The built-in rules for `precision`: a name as `bf16`, or a dtype."""
+        """The built-in rules for `precision`: a name such as `bf16`, or a dtype."""
         dtype = parse_low_dtype(precision)
         for name, low in LOW_DTYPES.items():
             if low is dtype:
@@ -78,8 +78,8 @@ class Rules:
         """These rules with `others` laid over them in turn; the later rule wins.
 
         A rule that names an op without an overload replaces the rules of all its
-        overloads. A rule keeps what the replaced one knew about the op's kernels,
-        unless it says otherwise itself, and drops the conditions.
+        overloads. A rule keeps the replaced rule's facts about the op's kernels, unless
+        it states its own, but not the replaced rule's conditions.
         """
         merged = self
         for other in others:
@@ -127,11 +127,11 @@ class Rules:
         return replace(self, table=_lay_over(self, moved.values())) if moved else self
 
     def lists(self, category: Category | str, written: str) -> bool:
-        """Whether an op of that name, or an overload of it, is in the category."""
+        """Whether op `written`, or an overload of it, is in `category`."""
         return bool(self._listed(category, written))
 
     def without(self, category: Category | str, written: str) -> Rules:
-        """These rules less those of the named op, where it is in the category."""
+        """These rules without the rules that put op `written` in `category`."""
         taken = self._listed(category, written)
         kept = {k: rule for k, rule in self.table.items() if k not in taken}
         return replace(self, table=kept) if taken else self
@@ -148,7 +148,7 @@ class Rules:
         """The rule for `target`, or None; a rule for the exact overload goes first.
 
         An in-place op has the rule of its plain form unless it has its own. An
-        `out=` variant has none, nor has what is not an ATen-style op.
+        `out=` variant has no rule, and a target that is not an `OpOverload` has none.
         """
         if not isinstance(target, OpOverload):
             return None

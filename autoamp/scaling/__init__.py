@@ -1,1 +1,1 @@
-"""Loss scaling: where gradients are scaled in a graph, and what overflowed."""
+"""Loss scaling: scales gradients at a graph's edge, and finds overflows."""

@@ -1,7 +1,7 @@
 """The runs that backward passes have reached, until optimizers have read their flags.
 
-Every run of a graph with a boundary is a `GraphRun`.  Once a backward reaches it, it is
-noted here until the optimizer steps that concern it have read its flag.
+Every run of a graph that is scaled at its edge is a `GraphRun`.  `watch` notes a run
+here once a backward reaches the run; optimizer steps then read the run's flags.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autoamp.scaling.graph_run import Backward, GraphRun
 logger = logging.getLogger(__name__)
 
 KEPT = 64
-"""Runs kept after every known optimizer has read them: one we meet later, at its first
-step, may hold weights that the same backward reached."""
+"""Runs kept after every known optimizer has read them: an optimizer that is met later,
+at its first step, may hold weights that the same backward reached."""
 
 MOST = 1024
-"""Runs kept for an optimizer that does not step; older ones are merged."""
+"""Runs kept for an optimizer that does not step; older runs are merged."""
 
 
 class Backwards:
@@ -40,7 +40,11 @@ class Backwards:
     def note(
         self, run: GraphRun, task: int, leaves: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Backward `task` has reached `run`, which fills the gradients of `leaves`."""
+        """Notes that backward `task` has reached `run`.
+
+        Args:
+            leaves: the tensors whose gradients the run fills.
+        """
         with self._lock:
             if run.task != -1:
                 self._part(run)
@@ -58,9 +62,10 @@ class Backwards:
                 self.runs = _merged(self.runs[: MOST // 2]) + self.runs[MOST // 2 :]
 
     def _part(self, run: GraphRun) -> None:
-        """Keeps what an earlier backward over a retained graph found, by itself.
+        """Keeps apart what an earlier backward over the same, retained graph found.
 
-        Its gradients may be thrown away before this one fills them again.
+        The gradients of the earlier backward may be thrown away before the new backward
+        fills them again.
         """
         known = next((i for i, r in enumerate(self.runs) if r is run), None)
         if run.recorded or run.clean:
@@ -72,11 +77,12 @@ class Backwards:
             run.begin()
 
     def _throw_away_older(self, run: GraphRun, leaves: Sequence[torch.Tensor]) -> None:
-        """Where gradients start afresh, those of earlier backwards are gone.
+        """Notes which gradients of earlier backwards are gone as `run` starts afresh.
 
-        Some of them, it may be: one of two optimizers zeroes its own.  Each is looked
-        at where an overflow is known; where a flag is on a device, the first stands
-        for all once every optimizer has read the flag.
+        Only some of those gradients may be gone: one of two optimizers zeroes its own.
+        Each gradient is looked at where the host knows of an overflow; where a flag is
+        on a device, the first gradient stands for all of them once every optimizer has
+        read the flag.
         """
         afresh = bool(leaves) and leaves[0].grad is None
         for other in self.runs if afresh else self.runs[-KEPT:]:
@@ -99,7 +105,10 @@ class Backwards:
                 other.throw_away(leaves, in_place=False)
 
     def overflowed(self, scaling: ModelScaling) -> list[GraphRun]:
-        """Runs of a model whose overflow nobody has counted, as far as that is free."""
+        """Runs of a model with an overflow that is not counted yet.
+
+        Only flags in host memory are read, because reading others would wait.
+        """
         with self._lock:
             late = self.runs[-KEPT:]
         mine = [r for r in late if r.scaling is scaling and not r.counted]
@@ -108,7 +117,7 @@ class Backwards:
     def any_overflowed(self) -> bool:
         """Whether gradients that are there now hold an overflow; waits for the device.
 
-        Until the next backward those of a step that was just skipped still do.
+        Until the next backward, the gradients of a step just skipped still do.
         """
         with self._lock:
             runs = [r for r in self.runs if not (r.voided or r.is_orphaned)]
@@ -125,12 +134,19 @@ class Backwards:
             return found[::-1]
 
     def drop(self, held: Mapping[int, torch.Tensor]) -> None:
-        """Drops runs that filled gradients of tensors `held`: nobody scales them."""
+        """Drops runs that filled gradients of `held`, tensors that are scaled no more.
+
+        Args:
+            held: the tensors by their `id`.
+        """
         with self._lock:
             self.runs = [r for r in self.runs if not r.touches(held)]
 
     def forget(self, number: int) -> None:
-        """Drops runs up to `number`, which every known optimizer has read."""
+        """Drops runs up to `number`, but keeps the last `KEPT`.
+
+        Every known optimizer has read the runs up to `number`.
+        """
         with self._lock:
             self._read = number
             old, kept = self.runs[:-KEPT], self.runs[-KEPT:]
@@ -138,7 +154,7 @@ class Backwards:
 
 
 def _merged(runs: list[GraphRun]) -> list[GraphRun]:
-    """One run for all of the same weights, with the flags of all."""
+    """One run for all with the same graph, leaves and lost gradients, flags merged."""
     kept: dict[tuple[Any, ...], GraphRun] = {}
     for run in runs:
         key = (id(run.origin), id(run.leaves), run.gone)
@@ -151,17 +167,17 @@ def _merged(runs: list[GraphRun]) -> list[GraphRun]:
 
 
 BACKWARDS = Backwards()
-"""All of the process: one optimizer may hold weights of several models."""
+"""The runs of the whole process: one optimizer may hold weights of several models."""
 
 
 def watch(
     run: GraphRun, results: Iterable[Any], leaves: Sequence[torch.Tensor]
 ) -> None:
-    """Notes the backward as soon as it reaches one of the outputs of a run's graph.
+    """Notes a backward as soon as it reaches one of the outputs of a run's graph.
 
     Args:
-        results: the outputs.  They hold `leaves`, as their history does.
-        leaves: those of the run.
+        results: the outputs.  Their hooks hold `leaves`, as their history does anyway.
+        leaves: the leaf tensors of the run.
     """
     hook = functools.partial(_reached, run, leaves)
     for value in results:
@@ -182,13 +198,14 @@ def _reached(run: GraphRun, leaves: Sequence[torch.Tensor], _: torch.Tensor) -> 
 def lower_where_nobody_steps(scaling: ModelScaling) -> None:
     """Lowers the scale after an overflow where no optimizer's step does.
 
-    A script may step by hand, or only look at gradients.  What it was given by the
-    backward that overflowed is infinite; the next ones are not to be.
+    A script may step by hand, or only look at gradients.  The script has been given the
+    infinite gradients of the backward that overflowed; the next gradients are not to be
+    infinite.
     """
     for run in BACKWARDS.overflowed(scaling):
         run.counted = True
         if run.backward.overflowed:
-            continue  # another of its runs was there before
+            continue  # another run of this backward has lowered the scale
         run.backward.count(torch.ones(1))
         scaling.loss_scale.update(torch.ones(1))
         if not scaling.told:

@@ -1,4 +1,4 @@
-"""Which op an overflow came from, as far as the gradients still tell."""
+"""Names the op that an overflow came from, as far as the gradients still tell."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from autoamp.scaling.graph_run import GraphRun
 def blame(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:
     """A sentence that names the last op of the forward whose gradient is not finite.
 
-    A backward runs from the end of the forward to its beginning, and what is infinite
-    once stays so: the last op is where it came from.
+    A backward runs from the end of the forward to its beginning, and a gradient that is
+    not finite makes the gradients after it not finite either: so the overflow came from
+    the last such op.
     """
     bad = {id(p) for p in params if p.grad is not None and _not_finite(p.grad)}
     for run in reversed(runs):
         if not any(bool(flag) for flag in run.found_inf):
             continue
         captured = run.origin.graph()
-        if captured is None:  # collected since
+        if captured is None:  # the graph was garbage-collected
             continue
         graph = captured.gm.graph
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
@@ -46,9 +47,9 @@ def _not_finite(grad: torch.Tensor) -> bool:
 
 
 def _read_weights(node: fx.Node) -> list[fx.Node]:
-    """The inputs of the graph that op `node` reads, through our own nodes too."""
+    """The nodes that op `node` reads; a node of loss scaling stands for its input."""
     if node.target in (low_weight_unscaled, unscale_grad):
-        return []  # an edge of the graph, not an op of the model
+        return []  # part of the edge, not an op of the model
     found = []
     for source in node.all_input_nodes:
         if source.target in (low_weight_unscaled, unscale_grad):

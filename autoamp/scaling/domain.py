@@ -1,4 +1,4 @@
-"""Which loss scale a model's graphs run at, and who decides.
+"""The loss scale a model's graphs run at: a GradScaler may scale instead.
 
 Models joined by one backward (a GAN's generator and critic) share one scale domain from
 then on.
@@ -25,7 +25,7 @@ class ScaleDomain:
 
     @property
     def root(self) -> ScaleDomain:
-        """The domain this one has become part of, or itself."""
+        """The domain that this domain has become part of, or this domain itself."""
         domain = self
         while domain._joined is not None:
             domain = domain._joined
@@ -36,7 +36,7 @@ class ScaleDomain:
         return self.root._loss_scale
 
     def join(self, other: ScaleDomain) -> None:
-        """Makes one domain of two; the lower scale is known to be safe for both."""
+        """Makes one domain of two, with the lower scale: it is safe for both."""
         mine, theirs = self.root, other.root
         if mine is theirs:
             return
@@ -51,16 +51,18 @@ class ModelScaling:
 
     Attributes:
         label: the model's class name, for messages.
-        foreign: an enabled GradScaler steps this model's optimizer: it scales, we do
-            not.  None before the first run.
-        asked: the user has asked for a loss scale of ours.
-        scalers: the GradScalers there were at its first run, and how much they had been
-            used: until its first step one that has been used since may be scaling.
-        automatic: nobody asked for this model by name.  It is not scaled while nobody
-            is known who would skip an overflow, or while anomalies are errors.
-        stepped: some optimizer with a boundary steps the model's weights.
-        told: it has been said that infinite gradients were given to the script.
-        skips: why each skipped step was skipped.
+        foreign: whether an enabled GradScaler steps this model's optimizer: then the
+            GradScaler scales, and autoamp does not.  None before the first run.
+        asked: whether the user has asked for a loss scale other than "auto".
+        scalers: each GradScaler that existed at the model's first run, with its number
+            of uses then.  Until the model's first step, a GradScaler that has been used
+            since is taken to scale the loss.
+        automatic: whether the model was converted without being named.  Such a model
+            runs unscaled while no optimizer is known that would skip an overflow, and
+            while anomaly detection makes an overflow an error.
+        stepped: whether an optimizer with a boundary steps the model's weights.
+        told: whether a warning has told that the script was given infinite gradients.
+        skips: the reason for each skipped step.
     """
 
     def __init__(
@@ -70,11 +72,12 @@ class ModelScaling:
         meet: Callable[[ModelScaling, Sequence[torch.Tensor]], None],
         care: Callable[[ModelScaling], None],
     ) -> None:
-        """Nothing is known yet of who steps the weights.
+        """Begins without a known optimizer.
 
         Args:
-            meet: called with itself and the weights before the first run.
-            care: called with itself before a run of a model that nobody steps.
+            meet: called with this object and the weights before the first run.
+            care: called with this object before each run, until an optimizer with a
+                boundary steps the model.
         """
         self._meet, self._care = meet, care
         self.domain = ScaleDomain(loss_scale)
@@ -89,7 +92,7 @@ class ModelScaling:
 
     @property
     def enabled(self) -> bool:
-        """Whether graphs get a boundary at all."""
+        """Whether graphs are scaled at their edge at all."""
         return not isinstance(self.domain.loss_scale, NoLossScale)
 
     @property
@@ -100,10 +103,13 @@ class ModelScaling:
     def inputs(
         self, devices: Iterable[torch.device], leaves: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What a graph with a boundary is called with, for each device.
+        """The extra inputs of a graph that is scaled at its edge, for one run.
 
-        The loss scale, its inverse, and a new flag for the overflows of this run, which
-        fills the gradients of `leaves`.
+        For each device the inputs are the loss scale, its inverse, and a new flag for
+        the overflows of the run.
+
+        Args:
+            leaves: the tensors whose gradients the run fills.
         """
         if self.foreign is None:
             self.foreign = False
@@ -115,37 +121,37 @@ class ModelScaling:
         return self.edge(devices)
 
     def edge(self, devices: Iterable[torch.device]) -> list[torch.Tensor]:
-        """Loss scale, inverse and flag for each device, as things are."""
+        """Loss scale, inverse and flag for each device, by what is known already."""
         loss_scale = self.loss_scale
         if self.automatic and (not self.stepped or torch.is_anomaly_enabled()):
             loss_scale = _UNSCALED
         found: list[torch.Tensor] = []
         for device in devices:
             given = loss_scale.tensors(device)
-            # What is still open may change until the backward.
+            # While a GradScaler may be scaling, `GraphRun.settle` may write to these.
             found += [t.clone() for t in given] if self.scalers else given
             found.append(torch.zeros(1, device=device))
         return found
 
     def decide(self) -> bool:
-        """Whether a GradScaler scales, as far as is known by now."""
+        """Whether a GradScaler scales the loss, as far as is known by now."""
         scalers = [(ref(), uses) for ref, uses in self.scalers]
         if any(s is not None and compat.scaler_uses(s) > uses for s, uses in scalers):
             self.settle(foreign=True)
         return bool(self.foreign)
 
     def settle(self, foreign: bool) -> None:
-        """Somebody steps the model's weights: a GradScaler, or nobody but we."""
+        """Settles whether a GradScaler (`foreign`) or autoamp scales from now on."""
         self.foreign, self.scalers = foreign, ()
 
     @property
     def looks(self) -> bool:
-        """Whether runs are to tell how large their gradients are."""
+        """Whether runs are to record how large their fp16 gradients are."""
         return self.stepped and self.loss_scale.looks
 
     def note_skip(self, why: str) -> None:
         """Remembers why a step was skipped, the first few hundred times."""
-        if len(self.skips) < 500:  # a run that skips more often has other troubles
+        if len(self.skips) < 500:  # a training that skips more has other troubles
             self.skips.append(why)
 
 

@@ -1,4 +1,4 @@
-"""Puts loss scaling round the edge of a graph.
+"""Scales gradients as they enter a graph at its edge, unscales them as they leave it.
 
 Before, with `weight` a parameter and `x` an input that needs no gradient:
 
@@ -37,15 +37,16 @@ from autoamp.scaling.outside import check_memory, find_outside, is_written
 from autoamp.scaling.true_gradients import true_values
 
 SHARED = "autoamp_shared"
-"""Set in the `meta` of a `scale_grad` through which several results show one memory."""
+"""In the `meta` of a `scale_grad` node: whether several results share its memory."""
 
 
 @dataclass(frozen=True)
 class Edge:
-    """What a graph scaled at its edge is called with, after its other inputs.
+    """The edge of a scaled graph, as the code that calls the graph has to know it.
 
     Attributes:
-        devices: for each of them `loss_scale`, `inv_loss_scale` and `found_inf`.
+        devices: each device has a `loss_scale`, an `inv_loss_scale` and a `found_inf`
+            among the extra inputs at the end.
         written: positions of inputs that the graph writes results to.
         exits: positions of the inputs that gradients leave through.
     """
@@ -65,11 +66,11 @@ class _Inputs:
 
 
 def scale_edge(gm: fx.GraphModule, rewritten: Rewritten) -> Edge:
-    """Scales the gradients of `gm`, the graph made of `rewritten`, which it edits.
+    """Edits `gm`, the graph made of `rewritten`, so that its gradients are scaled.
 
-    Where no gradient enters or leaves the graph nothing is changed.  What is changed
-    suits every call of the graph: an input that is a leaf of autograd's graph in one
-    may be what others computed in the next.
+    Where no gradient enters or leaves the graph nothing is changed.  The edited graph
+    suits every call: an input that is a leaf of autograd's graph in one call may be a
+    computed tensor in the next.
 
     Raises:
         CaptureError: the graph writes to two inputs that share memory.
@@ -87,7 +88,7 @@ def scale_edge(gm: fx.GraphModule, rewritten: Rewritten) -> Edge:
 
 
 class _Scaling:
-    """Edits one graph; `outside` is what lies beyond its edge (`outside.py`)."""
+    """Edits one graph; `outside` holds the tensors beyond its edge (`outside.py`)."""
 
     def __init__(self, flow: GraphFlow) -> None:
         self.flow = flow
@@ -103,13 +104,13 @@ class _Scaling:
         self.true: set[fx.Node] = set()
 
     def run(self) -> list[fx.Node]:
-        """Edits the graph; gives the inputs it writes results to."""
+        """Edits the graph; returns the inputs that the graph writes results to."""
         written = [n for n in self.given if self.flow.written_with_grad(n)]
         check_memory(self.flow, written)
         self.outside = find_outside(self.flow, written)
         beyond = sorted(self.outside, key=self.order.__getitem__)
         roots = [node for node in beyond if not self.outside[node]]
-        # What is written to has its true gradient only from its last write on.
+        # A tensor that is written to has a true gradient only after its last write.
         every = [*self.outside, *self.given]
         edges = {node for node in every if not is_written(self.flow, node)}
         self.true = true_values(
@@ -127,11 +128,11 @@ class _Scaling:
         return written
 
     def _unscale_out(self, node: fx.Node, written: bool) -> None:
-        """Unscales what flows out through input `node`."""
+        """Unscales the gradient that leaves through input `node`."""
         users = dict.fromkeys(u for n in self.names[node] for u in n.users)
         readers = [u for u in users if self._inside(u, node)]
         if written:
-            # What is written bypasses an alias, so its own history is extended.
+            # A write bypasses an alias, so the history of `node` itself is extended.
             extra = self._inputs_for(node)
             args = (node, extra.inv_loss_scale, extra.found_inf)
             with self.graph.inserting_before(self.first):
@@ -139,7 +140,7 @@ class _Scaling:
             new.meta = dict(node.meta)
             return
         if node.meta["val"].dtype in LOW_DTYPES.values():
-            for use in readers:  # an alias each: a leaf's gradients are summed in fp32
+            for use in readers:  # one alias per use: a leaf's gradients sum up in fp32
                 self._redirect(node, [use], by=unscale_half)
             return
         for use in readers:
@@ -150,15 +151,15 @@ class _Scaling:
         others = [u for u in readers if u.target is not low_weight_unscaled]
         writes = self.flow.writes.get(self.flow.storage(node), {}).values()
         for epoch in range(len(writes) + 1):
-            # A write takes the hook from an alias made before it: a later reader gets
-            # an alias of its own.
+            # A write removes the hook of any alias made before the write, so readers
+            # after each write get an alias of their own.
             now = [
                 u for u in others if epoch == sum(w < self.flow.at(u) for w in writes)
             ]
             self._redirect(node, now, self.names[node])
 
     def _scale_in(self, root: fx.Node) -> None:
-        """Scales what flows in through `root`, from its last write on."""
+        """Scales the gradient that enters at `root`, after the last write to `root`."""
         with self.graph.inserting_before(self._settled(root)):
             if self._is_returned_cast(root):
                 (low,) = root.all_input_nodes
@@ -169,7 +170,7 @@ class _Scaling:
                 return
             own = root
             if not (root.op == "placeholder" or self.flow.is_of_an_op(root)):
-                # What a region returns it may use itself, or return views of.
+                # A region may itself use a tensor that it returns, or return views.
                 own = self.graph.call_function(torch.ops.aten.clone.default, (root,))
                 own.meta = dict(root.meta)
             new = self.graph.create_node(
@@ -183,12 +184,12 @@ class _Scaling:
         self.now[root] = new
 
     def _is_returned_cast(self, root: fx.Node) -> bool:
-        """Whether `root` is a cast that nothing writes to, and no result's view."""
+        """Whether `root` is an "up" cast, never written to, that one result shows."""
         cast = root.meta.get(CAST_KIND) == "up" and self.flow.last_write(root) < 0
         return cast and not self._is_shared(root)
 
     def _is_shared(self, root: fx.Node) -> bool:
-        """Whether several results show the memory of `root`."""
+        """Whether several results share the memory of `root`."""
         count = 0
         for node in dict.fromkeys(map(self.flow.tensor, self.flow.results())):
             value = node
@@ -198,11 +199,11 @@ class _Scaling:
         return count > 1
 
     def _connect(self) -> None:
-        """Lets everything read what is outside as it is after its last write.
+        """Makes readers of an outside tensor read it as it is after its last write.
 
-        The gradient of a result is the caller's, at its true value, whoever adds to it:
-        what reads it inside the graph reads an alias that takes the scale off again.
-        Readers before the last write read what was there then, not the result.
+        The gradient of a result is the caller's, a true gradient, whichever reader adds
+        to it: so a reader inside the graph reads an unscaled alias of the result.
+        Readers before the last write read the earlier value, not the result.
         """
         for value in sorted(self.outside, key=self.order.__getitem__):
             if value not in self.now:
@@ -223,7 +224,7 @@ class _Scaling:
             self._redirect(now, inner, [now, *names])
 
     def _follow(self, view: fx.Node) -> None:
-        """Makes `view` one of what its source is now; anew, where that comes later."""
+        """Makes `view` show its sources after their last write, by a copy if needed."""
         self.now[view] = view
         now = {n: self.now.get(self.flow.tensor(n), n) for n in self.outside[view]}
         if all(n is source for source, n in now.items()):
@@ -236,7 +237,7 @@ class _Scaling:
             self.now[view] = self.graph.node_copy(view, lambda n: now.get(n, n))
 
     def _settled(self, value: fx.Node) -> fx.Node:
-        """The node before which all writes to `value` are over, and grad mode is on."""
+        """The first node after all writes to `value` where grad mode is on."""
         last = max(self.flow.last_write(value), self.order[value])
         for node, place in self.order.items():
             if place > last and node.op != "placeholder" and self.flow.recording[node]:
@@ -250,7 +251,7 @@ class _Scaling:
         names: Sequence[fx.Node] | None = None,
         by: Callable[..., Any] = unscale_grad,
     ) -> None:
-        """Lets `readers` of `value`, by any of its names, read an unscaled alias."""
+        """Makes `readers` of `value`, by any of its `names`, read an unscaled alias."""
         if not readers:
             return
         extra = self._inputs_for(value)
@@ -284,14 +285,14 @@ class _Scaling:
         return self.inputs[val.device]
 
     def _inside(self, user: fx.Node, value: fx.Node) -> bool:
-        """Whether `user` reads `value` as part of the graph, and a gradient flows."""
+        """Whether `user` reads `value` inside the graph, and a gradient flows back."""
         sources = map(self.flow.tensor, self.outside.get(user, ()))
         return value not in sources and self._flows_to(user)
 
     def _flows_to(self, user: fx.Node) -> bool:
-        """Whether a gradient flows into `user`; casts and uses we made always do."""
+        """Whether `user` takes a scaled gradient; casts and uses we made always do."""
         if user.op == "output" or user.target in (scale_grad, scaled_result):
             return False
         if user in self.true:
-            return False  # it takes the gradient as it is
+            return False  # its gradient is a true one
         return self.flow.carries(user)

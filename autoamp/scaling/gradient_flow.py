@@ -1,4 +1,4 @@
-"""Where gradients flow in a captured graph, which scaling at its edge has to know."""
+"""Finds where gradients flow in a captured graph, for scaling at its edge."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND
 
 _CUTS = frozenset({torch.ops.aten.detach.default})
-"""Ops that share memory and through which no gradient flows."""
+"""Ops whose result shares memory with the operand, but passes no gradient back."""
 
 
 class GraphFlow:
-    """Where gradients flow in a graph that is run, and what writes to what.
+    """Where gradients flow in a graph that is run, and which nodes write to memory.
 
     Attributes:
         graph: the graph, which is about to be edited.
-        order: the place of each node in it as it was.
-        given: its inputs, without the weight copies.
-        names: each tensor with all its names.
+        order: the place of each node in the graph before the edit.
+        given: the graph's inputs, without the weight copies.
+        names: each tensor's node, with all nodes that stand for the same tensor.
         recording: for each node whether grad mode is on where it stands.
-        output: the node that returns.
+        output: the graph's output node.
     """
 
     def __init__(self, gm: fx.GraphModule, rewritten: Rewritten) -> None:
-        """Args: `gm` was made of `rewritten`."""
+        """Args: `gm` is the graph made of `rewritten`."""
         self.before = rewritten.before.graph
         self.facts = rewritten.facts
         self.graph = gm.graph
@@ -49,7 +49,7 @@ class GraphFlow:
         self.names = self._names_of_tensors()
 
     def results(self) -> list[fx.Node]:
-        """The returned tensors a gradient flows into."""
+        """The returned tensors that a gradient flows into."""
         before = next(n for n in self.before.nodes if n.op == "output")
         pairs = zip(_values(before), _values(self.output), strict=True)
         return [new for old, new in pairs if self.differentiable(old, new)]
@@ -59,7 +59,7 @@ class GraphFlow:
         return flows and _is_float(node)
 
     def carries(self, node: fx.Node) -> bool:
-        """Whether a gradient flows through a node of the graph, or what we added."""
+        """Whether a gradient flows through `node`; always so for a node we added."""
         return node.name in self._flowing or node.name not in self.facts.nodes
 
     def is_plain(self, node: fx.Node) -> bool:
@@ -70,11 +70,11 @@ class GraphFlow:
         )
 
     def written_with_grad(self, node: fx.Node) -> bool:
-        """Whether a write, itself or through a view, gives input `node` a new history.
+        """Whether a write, direct or through a view, gives input `node` a new history.
 
-        Then it is no leaf: nobody may write to one like that, so that what a region
-        might do to a parameter it does not.  (A write through `detach` leaves the
-        history of the input as it is.)
+        Such an input is no leaf, because torch forbids such a write to a leaf; for the
+        same reason a region that might write to a parameter does not do so.  (A write
+        through `detach` leaves the history of the input as it is.)
         """
         is_parameter = node.meta.get("autoamp_is_parameter", False)
         return _is_float(node) and not is_parameter and node.name in self._extended
@@ -84,7 +84,7 @@ class GraphFlow:
         return fact.storage if fact is not None else -1
 
     def tensor(self, node: fx.Node) -> fx.Node:
-        """The node that made the tensor `node` stands for."""
+        """The node that made the tensor that `node` stands for."""
         while isinstance(node.target, OpOverload) and is_inplace(node.target):
             argument = node.args[0]
             assert isinstance(argument, fx.Node)
@@ -92,17 +92,17 @@ class GraphFlow:
         return node
 
     def at(self, node: fx.Node) -> int:
-        """The place of a node in the graph as it was; of what we added, the start."""
+        """The place of a node in the graph before the edit; -1 for a node of ours."""
         return self.order.get(node, -1)
 
     def last_write(self, value: fx.Node) -> int:
-        """The place of the last write to the memory of `value`; -1 where none is."""
-        if not isinstance(value.meta.get("val"), torch.Tensor):  # several views of one
+        """The place of the last write to the memory of `value`; -1 without a write."""
+        if not isinstance(value.meta.get("val"), torch.Tensor):  # a tuple of views
             value = next(iter(value.users))
         return max(self.writes.get(self.storage(value), {}).values(), default=-1)
 
     def viewed(self, maker: fx.Node, view: fx.Node) -> list[fx.Node]:
-        """What `view`, which op `maker` made, may be a view of; [] where of nothing."""
+        """The nodes that `view`, which op `maker` made, may be a view of."""
         if not isinstance(maker.target, OpOverload) or maker.target in _CUTS:
             return []
         aliasing = aliasing_arguments(maker.target)
@@ -113,14 +113,14 @@ class GraphFlow:
         return [n for n in found if self._shares(n, view)]
 
     def is_of_an_op(self, node: fx.Node) -> bool:
-        """Whether `node` is what a torch op gives: all that shows it is known."""
+        """Whether `node` is a torch op's result, all views of which are known."""
         maker = node
         if node.target is operator.getitem:
             (maker,) = node.all_input_nodes
         return isinstance(maker.target, OpOverload)
 
     def _shares(self, source: fx.Node, view: fx.Node) -> bool:
-        """Whether two nodes show one memory; casts we made are not in the facts."""
+        """Whether two nodes may share memory; casts we made are not in the facts."""
         if not _is_float(source):
             return False
         left, right = source.meta["val"].dtype, view.meta["val"].dtype
@@ -129,10 +129,11 @@ class GraphFlow:
         return self.storage(source) in (-1, self.storage(view))
 
     def _flow(self) -> tuple[set[str], set[int]]:
-        """The nodes a gradient may flow into, and the storages it flows through.
+        """The nodes that a gradient may flow into, and the storages it flows through.
 
-        More than is in the facts: what is written to, itself or through a view, needs a
-        gradient from then on, and what is written to under `no_grad` as before.
+        The result holds more than the facts do: a tensor that is written to, directly
+        or through a view, needs a gradient from then on; a tensor that is written to
+        under `no_grad` needs one if it did before.
         """
         names: set[str] = set()
         storages: set[int] = set()
@@ -156,7 +157,7 @@ class GraphFlow:
         return names, storages
 
     def _shown_by(self, values: list[fx.Node]) -> set[str]:
-        """The tensors of the graph as captured that `values` are, or are views of."""
+        """The names of `values` and of the tensors they view in the captured graph."""
         found: set[str] = set()
         pending = list(values)
         while pending:
@@ -181,7 +182,7 @@ class GraphFlow:
         return found
 
     def _writes(self) -> dict[int, dict[str, int]]:
-        """For each storage the nodes that write to it, and their place in the graph."""
+        """For each storage the nodes that write to it, with their places in `order`."""
         places = {n.name: i for n, i in self.order.items()}
         writes: dict[int, dict[str, int]] = defaultdict(dict)
         for node in self.before.nodes:
@@ -192,7 +193,10 @@ class GraphFlow:
         return writes
 
     def _names_of_tensors(self) -> dict[fx.Node, list[fx.Node]]:
-        """Each tensor with all its names: an in-place op gives its argument another."""
+        """Each tensor with all its names: an in-place op gives its operand a new name.
+
+        A name is a node that stands for the tensor.
+        """
         names: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in self.graph.nodes:
             names[self.tensor(node)].append(node)
@@ -200,7 +204,7 @@ class GraphFlow:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """What a call may write a gradient's history to; running statistics have none."""
+    """The operands that a call may give a new history; running statistics have none."""
     target = node.target
     if isinstance(target, OpOverload) and base_name(target) in HIDDEN_WRITES:
         return []

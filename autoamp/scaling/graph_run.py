@@ -16,8 +16,8 @@ class Backward:
     """One backward pass, which moves a loss scale once, however many runs it reaches.
 
     Attributes:
-        counted: the flag by which it has moved; None before.  Optimizers that step
-            inside the backward move it before all is known.
+        counted: the flag by which the loss scale has moved; None before.  Optimizers
+            that step inside the backward move the scale before all flags are known.
     """
 
     __slots__ = ("counted",)
@@ -26,13 +26,13 @@ class Backward:
         self.counted: torch.Tensor | None = None
 
     def count(self, flag: torch.Tensor) -> None:
-        """The loss scale has moved by `flag`."""
+        """Notes that the loss scale has moved by `flag`."""
         known = self.counted
         self.counted = flag if known is None else flag.maximum(known.to(flag.device))
 
     @property
     def overflowed(self) -> bool:
-        """Whether the loss scale was lowered for it; may wait for the device."""
+        """Whether the loss scale was lowered for the backward; may wait for a GPU."""
         return self.counted is not None and bool(self.counted)
 
 
@@ -42,17 +42,17 @@ class GraphRun:
     Attributes:
         found_inf: one flag per device, set by the graph's own backward.
         leaves: the leaf inputs whose `.grad` the backward fills.
-        origin: the graph.
-        task: the backward that reached it; -1 before.
-        backward: the same, and how the loss scale has moved by it.
-        number: its place in the order of backwards.
-        gone: ids of the leaves whose gradients were thrown away after it.
-        counted: the loss scale has moved by all that it found.
-        clean: it is known that it found nothing.
-        seen: how large the fp16 gradients inside were, at the scale of the run, which
-            comes last; None where nobody looks.
-        recorded: a backward over it was itself recorded (`create_graph`), and a later
-            one may set its flags before it gets to the outputs.
+        origin: the graph, and which of its inputs are leaves.
+        task: torch's id of the backward that reached the run; -1 before.
+        backward: the same backward, with the flag by which the loss scale has moved.
+        number: the run's place in the order in which backwards reached the runs.
+        gone: ids of the leaves whose gradients were thrown away after the backward.
+        counted: whether the loss scale has moved by all that the run found.
+        clean: whether the run is known to have found nothing.
+        seen: the magnitudes of the fp16 gradients inside, at the run's loss scale, and
+            the inverse of that scale; None where the loss scale does not ask for them.
+        recorded: whether a backward over the run was itself recorded (`create_graph`):
+            then a later backward may set the flags before it gets to the outputs.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ class GraphRun:
         leaves: Leaves,
         edge: Sequence[torch.Tensor],
     ) -> None:
-        """Args: `edge` is what `ModelScaling.inputs` gave for this run."""
+        """Args: `edge` holds the inputs that `ModelScaling.inputs` gave for the run."""
         self.scaling = scaling
         self.origin = origin
         self.leaves = leaves
@@ -94,7 +94,7 @@ class GraphRun:
         self.seen: tuple[list[torch.Tensor], torch.Tensor] | None = None
 
     def look(self, edge: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A list for the magnitudes of its fp16 gradients; `edge` as for the run."""
+        """A list for the magnitudes of the fp16 gradients; `edge` as in `__init__`."""
         self.seen = [], edge[1]
         return self.seen[0]
 
@@ -107,27 +107,27 @@ class GraphRun:
         return torch.stack([m.to(inverse.device) for m in magnitudes]).amax() * inverse
 
     def settle(self) -> None:
-        """Settles whether a GradScaler has scaled the loss, and so this run is not."""
+        """Sets the run's scale to 1 where a GradScaler turns out to scale the loss."""
         if self._open is not None and self.scaling.decide():
             for scale, inverse in zip(self._open[::3], self._open[1::3], strict=True):
                 for given in (scale, inverse):
-                    with compat.version_kept(given):  # a compiled backward has saved it
+                    with compat.version_kept(given):  # saved by a compiled backward
                         given.fill_(1.0)
         self._open = None
 
     @property
     def overflowed_on_host(self) -> bool:
-        """Whether it found an overflow; no, where one would have to wait to know."""
+        """Whether a flag in host memory is set; flags on other devices are not read."""
         return any(f.device.type == "cpu" and bool(f) for f in self.found_inf)
 
     @property
     def voided(self) -> bool:
-        """Whether all gradients it filled were thrown away."""
+        """Whether all gradients that the run filled were thrown away."""
         return bool(self.gone) and len(self.gone) == len(self.leaves.known)
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether its weights are gone, or moved: others may have their ids by now."""
+        """Whether the weights are gone, or moved: other tensors may have their ids."""
         return self.leaves.stale
 
     @property
@@ -136,22 +136,27 @@ class GraphRun:
         return self.is_orphaned and self.origin.graph() is None
 
     def touches(self, held: Mapping[int, torch.Tensor]) -> bool:
-        """Whether its backward filled the gradient of one of the tensors `held`.
+        """Whether the run's backward filled the gradient of one of the tensors `held`.
 
-        The tensors are given by their `id`, and lie where they lay in that backward.
+        The tensors are given by their `id`.  A tensor counts only if it still lies in
+        the memory that it had in the run.
         """
         return self.leaves.are_among(held)
 
     def may_touch(self, ids: Collection[int]) -> bool:
-        """Whether it did so with tensors that had the same ids then."""
+        """Whether the run filled gradients of tensors that had some of `ids` then."""
         return not self.leaves.known.isdisjoint(ids)
 
     def lives_in(self, ids: Collection[int]) -> bool:
-        """Whether what it filled is still in the gradients of the tensors `ids`."""
+        """Whether a gradient that the run filled is still in a tensor of `ids`."""
         return not (self.leaves.known - self.gone).isdisjoint(ids)
 
     def throw_away(self, leaves: Iterable[torch.Tensor], in_place: bool) -> None:
-        """Notes which of the gradients it filled of `leaves` are gone, or zeroed."""
+        """Notes which gradients of `leaves` that the run filled are gone.
+
+        Args:
+            in_place: whether a gradient that is zero counts as gone too.
+        """
         left = self.leaves.known - self.gone
         gone = [
             id(leaf)
@@ -162,14 +167,14 @@ class GraphRun:
         self.gone |= frozenset(gone)
 
     def set_apart(self) -> GraphRun:
-        """What it has found so far; itself it begins anew, for another backward."""
+        """A copy with the flags so far; the run itself begins anew, for a backward."""
         past = copy.copy(self)
         past.found_inf = [flag.clone() for flag in self.found_inf]
         self.begin()
         return past
 
     def begin(self) -> None:
-        """Makes it a run that has found nothing."""
+        """Clears the flags: the run has found nothing."""
         for flag in self.found_inf:
             with compat.version_kept(flag):
                 flag.zero_()
@@ -178,7 +183,7 @@ class GraphRun:
 def largest_of(
     backwards: set[Backward], runs: Sequence[GraphRun]
 ) -> torch.Tensor | None:
-    """The largest fp16 gradient in `backwards`; None where it is not all seen."""
+    """The largest fp16 gradient in `backwards`; None where some were not seen (yet)."""
     found = [run.largest for run in runs if run.backward in backwards]
     seen = [each for each in found if each is not None]
     if compat.inside_backward() or not seen or len(seen) < len(found):

@@ -1,7 +1,8 @@
-"""Which leaves the gradients of a run go to: weights, and inputs somebody optimizes.
+"""The leaves that the gradients of a run go to: weights, and optimized inputs.
 
-Dynamo captures once what is a leaf of autograd's graph in one call (an input somebody
-optimizes) and what others computed in the next (a generator's output).
+The same input of one captured graph may be a leaf of autograd's graph in one call (an
+image that is optimized) and a computed tensor in the next (a generator's output):
+Dynamo does not capture anew for that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from autoamp import compat
 
 
 class RunsGraph(Protocol):
-    """The owner of a graph: runs of the graph outlive the owner."""
+    """The owner of a graph: runs of the graph may outlive the owner."""
 
     @property
     def gm(self) -> fx.GraphModule:
@@ -27,13 +28,13 @@ class RunsGraph(Protocol):
 class Leaves:
     """The leaf inputs that runs of a graph share, by their `id`.
 
-    Not the tensors, which a run outlives, nor references to them: torch refuses to
-    swap a tensor that is weakly referred to.
+    The tensors themselves are not kept, because a run outlives them, and weak
+    references are not kept, because torch refuses to swap a tensor that has one.
 
     Attributes:
-        ids: the `id` of each, in order.
-        known: the same, as a set.
-        memories: of each, by its `id`.
+        ids: the `id` of each leaf, in order.
+        known: the same ids, as a set.
+        memories: the memory of each leaf, by the leaf's `id`.
     """
 
     __slots__ = ("ids", "known", "memories")
@@ -45,16 +46,17 @@ class Leaves:
 
     @property
     def stale(self) -> bool:
-        """Whether their memory is gone: other tensors may have their ids by now.
+        """Whether the leaves' memory is gone: other tensors may have their ids by now.
 
-        Or the same tensors, where they were given other memory meanwhile.
+        Leaves that were given other memory meanwhile are stale as well.
         """
         return bool(self.ids) and self.memories[self.ids[0]]() is None
 
     def are_among(self, held: Mapping[int, torch.Tensor]) -> bool:
-        """Whether some of `held`, by their `id`, are leaves, not others with such ids.
+        """Whether some of `held`, tensors by their `id`, are among the leaves.
 
-        A leaf is where it was; one that was given other memory is not told from others.
+        A tensor with a leaf's id must also lie in the leaf's memory: a leaf that was
+        given other memory cannot be told from another tensor.
         """
         known = self.memories.items()
         return any(i in held and compat.lies_in(held[i], where) for i, where in known)
@@ -64,9 +66,9 @@ class Origin:
     """A graph, and where its gradients go while the same inputs are leaves.
 
     Attributes:
-        graph: the graph as its model runs it, while that lives.
-        places: where among its inputs the leaves are.
-        passes_on: gradients leave it through inputs that others computed.
+        graph: a weak reference to the owner of the graph.
+        places: the positions of the leaves among the graph's inputs.
+        passes_on: whether gradients leave the graph through inputs that were computed.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Origin:
         self._leaves: Leaves | None = None
 
     def leaves(self, args: Sequence[Any]) -> tuple[list[torch.Tensor], Leaves]:
-        """The leaves among the inputs `args`; the same object while they are."""
+        """The leaves among `args`; the `Leaves` stay one object while the ids do."""
         tensors = [args[i] for i in self.places]
         ids = list(map(id, tensors))
         known = self._leaves
@@ -93,13 +95,13 @@ class Origins:
     def __init__(
         self, graph: RunsGraph, inputs: Sequence[Any], exits: Sequence[int]
     ) -> None:
-        """Args: `inputs` of a run of it; gradients leave at positions `exits`."""
+        """Args: `inputs` of one run; gradients leave at the inputs `exits`."""
         self._graph = weakref.ref(graph)
         self._exits = exits
         self._known: dict[tuple[bool, ...], Origin] = {}
         needing = [i for i, v in enumerate(inputs) if _needs_grad(v)]
         # Dynamo captures anew where a parameter becomes an ordinary tensor, and where
-        # `requires_grad` changes: nothing else is asked about at each call.
+        # `requires_grad` changes: so a call only asks whether other inputs are leaves.
         self._asked = [i for i in needing if not _is_weight(inputs[i])]
         self._always = [i for i in needing if _is_weight(inputs[i])]
 
@@ -111,7 +113,7 @@ class Origins:
             given = set(self._asked).difference(more)
             passes_on = not given.isdisjoint(self._exits)
             # Weights come first: runs are known by the memory of their first leaf, and
-            # an input of the caller's lives for one run, or longer than the model.
+            # a caller's input may live for one run, or longer than the model.
             places = [*self._always, *more]
             self._known[pattern] = Origin(self._graph, places, passes_on)
         return self._known[pattern]

@@ -1,9 +1,10 @@
-"""Which tensors keep the caller's gradient, unscaled: results, and what those view.
+"""Finds the tensors outside a graph's edge: results, and the tensors they are views of.
 
-A result may be a view.  The caller may write to it, and through it to the tensor that
-the result is a view of; autograd then makes the view's history anew, out of that
-tensor's.  So gradients enter at the tensor that is nobody's view, and from there to the
-result all is outside.
+Outside tensors have the caller's gradient, unscaled.  A result may be a view.  The
+caller may write to the view, and through it to the tensor that the result is a view of;
+autograd then makes the view's history anew, out of that tensor's history.  So gradients
+enter at the tensor that is no view, and all tensors from there to the result are
+outside.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Outside = dict[fx.Node, list[fx.Node]]
 
 
 def find_outside(flow: GraphFlow, written: Sequence[fx.Node]) -> Outside:
-    """What lies beyond the edge of a graph; gradients enter at what is no view.
+    """The tensors beyond the edge of a graph; gradients enter at each that is no view.
 
     Args:
         written: the inputs that the graph writes results to.
@@ -41,7 +42,7 @@ def check_memory(flow: GraphFlow, written: Sequence[fx.Node]) -> None:
     """Checks that no input that is written to shares memory with another one.
 
     Raises:
-        CaptureError: one does, and gradients flow into both.
+        CaptureError: two such inputs share memory, and gradients flow into both.
     """
     storages = {flow.storage(node) for node in written}
     flowing = [node for node in flow.given if flow.differentiable(node, node)]
@@ -57,7 +58,7 @@ def check_memory(flow: GraphFlow, written: Sequence[fx.Node]) -> None:
 def _older_views(flow: GraphFlow, outside: Outside) -> list[fx.Node]:
     """Views made before the last write to their tensor and read after it.
 
-    The write makes their history anew as well.
+    The write makes the history of such views anew as well.
     """
     written = {flow.storage(node) for node in outside if is_written(flow, node)}
     return [
@@ -74,10 +75,10 @@ def _older_views(flow: GraphFlow, outside: Outside) -> list[fx.Node]:
 
 
 def _reach(flow: GraphFlow, outside: Outside, pending: list[fx.Node]) -> None:
-    """Puts tensors outside, and all that they are views of."""
+    """Adds the `pending` tensors to `outside`, and all tensors they are views of."""
     while pending:
         node = flow.tensor(pending.pop())
-        # What flows into an input handed back is nothing of ours.
+        # The gradient of an input that is handed back does not enter the graph.
         if node in outside or node in flow.given:
             continue
         maker = node
@@ -85,7 +86,7 @@ def _reach(flow: GraphFlow, outside: Outside, pending: list[fx.Node]) -> None:
             (maker,) = node.all_input_nodes
         sources = flow.viewed(maker, node)
         outside[node] = sources
-        if sources and maker is not node:  # its other views are outside as well
+        if sources and maker is not node:  # the maker's other views are outside too
             outside[node] = [maker]
             outside[maker] = [*outside.get(maker, []), *sources]
             pending += maker.users

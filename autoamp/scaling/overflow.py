@@ -1,4 +1,4 @@
-"""Whether a step is to be skipped: what the backwards since the last one have found."""
+"""Decides whether a step is skipped, by the flags of the backwards since the last."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from autoamp.scaling.graph_run import GraphRun
 
 @dataclass(frozen=True)
 class Evidence:
-    """What concerns one optimizer since its last step.
+    """The runs that concern one optimizer since its last step.
 
     Attributes:
-        live: runs whose gradients are in what the optimizer is about to read.
-        doubtful: runs that may have found something in gradients that have since been
-            thrown away, or passed it on to weights that no graph of ours knows.
-        elsewhere: runs for other optimizers, which may have passed something on.
-        last: the number to look after next time.
+        live: runs whose gradients the optimizer is about to read.
+        doubtful: runs that may have found an overflow in gradients that have since been
+            thrown away, or have passed it on to weights that no graph of ours knows.
+        elsewhere: runs for other optimizers that may have passed an overflow on.
+        last: the number of the last run; the next step looks at the runs after it.
         shards: the process groups over which FSDP has sharded the weights.
     """
 
@@ -48,15 +48,17 @@ def gather(
 ) -> Evidence:
     """The runs after number `since` whose backward filled gradients of `params`.
 
-    A run in the same backward that fills no gradients itself, of a piece of a model
-    between two graph breaks, counts with the others.  In a backward that fills none at
-    all (through a frozen critic) whoever steps next is the one it was for.  One whose
-    weights are gone, or moved, may have filled them: the gradients have to tell.  Only
-    if it is of a model that the optimizer has `met`, which keeps its weights alive: by
-    now, those of another may be tensors of somebody else's that have the same ids.
+    A run that fills no gradients itself (a piece of a model between two graph breaks)
+    counts with the other runs of its backward.  A backward that fills no gradients at
+    all (through a frozen critic) is taken to be for the optimizer that steps next.
 
-    What FSDP gathers for a graph belongs to no optimizer: there every run may be for
-    whoever steps, and the gradients have to tell.
+    A run whose weights are gone, or moved, may have filled gradients of `params`, so
+    that the gradients themselves have to tell.  Such a run counts only if it is of a
+    model that the optimizer has `met`, because the optimizer keeps that model's weights
+    alive: the ids of another model's weights may by now be ids of foreign tensors.
+
+    The tensors that FSDP gathers for a graph belong to no optimizer: there every run
+    may be for the optimizer that steps, and the gradients themselves have to tell.
     """
     held = {id(p): p for p in params}
     runs = BACKWARDS.since(since)
@@ -92,7 +94,7 @@ def _concerns(
 
 
 def _may_concern(run: GraphRun, met: Collection[ModelScaling]) -> bool:
-    """Whether what a run passed on may be in the gradients of any tensor now."""
+    """Whether an overflow that a run passed on may be in some tensor's gradient now."""
     return run.scaling in met or run.origin.graph() is not None
 
 
@@ -101,10 +103,11 @@ def found_inf(
 ) -> torch.Tensor:
     """One fp32 element, 1 where the gradients of `params` hold an overflow.
 
-    The flags of the live runs tell, whatever has been done to the gradients since:
+    The flags of the live runs tell, because the gradients may have changed since:
     clipping by value turns infinities into ones.  The gradients themselves are only
-    looked at where they may hold those of a step in `doubt`, of a run that is voided or
-    passed them on, or of other ranks, reduced by the script itself.
+    looked at where they may still hold an overflow of a skipped step (`doubt`), of a
+    run that is voided or passed gradients on, or of other ranks, whose gradients the
+    script reduced by itself.
     """
     flags = [flag for run in evidence.live for flag in run.found_inf]
     unclear = [*evidence.doubtful, *evidence.elsewhere]
@@ -121,14 +124,14 @@ def found_inf(
     groups = {id(group): group for group in (*ddp, *evidence.shards)}
     result = _any(flags)
     for group in groups.values():
-        # Ranks step together or not at all: a rank's own part of the gradients may be
-        # finite where another's was not, and clipped before anyone could see it.
+        # Ranks step together or not at all: one rank's part of the gradients may be
+        # finite where another rank's was not, and clipped before any rank could see it.
         torch.distributed.all_reduce(result, torch.distributed.ReduceOp.MAX, group)
     return result
 
 
 def _may_be_reduced_by_hand(evidence: Evidence) -> bool:
-    """Whether gradients may hold what other ranks found, and no flag tells."""
+    """Whether gradients may hold other ranks' overflows, of which no flag tells."""
     distributed = torch.distributed
     return (
         distributed.is_available()

@@ -1,9 +1,9 @@
-"""Which values inside a graph carry unscaled gradients as well.
+"""Finds the values inside a graph that carry true gradients.
 
 Gradients are scaled for the sake of low-precision ops.  An fp32 op between such an op
-and the edge of the graph needs no scale, and where to take it off is a choice: an
-embedding's table is far larger than the rows looked up, and a loss far smaller than the
-logits that are returned beside it.
+and the edge of the graph needs no loss scale, so that the tensor at which the scale is
+put on or taken off is a choice: an embedding's table is far larger than the rows looked
+up, and a loss far smaller than the logits that are returned beside it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ def true_values(
     flows: Callable[[fx.Node], bool],
     plain: Callable[[fx.Node], bool],
 ) -> set[fx.Node]:
-    """The nodes of `graph` that need no scaling to have gradients at their true value.
+    """The nodes of `graph` whose gradients are left true, without scaling.
 
-    An fp32 op is one where each operand is one, or an fp32 edge, and where all of them
-    together are at least as large as its result: the scale comes off no larger tensor.
-    (Or where its backward gives a sparse gradient, which only a leaf can take.)
+    An fp32 op is such a node where each operand is such a node, or an fp32 edge, and
+    where all operands together are at least as large as the op's result: the scale
+    comes off no larger tensor.  (The sizes do not count where the op's backward gives a
+    sparse gradient, which only a leaf can take.)
 
     Args:
-        edges: inputs, whose gradients leave the graph, and results, where they enter.
+        edges: inputs, where gradients leave the graph, and results, where they enter.
         flows: whether a gradient flows through a node.
         plain: whether a node is a torch op on memory that nothing writes to.
     """

@@ -1,6 +1,7 @@
-"""How large the fp16 gradients in a graph are: what a loss scale must leave room for.
+"""Watches how large the fp16 gradients inside a graph are, for the loss scale to fit.
 
-Those that leave a graph do not tell: a gradient inside may overflow long before.
+The gradients that leave a graph do not tell: a gradient inside may overflow long before
+they do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Watched(fx.Interpreter):
 
     Attributes:
         seen: one 0-dim fp32 tensor for each gradient, in the order of the backward, at
-            the scale the graph ran with; infinite where it cannot be told.
+            the scale the graph ran with; infinite where the size cannot be told.
     """
 
     def __init__(self, gm: fx.GraphModule, seen: list[torch.Tensor]) -> None:
@@ -27,7 +28,7 @@ class Watched(fx.Interpreter):
         self.seen = seen
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs one node and looks for the gradient of what it gives."""
+        """Runs one node and hooks the gradient of its result, if that is fp16."""
         value = super().run_node(n)
         if (
             n.op == "call_function"
@@ -39,7 +40,7 @@ class Watched(fx.Interpreter):
         return value
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs one call, the body of a checkpointed region node by node as well."""
+        """Runs one call; a checkpointed region's body runs node by node as well."""
         if target is checkpointed:
             body, *rest = args
             args = (Watched(body, self.seen).run, *rest)
@@ -47,7 +48,7 @@ class Watched(fx.Interpreter):
 
     @compat.never_captured
     def _see(self, grad: torch.Tensor | None) -> None:
-        if grad is None:  # nothing flows back here: what comes after cuts it off
+        if grad is None:  # no gradient flows back here: a later op cuts it off
             return
         if compat.is_batch(grad):
             self.seen.append(torch.tensor(torch.inf))
@@ -56,7 +57,7 @@ class Watched(fx.Interpreter):
 
 
 def can_watch(gm: fx.GraphModule) -> bool:
-    """Whether every op of `gm` is a node: not in the bodies of branches and loops."""
+    """Whether every op of `gm` is run as a node: ops of branches and loops are not."""
     bodies = [n for n in gm.graph.nodes if n.op == "get_attr" and _body(gm, n)]
     return all(
         user.target is checkpointed and can_watch(_body(gm, node))

@@ -1,1 +1,1 @@
-"""Any FX graph becomes one ATen graph: traced, or spelled where Dynamo's results do."""
+"""Any FX graph becomes one ATen graph: traced, or spelled from Dynamo's results."""

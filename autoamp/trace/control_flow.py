@@ -1,8 +1,8 @@
-"""Branches and loops: which of their sub-graphs can be rewritten, and what those read.
+"""Branches and loops: which of their sub-graphs can be rewritten, with which inputs.
 
-A body is rewritten as a checkpointed region is, with fp32 edges: what goes round a
-loop keeps its dtype, and so do the results of both branches.  The condition of a loop
-decides how often it runs, so that it stays as the user wrote it.
+A body is rewritten as a checkpointed region is, with fp32 edges: a value that goes
+round a loop keeps its dtype, and so do the results of both branches.  The condition of
+a loop decides how often the loop runs, so the condition stays as the user wrote it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from autoamp.ops import HIDDEN_WRITES, mutated_arguments
 
 LOWERED_BODY = "autoamp_lowered_body"
 """Set in the `meta` of a sub-graph that is an ATen graph, to be rewritten as well: the
-name of what calls it."""
+name of the op that calls the sub-graph."""
 
 BODY_RECORDS = "autoamp_body_records"
-"""Beside it: whether grad mode is on where the body is called."""
+"""Set beside `LOWERED_BODY`: whether grad mode is on where the body is called."""
 
 BODY_LEFT = "autoamp_body_left"
-"""Set in the `meta` of a body that stays as it is: the reason."""
+"""Set in the `meta` of a body that stays as the user wrote it: the reason."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Places:
 
     Attributes:
         bodies: the sub-graphs to rewrite.
-        others: those that are called with the same values and are not rewritten.
-        shared: the values that every run of a body reads as they are, the last of its
-            inputs.  What comes before them is the op's own: what goes round a loop,
-            a slice.
+        others: the sub-graphs that are called with the same values, not rewritten.
+        shared: the values that every run of a body reads unchanged, as the last inputs
+            of the body.  The op itself makes the inputs before these values: a value
+            that goes round a loop, a slice.
     """
 
     bodies: tuple[int, ...]
@@ -61,11 +61,11 @@ def body_inputs(
     mode: compat.FakeTensorMode,
     needs_grad: bool,
 ) -> list[Any]:
-    """Values to trace `body` with: its own ones made anew, then `shared`.
+    """Values to trace `body` with: new ones for the op's own inputs, then `shared`.
 
     Args:
-        needs_grad: a gradient flows into the op.  Then one may flow into what goes
-            round a loop, even if the first value takes none.
+        needs_grad: whether a gradient flows into the op.  If so, a gradient may flow
+            into a value that goes round a loop, even if the first value takes none.
 
     Raises:
         CaptureError: nothing is known of an input.
@@ -90,9 +90,9 @@ def _own_input(node: fx.Node, mode: compat.FakeTensorMode, needs_grad: bool) -> 
 
 
 def written_input(lowered: fx.GraphModule) -> str | None:
-    """The name of an input that ATen graph `lowered` writes to; None where of none.
+    """The name of an input that ATen graph `lowered` writes to; None if there is none.
 
-    A cast would take the write in its place.
+    If such an input were cast, the write would reach the cast and not the input.
     """
     given: dict[int, str] = {
         compat.storage_id(n.meta["val"]): n.name
@@ -118,7 +118,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     trains = given.get("training", given.get("use_input_stats", True))
     if base_name(node.target) in HIDDEN_WRITES and trains is False:
-        return []  # it writes running statistics, where it trains
+        return []  # the op writes running statistics only in training
     found: list[fx.Node] = []
     for name in mutated_arguments(node.target):
         fx.map_arg(given.get(name), found.append)

@@ -17,7 +17,7 @@ from autoamp.trace.spelled import Place
 
 
 class Description:
-    """One tensor's description, worked out when it is first asked for."""
+    """One tensor's description, computed when it is first asked for."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value = value
@@ -46,12 +46,12 @@ class Arguments:
         described: Mapping[int, Description],
         any_shape: bool,
     ) -> None:
-        """Takes what the call's arguments are looked up in.
+        """Takes the mappings in which the call's arguments are looked up.
 
         Args:
             env: the values of nodes.
             described: descriptions of tensors, by the tensors' ids.
-            any_shape: shapes and strides make no difference to the call.
+            any_shape: whether shapes and strides make no difference to the call.
         """
         self.tensors: dict[int, torch.Tensor] = {}
         self._env = env
@@ -77,7 +77,7 @@ class Arguments:
             return slice, tuple(map(self.frozen, (value.start, value.stop, value.step)))
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise TypeError
-        # 0.0 and -0.0 are equal, and not the same.
+        # 0.0 and -0.0 compare equal, but they are different numbers.
         kept: Hashable = repr(value) if isinstance(value, float | complex) else value
         return type(value), kept
 
@@ -92,19 +92,19 @@ class Arguments:
 
 @compat.without_torch_function
 def description(value: torch.Tensor) -> Hashable:
-    """All of a tensor that the spelling of a call can depend on."""
+    """Every property of a tensor that the spelling of a call can depend on."""
     return kind(value), laid_out(value)
 
 
 @compat.without_torch_function
 def laid_out(value: torch.Tensor) -> Hashable:
-    """How a tensor's elements lie, and of which dtype the elements are."""
+    """How a tensor's elements lie in memory, and their dtype."""
     return value.shape, value.stride(), value.storage_offset(), value.dtype
 
 
 @compat.without_torch_function
 def kind(value: torch.Tensor) -> Hashable:
-    """All that the spelling of a call depends on besides shapes and strides."""
+    """All that the spelling of a call can depend on, without shape and strides."""
     return (
         isinstance(value, torch.nn.Parameter),
         value.dim(),

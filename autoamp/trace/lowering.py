@@ -1,4 +1,4 @@
-"""A graph run for the tracer: what is spelled, what is traced, what stays whole."""
+"""Runs a graph for the tracer: each call is spelled, traced, or kept whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autoamp.trace.spelling import Spellings
 
 
 class Lowering(fx.Interpreter):
-    """Runs a graph for the tracer; keeps what must not be traced through whole."""
+    """Runs a graph for the tracer; keeps calls whole that must not be traced into."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Lowering(fx.Interpreter):
         lower: Callable[[fx.GraphModule, Sequence[Any], Regions], fx.GraphModule],
         regions: Regions,
     ) -> None:
-        """Nothing is run yet.
+        """Takes the graph and runs none of it yet.
 
         Args:
             gm: the graph.
-            mode: of the fake tensors it is going to be run with.
-            spellings: what is known of its calls; None where all is to be traced.
-            lower: gives the ATen graph of a sub-graph, run with such inputs in such
-                autocast regions.
+            mode: the mode of the fake tensors that the graph will be run with.
+            spellings: the spellings of the graph's calls; None to trace every call.
+            lower: gives the ATen graph of a sub-graph, from the sub-graph, its inputs
+                and the autocast regions it is called in.
             regions: the autocast regions that `gm` begins in.
         """
         super().__init__(gm, garbage_collect_values=False)
@@ -63,7 +63,7 @@ class Lowering(fx.Interpreter):
         if n.op == "placeholder":
             return self.placeholder(n.target, n.args, n.kwargs)
         self._regions.follow(n)
-        # In an autocast region Dynamo's result of a call is not its op's alone.
+        # In an autocast region the op alone does not determine Dynamo's result.
         known = self.spellings if self._regions.is_on is None else None
         call = known.call(n, self.env) if known is not None else None
         if known is not None and call is not None:
@@ -90,14 +90,14 @@ class Lowering(fx.Interpreter):
             return result
 
     def _called(self, n: fx.Node) -> Any:
-        """The call of a node, of torch's functions and methods alone."""
+        """Makes the call of a node that calls one of torch's functions or methods."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if isinstance(n.target, str):
             return super().call_method(n.target, args, kwargs)
         return super().call_function(n.target, args, kwargs)
 
     def _untraced(self, n: fx.Node, args: Any, kwargs: Any, error: Exception) -> Any:
-        """A call that cannot be traced to ATen: one node, run as the user wrote it."""
+        """Records an untraceable call as one node that runs it as the user wrote it."""
         target: Any = n.target
         if n.op == "call_method":
             target = getattr(torch.Tensor, str(n.target))
@@ -121,14 +121,14 @@ class Lowering(fx.Interpreter):
             return self._packed(target, args)
         if target is getattr and args[1] == "data" and torch.is_tensor(args[0]):
             target, args = compat.GET_DATA, args[:1]
-        # The tracer does not see `.data`: it would become a constant of the graph, and
-        # what is written to it would be lost.
+        # The tracer does not see `.data`: the result of `.data` would become a constant
+        # of the graph, and writes to that result would be lost.
         if target in LEAF_FUNCTIONS or target is compat.GET_DATA:
             return self._opaque(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
     def _checkpoint(self, args: Any, kwargs: Any) -> Any:
-        """A checkpointed region: its body becomes an ATen graph of its own."""
+        """Records a checkpointed region; its body becomes an ATen graph of its own."""
         body, *operands = args
         with compat.outside_trace():
             result = _InPlace(body).run(*operands)
@@ -140,16 +140,16 @@ class Lowering(fx.Interpreter):
         )
 
     def _packed(self, target: Any, args: Any) -> Any:
-        """A recurrent layer on a packed sequence, whose lengths are in a tensor."""
+        """Records a recurrent layer on a packed sequence, with lengths in a tensor."""
         with compat.outside_trace():
             result = compat.packed_result(*args)
         op = compat.PACKED[target]
         return compat.record_call(op, args, {}, result, target.__name__)
 
     def _opaque(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One untraced node: custom autograd Functions, control flow, our own calls.
+        """Records one untraced node: a custom Function, control flow, our own calls.
 
-        Traced through, a custom Function silently loses its backward.
+        A custom autograd Function that is traced through silently loses its backward.
         """
         name = getattr(target, "__name__", str(target))
         lowered = args
@@ -165,9 +165,9 @@ class Lowering(fx.Interpreter):
     def _lower_bodies(
         self, places: Places, args: Sequence[Any], name: str
     ) -> tuple[Any, ...]:
-        """`args` of a branch or loop, with bodies that are ATen graphs if they can be.
+        """`args` of a branch or loop, with each body lowered to an ATen graph.
 
-        One that cannot be, or that writes to what it is handed, stays as it is.
+        A body that cannot be lowered, or that writes to its inputs, stays as it is.
         """
         flows = torch.is_grad_enabled() and any(
             isinstance(value, torch.Tensor) and value.requires_grad
@@ -206,7 +206,7 @@ class Lowering(fx.Interpreter):
             return target(*args, **kwargs)
         except Exception:
             # Some higher-order ops cannot run outside their own tracing; Dynamo left
-            # what it saw on the node.
+            # its result on the node.
             node = self.current_node
             if node is not None and "example_value" in node.meta:
                 return node.meta["example_value"]
@@ -215,17 +215,17 @@ class Lowering(fx.Interpreter):
     def _register(self, body: fx.GraphModule) -> Any:
         name = f"body_{len(self.bodies)}"
         self.bodies[name] = body
-        # The tracer drops what looks dead in sub-graphs too, and takes `x.mul_(2)` for
-        # dead: it gets another copy to do that to.
+        # The tracer also drops dead nodes of sub-graphs, and takes `x.mul_(2)` for
+        # dead: the tracer gets a copy of `body` to drop them from.
         graph = fx.Graph()
         graph.output(graph.graph_copy(body.graph, {}))
         return compat.module_proxy(name, fx.GraphModule(body, graph))
 
 
 def _may_stay_whole(node: fx.Node) -> bool:
-    """Whether a call's result is known without tracing it, and it writes to nothing.
+    """Whether a call writes to nothing and its result is known without tracing it.
 
-    A view of an operand may be among them: `verify` sees what is written through it.
+    The result may be a view of an operand: `verify` sees writes through such a view.
     """
     calls = node.op in ("call_function", "call_method")
     if not calls or isinstance(node.target, compat.HigherOrderOperator):
@@ -234,10 +234,10 @@ def _may_stay_whole(node: fx.Node) -> bool:
 
 
 class _InPlace(fx.Interpreter):
-    """Runs checkpointed regions as if they were not.
+    """Runs checkpointed regions as if they were not checkpointed.
 
-    Torch's own op runs them under a mode that knows no other higher-order op, such as
-    the branches of `torch.cond`.
+    Torch's own op runs checkpointed regions under a mode that knows no other
+    higher-order op, such as the branches of `torch.cond`.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -246,7 +246,7 @@ class _InPlace(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target in (compat.ENTER_AUTOCAST, compat.EXIT_AUTOCAST):
-            return self._regions.follow(n)  # the tracer would record it
+            return self._regions.follow(n)  # the tracer would record the call
         with self._regions.entered():
             return super().run_node(n)
 

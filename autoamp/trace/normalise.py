@@ -1,8 +1,9 @@
-"""Any FX graph to one spelling per op: the pre-dispatch ATen graph.
+"""Turns any FX graph into a pre-dispatch ATen graph, with one spelling per op.
 
 Dynamo's graphs spell one op three ways (`F.linear`, `nn.Linear`, a method).  ATen above
-autograd has one, its names are those autocast's lists use, composite ops stay whole,
-and autograd still runs below it, so attention kernels are chosen by dtype.
+autograd has one spelling, with the names in autocast's lists.  Composite ops stay
+whole, and autograd still runs below the graph, so attention kernels are chosen by
+dtype.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _PACKAGE = str(Path(__file__).parent.parent)
 
 
 UNTRACED = "autoamp_untraced"
-"""In the `meta` of an ATen graph: calls that stayed whole, and why, by their names."""
+"""In the `meta` of an ATen graph: the names of calls that stayed whole, to reasons."""
 
 
 NUMBER = "autoamp_number"
-"""In the `meta` of a placeholder: the number in the model's own tensor given for it."""
+"""In the `meta` of a placeholder for the model's own tensor: the tensor's number."""
 
 _OWN = re.compile(r"L\['(mod|self)'\]|G\[")
-"""Where a Dynamo source begins that is not an argument of the call."""
+"""The start of a Dynamo source that is not an argument of the call."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
     spellings = spellings_of(gm, example_inputs)
     if spellings is not None:
         mode, fakes = spellings.mode, spellings.inputs
-        with contextlib.suppress(CaptureError):  # the long way says what is wrong
+        with contextlib.suppress(CaptureError):  # the trace below reports the error
             lowered = _trace(gm, fakes, mode, spellings)
             _restore_placeholders(lowered, gm, fakes, example_inputs)
             return Normalised(lowered, fakes, mode)
@@ -152,7 +153,7 @@ def _drop_our_frames(node: fx.Node) -> None:
         node.meta.pop("stack_trace", None)
 
 
-@functools.lru_cache(maxsize=1024)  # the nodes of one line share it
+@functools.lru_cache(maxsize=1024)  # the nodes of one line share a trace
 def _without_our_frames(trace: str) -> str:
     if _PACKAGE not in trace:
         return trace
@@ -161,11 +162,11 @@ def _without_our_frames(trace: str) -> str:
 
 
 def _refuses_backward(node: fx.Node, mode: compat.FakeTensorMode) -> bool:
-    """Whether it is a factory whose result would be of a derivative torch lacks.
+    """Whether a node is a factory whose backward would raise, because torch lacks it.
 
     Torch's functions that take tensor options call their op below autograd
-    (`torch.randint_like`, `linspace` of tensors); the op itself, which is what a trace
-    records, would take part in the backward, only to raise there.
+    (`torch.randint_like`, `linspace` of tensors).  A trace records the op itself, which
+    would take part in the backward and raise there.
     """
     target = node.target
     if not isinstance(target, compat.OpOverload) or not node.all_input_nodes:
@@ -232,7 +233,7 @@ def _restore_placeholders(
 ) -> None:
     """Gives placeholders their readable names, sources and gradient flags back.
 
-    And the numbers in 0-dim buffers and the like, which are the model's own.
+    Placeholders for the model's own one-element tensors get the numbers as well.
     """
     sources = compat.placeholder_sources(original)
     before = [n for n in original.graph.nodes if n.op == "placeholder"]
@@ -243,7 +244,7 @@ def _restore_placeholders(
             new.meta[NUMBER] = compat.held_number(real)
         path = module_path(source) or old.meta.get("autoamp_path", "")
         name = re.sub(r"\W+", "_", path).strip("_") if path else old.name
-        name = "self_" if name == "self" else name  # the generated code has that one
+        name = "self_" if name == "self" else name  # the generated code uses `self`
         new.name = compat.free_name(lowered.graph, name or old.name)
         new.target = new.name
         new.meta["autoamp_path"] = path
@@ -254,12 +255,12 @@ def _restore_placeholders(
     lowered.recompile()
 
 
-@functools.lru_cache(maxsize=4096)  # asked for every node, of few modules
+@functools.lru_cache(maxsize=4096)  # every node asks, modules are few
 def module_path(source: str) -> str:
     """A Dynamo source as a user would write it: `L['mod'].fc.weight` is `fc.weight`.
 
-    `_modules['0']`, `_parameters['w']`, `[0]` and `['a']` all become dotted names;
-    arguments the entry takes as `*args` and `**kwargs` lose that.
+    `_modules['0']`, `_parameters['w']`, `[0]` and `['a']` all become dotted names; an
+    argument taken by `*args` is called `input.0`, one taken by `**kwargs` its own name.
     """
     path = re.sub(r"\._(modules|parameters|buffers)\b", "", source)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)

@@ -1,7 +1,7 @@
 """The autocast regions of a model's own, followed node by node through its graph.
 
-A model may hold `with torch.autocast(...)` itself.  Its graph then has nodes that enter
-and leave the region; what stands between is the model's own, and runs as it would.
+A model may hold `with torch.autocast(...)` itself.  The model's graph then has nodes
+that enter and leave the region; the nodes between run as in the model.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import fx
 from autoamp import compat
 
 CALLED_IN = "autoamp_called_in"
-"""In the `meta` of a sub-graph: the regions it is called in, outermost first."""
+"""Set in the `meta` of a sub-graph: the regions it is called in, outermost first."""
 
 Region = tuple[Any, ...]
-"""The arguments of `torch.autocast`: device type, dtype, whether it is on, cache."""
+"""The arguments of `torch.autocast`: device type, dtype, enabled, cache."""
 
 
 class Regions:
-    """The regions that a walk through a graph, in order, is in.
+    """The regions round the current node of a walk through a graph, in order.
 
     Example:
         >>> regions = Regions(graph_module)
@@ -37,7 +37,7 @@ class Regions:
         self._inside: list[tuple[fx.Node | None, Region]] = [(None, r) for r in begun]
 
     def follow(self, node: fx.Node) -> None:
-        """Goes on to `node`."""
+        """Moves the walk on to `node`."""
         if node.target is compat.ENTER_AUTOCAST:
             self._inside.append((node, tuple(node.args)))
         elif node.target is compat.EXIT_AUTOCAST:
@@ -45,19 +45,19 @@ class Regions:
 
     @property
     def inside(self) -> tuple[Region, ...]:
-        """The regions, outermost first."""
+        """The regions round the current node, outermost first."""
         return tuple([region for _, region in self._inside])
 
     @property
     def is_on(self) -> bool | None:
-        """Whether autocast is on in the innermost region; None outside of all."""
+        """Whether autocast is on in the innermost region; None outside all regions."""
         if not self._inside:
             return None
         region = self._inside[-1][1]
         return bool(region[2]) if len(region) > 2 else True
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
-        """The regions themselves, for ops that are called to see what they give."""
+        """Enters the same regions, for ops that are called to see their results."""
         if not self._inside:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()

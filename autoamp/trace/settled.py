@@ -19,10 +19,11 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def spellings_of(gm: fx.GraphModule, given: Sequence[Any]) -> Spellings | None:
-    """For a graph that Dynamo captured with inputs such as `given`; None for another.
+    """The spellings of a graph that Dynamo captured with inputs like `given`, or None.
 
-    Nor for one with symbolic sizes or loops, or one that gives a tensor another shape
-    or other memory: Dynamo's tensors are as they are at the end of the graph.
+    The result is None for a graph with symbolic sizes, branches or loops.  The same
+    holds for a graph that gives a tensor another shape or other memory, because
+    Dynamo's tensors are as they are at the end of the graph.
     """
     nodes = gm.graph.nodes
     inputs = [n.meta.get("example_value") for n in nodes if n.op == "placeholder"]
@@ -45,7 +46,7 @@ def _is_beyond_us(node: fx.Node) -> bool:
 
 
 def _is_like(value: torch.Tensor, given: Any) -> bool:
-    """Whether Dynamo's tensor for an input is like what is given for it."""
+    """Whether Dynamo's tensor for an input is like the value given for the input."""
     if not isinstance(given, torch.Tensor) or given.layout != torch.strided:
         return False
     return description(given) == description(value)

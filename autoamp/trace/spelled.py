@@ -29,7 +29,7 @@ _ONE_OP = frozenset(
         functional.softmax,
     }
 )
-"""Functions written in Python that call one op, chosen by no shape."""
+"""Functions written in Python that call one op, the same for every shape."""
 
 
 @functools.cache
@@ -37,8 +37,8 @@ def comes_to_one_op(target: Any) -> bool:
     """Whether each call of `target` comes to one op at most.
 
     For functions and methods that torch implements in C the argument parser chooses the
-    op, by the types of the arguments alone.  Indexing is an exception, which comes to
-    an op for each index that does anything.
+    op, by the types of the arguments alone.  Indexing is an exception: each index that
+    does anything adds an op.
     """
     return target in _ONE_OP or bool(_ops_of(target))
 
@@ -47,15 +47,15 @@ def comes_to_one_op(target: Any) -> bool:
 def spelled_whatever_the_shapes(target: Any) -> bool:
     """Whether calls of `target` come to the same op for operands of any shape.
 
-    Views are left out, whose result may be the operand as it is, a view of it or a
-    copy.
+    Views are left out, because the result of a view op may be the operand itself, a
+    view of the operand or a copy.
     """
     found = _ops_of(target)
     return target in _ONE_OP or (bool(found) and not any(map(is_view, found)))
 
 
 def _ops_of(target: Any) -> list[compat.OpOverload]:
-    """The ops that a function or method of C may come to; empty for another."""
+    """The ops that a function or method of C may come to; empty for others."""
     if isinstance(target, compat.OpOverload):
         return [target]
     if isinstance(target, str):
@@ -81,11 +81,11 @@ _OPERATORS = {
     "truediv": "div",
     "xor": "__xor__",
 }
-"""The ATen names of Python's operators where they are others."""
+"""The ATen names of Python's operators where the two names differ."""
 
 
 class Place(NamedTuple):
-    """In the arguments of a spelling: the operand of that number."""
+    """Stands for the operand of that number in the arguments of a spelling."""
 
     number: int
 
@@ -94,10 +94,12 @@ class Spelling(NamedTuple):
     """One ATen op, and its arguments, in which operands are numbered.
 
     Attributes:
-        target: None where the call does nothing (`x.contiguous()` of what is).
-        returned: the operand that Dynamo has for the result, or None: the one written
-            to, or left as it is (`x.float()` of an fp32 tensor).
-        parts: how the results lie in the value of an op that has several; else None.
+        target: None where the call does nothing (`x.contiguous()` of an `x` that is
+            contiguous already).
+        returned: the number of the operand that is also the result, because the op
+            writes to the operand or the call returns the operand unchanged
+            (`x.float()` of an fp32 tensor); else None.
+        parts: the structure of the results of an op with several; else None.
     """
 
     target: compat.OpOverload | None
@@ -112,8 +114,8 @@ class Call(NamedTuple):
 
     Attributes:
         key: equal for calls that are spelled alike.
-        operands: the tensors it reads, each once, in order.
-        nodes: what they are in the trace before it.
+        operands: the tensors that the call reads, each once, in order.
+        nodes: the nodes of the operands in the trace, before the call is made.
     """
 
     key: Hashable
@@ -122,7 +124,7 @@ class Call(NamedTuple):
 
 
 def recorded(spelling: Spelling, call: Call, like: fx.Node) -> fx.Node:
-    """The node of a call that is spelled so, in the trace that is running."""
+    """Records a call as its spelling in the trace that is running; gives its node."""
     args, kwargs = _mapped(
         (spelling.args, spelling.kwargs),
         lambda v: call.nodes[v.number] if isinstance(v, Place) else v,
@@ -131,13 +133,13 @@ def recorded(spelling: Spelling, call: Call, like: fx.Node) -> fx.Node:
 
 
 def spelling_of(call: Call, heard: compat.Heard, result: Any) -> Spelling | None:
-    """How a call is spelled that comes to the op `heard`; None if not simply.
+    """How a call that comes to the op `heard` is spelled; None if it is not simple.
 
-    Simply: the op reads operands of the call and nothing else, and writes to one at
-    most, which is its result.
+    In a simple call the op reads operands of the call and nothing else, and writes to
+    one of them at most, which is then the result.
 
     Args:
-        result: that of the call, which Dynamo has for it.
+        result: Dynamo's result of the call.
     """
     target, args, kwargs = heard
     same = [i for i, operand in enumerate(call.operands) if operand is result]
@@ -157,7 +159,7 @@ def spelling_of(call: Call, heard: compat.Heard, result: Any) -> Spelling | None
             (args, kwargs),
             lambda v: places[id(v)] if isinstance(v, torch.Tensor) else v,
         )
-    except KeyError:  # a tensor the model holds besides
+    except KeyError:  # a tensor that is no operand of the call
         return None
     return Spelling(target, args, kwargs, same[0] if same else None, parts)
 
@@ -170,7 +172,7 @@ def _may_give(target: compat.OpOverload, same: Sequence[int]) -> bool:
 def _parts(
     target: compat.OpOverload | None, results: Sequence[Any]
 ) -> pytree.TreeSpec | None:
-    """How `results` lie in the value of an op; None if they are no tensors."""
+    """The structure in which an op returns `results`; None if they are no tensors."""
     if target is None or not results:
         return None
     if not all(isinstance(result, torch.Tensor) for result in results):
@@ -186,7 +188,7 @@ def node_of(result: Any) -> fx.Node | None:
 
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with `function` of each leaf in place of it."""
+    """`value` with each leaf replaced by `function` of the leaf."""
     if isinstance(value, Place):
         return function(value)
     if isinstance(value, list | tuple):

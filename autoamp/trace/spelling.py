@@ -1,8 +1,8 @@
 """How the calls of a captured graph are spelled in ATen, without a trace of them.
 
-Dynamo has computed the result of every call already, as a fake tensor: all that is left
-to find out is which op a call comes to.  A model repeats itself, so that the first of
-its twelve layers tells it of the calls of the others.
+Dynamo has computed the result of every call already, as a fake tensor; the one thing
+left to find out is the op that a call comes to.  Models repeat themselves, so the calls
+of the first of twelve layers show the ops of the calls of the others.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from autoamp.trace.spelled import (
 class Spellings:
     """The calls of one graph, met in order while a trace is running.
 
-    The value of a node in the trace is the very tensor that Dynamo has made for it, so
-    that views share memory as they do in the model, whichever of them were traced.
+    The value of a node in the trace is the very tensor that Dynamo has made for the
+    node, so that views share memory as they do in the model, traced or not.
     """
 
     def __init__(self, mode: compat.FakeTensorMode, inputs: Sequence[Any]) -> None:
-        """Args: `inputs` of the graph, which like `mode` are Dynamo's."""
+        """Takes Dynamo's fake tensors for the graph's `inputs`, and Dynamo's `mode`."""
         self.mode = mode
         self.inputs = tuple(inputs)
         self._known: dict[Hashable, Spelling | None] = {}
@@ -46,7 +46,7 @@ class Spellings:
 
     @compat.without_torch_function
     def call(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Call | None:
-        """The call of a node; None where nobody can tell what it is like."""
+        """The call of a node; None where it cannot be compared with other calls."""
         if node.op != "call_method" and not _is_torchs(node):
             return None
         any_shape = spelled_whatever_the_shapes(node.target)
@@ -65,7 +65,7 @@ class Spellings:
 
     @compat.without_torch_function
     def repeated(self, call: Call, node: fx.Node) -> Any:
-        """The result of a call like one that was met; None where it is to be traced."""
+        """The result of a call like an earlier one; None if the call must be traced."""
         spelling = self._known.get(call.key)
         if spelling is None:
             return None
@@ -90,7 +90,7 @@ class Spellings:
     def _repeated_parts(
         self, spelling: Spelling, parts: pytree.TreeSpec, call: Call, node: fx.Node
     ) -> Any:
-        """As `repeated`, of an op that has several results."""
+        """The same as `repeated`, for an op that has several results."""
         results = node.meta.get("example_value")
         if not isinstance(results, list | tuple) or not all(
             self._is_dynamos(part) and compat.recorded_proxy(part) is None
@@ -115,7 +115,7 @@ class Spellings:
         """Finds out how a call is spelled, where no call like it was met before.
 
         Args:
-            make: makes the call.  No op is run for it, and no trace records it.
+            make: makes the call, for which no op runs and which no trace records.
         """
         if call.key in self._known:
             return
@@ -128,10 +128,10 @@ class Spellings:
         self._known[call.key] = spelling
 
     def _gives(self, node: fx.Node, heard: compat.Heard, example: Any) -> bool:
-        """Whether what an op gives is like the result of the call, as Dynamo has it.
+        """Whether the result of an op is like Dynamo's result of the call.
 
-        Given the result for that of its first op, a call that comes to several may find
-        that there is nothing left for the others to do.
+        `learn` answers the first op of a call with the result of the whole call.  A
+        call that comes to several ops may then find nothing left for the other ops.
         """
         if heard.target is None or comes_to_one_op(node.target):
             return True
@@ -148,11 +148,11 @@ class Spellings:
     def adopt(
         self, call: Call, node: fx.Node, made: Sequence[fx.Node], result: Any
     ) -> Any:
-        """Gives what Dynamo has for the result of a call that was traced, if it fits.
+        """Gives Dynamo's result of a call that was traced, if it fits, else `result`.
 
         Args:
-            made: the nodes of the trace it was traced to.
-            result: of the call.
+            made: the nodes that the call was traced to.
+            result: the result of the call in the trace.
         """
         ours, spec = pytree.tree_flatten(result)
         theirs, like = pytree.tree_flatten(node.meta.get("example_value"))
@@ -185,11 +185,11 @@ class Spellings:
     ) -> bool:
         """Has Dynamo's tensors stand for ours in the trace; false where that fails.
 
-        What else the call was traced to, and shares memory with ours, is made to share
-        it with Dynamo's.
+        Other values of `made` that share memory with our tensors are replaced by ones
+        that share memory with Dynamo's.
 
         Args:
-            memory: of the operands, which is Dynamo's already.
+            memory: the storages of the operands, which are Dynamo's already.
         """
         theirs = {compat.storage_id(own): other for own, other in pairs}
         results = {compat.proxy_node(compat.recorded_proxy(own)) for own, _ in pairs}
@@ -228,12 +228,12 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _is_torchs(node: fx.Node) -> bool:
-    """Whether it calls a function of torch or Python's own: others may keep a state."""
+    """Whether a node calls a function of torch or Python: others may keep a state."""
     target: Any = node.target
     if node.op != "call_function":
         return False
     if isinstance(target, types.FunctionType):
-        # Not by `__module__`, which `functools.wraps` copies.
+        # `__module__` would not tell, because `functools.wraps` copies it.
         home = str(target.__globals__.get("__name__"))
         return home.partition(".")[0] == "torch"
     return isinstance(target, types.BuiltinFunctionType | compat.OpOverload)

@@ -1,8 +1,8 @@
-"""What a graph runs under `vmap`, `grad` or `jvp` becomes one call of a sub-graph.
+"""Each `vmap`, `grad` or `jvp` inside a graph becomes one call of a sub-graph.
 
 Dynamo writes a transform of torch.func inside a model as calls that enter it, the ops
 on wrapped tensors, and calls that leave it.  A trace above autograd sees the wrapped
-tensors, knows none of them, and would keep what they held as constants.
+tensors, knows none of them, and would keep their contents as constants.
 
     entered = vmap_enter(5)                     out = wrap(body, x, w)
     row = add_batch_dim(x)               ->     y = out[0]
@@ -24,7 +24,7 @@ _OUTSIDE = ("placeholder", "get_attr", "output")
 
 
 def fold_transforms(gm: fx.GraphModule) -> fx.GraphModule:
-    """`gm` with each outermost transform as one call; itself where there is none."""
+    """`gm` with each outermost transform as one call; `gm` itself if it has none."""
     spans = _spans(gm.graph)
     if not spans:
         return gm
@@ -66,7 +66,7 @@ def _call(
     graph: fx.Graph,
     values: dict[fx.Node, fx.Node],
 ) -> fx.GraphModule:
-    """The sub-graph of `span`; `graph` gets the call and `values` what it gives."""
+    """The sub-graph of `span`; `graph` gets the call and `values` its results."""
     members = frozenset(span)
     operands = _ordered(i for n in span for i in n.all_input_nodes if i not in members)
     results = [n for n in span if not members.issuperset(n.users)]
@@ -86,5 +86,5 @@ def _call(
 
 
 def _ordered(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Each node once, in the order they came."""
+    """Each node once, in the order of first appearance."""
     return list(dict.fromkeys(nodes))

@@ -1,1 +1,1 @@
-"""Weights in two precisions: low copies that graphs read, fp32 masters of half ones."""
+"""Weights in two precisions: low copies for graphs, fp32 masters of half parameters."""

@@ -1,19 +1,20 @@
 """Low-precision copies of weights: made once, refreshed when the weight changed.
 
 The user's fp32 parameter stays the master.  A rewritten graph gets the copy as an extra
-argument, looked up at run time by the parameter it is called with: deep copies of a
-model share graphs, not weights.
+argument, looked up at run time by the parameter that the graph is called with, because
+deep copies of a model share graphs, not weights.
 
-Beside each copy lives a *sentinel*, a copy-on-write clone of the weight.  While it
-lives, any write to the weight, by whatever name, moves the weight's data to a new
-address: so the copy is kept exactly until then, in training over all micro-batches of a
-step.  The move costs a copy of the weight; `before_write` spares it where the write is
-announced.  Weights whose memory somebody else may hold a pointer to have no sentinel.
+Beside each copy lives a *sentinel*, a copy-on-write clone of the weight.  While the
+sentinel lives, any write to the weight, through any tensor, moves the weight's data to
+a new address: so the copy is kept exactly until the next write, in training over all
+micro-batches of a step.  The move costs a copy of the weight; `before_write` spares
+this cost where a write is announced.  Weights have no sentinel where other code may
+hold a pointer to their memory.
 
-A stale copy is refreshed where it is, unless somebody holds it yet: a graph that has
-still to run backward, a call in another thread.  Theirs stays as it was, and the copy
-gets new memory.  (Where eager's backward would raise, because the weight itself was
-written to and not its `.data`, that of such a graph does.)
+A stale copy is refreshed in place, unless a graph that has still to run backward, or a
+call in another thread, holds the copy.  Then the holder keeps the old memory as it is,
+and the copy gets new memory.  (The backward of such a graph raises where eager's would,
+because the weight itself was written to and not its `.data`.)
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from autoamp.weights.sentinels import (
     refresh,
 )
 
-# One thread at a time: a second one must see that the first has moved the version.
+# One thread refreshes at a time: a second one must see that the first one has moved the
+# version.
 _lock = threading.Lock()
 
 
@@ -48,11 +50,11 @@ class WeightCopies:
     """The copies one graph needs, fresh at every call.
 
     Attributes:
-        kept: copies are kept until their weight is written to; False: each call makes
-            its own, and no weight has a sentinel.
-        refreshed: how many copies were made equal to their weight again so far.
+        kept: whether a copy is kept until its weight is written to; if not, each call
+            refreshes all copies, and no weight has a sentinel.
+        refreshed: how often a copy was made equal to its weight so far.
         unwatched: how many weights had no sentinel after the last call that looked at
-            each: the next copies them again.
+            each weight: the next call copies these weights again.
     """
 
     def __init__(self, low: torch.dtype, *, kept: bool = True) -> None:
@@ -64,8 +66,8 @@ class WeightCopies:
     def fresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of `weights` (fp32, any shapes) in the low dtype, equal to them now.
 
-        Those that are not are refreshed by one multi-tensor copy.  What was handed out
-        before is not written to while somebody may read it.
+        Stale copies are refreshed by one multi-tensor copy.  Memory that was handed out
+        before is not written to while other code may still read it.
         """
         steady = STEADY.get(self)
         if (
@@ -75,16 +77,16 @@ class WeightCopies:
             and not any(map(_on_side_stream, steady.devices))
         ):
             return steady.lows
-        del steady  # it holds the copies, and is to be the last that does
+        del steady  # its references would make the copies look held: `Copy.is_held`
         recording = torch.is_grad_enabled()
-        # Made under inference_mode a copy could not be saved for a backward.
+        # A copy made under inference_mode could not be saved for a backward.
         with _no_inference_mode(), torch.no_grad():
             return self._checked(weights, recording)
 
     def _checked(
         self, weights: Sequence[torch.Tensor], recording: bool
     ) -> list[torch.Tensor]:
-        """As `fresh`, each weight looked at by itself."""
+        """The same as `fresh`, but looks at each weight by itself."""
         devices = {weight.device for weight in weights}
         aside = any(map(_on_side_stream, devices))
         if aside and _capturing():
@@ -112,10 +114,11 @@ class WeightCopies:
         return lows
 
     def _find(self, weight: torch.Tensor) -> Copy:
-        """The copy of a weight; a new one where it has none of its layout.
+        """The copy of a weight; a new copy where the weight has none of its layout.
 
-        It may have been that of a weight which is gone and had the same `id`: what has
-        no sentinel is refreshed, and a sentinel is of an address.
+        The copy found may have been made for another weight, which is gone and had the
+        same `id`.  This does no harm: a copy without a sentinel is refreshed, and a
+        sentinel is valid for one address only.
         """
         store = COPIES[self.low]
         copy = store.get(id(weight))
@@ -127,7 +130,8 @@ class WeightCopies:
     def _for_cuda_graph(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies in the memory of the CUDA graph that is being captured.
 
-        It writes them again at each replay, from where the weights are now.
+        Each replay of the CUDA graph writes the copies again, from the addresses that
+        the weights have now.
         """
         with _lock:
             lows = [torch.empty_like(w.detach(), dtype=self.low) for w in weights]
@@ -151,14 +155,14 @@ def _same_layout(low: torch.Tensor, weight: torch.Tensor) -> bool:
 def before_write(parameters: Iterable[torch.Tensor]) -> None:
     """Announces that a step is about to write to `parameters`, which spares a copy.
 
-    The sentinels of those that are trained go, and with them what a write would cost;
-    their copies are refreshed by the next call that needs them.  Frozen ones keep
-    theirs: a step leaves them alone, and a write is seen all the same.
+    Trained parameters lose their sentinels, so that the write does not move their data;
+    the next call that needs their copies refreshes the copies.  Frozen parameters keep
+    their sentinels: a step does not write to them, and any other write is still seen.
     """
     if not any(COPIES.values()):
         return
     with _lock:
-        if _capturing():  # its replays will not be announced
+        if _capturing():  # the graph's replays will not be announced
             note_captured(parameters)
             return
         for weight in parameters:
@@ -181,8 +185,8 @@ def _capturing() -> bool:
 def _on_side_stream(device: torch.device) -> bool:
     """Whether `device` is a GPU and the current stream is not its default one.
 
-    A lazy clone is made real on the default stream, whatever the current one is; and
-    what CUDA graphs capture, always on another, holds addresses.
+    A lazy clone is made real on the default stream, whichever stream is current; and a
+    CUDA graph, always captured on another stream, holds addresses.
     """
     if device.type != "cuda":
         return False
@@ -191,7 +195,7 @@ def _on_side_stream(device: torch.device) -> bool:
 
 
 def _no_inference_mode() -> AbstractContextManager[object]:
-    """What is made or written inside can be saved for a backward later."""
+    """A region in which tensors made or written to can be saved for a backward."""
     if torch.is_inference_mode_enabled():
         return torch.inference_mode(False)
     return nullcontext()

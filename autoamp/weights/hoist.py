@@ -30,11 +30,11 @@ class Hoisted:
 
 
 def hoist_weight_casts(rewritten: Rewritten) -> Hoisted:
-    """`rewritten.gm` with its weight casts turned into extra inputs; it is not changed.
+    """A copy of `rewritten.gm` with its weight casts turned into extra inputs.
 
     Uses through which a gradient flows become `low_weight` nodes, one per use, so that
     weight gradients are summed in fp32.  Checkpointed regions, branches and loops get
-    the copies handed in too, and cast nothing again when they recompute or go round.
+    the copies handed in too, and cast nothing again when they recompute or iterate.
     """
     return _Hoist(rewritten).run()
 
@@ -102,8 +102,8 @@ class _Hoist:
     def _fold_constant(self, cast: fx.Node, source: fx.Node) -> None:
         """Casts a tensor constant of a captured graph once, now.
 
-        Dynamo passes everything a model owns as an input; what is an attribute of its
-        graph is a literal of the program: only the graph itself could write it.
+        Dynamo passes every tensor that a model owns as an input; an attribute of the
+        graph is a literal of the program, and only the graph itself could write to it.
         """
         if self.whole.facts.nodes[source.name].storage in self.whole.facts.mutated:
             return
@@ -116,7 +116,7 @@ class _Hoist:
         self.graph.erase_node(cast)
 
     def _hoist_from_region(self, call: fx.Node) -> None:
-        """Hands a checkpointed region the copies of the weights it is handed."""
+        """Hands a checkpointed region the copies of the weights among its operands."""
         body_node = call.args[0]
         assert isinstance(body_node, fx.Node)
         hoisted = self._hoisted_body(body_node)
@@ -142,7 +142,7 @@ class _Hoist:
         """Hands the bodies of a branch or loop the copies of the weights they read.
 
         All sub-graphs of one call are called with the same values, so that each of them
-        gets every copy, the condition of a loop too.
+        gets every copy, even the condition of a loop.
         """
         places = CONTROL_FLOW[call.target]
         shared: Sequence[Any] = tuple(cast(Any, call.args[places.shared]))
@@ -169,9 +169,10 @@ class _Hoist:
     def _copies_in(
         self, body_node: Any, shared: Sequence[Any]
     ) -> tuple[fx.GraphModule, dict[int, fx.Node]] | None:
-        """A body whose weight casts are inputs, and which of `shared` each one copies.
+        """A body whose weight casts are inputs, with the inputs by place in `shared`.
 
-        None where it has no such cast, or casts what this graph computes.
+        The result is None where the body has no weight cast, or casts a value that this
+        graph computes.
         """
         hoisted = self._hoisted_body(body_node)
         if hoisted is None or not hoisted.weights:
@@ -189,7 +190,7 @@ class _Hoist:
 
 
 def _same(body: fx.GraphModule) -> fx.GraphModule:
-    """A body to be given more inputs; what the record of the pass holds stays."""
+    """A copy of a body, to be given more inputs: the pass's record keeps the body."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.graph, values))

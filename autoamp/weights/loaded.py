@@ -1,12 +1,12 @@
-"""Weights that a loader has left in memory of its own.
+"""Moves weights that a loader has left in memory of its own.
 
 `from_pretrained` hands out tensors that lie in the buffer a file was read into.  Torch
-cannot watch such memory for writes, so copies of those weights could never be kept.
-They are moved into memory of torch's own, once.
+cannot watch such memory for writes, so copies of those weights could never be kept.  So
+the weights are moved into memory of torch's own, once.
 
-Only for models that say they were loaded: memory that a program has given to torch
-itself, by `torch.from_numpy` say, looks the same, and there a move would take away the
-program's way of writing to the weight.
+Only models that say they were loaded are treated so: memory that a program has given to
+torch itself, by `torch.from_numpy` say, looks the same, and there a move would take
+away the program's way of writing to the weight.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _was_loaded(module: nn.Module) -> bool:
 
 
 def _outside_torch(parameter: torch.Tensor) -> bool:
-    """Whether the memory is somebody else's, and only this tensor shows it."""
+    """Whether torch did not allocate the memory, and only this tensor shows it."""
     return (
         parameter.dtype == HIGH_DTYPE
         and parameter.device.type == "cpu"

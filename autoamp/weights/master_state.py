@@ -1,4 +1,4 @@
-"""What saved optimizer state holds of fp32 masters, and its floats beside them."""
+"""The fp32 masters in saved optimizer state, and the dtypes of that state's floats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "autoamp_masters"
 
 
 def check_masters(saved: Any, named: Mapping[str, torch.Tensor]) -> None:
-    """Raises CheckpointError where masters `saved` do not fit those `named` here."""
+    """Raises CheckpointError where masters `saved` do not fit the masters `named`."""
     if not isinstance(saved, dict):
         raise CheckpointError(
             f"{KEY!r} of the saved optimizer state is a {type(saved).__name__}, not a "
@@ -49,7 +49,7 @@ def _is_dense_float(value: Any) -> bool:
 def in_dtype(state: Any, dtype: torch.dtype, key: Any = None) -> Any:
     """An optimizer's state for one parameter with its float tensors in `dtype`.
 
-    All but the count of steps, as in `Optimizer.load_state_dict`.
+    The count of steps keeps its dtype, as in `Optimizer.load_state_dict`.
     """
     if isinstance(state, dict):
         return {k: in_dtype(v, dtype, k) for k, v in state.items()}

@@ -1,13 +1,14 @@
-"""fp32 masters of parameters that arrived in half precision.
+"""Masters: the fp32 master weights of parameters that arrived in half precision.
 
-The user's parameters stay the half tensors the model computes with.  While the
-optimizer steps, each one's fp32 master stands in its place, in `param_groups` and as
-the key of its state, with its gradient: whatever optimizer it is, it computes in fp32
-with fp32 state.  Afterwards the masters are rounded into the parameters.
+The user's parameters stay the half-precision tensors that the model computes with.
+While the optimizer steps, the fp32 master of each parameter stands in the parameter's
+place, in `param_groups` and as the key of its state, with the parameter's gradient: so
+any optimizer computes in fp32 with fp32 state.  After the step the masters are rounded
+into the parameters.
 
 (`param.data = master` would do without the exchange, but torch then drops the node that
-accumulates the parameter's gradient, and with it the hooks of whoever reduces gradients
-between ranks.)
+accumulates the parameter's gradient, and with that node the hooks of code that reduces
+gradients between ranks.)
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from autoamp.weights.master_state import KEY, check_masters, in_dtype, restored
 logger = logging.getLogger(__name__)
 
 _UNNAMED = "unnamed_parameter_"
-"""Before the index of a parameter that is in no converted model."""
+"""A parameter in no converted model is saved by this name with its index after it."""
 
 
 def has_half(params: Iterable[torch.Tensor]) -> bool:
@@ -55,11 +56,11 @@ class Masters:
         self._given: list[tuple[torch.Tensor | None, int]] | None = None
         self._before = optimizer.register_step_pre_hook(self._enter)
         self._after = optimizer.register_step_post_hook(self._exit)
-        # A copy is made of groups and state alone.
+        # A deep copy of an optimizer is made of its groups and state alone.
         optimizer.__dict__["__deepcopy__"] = self._deepcopy
 
     def name_after(self, model: nn.Module) -> None:
-        """Makes masters; those of parameters of `model` are saved by their names."""
+        """Makes masters, saved by the names that `model` has for the parameters."""
         if all(known() is not model for known in self._models):
             self._models.append(weakref.ref(model))
         self._reduced |= {id(p) for p in compat.reduced_by_ddp(model)}
@@ -68,7 +69,7 @@ class Masters:
     def run(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """`step(*args, **kwargs)` with the masters in.
+        """Calls `step(*args, **kwargs)` with the masters in the parameters' places.
 
         The user's own hooks round the step see the parameters.
         """
@@ -82,11 +83,12 @@ class Masters:
             self._take_out()
 
     def refresh(self) -> None:
-        """Makes masters for trained parameters that have none; the others follow.
+        """Makes masters for trained parameters that have none; other masters follow.
 
-        Where a parameter is no longer its master rounded, somebody else has written to
-        it, and the master takes its value: element by element, by their bits (a NaN is
-        not equal to itself, and -0 is equal to 0), without a wait for the device.
+        Where a parameter is no longer its master rounded, other code has written to the
+        parameter, and the master takes the parameter's value.  Elements are compared
+        one by one, by their bits (a NaN is not equal to itself, and -0 is equal to 0),
+        without a wait for the device.
         """
         known, self.of = self.of, {}
         for param in self._params():
@@ -101,14 +103,14 @@ class Masters:
                 self.of[param] = master
 
     def release(self) -> None:
-        """Takes the masters away.  The parameters stay what they are: half."""
+        """Takes the masters away.  The parameters stay in half precision."""
         self._before.remove()
         self._after.remove()
         self.optimizer.__dict__.pop("__deepcopy__", None)
         for param in self.of:
             compat.accumulate_in(param, param.dtype)
             state = self.optimizer.state.get(param)
-            if state is not None:  # as `Optimizer.load_state_dict` leaves it
+            if state is not None:  # in the dtype of `Optimizer.load_state_dict`
                 self.optimizer.state[param] = in_dtype(state, param.dtype)
         if self.of:
             logger.info(
@@ -140,7 +142,7 @@ class Masters:
             self._take_out()
 
     def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """`closure`, whose forward and backward have to meet the parameters."""
+        """Wraps `closure`: its forward and backward need the parameters in place."""
 
         def evaluate() -> Any:
             if self._given is None:
@@ -168,13 +170,17 @@ class Masters:
         self._exchange(self.of)
 
     def _take_out(self, over: bool = True) -> None:
-        """Puts the parameters back, rounded; whether the step is `over`."""
+        """Puts the parameters back, with the masters' values rounded into them.
+
+        Args:
+            over: whether the step has ended, not just its closure begun.
+        """
         given, self._given = self._given, None
         if not given:
             return
         self._exchange({master: param for param, master in self.of.items()})
         with torch.no_grad():
-            # All of them: a write through `.data` leaves no trace.
+            # All masters are copied, because a write through `.data` leaves no trace.
             compat.copy_all([p.data for p in self.of], list(self.of.values()))
         for (param, master), (grad, version) in zip(
             self.of.items(), given, strict=True
@@ -210,7 +216,7 @@ class Masters:
     def load(self, saved: Any) -> None:
         """Takes over the masters of `saved` state, and its optimizer state in fp32.
 
-        Torch has just cast that to the parameters' half dtype.
+        Torch has just cast the optimizer state to the parameters' half dtype.
         """
         named = self._named()
         with torch.no_grad():
@@ -249,7 +255,7 @@ class Masters:
             )
 
     def _named(self) -> dict[str, torch.Tensor]:
-        """Masters by name; a name two models have is that of the first one's."""
+        """Masters by name; a name in two models means the first model's parameter."""
         named: dict[str, torch.Tensor] = {}
         without = dict.fromkeys(self.of)
         for known in self._models:
@@ -277,7 +283,7 @@ class Masters:
 
 
 def _follow(master: torch.Tensor, half: torch.Tensor) -> None:
-    """Sets the elements of `master` that do not round to those of `half`, in place."""
+    """Sets `master`, in place, where its elements do not round to those in `half`."""
     if master.device != half.device:
         master.data = master.data.to(half.device)
     value = master.detach()

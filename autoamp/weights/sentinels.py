@@ -1,4 +1,4 @@
-"""How a write to a weight is noticed, so that its low copy is refreshed.
+"""Notices writes to a weight, so that its low copies are refreshed.
 
 A sentinel is a copy-on-write clone that lives beside the copy: see `copies.py`.
 """
@@ -20,19 +20,19 @@ CHANCES = 2
 
 
 class Copy:
-    """One copy, and what its weight looked like when it was last refreshed.
+    """One copy, and the state of its weight at the last refresh.
 
     Attributes:
         low: the copy.
-        memory: that of the weight, with which the copy goes; None before the first
+        memory: the weight's memory, with which the copy goes; None before the first
             refresh.
-        version: of the weight.
-        address: of the weight's data.
-        sentinel: a copy-on-write clone of the weight, which tells any write to it;
-            None: the copy is stale.
+        version: the weight's version.
+        address: the address of the weight's data.
+        sentinel: a copy-on-write clone of the weight, which shows any write to the
+            weight; None where the copy is stale.
         from_training: whether the sentinel was made where a gradient was recorded.
         chances: unannounced writes left until there is no sentinel in training.
-        trainer: the thread that trains the weight; None where none did so far.
+        trainer: the thread that trains the weight; None where no thread has so far.
         captured: whether a CUDA graph holds the weight's address.
     """
 
@@ -49,13 +49,13 @@ class Copy:
         self.captured = False
 
     def take_memory(self, weight: torch.Tensor) -> None:
-        """Gives the copy memory of its own; what was handed out stays as it is."""
+        """Gives the copy new memory; memory that was handed out stays as it is."""
         self.low = torch.empty_like(weight.detach(), dtype=self.dtype)
         self._alone = self._holders()
 
     @property
     def is_held(self) -> bool:
-        """Whether a graph, or a call, may read what is in the copy now."""
+        """Whether a graph, or a call, may still read the copy's present content."""
         return self._holders() > self._alone
 
     def _holders(self) -> int:
@@ -64,9 +64,10 @@ class Copy:
 
 @dataclass(eq=False, frozen=True)
 class Steady:
-    """What one graph was given last, while the sentinels of all of it live.
+    """The copies that one graph was given last, while all their sentinels live.
 
-    An equal address is the same unwritten memory then, whichever tensor shows it.
+    While the sentinels live, an equal address is the same unwritten memory, whichever
+    tensor shows it.
     """
 
     addresses: list[Hashable]
@@ -79,14 +80,19 @@ COPIES: dict[torch.dtype, dict[int, Copy]] = {torch.float16: {}, torch.bfloat16:
 """All copies of the process by the id of their weight, shared by models and graphs."""
 
 STEADY: weakref.WeakKeyDictionary[object, Steady] = weakref.WeakKeyDictionary()
-"""Emptied whenever a sentinel goes."""
+"""The `Steady` of each `WeightCopies`; emptied whenever a sentinel goes."""
 
 _SEVERAL = -1
-"""In place of a thread: more than one."""
+"""Stands for more than one thread, in place of a thread's id."""
 
 
 class Stale(NamedTuple):
-    """A copy to refresh, its weight, and whether it may have a sentinel then."""
+    """A copy to refresh, and its weight.
+
+    Attributes:
+        watch: whether the refreshed copy may have a sentinel.
+        training: whether a gradient is being recorded for the weight.
+    """
 
     copy: Copy
     weight: torch.Tensor
@@ -101,7 +107,7 @@ def copies_of(weight: torch.Tensor) -> list[Copy]:
 
 
 def note_captured(weights: Iterable[torch.Tensor]) -> None:
-    """A CUDA graph holds the addresses of `weights` from now on."""
+    """Notes that a CUDA graph holds the addresses of `weights` from now on."""
     for weight in weights:
         if weight.is_cuda:
             copies = copies_of(weight)
@@ -113,9 +119,9 @@ def note_captured(weights: Iterable[torch.Tensor]) -> None:
 def may_watch(copy: Copy, training: bool) -> bool:
     """Whether a copy may have a sentinel, and may keep the one it has.
 
-    Not where the weight is trained and its writes come unannounced: each would cost a
-    copy of the weight.  Nor where several threads train it: two that write at once
-    would both make the clone real.
+    A copy may not where its weight is trained and written to unannounced, because each
+    such write would cost a copy of the weight.  A copy may not either where several
+    threads train the weight: two that write at once would both make the clone real.
     """
     if training:
         thread = threading.get_ident()
@@ -129,7 +135,10 @@ def may_watch(copy: Copy, training: bool) -> bool:
 
 
 def note_a_write(copy: Copy, weight: torch.Tensor) -> None:
-    """Takes the sentinel of a copy whose weight was written away, and one chance."""
+    """Takes away the sentinel, and one chance, of a copy whose weight was written to.
+
+    A chance is lost only by a sentinel made in training.
+    """
     if copy.sentinel is not None and compat.data_address(weight) != copy.address:
         STEADY.clear()
         copy.sentinel = None
@@ -137,7 +146,7 @@ def note_a_write(copy: Copy, weight: torch.Tensor) -> None:
 
 
 def drop(weight: torch.Tensor, copies: Sequence[Copy]) -> None:
-    """Takes a weight's sentinels away: its copies are stale, its memory plain."""
+    """Takes a weight's sentinels away: its copies are then stale, its memory plain."""
     if any(copy.sentinel is not None for copy in copies):
         STEADY.clear()
         for copy in copies:
@@ -146,7 +155,7 @@ def drop(weight: torch.Tensor, copies: Sequence[Copy]) -> None:
 
 
 def refresh(stale: Sequence[Stale]) -> None:
-    """Copies weights into their copies, and notes what they look like."""
+    """Copies weights into their copies; notes each weight's version and address."""
     for copy, weight, *_ in stale:
         version = compat.version(weight)
         if copy.memory is not None and copy.is_held:
@@ -164,7 +173,7 @@ def refresh(stale: Sequence[Stale]) -> None:
 
 
 def _follow(copy: Copy, weight: torch.Tensor) -> None:
-    """Lets the copy go when the memory goes in which its weight is now."""
+    """Drops the copy once the memory that its weight is in now is freed."""
     if copy.memory is not None and compat.lies_in(weight, copy.memory):
         return
     store, key = COPIES[copy.dtype], id(weight)
