@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,7 +17,8 @@ from autoamp.analyse.facts import Facts, collect_facts
 from autoamp.errors import CaptureError, VerificationError
 from autoamp.options import Options
 from autoamp.place.assign import Assignment, assign
-from autoamp.place.cost import Prices, device_of, price_graph
+from autoamp.place.cost import PriceModel, Prices, price_graph
+from autoamp.place.devices import device_of
 from autoamp.place.problem import promised_casts
 from autoamp.retreat import kept_for, retreating
 from autoamp.rewrite.casts import insert_casts
@@ -87,12 +89,14 @@ def rewrite_graph(
     low: torch.dtype,
     *,
     free_weights: bool = False,
+    price: PriceModel | None = None,
 ) -> Rewritten:
     """Runs every pass on `gm`, which is not changed.
 
     Args:
         free_weights: whether casts of weights are priced at nothing, because the caller
             passes cached copies in.
+        price: gives the prices; by default the roofline of the graph's device.
 
     Raises:
         AutoampError: a pass failed; the message says where.
@@ -100,7 +104,9 @@ def rewrite_graph(
     start = time.perf_counter()
     normalised = normalise(gm, example_inputs)
     seconds = {"normalise": time.perf_counter() - start}
-    return rewrite_normalised(normalised, options, low, free_weights, seconds)
+    return rewrite_normalised(
+        normalised, options, low, free_weights, seconds, price=price
+    )
 
 
 def rewrite_normalised(
@@ -109,16 +115,18 @@ def rewrite_normalised(
     low: torch.dtype,
     free_weights: bool,
     seconds: dict[str, float],
+    *,
+    price: PriceModel | None = None,
 ) -> Rewritten:
     """Runs the passes after `normalise`, and adds their times to `seconds`.
 
     Nodes that a failed check names stay fp32, and the passes run again with these nodes
     pinned.
     """
-    bodies, left = _rewrite_bodies(normalised, options, low, free_weights)
+    bodies, left = _rewrite_bodies(normalised, options, low, free_weights, price)
     timed = _Timer(seconds)
     facts = timed("facts", lambda: collect_facts(normalised.gm))
-    attempt = _Attempt(normalised, facts, options, low, free_weights, timed)
+    attempt = _Attempt(normalised, facts, options, low, free_weights, timed, price)
     found = retreating(attempt, normalised.gm.graph, strict=options.strict)
     for name, why in normalised.gm.meta.get(UNTRACED, {}).items():
         left[name] = kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
@@ -135,6 +143,7 @@ class _Attempt:
     low: torch.dtype
     free_weights: bool
     timed: _Timer
+    price: PriceModel | None
 
     def __call__(self, given_up: Mapping[str, str]) -> Rewritten:
         """The rewritten graph, in which the nodes `given_up` stay fp32."""
@@ -201,11 +210,13 @@ class _Attempt:
         )
 
     def _prices(self, classified: Classified) -> Prices:
-        return price_graph(
-            self.normalised.gm,
+        gm = self.normalised.gm
+        roofline = partial(price_graph, device=device_of(_device(gm), self.low))
+        price: PriceModel = self.price or roofline
+        return price(
+            gm,
             self.facts,
             classified.verdicts,
-            device_of(_device(self.normalised.gm), self.low),
             objective=self.options.objective,
             do_no_harm=self.options.do_no_harm,
             free_weights=self.free_weights,
@@ -222,7 +233,11 @@ def _not_as_promised(
 
 
 def _rewrite_bodies(
-    normalised: Normalised, options: Options, low: torch.dtype, free_weights: bool
+    normalised: Normalised,
+    options: Options,
+    low: torch.dtype,
+    free_weights: bool,
+    price: PriceModel | None,
 ) -> tuple[tuple[Rewritten, ...], dict[str, str]]:
     """Rewrites sub-graphs, whose inputs and outputs stay fp32, and puts them in place.
 
@@ -238,7 +253,9 @@ def _rewrite_bodies(
         inner = Normalised(body, (), normalised.fake_mode)
         try:
             with torch.set_grad_enabled(body.meta[BODY_RECORDS]):
-                rewritten = rewrite_normalised(inner, options, low, free_weights, {})
+                rewritten = rewrite_normalised(
+                    inner, options, low, free_weights, {}, price=price
+                )
         except Exception as error:
             if options.strict:
                 raise

@@ -7,7 +7,8 @@ from typing import Any
 
 from autoamp.analyse.facts import Facts, NodeFacts, Operand
 from autoamp.analyse.verdict import Mode, Verdict
-from autoamp.place.cost import Device, Prices
+from autoamp.place.cost import Prices
+from autoamp.place.devices import Device
 from autoamp.rules import Category
 
 DEVICE = Device("test", 1.0, 1.0, 1.0, 1.0, True)

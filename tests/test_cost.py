@@ -17,7 +17,10 @@ from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import Facts, collect_facts
 from autoamp.analyse.verdict import Mode
 from autoamp.options import Options
-from autoamp.place.cost import Device, Prices, device_of, flops_of, price_graph
+from autoamp.pipeline import rewrite_graph
+from autoamp.place.cost import Prices, price_graph
+from autoamp.place.devices import Device, device_of
+from autoamp.place.flops import flops_of
 from autoamp.trace.normalise import normalise
 from tests.strategies import capture
 
@@ -379,3 +382,22 @@ def test_an_unknown_device_is_neutral(monkeypatch: pytest.MonkeyPatch) -> None:
     # A graph made for CUDA, looked at on a machine without.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_of(torch.device("cuda"), LOW).name == name
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_prices_may_be_those_of_a_device_that_is_not_here(pays: bool) -> None:
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.linear(x, weight)
+
+    x = torch.randn(64, 64)
+    peak = 1000.0 if pays else 1.0
+    asked = Device("asked about", 1000.0, 1.0, 10.0, peak, pays)
+    found = rewrite_graph(
+        capture(Of(product, (64, 64)), 1),
+        (x,),
+        Options(precision="bf16"),
+        LOW,
+        price=partial(price_graph, device=asked),
+    )
+    assert found.assignment.prices.device is asked
+    assert [d.low for d in found.assignment.decisions.values()] == [pays]

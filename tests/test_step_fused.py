@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
-from autoamp.optimizer import kernel_flag
-from autoamp.optimizer import step as step_module
+from autoamp.loss_scale import climb
+from autoamp.optimizer import kernel_flag, moves
 from tests.steps import (
     HUGE,
     OPTIMIZERS,
@@ -47,7 +47,7 @@ STEPS = 4
 
 @pytest.fixture
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (step_module, kernel_flag):
+    for module in (moves, kernel_flag, climb):
         monkeypatch.setattr(module, "free_to_read", lambda _: False)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoamp import compat
 from autoamp.pipeline import Rewritten
-from autoamp.place.cost import flops_of
+from autoamp.place.flops import flops_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
-from autoamp.place.cost import device_of
+from autoamp.place.devices import device_of
 
 _PACKAGES = (
     "autoamp",

@@ -225,3 +225,8 @@ def count(name: str, value: Any, least: int = 0) -> None:
 _SMALLEST = torch.finfo(torch.float32).tiny
 _LARGEST = torch.finfo(torch.float32).max
 _LONGEST = torch.iinfo(torch.int32).max
+
+
+def free_to_read(flag: torch.Tensor) -> bool:
+    """Whether `flag` is in the host's memory, so that reading it waits for nothing."""
+    return flag.device.type == "cpu"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoamp.errors import LossScaleError
-from autoamp.loss_scale.base import count, scalar
+from autoamp.loss_scale.base import count, free_to_read, scalar
 
 LOOKS = 5
 """Steps in which a scale that climbs is told how large the gradients are."""
@@ -87,8 +87,8 @@ class Climb:
         """
         if self.left:
             return after
-        if found_inf.device.type == "cpu" and not found_inf:
-            return after  # reading `found_inf` on the host waits for nothing
+        if free_to_read(found_inf) and not found_inf:
+            return after
         found, lent = found_inf != 0, self.lent.to(found_inf.device)
         self.seen = torch.where(found, torch.inf, self.seen.to(found.device))
         self.lent = torch.where(found, 0, lent)

@@ -12,7 +12,7 @@ from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
 from autoamp.model.methods import computing_methods
 from autoamp.options import Options
-from autoamp.place.cost import device_of
+from autoamp.place.devices import device_of
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:

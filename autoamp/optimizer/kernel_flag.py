@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-
-def free_to_read(flag: torch.Tensor) -> bool:
-    """Whether `flag` is in the host's memory, so that reading it waits for nothing."""
-    return flag.device.type == "cpu"
+from autoamp.loss_scale.base import free_to_read
 
 
 def takes_flag(optimizer: Optimizer, flag: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autoamp import compat
-from autoamp.optimizer.kernel_flag import free_to_read
+from autoamp.loss_scale.base import free_to_read
 from autoamp.scaling.graph_run import GraphRun, largest_of
 from autoamp.scaling.overflow import newly
 

@@ -9,9 +9,9 @@ are integers of 0.1 ns, because a min-cut needs exact sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -21,6 +21,8 @@ from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.verdict import GAVE_UP, Verdict
 from autoamp.errors import PassError
 from autoamp.op_names import split_key
+from autoamp.place.devices import FEW_ROWS, NEUTRAL, Device
+from autoamp.place.flops import flops_of
 from autoamp.rules import Category
 
 UNIT_NS = 0.1
@@ -29,70 +31,6 @@ UNIT_NS = 0.1
 TRAINING_FACTOR = 3
 """Forward plus backward: a matmul's backward is two products of the same size, and a
 pointwise op's backward reads and writes about twice what its forward did."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """A roofline.
-
-    Attributes:
-        name: the hardware that the figures describe, for the report.
-        bytes_per_ns: memory bandwidth, GB/s.
-        launch_ns: fixed cost of one op.
-        high_flops_per_ns, low_flops_per_ns: matrix-product peaks, GFLOP/s.
-        pays: whether low precision can pay on the device at all.
-        least_rows: rows below which a matrix product loses by low precision.
-    """
-
-    name: str
-    bytes_per_ns: float
-    launch_ns: float
-    high_flops_per_ns: float
-    low_flops_per_ns: float
-    pays: bool
-    least_rows: int = 1
-
-
-# `linear` of 1 to 3 rows takes longer in bf16 than in fp32 on a CPU with AMX: 1.07 to
-# 1.21 times as long for the products of a GPT-2 block's MLP, while 4 rows take 0.67
-# times as long (benchmarks/results/rows-cpu.md).
-_CPU_ROWS = 4
-_FEW_ROWS = 1.17
-
-_CPU = Device("CPU without low-precision units", 15.0, 2000.0, 100.0, 25.0, False)
-_CPU_AVX = Device("CPU with avx512_bf16", 15.0, 2000.0, 100.0, 180.0, True, _CPU_ROWS)
-_CPU_AMX = Device("CPU with AMX", 15.0, 2000.0, 100.0, 800.0, True, _CPU_ROWS)
-_NEUTRAL = Device(
-    "bytes only, as if low precision paid", 15.0, 2000.0, 100.0, 200.0, True
-)
-
-# NVIDIA data sheets: memory bandwidth, TF32-off fp32 and dense half-precision peaks of
-# V100 (7.0), T4 (7.5), A100 (8.0), RTX 40 (8.9), H100/H200 (9.0) and B200 (10.0).
-_CUDA = {
-    70: Device("CUDA 7.0", 900.0, 4000.0, 15_700.0, 112_000.0, True),
-    75: Device("CUDA 7.5", 320.0, 4000.0, 8_100.0, 65_000.0, True),
-    80: Device("CUDA 8.0", 1_900.0, 4000.0, 19_500.0, 312_000.0, True),
-    89: Device("CUDA 8.9", 1_000.0, 4000.0, 80_000.0, 165_000.0, True),
-    90: Device("CUDA 9.0", 3_900.0, 4000.0, 60_000.0, 790_000.0, True),
-    100: Device("CUDA 10.0", 7_700.0, 4000.0, 75_000.0, 2_200_000.0, True),
-}
-_CUDA_OLD = Device("CUDA below 7.0", 500.0, 4000.0, 10_000.0, 10_000.0, False)
-
-
-def device_of(device: torch.device, low: torch.dtype) -> Device:
-    """The roofline for `device` computing in `low`."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability(device)
-        known = [c for c in _CUDA if c <= 10 * major + minor]
-        if not known or (low is torch.bfloat16 and major < 8):
-            return _CUDA_OLD
-        return _CUDA[max(known)]
-    if device.type == "cpu":
-        unit = compat.cpu_low_precision_units().get(low, "")
-        if unit.startswith("amx"):
-            return _CPU_AMX
-        return _CPU_AVX if unit else _CPU
-    return _NEUTRAL
 
 
 @dataclass(frozen=True)
@@ -115,6 +53,26 @@ class Prices:
     device: Device
 
 
+class PriceModel(Protocol):
+    """A source of prices: a model of a device, or measurements on one.
+
+    The roofline of a device that is not here is
+    `functools.partial(price_graph, device=Device(...))`.
+    """
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        facts: Facts,
+        verdicts: Mapping[str, Verdict],
+        *,
+        objective: str,
+        do_no_harm: bool,
+        free_weights: bool,
+    ) -> Prices:
+        """Prices every op and every possible cast of a graph, as `price_graph` does."""
+
+
 def price_graph(
     gm: fx.GraphModule,
     facts: Facts,
@@ -134,7 +92,7 @@ def price_graph(
         free_weights: weights cost nothing to cast, since cached copies are passed in.
     """
     if not do_no_harm and not device.pays:
-        device = _NEUTRAL
+        device = NEUTRAL
     model = _Model(device, objective)
     nodes = {n.name: n for n in gm.graph.nodes}
     ops = {n: model.priced(nodes[n], facts.nodes[n], v) for n, v in verdicts.items()}
@@ -182,7 +140,7 @@ class _Model:
         if _is_free(node):
             return 0
         if itemsize == 2 and _rows(node, fact) < self.device.least_rows:
-            return round(_FEW_ROWS * self._op(node, fact, 4))
+            return round(FEW_ROWS * self._op(node, fact, 4))
         peak = self.device.high_flops_per_ns
         if itemsize == 2:
             peak = self.device.low_flops_per_ns
@@ -230,47 +188,3 @@ def _rows(node: fx.Node, fact: NodeFacts) -> float:
     if batched:
         return compat.hint(shape[-2])
     return math.prod(compat.hint(s) for s in shape[:-1])
-
-
-def flops_of(
-    node: fx.Node, fact: NodeFacts, size: Callable[[Any], int] = compat.hint
-) -> int:
-    """Floating-point operations of a matrix product, convolution, attention or RNN.
-
-    A multiply-add counts as two, as in torch.utils.flop_counter; other ops count 0.
-
-    Args:
-        size: gives the value of a symbolic size; by default the captured value.
-    """
-    _, name, _ = split_key(fact.op)
-    operands: list[fx.Node] = []  # `all_input_nodes` drops repeated operands
-    fx.map_arg((node.args, node.kwargs), operands.append)
-    shapes = [
-        [size(s) for s in n.meta["val"].shape]
-        for n in operands
-        if isinstance(n.meta.get("val"), torch.Tensor)
-    ]
-    result = node.meta.get("val")
-    numel = fact.numel
-    if size is not compat.hint and isinstance(result, torch.Tensor):
-        numel = math.prod(size(s) for s in result.shape)
-    if name in ("linear", "matmul", "mm", "bmm", "mv", "linalg_vecdot", "dot"):
-        return 2 * numel * (shapes[0][-1] if shapes and shapes[0] else 1)
-    if name in ("addmm", "baddbmm", "addmv"):
-        return 2 * numel * shapes[1][-1]
-    if name == "addbmm":
-        return 2 * numel * shapes[1][0] * shapes[1][-1]
-    if name == "einsum":
-        return 2 * numel * max((s for shape in shapes for s in shape), default=1)
-    if "conv" in name and len(shapes) > 1:
-        weight = math.prod(shapes[1])
-        if "transpose" in name:
-            return 2 * math.prod(shapes[0]) * weight // max(shapes[1][0], 1)
-        return 2 * numel * weight // max(shapes[1][0], 1)
-    if "scaled_dot_product" in name and len(shapes) > 2:
-        *batch, queries, width = shapes[0]
-        return 4 * math.prod(batch) * queries * shapes[1][-2] * width
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        steps = math.prod(shapes[0][:-1])
-        return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
-    return 0

@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.analyse import classify
-from autoamp.place.cost import Device
+from autoamp.place.devices import Device
 from tests.conformance.accuracy_moves import TABLE, build
 from tests.conformance.exploring import explore
 from tests.conformance.graphs import (

@@ -29,7 +29,7 @@ from autoamp import compat, pipeline
 from autoamp.op_names import base_name
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_normalised
-from autoamp.place.cost import Device
+from autoamp.place.devices import Device
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.verify import Verifier
