@@ -175,6 +175,20 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
         autoamp.RulesError,
         "matmull",
     ),
+    "options of a model that trains": (
+        fx.symbolic_trace(nn.ReLU()),
+        (torch.zeros(2),),
+        {"backend": "inductor", "loss_scale": 2.0, "deny": ["relu"]},
+        autoamp.OptionError,
+        "no option backend or loss_scale",
+    ),
+    "no option of anybody's": (
+        fx.symbolic_trace(nn.ReLU()),
+        (torch.zeros(2),),
+        {"unlist": (("allow", "mm"),)},
+        autoamp.OptionError,
+        "unknown option 'unlist'",
+    ),
     "too few inputs": (
         fx.symbolic_trace(nn.ReLU()),
         (),
