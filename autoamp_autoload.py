@@ -1,8 +1,9 @@
 """Turns autoamp on where `AUTOAMP_ENABLE` asks for it; torch itself calls this.
 
 `autoload` is an entry point of the group `torch.backends`, which torch calls at the end
-of `import torch`.  It stands beside the package, not in it: importing any part of
-`autoamp` imports all of it, and most processes that import torch never ask for it.
+of `import torch`.  This module stands beside the package `autoamp`, not in it, because
+importing any part of the package imports all of it, and most processes that import
+torch never ask for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ON, OFF = ("1", "true", "on"), ("0", "false", "off")
 
 
 _armed: list[Callable[[], None]] = []
-"""What disarms, while nothing has been called yet."""
+"""The function that disarms, as long as nothing has been called yet."""
 
 
 def autoload() -> None:
@@ -57,8 +58,9 @@ def _arm() -> None:
     call, compile_ = module.__call__, torch.compile
     is_compiling = torch.compiler.is_dynamo_compiling
     lock = threading.RLock()
-    # What ours pass on to: the mode's own, over torch's.  Never what is installed by
-    # then: that may be somebody's patch that calls ours.
+    # `first_call` and `first_compile` pass calls on to these functions: the mode's, or
+    # torch's.  They never pass on to the functions installed by then, which may be
+    # somebody's patches that call them.
     beneath: list[Any] = []
 
     def first_call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +75,7 @@ def _arm() -> None:
         with lock:
             if not beneath:
                 _armed.clear()
-                beneath[:] = call, compile_  # for what is called meanwhile
+                beneath[:] = call, compile_  # for calls made meanwhile
                 try:
                     beneath[:] = _started((first_call, call), (first_compile, compile_))
                 except Exception as error:  # noqa: BLE001 (the script runs on in fp32)
@@ -87,7 +89,7 @@ def _arm() -> None:
             put_back()
 
     def put_back() -> None:
-        """Where somebody has patched over ours, ours stays and passes on."""
+        """Puts torch's own back; under somebody's patch ours stays and passes on."""
         if module.__call__ is first_call:
             module.__call__ = call
         if torch.compile is first_compile:
@@ -98,7 +100,7 @@ def _arm() -> None:
 
 
 def _started(*stand_ins: Any) -> Any:
-    """What a call of a module, and `torch.compile`, go through from now on."""
+    """Starts the automatic mode; gives its `nn.Module.__call__` and `torch.compile`."""
     from autoamp.auto.switch import enable_from_environment
 
     return enable_from_environment(*stand_ins)

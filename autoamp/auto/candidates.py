@@ -1,4 +1,4 @@
-"""Which of the modules a script calls are converted, and which are left alone."""
+"""Chooses which modules a script calls are converted, and which are left alone."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from autoamp.model.methods import computing_methods
 
 
 class Choice(NamedTuple):
-    """What becomes of a module that was called from outside any other.
+    """The decision on a module that was called from outside any other.
 
     Attributes:
-        target: the module to convert: it or, for a wrapper, the one inside; or None.
-        only_if_it_pays: it is converted under do-no-harm, whatever was asked for.
-        transparent: it owns nothing to convert; what it calls is looked at in turn.
-        final: the answer will be the same at the next call.
+        target: the module to convert: the called one or, for a wrapper, the one inside;
+            or None.
+        only_if_it_pays: the target is converted under do-no-harm, whatever the options.
+        transparent: the module owns nothing to convert; modules that it calls are
+            looked at in turn.
+        final: the decision will be the same at the next call.
     """
 
     target: nn.Module | None = None
@@ -34,7 +36,7 @@ class Choice(NamedTuple):
 
 
 def choose(module: nn.Module) -> Choice:
-    """The choice for the outermost module that is being called."""
+    """The decision on the outermost module that is being called."""
     target = inside(module)
     if isinstance(target, torch.jit.ScriptModule):
         return Choice()
@@ -44,13 +46,13 @@ def choose(module: nn.Module) -> Choice:
     if _is_asynchronous(target) or not any(p.is_floating_point() for p in parameters):
         return Choice(transparent=True)  # a loss, a metric, a transform
     if conversion_of(target) is not None:
-        return Choice()  # somebody has said already what is to become of it
+        return Choice()  # the model was converted, or declined, before
     return Choice(target, only_if_it_pays=_is_lone_layer(target))
 
 
 def inside(module: nn.Module) -> nn.Module:
-    """The module that wrappers, one in another, finally call."""
-    # Not imported for the question: without it there is no sharded model.
+    """The module inside all wrappers of `module`."""
+    # Looked up, not imported: where nobody has imported FSDP no model is sharded.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     while True:
         held: Any = inside_wrappers(module)
@@ -64,14 +66,14 @@ def inside(module: nn.Module) -> nn.Module:
 
 
 _DEEPEST = 16
-"""Frames looked at for the model whose method calls a module."""
+"""How many frames are searched for the model whose method calls a module."""
 
 
 def caller_of(module: nn.Module) -> nn.Module | None:
     """The model whose `forward`, or other method that computes, calls its `module`.
 
-    Called as `model.encode(x)` or `model.forward(x)` no call of the model itself is
-    seen; the outermost one on Python's stack is what the script called.
+    A script that calls `model.encode(x)` or `model.forward(x)` makes no call of the
+    model itself; the outermost such model on Python's stack is the one it called.
     """
     found = None
     frame: types.FrameType | None = sys._getframe(1)
@@ -91,8 +93,11 @@ def caller_of(module: nn.Module) -> nn.Module | None:
 
 
 def _is_asynchronous(module: nn.Module) -> bool:
-    """Whether its call only begins: what it calls later is looked at by itself."""
-    forward = getattr(type(module), "forward", None)  # TorchScript's has none
+    """Whether a call of `module` only begins its work.
+
+    Modules that the work calls later are looked at by themselves.
+    """
+    forward = getattr(type(module), "forward", None)  # TorchScript has none
     return (
         inspect.iscoroutinefunction(forward)
         or inspect.isgeneratorfunction(forward)
@@ -101,10 +106,10 @@ def _is_asynchronous(module: nn.Module) -> bool:
 
 
 def _is_lone_layer(module: nn.Module) -> bool:
-    """Whether it is one of torch's own layers, called by a plain function or method.
+    """Whether `module` is one of torch's own layers.
 
-    With fp32 in and fp32 out, and a graph of its own for every layer, it mostly does
-    not pay.
+    A lone layer is called by a plain function or method, with fp32 in, fp32 out and a
+    graph of its own, so its conversion mostly does not pay.
     """
     alone = next(module.children(), None) is None
     return alone and type(module).__module__.startswith("torch.nn.")

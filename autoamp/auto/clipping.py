@@ -1,8 +1,8 @@
-"""Gradient norms that must be finite: `clip_grad_norm_(error_if_nonfinite=True)`.
+"""Lets norms of skipped steps through `clip_grad_norm_(error_if_nonfinite=True)`.
 
-In fp32 an infinite gradient is a fault, and the script rightly raises.  In fp16 it may
-be a loss scale that is still finding its place: the step is skipped, the scale lowered
-and all is well.  A script that asked for none of this shall not fail for it.
+In fp32 an infinite gradient is a fault, and the script rightly raises.  In fp16 the
+cause may be a loss scale that is still too high: the step is skipped, the loss scale is
+lowered and all is well.  A script that asked for none of this must not fail here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ Norm = Callable[..., Any]
 def tolerating(original: Norm) -> Norm:
     """`torch.nn.utils.get_total_norm`, which lets a norm through whose step is skipped.
 
-    Where backwards since the last step have overflowed under a loss scale.  A loss that
-    is infinite by itself is told when the scale has reached its floor.
+    An infinite norm passes where backwards since the last step have overflowed under a
+    loss scale.  A loss that is infinite by itself is reported when the loss scale has
+    reached its floor.
     """
 
     def total_norm(
@@ -31,7 +32,7 @@ def tolerating(original: Norm) -> Norm:
         foreach: bool | None = None,
     ) -> Any:
         if not isinstance(tensors, torch.Tensor):
-            tensors = list(tensors)  # asked twice
+            tensors = list(tensors)  # iterated over twice
         try:
             return original(tensors, norm_type, error_if_nonfinite, foreach)
         except RuntimeError:

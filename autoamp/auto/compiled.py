@@ -1,7 +1,7 @@
-"""Functions the script compiles itself: their graphs are rewritten on the way.
+"""Rewrites the graphs of functions that the script compiles itself.
 
-A module needs nothing of this: it is converted like any other, and its call, met inside
-the user's compilation, goes through graphs that the user's backend compiles.
+A compiled module needs none of this code: it is converted like any other, and its call
+inside the user's compilation goes through graphs that the user's backend compiles.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from autoamp.plain import plain_line
 
 
 class Compiled(Protocol):
-    """What the automatic mode offers to a function that is compiled."""
+    """The part of the automatic mode that a compiled function uses."""
 
     @property
     def options(self) -> Options:
-        """Those in force."""
+        """The options in force."""
 
     @property
     def on(self) -> bool:
-        """Whether they still are."""
+        """Whether the mode is still on."""
 
     @property
     def on_capture(self) -> Callable[[Engine], None] | None:
-        """Called with an engine after every capture."""
+        """A function called with an engine after every capture, or None."""
 
     @property
     def backends(self) -> weakref.WeakSet[GraphBackend]:
-        """Of the functions compiled so far."""
+        """The backends of the functions compiled so far."""
 
 
 def compiling_with(
     in_force: Callable[[], Compiled | None],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes of `torch.compile` one that puts the pass before the script's backend.
+    """A function that makes `torch.compile` put the pass before the script's backend.
 
     Args:
         in_force: gives the mode that is on, or None.
@@ -93,7 +93,7 @@ def compiling_with(
 def _while_on(
     mode: Compiled, ours: Callable[..., Any], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`ours`, until the mode is switched off."""
+    """Calls `ours` while the mode is on, and `plain` after that."""
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -103,9 +103,10 @@ def _while_on(
 
 
 def _is_plain(model: Any, backend: Any) -> bool:
-    """Whether it is a function of the script's own: no module, nor a method of one.
+    """Whether `model` is a function of the script's own, and `backend` is not ours.
 
-    `Module.compile` gives us the bound method `_call_impl`.
+    A module does not count, and neither does the bound method `_call_impl`, which
+    `Module.compile` hands to `torch.compile`.
     """
     owner = getattr(model, "__self__", None)
     return (

@@ -1,4 +1,4 @@
-"""The environment variables, checked, as options."""
+"""Reads the environment variables, checks them and gives them as options."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from autoamp.rules import Rules
 
 ENABLE = "AUTOAMP_ENABLE"
 _ON, _OFF = ("1", "true", "on"), ("0", "false", "off")
-"""As `autoamp_autoload` has them, which is read before this package is imported."""
+"""The same values as in `autoamp_autoload`, which runs before this package does."""
 
 REPORT_DIR = "AUTOAMP_REPORT_DIR"
 _PREFIX = "AUTOAMP_"
 _LISTS = ("allow", "deny", "infer", "clear")
 _OLD_LISTS = {"WHITE": "ALLOW", "GRAY": "INFER", "GREY": "INFER", "BLACK": "DENY"}
-"""What TensorFlow called its lists before 2.4, and calls them since."""
+"""TensorFlow's names of its lists before 2.4, with the names since."""
 
 _LEVEL = "AUTOAMP_LEVEL"
 _SHOWN, _TOLD = 100, 1000
-"""Characters of a value, and of what is wrong with it, that a message holds."""
+"""How many characters of a value, and of its problem, a message holds."""
 
 _Given = Mapping[str, str]
 _Parse = Callable[[str, Options, _Given], dict[str, Any]]
-"""The options that a variable's value stands for.
+"""A function that gives the options a variable's value stands for.
 
-Takes the value, the options that the variables before it gave, and all variables."""
+It takes the value, the options from the variables read before, and all variables."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the automatic mode was asked for.
+    """The settings of the automatic mode.
 
     Attributes:
-        options: those of `convert`.
+        options: the options of `convert`.
         report_dir: where graphs and reports are written; None for nowhere.
     """
 
@@ -57,8 +57,8 @@ def read(environ: Mapping[str, str]) -> Settings:
     """The settings in `environ`; variables that are unset or empty have no effect.
 
     Raises:
-        OptionError: a value is unusable; names the variable, the value and the valid
-            ones.
+        OptionError: a value is unusable; the message names the variable, the value and
+            the valid values.
     """
     given = {k: v.strip() for k, v in environ.items() if k.startswith(_PREFIX)}
     options = Options()
@@ -75,7 +75,7 @@ def read(environ: Mapping[str, str]) -> Settings:
 
 
 def _told(name: str, value: str, problem: str) -> str:
-    """One line: values, and the paths in messages, may hold anything, at any length."""
+    """A one-line message: values, and paths in `problem`, may hold anything."""
     shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
     return f"{name}={shown!r}: {plain_line(problem, _TOLD)}"
 
@@ -96,7 +96,7 @@ def unknown(environ: Mapping[str, str]) -> list[str]:
 
 
 def _hint(name: str, known: list[str]) -> str:
-    """What to write instead of a variable that is unknown."""
+    """A hint at the variable to write instead of an unknown one."""
     if name == _LEVEL:
         return (
             "docs/automatic-mode.md says what stands for each of TensorFlow's levels, "
@@ -153,7 +153,7 @@ def _switch(option: str) -> _Parse:
 
 def _add(category: str) -> _Parse:
     def parse(value: str, _: Options, given: _Given) -> dict[str, Any]:
-        """As in TensorFlow, a list has what is added to it less what is removed."""
+        """As in TensorFlow, a list gets the ops added to it less the ops removed."""
         kept = _kept(category, value, given)
         for other in _LISTS[: _LISTS.index(category)]:
             there = _kept(other, given.get(_variable(other, "ADD"), ""), given)
@@ -175,14 +175,14 @@ def _kept(category: str, added: str, given: _Given) -> tuple[str, ...]:
 
 
 def _covers(removed: str, added: str) -> bool:
-    """Whether an op that is removed is the one added, or has it as an overload."""
+    """Whether the op `removed` is `added`, or has `added` as an overload."""
     op, of = parse_op_name(removed), parse_op_name(added)
     return of == op or of.startswith(f"{op}.")
 
 
 def _remove(category: str) -> _Parse:
     def parse(value: str, options: Options, given: _Given) -> dict[str, Any]:
-        """An op counts as listed if it is so for either precision."""
+        """An op counts as listed if it is listed for either precision."""
         tables = _rules_in_force(options)
         added = _names(given.get(_variable(category, "ADD"), ""))
         for name in _names(value):
@@ -203,7 +203,10 @@ def _variable(category: str, change: str) -> str:
 
 
 def _rules_in_force(options: Options) -> list[Rules]:
-    """For each precision that may be chosen; a rules file may be for one of them."""
+    """The rules for each precision that may be chosen, if there are any for it.
+
+    A rules file may be for one precision only.
+    """
     chosen = parse_low_dtype(options.precision)
     found = []
     for low in [*LOW_DTYPES.values()] if chosen is None else [chosen]:
@@ -220,12 +223,12 @@ def writable(value: str) -> Path:
     """The report directory, made if need be.
 
     Raises:
-        OptionError: it cannot be written to.
+        OptionError: the directory cannot be written to.
     """
     try:
         path = Path(value).expanduser()  # a RuntimeError where there is no such home
         path.mkdir(parents=True, exist_ok=True)
-        # Asked for permission, root is always told yes: also in /proc.
+        # Permission bits would not tell: root may always write, even in /proc.
         with tempfile.TemporaryFile(dir=path):
             return path.resolve()
     except (OSError, RuntimeError, ValueError) as error:
@@ -245,4 +248,4 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_STRICT": _switch("strict"),
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
 }
-"""In the order they are read: lists are checked against the precision."""
+"""The variables in reading order: lists are checked against the precision."""

@@ -1,4 +1,4 @@
-"""What a call of a module goes through while the automatic mode is on."""
+"""Handles each call of a module while the automatic mode is on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Call = Callable[..., Any]
 
 
 class _ThisThread(threading.local):
-    """`inside`: a module that owns weights is being called."""
+    """`inside`: whether this thread is in a call of a module that owns weights."""
 
     inside = False
 
@@ -42,17 +42,17 @@ THREAD = _ThisThread()
 
 
 class _Known:
-    """What was decided of one module that is called from outside.
+    """The decision on one module that is called from outside any other.
 
     Attributes:
-        module: whose calls come in.
-        target: what was converted for it; None where nothing was.
-        engine: of that conversion.
-        transparent: what the module calls is looked at in turn.
-        lone: it is a single layer, converted only as far as it pays.
-        declined_on: the device on which it could not be converted; None where it was,
-            or was not to be.
-        graphs: how many had been captured when last looked at; -1 before that.
+        module: the module that is called.
+        target: the module that was converted for it; None where none was.
+        engine: the engine of that conversion, or None.
+        transparent: modules that the module calls are looked at in turn.
+        lone: the module is a single layer, converted only where that pays.
+        declined_on: the device on which the module could not be converted; None where
+            it was converted, or was not to be.
+        graphs: how many graphs `engine` had when last looked at; -1 before that.
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class _Known:
         self.graphs = -1
 
     def has_moved(self) -> bool:
-        """Whether it was declined on another device than it is on now."""
+        """Whether the module was declined on another device than its present one."""
         if self.declined_on is None:
             return False
         module = self.module()
@@ -91,7 +91,7 @@ class _Known:
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
-    # Asked at every call of a model that was declined: no list of its parameters.
+    # Every call of a declined model comes here, so no list of parameters is made.
     return next((p.device for p in nn.Module.parameters(module)), None)
 
 
@@ -102,7 +102,7 @@ def _say_left(module: nn.Module, error: Exception) -> None:
 
 
 class AutomaticMode:
-    """Converts each model at its first call, and remembers which it did."""
+    """Converts each model at its first call, and remembers the decision on it."""
 
     def __init__(self, settings: Settings) -> None:
         self.options = settings.options
@@ -118,7 +118,7 @@ class AutomaticMode:
     def call(
         self, original: Call, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """`original(module, ...)`, where nothing that owns weights is being called."""
+        """Makes a call that comes from outside every module that owns weights."""
         known = self._known.get(id(module))
         if known is None or known.module() is not module:
             known = self._met(module, self._meet)
@@ -130,7 +130,7 @@ class AutomaticMode:
         try:
             if known is None or known.engine is None:
                 return original(module, *args, **kwargs)
-            if compat.any_autocast():  # the user's own region: left to it
+            if compat.any_autocast():  # the user's own region decides
                 with disabled():
                     return original(module, *args, **kwargs)
             result = original(module, *args, **kwargs)
@@ -141,9 +141,9 @@ class AutomaticMode:
         return result
 
     def revert_all(self) -> None:
-        """Puts back every model this mode has converted, and their deep copies.
+        """Reverts every model this mode has converted, and the deep copies of each.
 
-        What functions were compiled to is not called any more.
+        The rewritten graphs of compiled functions are not called any more.
         """
         self.on = False
         if self.recorder is not None:
@@ -164,7 +164,7 @@ class AutomaticMode:
         """`meet(module)`; a module that cannot even be looked at is left alone."""
         try:
             return meet(module)
-        except Exception as error:  # a script never fails for what it did not ask
+        except Exception as error:  # a script must not fail because of autoamp
             if self.options.strict:
                 raise
             _say_left(module, error)
@@ -176,9 +176,9 @@ class AutomaticMode:
         return weakref.ref(module, lambda ref: self._forget(place, ref))
 
     def _meet(self, module: nn.Module) -> _Known | None:
-        """Decides what becomes of a module; None where it is too early to say."""
-        # A region recomputed by a backward must run as its forward did; one in an
-        # autocast region of the user's is that region's.
+        """Decides on a module; None where it is too early to decide."""
+        # A region recomputed by a backward must run as its forward did; a call in an
+        # autocast region of the user's is left to that region.
         if compat.inside_backward() or compat.any_autocast() or compat.hides_calls():
             return None
         with self._lock:
@@ -188,8 +188,9 @@ class AutomaticMode:
             if module not in self._waiting:
                 owner = caller_of(module)
                 if owner is not None and self._meet(owner) and self._ours(owner):
-                    # The model's next call runs it whole.  One that comes past what is
-                    # ours then (`forward = model.forward`, taken before) ends the wait.
+                    # The owner's next call runs `module` in its graphs.  A call that
+                    # then still comes past our `forward` (`forward = model.forward`,
+                    # taken before) ends the wait.
                     self._waiting[module] = True
                     return None
             disown(module)
@@ -217,7 +218,10 @@ class AutomaticMode:
         return self._meet(module)
 
     def _ours(self, module: nn.Module) -> nn.Module | None:
-        """What this mode has converted of `module`; also where it is a deep copy."""
+        """The module inside wrappers if this mode has converted it, or None.
+
+        A deep copy of a converted module counts as converted.
+        """
         target = inside(module)
         state = conversion_of(target)
         engine = state.engine if state is not None else None
@@ -229,7 +233,7 @@ class AutomaticMode:
             del self._known[place]
 
     def _convert(self, target: nn.Module, only_if_it_pays: bool) -> None:
-        """Converts `target`; where it cannot be, why is said."""
+        """Converts `target`, or logs why it cannot be converted."""
         options = self.options
         if only_if_it_pays:
             options = replace(options, do_no_harm=True)
@@ -239,7 +243,7 @@ class AutomaticMode:
                 return
         try:
             convert_model(target, options)
-        except Exception as error:  # a script never fails for what it did not ask
+        except Exception as error:  # a script must not fail because of autoamp
             if options.strict:
                 raise
             _say_left(target, error)
@@ -249,14 +253,14 @@ class AutomaticMode:
             self._engines.add(state.engine)
 
     def _look(self, known: _Known) -> None:
-        """Graphs have been captured since the last call."""
+        """Writes the report of new graphs; reverts a lone layer without a low op."""
         engine = known.engine
         assert engine is not None
         known.graphs = len(engine.record.graphs)
         if self.recorder is not None:
             self.recorder.write(engine)
         if known.lone and not engine.record.lowers:
-            # It is in fp32 all the same: then without what its graph costs.
+            # The layer is in fp32 all the same, so it can save the cost of a graph.
             target = known.target() if known.target is not None else None
             if target is not None:
                 revert_model(target)

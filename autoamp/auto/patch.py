@@ -7,11 +7,12 @@ from typing import Any
 
 
 class Patch:
-    """`owner.name`, replaced by what `make` makes of it, until `undo`.
+    """Replaces `owner.name` by `make(original)`, until `undo`.
 
     Args:
-        stand_in: what has stood there, and what it stood before.  It is replaced, or,
-            where somebody has patched over it, calls `ours` itself.
+        stand_in: a function that stood in for the attribute so far, and the original.
+            The function is replaced; where somebody has patched over it, it stays and
+            calls `ours` itself.
     """
 
     def __init__(
@@ -28,6 +29,6 @@ class Patch:
             setattr(owner, name, self.ours)
 
     def undo(self) -> None:
-        """Puts the original back; under a patch of somebody else's ours stays."""
+        """Puts the original back; where somebody has patched over ours, ours stays."""
         if getattr(self.owner, self.name) is self.ours:
             setattr(self.owner, self.name, self.original)

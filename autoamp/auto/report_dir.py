@@ -1,7 +1,8 @@
-"""`AUTOAMP_REPORT_DIR`: every captured graph, before and after, and the report.
+"""Writes captured graphs, before and after the pass, and reports: `AUTOAMP_REPORT_DIR`.
 
-Written at each capture, so that a killed process leaves them too, and once more when
-the process ends, with the final counts.  Each model of each process has a directory.
+Graphs and reports are written at each capture, so that a killed process leaves them
+too.  The reports are written once more when the process ends, with the final counts.
+Each model of each process has a directory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _number = itertools.count()
 
 
 class Recorder:
-    """Writes what becomes of models below a directory."""
+    """Writes the graphs and reports of conversions below a directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -42,7 +43,7 @@ class Recorder:
 
     def write(self, engine: Engine) -> None:
         """Writes the graphs that are new, and the report anew; never raises."""
-        if os.getpid() != self._pid:  # this process was forked: places of its own
+        if os.getpid() != self._pid:  # a forked process has folders of its own
             self._begin_anew()
         try:
             with self._lock:
@@ -76,14 +77,14 @@ class Recorder:
         self._at_exit()
 
     def _at_exit(self) -> None:
-        if os.getpid() != self._pid:  # a fork's parent writes its own
+        if os.getpid() != self._pid:  # forked: the parent writes these
             return
         for engine in list(self._places):
             self.write(engine)
 
     def _begin_anew(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # another thread may have held it
+        self._lock = threading.RLock()  # another thread may have held the old one
         self._places.clear()
         self._written.clear()
 
@@ -97,12 +98,15 @@ class Recorder:
 
 
 def _named(code: str) -> str:
-    """Python: what Dynamo captures is called `<lambda>`."""
+    """`code` as valid Python: Dynamo calls the class of a graph `<lambda>`."""
     return code.replace("class <lambda>(", "class Graph(", 1)
 
 
 def _new_folder(root: Path, name: str) -> Path:
-    """In a container every run may have the same host name and process id."""
+    """Makes a folder that no other run has.
+
+    In a container every run may have the same host name and process id.
+    """
     root.mkdir(parents=True, exist_ok=True)
     while True:
         with contextlib.suppress(FileExistsError):
@@ -115,7 +119,7 @@ def _put(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        # What a class or an op is called may be no valid text.
+        # The name of a class or an op may be no valid text.
         draft.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(draft, path)
     except OSError:

@@ -1,4 +1,4 @@
-"""What the automatic mode has to say, on stderr, where nobody configured logging."""
+"""Writes the messages of the automatic mode to stderr if nobody configured logging."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _PACKAGE = logging.getLogger("autoamp")
 class _Fallback(logging.Handler):
     """Writes to stderr unless the script has handlers of its own at the root.
 
-    A script that was never changed has not heard of our logger; one that sets up its
-    logging gets every line there, once.
+    A script that was never changed does not know our logger.  A script that sets up its
+    own logging gets every line there, once.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or sys.stderr is None:
             return
-        # It may be closed, or a pipe nobody reads: a call of a model does not fail
-        # because of what there is to say about it.
+        # stderr may be closed, or a pipe nobody reads: a call of a model must not fail
+        # because of a message about it.
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()

@@ -37,8 +37,9 @@ _switch = threading.RLock()
 def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
     """Converts every model of this process at its first call, from now on.
 
-    What `AUTOAMP_ENABLE=1` does.  Optimizers are met by themselves.  Called again, the
-    new options hold for models met from then on, and those met before are reverted.
+    `AUTOAMP_ENABLE=1` does the same.  Optimizers are found at their first step.  A
+    second call reverts the models converted so far, and its options hold for models
+    called from then on.
 
     Args:
         report_dir: where each captured graph and report is written.
@@ -52,14 +53,14 @@ def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
 
 
 def enable_from_environment(*stand_ins: tuple[Any, Any]) -> list[Any]:
-    """`enable` with what the environment variables say.
+    """`enable` with the settings in the environment variables.
 
     Args:
-        *stand_ins: what waits in the place of `nn.Module.__call__` and `torch.compile`,
-            each with what was there before.
+        *stand_ins: the functions that wait in the place of `nn.Module.__call__` and
+            `torch.compile`, each with the original.
 
     Returns:
-        What the two are from now on.
+        Our functions that take the place of the two from now on.
 
     Raises:
         AutoampError: a variable is unusable; nothing was changed.
@@ -72,9 +73,9 @@ def enable_from_environment(*stand_ins: tuple[Any, Any]) -> list[Any]:
 
 
 def disable() -> None:
-    """Undoes `enable`: models and optimizers are what they were, and new ones stay so.
+    """Undoes `enable`: reverts models and optimizers, and leaves new ones alone.
 
-    Without effect where the automatic mode is off.
+    The call has no effect where the automatic mode is off.
     """
     global _mode
     _disarm()
@@ -89,9 +90,10 @@ def disable() -> None:
 
 
 def _disarm() -> None:
-    """Undoes what `import torch` has armed, if it has.
+    """Undoes `autoamp_autoload.autoload`, if `import torch` has called it.
 
-    That is looked up and not imported: it stands above this package and imports it.
+    `autoamp_autoload` is looked up and not imported, because it stands above this
+    package and imports it.
     """
     above: Any = sys.modules.get("autoamp_autoload")
     if above is not None:
@@ -122,7 +124,7 @@ def _start(
 
 
 def _watching(original: Call) -> Call:
-    """What takes the place of `nn.Module.__call__`."""
+    """The function that takes the place of `nn.Module.__call__`."""
 
     def __call__(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         if under_compilation() or THREAD.inside or inside_a_call():
@@ -132,6 +134,7 @@ def _watching(original: Call) -> Call:
             return original(self, *args, **kwargs)
         return mode.call(original, self, args, kwargs)
 
-    # After a graph break every module comes through here: each has limits of its own.
+    # After a graph break every module comes through here, but each must have recompile
+    # limits of its own.
     compat.never_a_graph_by_itself(__call__)
     return __call__

@@ -1,1 +1,1 @@
-"""A call becomes a graph, and the graph what is run for it."""
+"""Captures a model's calls as graphs, has them rewritten and runs the results."""

@@ -1,8 +1,10 @@
-"""Which models are alike: one could be a deep copy of the other, but for its weights.
+"""Finds models that are alike: each could be a deep copy of the other, but for weights.
 
-Dynamo captures such models once.  It guards what it reads and would capture anew where
-something was overlooked here; models that have graphs of their own are told apart lest
-they fill each other's recompile limit.
+`likeness` takes a model and the arguments of a call, and gives a key that is equal for
+models that are alike; Dynamo captures models with one key only once.  A difference that
+the key overlooks does no harm, because Dynamo guards what it reads and captures anew.
+Models that need graphs of their own get different keys, because they would fill each
+other's recompile limit.
 """
 
 from __future__ import annotations
@@ -20,35 +22,35 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
-"""Types of what Dynamo takes for constants, and guards by value."""
+"""Types of the values that Dynamo takes for constants and guards by value."""
 
 _EVERY = frozenset(nn.Module().__dict__) - {"training"}
-"""What every module keeps for itself: its parameters, buffers, children and hooks."""
+"""Attributes that every module has: its parameters, buffers, children and hooks."""
 
 _HOOKS = frozenset(compat.HOOKS)
 
 _MOST = 256
-"""Values of one list or dictionary that are looked at; a look at more would cost more
-than it may save."""
+"""How many values of one list or dictionary are looked at; a look at more would cost
+more than shared graphs may save."""
 
 
 STATE = "_autoamp"
-"""The attribute of a converted model that holds what the conversion keeps."""
+"""The attribute of a converted model that holds its `Conversion`."""
 
 
 class _Unlike(Exception):  # noqa: N818 (found, not failed)
-    """The model has hooks, functions, or tensors where nobody would look for them."""
+    """The model holds something (a hook, function or tensor) that no key describes."""
 
 
 def likeness(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Hashable | None:
-    """Equal for models that are alike and called alike; None for one like no other.
+    """A key equal for models alike and called alike; None for a model like no other.
 
-    It keeps nothing alive, neither classes nor functions.
+    The key keeps neither classes nor functions alive.
 
     Args:
-        args, kwargs: of the call.
+        args, kwargs: the arguments of the call.
     """
     places: dict[int, int] = {}
     try:
@@ -66,7 +68,7 @@ def likeness(
 
 
 def _of_module(module: nn.Module, root: bool, places: dict[int, int]) -> list[Hashable]:
-    """What is said of one module; `places` numbers tensors, which may be shared."""
+    """The key of one module; `places` numbers tensors, because they may be shared."""
     own = module.__dict__
     is_scripted = "_parameters" not in own
     if is_scripted or (STATE in own and not root):
@@ -94,7 +96,7 @@ def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Any]:
 
 
 def _held(value: Any) -> Hashable:
-    """What a module holds besides parameters, buffers and children."""
+    """A key for one attribute of a module: no parameter, buffer or child."""
     if value is None or type(value) in _PLAIN:
         return value  # type: ignore[no-any-return]
     if not isinstance(value, list | tuple | dict):
@@ -109,7 +111,7 @@ def _held(value: Any) -> Hashable:
 
 
 def _value(value: Any) -> Hashable:
-    """What tells one value from others that Dynamo would not run the same graph on."""
+    """A key for one value, different where Dynamo would need another graph."""
     if isinstance(value, torch.Tensor):  # a number may decide what stays fp32
         return _argument(value), compat.held_number(value)
     if value is None or isinstance(value, _PLAIN):
@@ -123,7 +125,7 @@ def _value(value: Any) -> Hashable:
 
 
 def _argument(value: Any) -> Hashable:
-    """What tells arguments of a call apart: of tensors, not what they hold."""
+    """A key for one argument of a call; the key of a tensor leaves its values out."""
     if not isinstance(value, torch.Tensor):
         return _value(value)
     kind = weakref.ref(type(value))
@@ -131,7 +133,7 @@ def _argument(value: Any) -> Hashable:
 
 
 def _function(value: Any) -> Hashable:
-    """A function or a class, such as `functional.relu`, by its identity."""
+    """A key for a function or a class, such as `functional.relu`: its identity."""
     if not isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
         raise _Unlike
     return weakref.ref(value)

@@ -1,4 +1,4 @@
-"""Autocast: where it stands in for our graphs, and where they meet it."""
+"""Runs models under autocast in place of our graphs, and widens half arguments."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def under_autocast(
 ) -> Any:
     """`entry(model, *args, **kwargs)` under autocast, with fp32 results as without it.
 
-    Used where our graphs cannot run: under `vmap` and `torch.func`, inside a module the
-    user compiles as one graph, or where Dynamo captures nothing.  A caller that was
-    written for fp32 results would trip over half ones.
+    Autocast is used where our graphs cannot run: under `vmap` and `torch.func`, inside
+    a module the user compiles as one graph, or where Dynamo captures nothing.  Half
+    results are widened, because a caller written for fp32 results may fail on them.
     """
     device = next((p.device.type for p in nn.Module.parameters(model)), "cpu")
-    # Without a cache: one cast per use, so that a weight's gradient is summed in fp32.
+    # Without a cache each use has its own cast, so a weight's gradient sums in fp32.
     with torch.autocast(device_type=device, dtype=low, cache_enabled=False):
         result = entry(model, *args, **kwargs)
 
@@ -39,9 +39,9 @@ def under_autocast(
 
 
 def unscaled_dtype(low: torch.dtype) -> torch.dtype:
-    """The dtype for a region where nothing scales the loss.
+    """The compute dtype for a region where nothing scales the loss.
 
-    Gradients need the range of bf16 there.
+    Unscaled gradients need the range of bf16.
     """
     return torch.bfloat16 if torch.is_grad_enabled() else low
 
@@ -49,9 +49,10 @@ def unscaled_dtype(low: torch.dtype) -> torch.dtype:
 def all_widened(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, widened; a list or dict stays the caller's own object.
+    """The arguments of a call, with half tensors as fp32.
 
-    Unless it holds half tensors: a model may append to a list it is given.
+    A list or dict without half tensors stays the caller's own object, because a model
+    may append to a list it is given.
     """
 
     def widen(argument: Any) -> Any:
@@ -64,7 +65,10 @@ def all_widened(
 
 
 def _widened(value: Any) -> Any:
-    """Half tensors as fp32: an ambient autocast made them, and its region ends here."""
+    """`value`; as fp32 where it is a half tensor, which an ambient autocast made.
+
+    The ambient autocast region is off inside the model.
+    """
     if isinstance(value, torch.Tensor) and value.dtype in LOW_DTYPES.values():
         return value.to(torch.float32)
     return value

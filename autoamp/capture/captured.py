@@ -1,4 +1,4 @@
-"""One captured graph: rewritten once, and run by each model with copies of its own."""
+"""One captured graph, rewritten once, and run by each model with its own copies."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from autoamp.weights.copies import WeightCopies
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What became of one graph Dynamo captured, for every model that runs it.
+    """One graph Dynamo captured, made ready to run for every model that runs it.
 
     Attributes:
         rewritten: the pass's result, or None where it failed.
         gm: the graph that is run, with weight copies as extra inputs.
-        run: what runs it, compiled by the backend.
-        problem: why the graph runs unconverted; "" where it does not.
-        notes: what the report says of it besides.
-        weights: places of the inputs that are weights with a copy.
-        edge: what loss scaling adds to its inputs.
-        sizes: places of the inputs that are symbolic sizes.
+        run: the function that runs the graph, compiled by the backend.
+        problem: why the graph runs unconverted; "" where it is converted.
+        notes: further sentences about the graph for the report.
+        weights: positions of the inputs that are weights with a copy.
+        edge: the inputs that loss scaling adds to the graph.
+        sizes: positions of the inputs that are symbolic sizes.
     """
 
     rewritten: Rewritten | None
@@ -44,11 +44,11 @@ class CapturedGraph:
     """A graph as one model runs it.
 
     Attributes:
-        prepared: the graph, which others may run as well.
-        copies: the weight copies it is given, or None where it needs none.
-        runs: how often it ran.
-        sizes: how often it ran with which values of its symbolic sizes; empty where it
-            has none.
+        prepared: the graph, which other models may run as well.
+        copies: the weight copies the graph is given, or None where it needs none.
+        runs: how often the graph ran.
+        sizes: how often the graph ran with which values of its symbolic sizes; empty
+            where it has none.
     """
 
     prepared: Prepared
@@ -68,10 +68,10 @@ class CapturedGraph:
 
     @property
     def problem(self) -> str:
-        """Why the graph runs unconverted; "" where it does not."""
+        """Why the graph runs unconverted; "" where it is converted."""
         return self.prepared.problem
 
     @property
     def edge(self) -> Edge:
-        """What loss scaling adds to its inputs."""
+        """The inputs that loss scaling adds to the graph."""
         return self.prepared.edge

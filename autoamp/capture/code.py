@@ -1,4 +1,4 @@
-"""The compilations of one method of a model: the one in use, and when to start anew."""
+"""Keeps the compiled code of one method of a model, and compiles it anew if needed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.program import Program, program_for
 
 _RECOMPILE_LIMIT = 8
-"""Dynamo's own, per code object: more graphs than this in a row may mean it was hit."""
+"""Dynamo's recompile limit per code object, which as many new graphs may have hit."""
 
 _MOST_COMPILATIONS = 8
-"""How often a method is compiled anew after Dynamo stepped aside."""
+"""How many compilations of a method there may be before `start_afresh` adds no more."""
 
 
 class Method(NamedTuple):
-    """What calls of a model run: `forward` or another method, and its code.
+    """A method that calls of a model run, `forward` or another one, and its code.
 
     Attributes:
-        name: of the method.
-        entry: makes a function of the model, with code objects of its own.
-        shared: what the function is made of, the same for models of one class; None
-            where the instance has a method of its own.
+        name: the method's name.
+        entry: gives the method as a function of the model, with code objects of its
+            own.
+        shared: a key of the method's code, equal for models of one class; None where
+            the instance has a method of its own.
     """
 
     name: str
@@ -38,9 +39,10 @@ class Code:
 
     Attributes:
         entry: the method as a function of the model, not compiled.
-        program: what Dynamo compiled it to; None before the first call.
-        seen: the modes (grad mode, inference mode, training) it was called in so far.
-        hooked: modules have hooks that guards must look at.
+        program: the method compiled by Dynamo; None before the first call.
+        seen: the modes (grad mode, inference mode, training) the method was called in
+            so far.
+        hooked: whether modules have hooks that guards must look at.
     """
 
     def __init__(self, method: Method, engine: Engine) -> None:
@@ -56,7 +58,7 @@ class Code:
     def joined(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Program:
-        """The program of all models like this one, at its first call."""
+        """The program shared by all models like this one, taken at its first call."""
         what = self._method.shared
         if what is not None:
             like = likeness(model, args, kwargs)
@@ -65,22 +67,23 @@ class Code:
         return self._begin(program_for(what, entry, engine, hooked=self.hooked))
 
     def compile(self) -> Program:
-        """Code of this model's own, whatever others like it were compiled to."""
+        """A new program for this model alone, whatever models like it share."""
         entry = self._method.entry()
         return self._begin(Program(entry, self._engine, hooked=self.hooked))
 
     def renew(self, method: Method) -> None:
-        """From now on other code is what is compiled."""
+        """Makes `method` the code that is compiled from now on."""
         self._method, self.entry = method, method.entry()
         self.seen.clear()
         self.program = None
 
     def start_afresh(self) -> None:
-        """Compiles anew, a few times.
+        """Compiles the method anew, at most until `_MOST_COMPILATIONS` are made.
 
-        Dynamo never looks again at code it once stepped aside from: one call under a
-        FlopCounterMode would turn the model off for good.  At the recompile limit new
-        code would only start the same over.
+        Dynamo never looks again at code it once stepped aside from: without new code,
+        one call under a FlopCounterMode would leave the model in fp32 for good.  At the
+        recompile limit nothing is compiled, because new code would only reach the limit
+        again.
         """
         if self._compilations < _MOST_COMPILATIONS and not self.has_many:
             self.compile()

@@ -1,6 +1,7 @@
 """The Dynamo backend of one conversion.
 
-Given a captured graph, the engine has the pass run and returns what is called instead.
+The engine takes a captured graph, has the pass rewrite it and returns the function that
+is called in the graph's place.
 """
 
 from __future__ import annotations
@@ -40,11 +41,12 @@ class Engine:
     """Compiles captured graphs for the models of one conversion.
 
     Attributes:
-        options: what the user asked for.
-        record: what there is to tell of the conversion; another engine may share it.
-        differentiated_twice: somebody asked for that of a compiled graph, so the model
-            is to be captured again and run as it is.
-        bound: what runs each graph, which other models may run as well.
+        options: the options the user gave.
+        record: the record of the conversion, which another engine may share.
+        differentiated_twice: a backward of a compiled graph had create_graph=True, so
+            the model is to be captured again and its graphs run as they are.
+        bound: for each graph, which other models may run as well, the function that
+            this model's calls run.
     """
 
     options: Options
@@ -55,7 +57,7 @@ class Engine:
     _binding: Any = field(default_factory=threading.RLock)
 
     def compiled_by(self, backend: Callable[..., Any]) -> Engine:
-        """One for the same model, with the same record, whose graphs `backend` gets."""
+        """An engine with the same record that hands its graphs to `backend`."""
         return Engine(self.options.replace(backend=backend), self.record)
 
     def __call__(
@@ -65,7 +67,7 @@ class Engine:
         return self.bind(self.prepared(gm, example_inputs), example_inputs)
 
     def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
-        """What is run for `gm`, by this model too: as it is where a stage fails."""
+        """`gm` made ready to run and bound to this model; as it is if a stage fails."""
         options = self._options
         low, scaling = self.record.low, self.record.scaling
         if not compat.any_autocast() and compat.autocast_nesting() > self.local.regions:
@@ -95,7 +97,7 @@ class Engine:
     ) -> Prepared:
         try:
             found = as_it_is(gm, example_inputs, self._options, problem)
-        except Exception:  # the compiler's, on this graph too: Dynamo runs the model
+        except Exception:  # the compiler fails on this graph too: Dynamo runs the model
             self.record.leave_out(problem)
             raise
         self.bind(found, example_inputs)
@@ -103,7 +105,7 @@ class Engine:
 
     @property
     def _options(self) -> Options:
-        """What graphs captured now are compiled with."""
+        """The options with which graphs captured now are compiled."""
         as_is = self.runs_as_is and self.options.backend != "eager"
         return self.options.replace(backend="eager") if as_is else self.options
 
@@ -115,10 +117,12 @@ class Engine:
         )
 
     def bind(self, prepared: Prepared, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What this model's calls run for a graph: it counts, brings weight copies.
+        """The function that this model's calls run for a graph.
+
+        The function counts its runs and passes the weight copies to the graph.
 
         Args:
-            inputs: of this model, those the graph was captured with or those of a call.
+            inputs: this model's inputs of the capture, or of a call.
         """
         with self._binding:
             if prepared not in self.bound:
@@ -153,9 +157,9 @@ class Engine:
         return self.options.backend == "eager" or self.differentiated_twice
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, with an eye on backwards that record a graph of their own.
+        """`call`, which also notices backwards that record a graph of their own.
 
-        What AOT autograd compiles can be differentiated once only.
+        Code that AOT autograd compiled can be differentiated only once.
         """
 
         def look(_: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Hands a rewritten graph to a compiler instead of running it as it is."""
+"""Turns a rewritten graph into one for a compiler, instead of running it as it is."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _CHANGED = frozenset({checkpointed, *FOR_COMPILERS})
 
 
 def for_compilers(gm: fx.GraphModule) -> fx.GraphModule:
-    """`gm` in the form AOT autograd takes; itself where nothing needs changing.
+    """`gm` in the form AOT autograd takes; `gm` itself where nothing needs changing.
 
-    Checkpointed regions become torch's own op, which AOT autograd partitions: run as it
-    is, a rewritten graph calls `torch.utils.checkpoint`, and AOT autograd would trace
-    into that and keep every activation.  The boundary becomes plain ops.
+    Checkpointed regions become torch's own op, which AOT autograd partitions.  A
+    rewritten graph run as it is calls `torch.utils.checkpoint`; AOT autograd would
+    trace into that call and keep every activation.  The ops of the loss scale's
+    boundary become plain ops.
     """
     if not any(n.target in _CHANGED for n in gm.graph.nodes):
         return gm

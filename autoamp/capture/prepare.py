@@ -1,4 +1,4 @@
-"""From a graph Dynamo captured to what is run for it, whichever model runs it."""
+"""Turns a captured graph into a `Prepared` one, for every model that runs it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def prepare(
     """Runs the pass on `gm`, takes its weight casts out and scales it at its edge.
 
     Args:
-        inputs: what Dynamo captured it with.
-        options: `backend` in them compiles the result.
-        scaling: whose scale the compiler is shown; each model brings its own later.
+        inputs: the inputs Dynamo captured `gm` with.
+        options: the options of the conversion; `options.backend` compiles the result.
+        scaling: the scaling whose scale the compiler is shown; each model runs the
+            result with its own scaling later.
 
     Raises:
         AutoampError: a pass failed; the message says where.
@@ -69,7 +70,7 @@ def prepare(
 def as_it_is(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Options, problem: str
 ) -> Prepared:
-    """The graph in fp32, and why."""
+    """The graph made ready to run in fp32, because of `problem`."""
     if options.backend == "eager":
         checkpoint_as_python_does(gm)
     run = compat.compile_with(options.backend, gm, inputs)
@@ -82,13 +83,13 @@ def _given(
     low: torch.dtype,
     extra: Sequence[torch.Tensor],
 ) -> list[Any]:
-    """What the graph is called with: `inputs`, weight copies, and scales."""
+    """The arguments the graph is called with: `inputs`, weight copies, and scales."""
     copies = [torch.empty_like(inputs[i].detach(), dtype=low) for i in hoisted.weights]
     return [*inputs, *copies, *extra]
 
 
 def _given_up(rewritten: Rewritten) -> list[str]:
-    """What failed checks keep in fp32, each error once with its nodes."""
+    """One line for each error of a check, with the ops that stay fp32 because of it."""
     errors: dict[str, list[str]] = {}
     for each in rewritten.with_bodies():
         for name, why in each.given_up.items():

@@ -1,7 +1,7 @@
-"""What Dynamo compiled a model to, shared by all models that are alike.
+"""The compiled graphs of a model, shared by all models that are alike.
 
-Of thirty models of one class the first is captured; the others run its graphs with
-weights, weight copies, a loss scale and a record of their own.
+If there are thirty models of one class, the first is captured; the others run the
+first one's graphs with weights, weight copies, a loss scale and a record of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoamp.capture.engine import Engine
 
 
 class _Running(threading.local):
-    """`engine`: of the model whose call this thread is in."""
+    """`engine`: the engine of the model whose call this thread is in."""
 
     engine: Engine | None = None
 
@@ -30,16 +30,17 @@ RUNNING = _Running()
 class Backend:
     """The Dynamo backend of models that are alike.
 
-    Dynamo keeps a backend as long as the code compiled with it, so that a backend must
-    not hold that code.
+    A backend must not hold the code compiled with it, because Dynamo keeps the backend
+    as long as that code.
 
     Attributes:
-        runs_as_is: no compiler is handed the graphs in turn.
-        left: code that was left to Python, and whether only past the recompile limit.
+        runs_as_is: graphs run as they are, and no compiler gets them.
+        left: code that Dynamo left to Python, each with whether only calls past the
+            recompile limit are.
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Args: `engine` is that of the first model."""
+        """Args: `engine` is the first model's engine."""
         self.runs_as_is = engine.runs_as_is
         self.left: list[tuple[types.CodeType, bool]] = []
         self._first = weakref.ref(engine)
@@ -47,7 +48,7 @@ class Backend:
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Prepares a graph for the model that is running, and runs it for any."""
+        """Prepares a graph for the running model; the result runs it for any model."""
         prepared = self._running().prepared(gm, example_inputs)
 
         def run(*args: Any) -> Any:
@@ -58,7 +59,7 @@ class Backend:
         return run
 
     def leave(self, code: types.CodeType, at_limit: bool) -> None:
-        """Notes what Dynamo leaves to Python."""
+        """Notes code that Dynamo leaves to Python."""
         self.left.append((code, at_limit))
         self._running().record.left_to_python(code, at_limit)
 
@@ -72,10 +73,11 @@ class Program:
     """The compiled entry of models that are alike.
 
     Attributes:
-        backend: what its graphs are handed to.
-        call: the compiled entry, called with the model first.
-        stepped_aside: Dynamo looks at some of its code no more; no model is to join.
-        seen: kinds of calls that have been captured: recording, inference, training.
+        backend: the backend that gets the program's graphs.
+        call: the compiled entry, whose first argument is the model.
+        stepped_aside: Dynamo no longer looks at some code of the program, so no other
+            model may join.
+        seen: the modes (grad mode, inference mode, training) captured so far.
     """
 
     def __init__(
@@ -84,8 +86,8 @@ class Program:
         """Compiles nothing yet.
 
         Args:
-            engine: that of the first model.
-            hooked: modules inside have hooks, or have had some.
+            engine: the first model's engine.
+            hooked: modules of the model have hooks, or have had some.
         """
         assert isinstance(entry, types.FunctionType)
         self.backend = Backend(engine)
@@ -97,11 +99,11 @@ class Program:
 
     @property
     def may_be_joined(self) -> bool:
-        """Whether another model finds its graphs here, and nothing in their way."""
+        """Whether another model may run the graphs of this program."""
         return bool(self.seen) and self.call.is_captured and not self.stepped_aside
 
     def tell(self, engine: Engine) -> None:
-        """Has a model report what of its code was left to Python before it came."""
+        """Records for a model the code left to Python before the model joined."""
         for code, at_limit in self.backend.left:
             engine.record.left_to_python(code, at_limit)
 
@@ -119,12 +121,14 @@ def program_for(
     *,
     hooked: bool,
 ) -> Program:
-    """The program of models that are alike, once one was captured and while it lives.
+    """The program of models that are alike, or a new one.
+
+    A program is shared once a call was captured, and as long as the program lives.
 
     Args:
-        what: a key, equal for models that are alike; None for a program of its own.
+        what: a key, equal for models that are alike; None for a program of one model.
         make: gives the entry, with code objects of its own.
-        hooked: as of a `Program`; those of models with hooks are not shared.
+        hooked: as for `Program`; models with hooks share no program.
     """
     key = None if what is None else _with_options(what, engine)
     if key is None:
@@ -134,20 +138,20 @@ def program_for(
         if found is not None and found.may_be_joined:
             return found
         mine = Program(make(), engine, hooked=hooked)
-        # One that another thread is capturing now is not waited for: that thread may
-        # wait for this one in turn, as ranks do that are threads.
+        # This thread does not wait for a program that another thread is capturing: the
+        # other may wait for this one in turn, as it does where ranks are threads.
         if found is None or found.seen:
             _PROGRAMS[key] = mine
     return mine
 
 
 def _with_options(what: Hashable, engine: Engine) -> Hashable | None:
-    """`what`, and all else that a graph depends on; None if that cannot be compared."""
+    """`what` with all else that a graph depends on; None if an option has no hash."""
     options = engine.options
-    if not isinstance(options.loss_scale, str):  # each model brings its own
+    if not isinstance(options.loss_scale, str):  # each model has its own scale
         options = options.replace(loss_scale="auto")
     low, scales = engine.record.low, engine.record.scaling.enabled
-    rules = options.resolve_rules(low)  # by name, they may be in a file
+    rules = options.resolve_rules(low)  # `rules` may name a file
     key = (what, low, scales, engine.runs_as_is, rules, options)
     try:
         hash(key)

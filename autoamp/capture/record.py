@@ -1,4 +1,4 @@
-"""The record of a conversion: its graphs, its calls, and what was not converted."""
+"""The record of a conversion: its graphs, its calls, and the parts not converted."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class Skipped:
 
 @dataclass(eq=False)
 class Record:
-    """The record of one conversion, whichever compilers its graphs are handed to.
+    """The record of one conversion, whichever compilers get its graphs.
 
     Attributes:
         label: the model's class name, for messages.
         low: the compute dtype.
-        scaling: its loss scaling.
+        scaling: the conversion's loss scaling.
         graphs: every captured graph, in order of capture.
-        skipped: what was not converted.
+        skipped: the parts that were not converted.
         calls: calls of the models so far.
-        aside: those of them that ran no rewritten graph.
-        in_part: those that ran rewritten graphs and graphs the pass failed on.
+        aside: calls that ran no rewritten graph.
+        in_part: calls that ran rewritten graphs and graphs the pass failed on.
         lowers: some op of some graph is low.
-        announced: the models' one line of log has been written.
+        announced: the one log line about the conversion has been written.
     """
 
     label: str
@@ -74,7 +74,7 @@ class Record:
         return sum(g.runs for g in self.graphs if g.rewritten is not None)
 
     def add(self, captured: CapturedGraph) -> None:
-        """Keeps a graph new to this model, and where nothing in it is low, why."""
+        """Keeps a graph new to this model, and why it has no low op if it has none."""
         self.graphs.append(captured)
         rewritten, why = captured.rewritten, captured.problem
         if rewritten is not None:
@@ -91,7 +91,7 @@ class Record:
             self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", why))
 
     def leave_out(self, problem: str) -> None:
-        """Keeps why the next graph is not even run as it is."""
+        """Keeps the reason why the next graph cannot even be run as it is."""
         self.skipped.append(Skipped(f"graph {len(self.graphs)}", problem))
 
     def _log(self, rewritten: Rewritten) -> None:
@@ -111,7 +111,7 @@ class Record:
         )
 
     def note(self, why: str) -> None:
-        """Says, once, why something is not converted, and keeps it for the report."""
+        """Logs once why something is not converted, and keeps why for the report."""
         if not any(s.why == why for s in self.skipped):
             self.skipped.append(Skipped(self.label, why))
             say_once(logger, logging.WARNING, f"autoamp: {self.label}: {why}")
@@ -120,7 +120,8 @@ class Record:
         """Keeps for the report that Dynamo leaves a function to Python.
 
         Args:
-            at_limit: only those calls that would need more graphs than the limit.
+            at_limit: Dynamo leaves only those calls to Python that would need more
+                graphs than the recompile limit.
         """
         place = plain_line(f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}")
         if at_limit:
@@ -131,11 +132,11 @@ class Record:
             self.skipped.append(found)
 
     def announce(self) -> None:
-        """One line, after the first call that captured anything."""
+        """Logs one line, after the first call that captured anything."""
         if self.announced or not logger.isEnabledFor(logging.INFO):
             return
         sums = [g.rewritten.sums for g in self.graphs if g.rewritten is not None]
-        # The pass failed, which has been said, or there is nothing.
+        # The pass failed, and a warning has said so, or the graphs have no float op.
         if not any(each.ops for each in sums):
             return
         self.announced = True
@@ -150,7 +151,7 @@ class Record:
         )
 
     def tell_progress(self, seconds: float) -> None:
-        """One line while a first call takes its time."""
+        """Logs one line while a first call is being captured."""
         logger.info(
             "autoamp: the first call of %s has taken %.0f s: it is being captured, "
             "and has %d graphs so far",

@@ -1,4 +1,4 @@
-"""The functions called in place of a captured graph: they count, copy and scale."""
+"""Functions called in place of a captured graph: they count, copy weights and scale."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from autoamp.scaling.watch import Watched
 
 
 class Local(threading.local):
-    """What happened in this thread.
+    """The runs and errors of this thread.
 
     Attributes:
-        runs: graphs run, those the pass failed on too, which are reported by
-            themselves: a call that adds none went past us.
-        rewritten: those of them that the pass rewrote.
-        error: what we raised under `strict`; Dynamo wraps it in an error of its own.
-        regions: in how many autocast regions the model was called, where that counts.
+        runs: how many graphs ran, including graphs the pass failed on, which are
+            reported separately; a call that adds no run went past us.
+        rewritten: how many graphs ran that the pass rewrote.
+        error: the error we raised under `strict`, which Dynamo wraps in its own.
+        regions: how many autocast regions the model was called in; `sys.maxsize` where
+            no converted model is called.
     """
 
     runs = 0
@@ -35,7 +36,7 @@ class Local(threading.local):
 
 
 def unscaled(local: Local, captured: CapturedGraph) -> Callable[..., Any]:
-    """A call of a graph that no gradient leaves, so that there is nothing to scale."""
+    """The function called for a graph without gradients to scale."""
     run = captured.prepared.run
     slots = captured.prepared.weights
     fresh = captured.copies.fresh if captured.copies is not None else None
@@ -59,11 +60,12 @@ def scaled(
     *,
     watches: bool,
 ) -> Callable[..., Any]:
-    """A graph whose gradients are scaled and checked for overflows.
+    """The function called for a graph whose gradients are scaled and checked.
 
     Args:
-        inputs: of this model.
-        watches: gradients inside can be seen, where the loss scale asks for them.
+        inputs: the inputs of this model.
+        watches: gradients inside the graph can be watched, where the loss scale asks
+            for that.
     """
     run = captured.prepared.run
     slots, edge = captured.prepared.weights, captured.edge
@@ -84,7 +86,7 @@ def scaled(
             try:
                 results = watched.run(*args, *copies, *extra)
             finally:
-                watched.env.clear()  # an error may hold it, and it the inputs
+                watched.env.clear()  # an error may hold `watched`, which holds inputs
         else:
             results = run(*args, *copies, *extra)
         watch(graph_run, results, tensors)
@@ -96,7 +98,7 @@ def scaled(
 
 
 def counted(local: Local, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, of which it is known that it ran."""
+    """`run`, with its runs counted in `local`."""
 
     def call(*args: Any) -> Any:
         local.runs += 1
@@ -108,7 +110,7 @@ def counted(local: Local, run: Callable[..., Any]) -> Callable[..., Any]:
 def counting_sizes(
     call: Callable[..., Any], symbolic: Sequence[int], sizes: Counter[tuple[int, ...]]
 ) -> Callable[..., Any]:
-    """`call` that notes the sizes it is called with: flops depend on them."""
+    """`call`, which also counts the sizes it is called with: flops depend on them."""
 
     def counting(*args: Any) -> Any:
         sizes[tuple([args[i] for i in symbolic])] += 1

@@ -1,6 +1,6 @@
 """Every private or recent torch API this package uses, each with its fallback.
 
-torch 2.13 is what CI tests, and 2.11 must work (`make test-oldest`).  Nothing outside
+CI tests torch 2.13, and torch 2.11 must work (`make test-oldest`).  Nothing outside
 this sub-package reaches into `torch._*` (a test enforces it), so that a new torch
 breaks one place.  Nothing here changes global state outside the call that asks for it.
 """

@@ -1,4 +1,4 @@
-"""What is compiled with what, and where the caller stands in it."""
+"""Compiles graphs with Dynamo backends, and tells what is tracing the caller."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 def compile_with(
     backend: str | Callable[..., Any], gm: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """`gm` compiled by a backend, as `torch.compile` would from inside one.
+    """`gm` compiled by a backend, for a caller that is inside a backend itself.
 
     Args:
         backend: "eager" (`gm` as it is), "inductor" or any Dynamo backend.
@@ -35,7 +35,7 @@ def resolved_backend(
     options: dict[str, Any] | None,
     dynamic: bool | None,
 ) -> Callable[..., Any] | None:
-    """What `torch.compile` would call with each graph; None where torch hides that.
+    """The function `torch.compile` would call with each graph; None if torch hides it.
 
     Raises:
         RuntimeError: torch's own, where the arguments contradict each other.
@@ -56,7 +56,7 @@ def resolved_backend(
 def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
     """The backend of the compilation that is tracing now; None where it is unknown.
 
-    And whether the graph may be broken: not so under `fullgraph=True`.
+    The second result is whether the graph may be broken: False under `fullgraph=True`.
     """
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -69,7 +69,7 @@ def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
 
 
 def unwrapped_backend(backend: Any) -> Any:
-    """What was given to `torch.compile` as `backend`, out of torch's own wrappers."""
+    """The `backend` given to `torch.compile`, taken out of torch's own wrappers."""
     names = ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__")
     for _ in range(10):
         inner = [getattr(backend, n) for n in names if getattr(backend, n, None)]
@@ -90,7 +90,7 @@ _transforms_active: Callable[[], bool] = getattr(
 
 
 def is_batch(value: torch.Tensor) -> bool:
-    """Whether `value` stands for several: gradients taken with `is_grads_batched`."""
+    """Whether `value` is a batch of gradients, taken with `is_grads_batched`."""
     functorch = getattr(torch._C, "_functorch", None)
     for name in ("is_legacy_batchedtensor", "is_batchedtensor"):
         ask = getattr(functorch, name, None)
@@ -106,15 +106,15 @@ def hides_calls() -> bool:
 
 
 def other_tracing() -> bool:
-    """Whether `torch.jit` or `torch.fx` traces what runs now."""
+    """Whether `torch.jit` or `torch.fx` traces the code that runs now."""
     tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
     return bool(tracing()) or fx_tracing()
 
 
 def fx_tracing() -> bool:
-    """Whether `torch.fx` records what runs now: `symbolic_trace`, `make_fx`.
+    """Whether `torch.fx` records the code that runs now: `symbolic_trace`, `make_fx`.
 
-    Dynamo raises where it is called then.
+    Dynamo raises where it is called during such a trace.
     """
     ask = getattr(torch.fx._symbolic_trace, "is_fx_symbolic_tracing", None)
     if ask is None:
@@ -123,12 +123,12 @@ def fx_tracing() -> bool:
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Whether it is what `torch.compile` makes of a module."""
+    """Whether `module` is one that `torch.compile` has made of another module."""
     return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def uncompiled(module: Any) -> torch.nn.Module:
-    """The module that such a one was made of."""
+    """The module that `torch.compile` has made `module` of."""
     found: torch.nn.Module = module._orig_mod
     return found
 

@@ -1,4 +1,4 @@
-"""The device, and the autocast regions it may be in."""
+"""The low dtypes of this CPU, and regions of autocast."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def any_autocast() -> bool:
 
 
 def autocast_nesting() -> int:
-    """In how many `torch.autocast` regions the caller is, those that are off too."""
+    """How many `torch.autocast` regions the caller is in, disabled ones included."""
     nesting = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     return nesting - 1
@@ -62,10 +62,11 @@ def in_autocast(
 ) -> Iterator[None]:
     """A region of `torch.autocast(device, dtype, enabled)` that no trace records.
 
-    Nothing is cached there: a cached cast would outlive the fake tensor it was made of.
+    The region caches no cast, because a cached cast would outlive the fake tensor it
+    was made of.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the capture has shown them already
+        warnings.simplefilter("ignore")  # the capture has shown the warnings already
         wanted = torch.autocast(device, dtype, enabled)
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     cached = torch.is_autocast_cache_enabled()

@@ -1,4 +1,4 @@
-"""The compiled entry of a model: Dynamo's, with limits and chances of its own."""
+"""The entry of a model, compiled by Dynamo with recompile limits of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autoamp.compat.layers import layer_captured, layer_left
 from autoamp.compat.recurrent import recurrent_results
 
 _COMPILE_TIME_CONFIG = {
-    # Without it nn.LSTM, GRU and RNN give no graph at all, silently.
+    # Without this option nn.LSTM, GRU and RNN give no graph at all, silently.
     "allow_rnn": True,
     # DDPOptimizer would call the backend once per bucket with fake tensors; the eager
     # back end has per-op autograd, so DDP overlaps without any splitting.
@@ -34,10 +34,10 @@ _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
 class Backend(Protocol):
-    """What a graph is handed to.
+    """The Dynamo backend that gets each graph.
 
     Attributes:
-        runs_as_is: no compiler is handed the graph in turn.
+        runs_as_is: graphs run as they are, and no compiler gets them.
     """
 
     @property
@@ -51,10 +51,10 @@ class CompiledEntry:
 
     Dynamo counts recompiles per code object, shared by every function of one source:
     two dozen models converted through the same lambda would exhaust the limit of 8 and
-    then run fp32 without a word.  The entry gets a fresh code object; of code that
-    models share, a submodule's after a graph break, what others have compiled is not
-    counted.  (`isolate_recompiles` of torch 2.13 would count so too, but it is one
-    number for all threads: models called in two at once recompile without end.)
+    then run in fp32 without a message.  Therefore the entry gets a fresh code object.
+    In code that models share (a submodule's, after a graph break) graphs of other
+    models are not counted.  (`isolate_recompiles` of torch 2.13 would count so too, but
+    is one number for all threads: models called in two at once recompile without end.)
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class CompiledEntry:
         """Compiles nothing yet.
 
         Args:
-            leave: told of methods of modules that are left to Python.
-            hooked: modules may get hooks, and lose them.  Dynamo guards against that
-                slowly, with several guards for each module.
+            leave: called with methods of modules that Dynamo leaves to Python.
+            hooked: modules may get and lose hooks, which Dynamo guards slowly, with
+                several guards for each module.
         """
         fresh = types.FunctionType(
             entry.__code__.replace(co_name=entry.__code__.co_name),
@@ -96,17 +96,17 @@ class CompiledEntry:
 
     @property
     def is_captured(self) -> bool:
-        """Whether Dynamo has anything for it: `torch._dynamo.reset()` drops all."""
+        """Whether Dynamo has graphs of the entry: `torch._dynamo.reset()` drops all."""
         if not _can_list_entries():
             return bool(self._captured)
         return any(map(_entries, self._captured))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The call, compiled; where it raises, Dynamo is to look at its code again.
+        """Calls the compiled entry; after an error Dynamo looks at its code again.
 
-        A frame that raises while it is traced (`if x.isnan().any(): raise`, and bad
-        arguments) is one that Dynamo would leave to Python from then on, good arguments
-        or not.
+        Dynamo would leave a frame that raises while it is traced
+        (`if x.isnan().any(): raise`, and bad arguments) to Python from then on, even
+        with good arguments.
         """
         before = len(self._skipped)
         try:
@@ -131,18 +131,18 @@ def _configure_while_compiling(  # noqa: PLR0917
     """Makes Dynamo's frame callback run under our configuration.
 
     The callback runs only when a frame is compiled, so a converted call pays nothing
-    for it and torch's configuration is what the user set everywhere else.  (The class
-    of this one object is replaced: the C side walks the object's own attributes, and a
-    wrapping object crashes it.)
+    for the callback, and everywhere else torch's configuration is the user's.  (The
+    class of this one object is replaced, because the C side walks the object's own
+    attributes and crashes on a wrapping object.)
 
     Args:
-        captured: what has graphs from now on is added.
-        skipped: what is left to Python from now on is added.
-        leave: called with those of it that are methods of modules, after a graph break
-            that Dynamo could not go on from; and, with true, where the recompile limit
-            leaves some calls of it to Python.
-        entry: what the calls of the model begin with.
-        hooked: as of a `CompiledEntry`.
+        captured: gets the code that has graphs from now on.
+        skipped: gets the code that is left to Python from now on.
+        leave: called with a method of a module and False, after a graph break that
+            Dynamo could not go on from; called with code and True, where the recompile
+            limit leaves some calls of the code to Python.
+        entry: the code that calls of the model begin with.
+        hooked: as for `CompiledEntry`.
     """
     ours = {**_COMPILE_TIME_CONFIG, "skip_nnmodule_hook_guards": not hooked}
     base = type(callback)
@@ -162,9 +162,9 @@ def _configure_while_compiling(  # noqa: PLR0917
         known.update(_module_of(frame))
         if code in exceeded and len(known) == before:
             return exceeded[code]
-        # What does not count: graphs of others; one for each more of the blocks of a
-        # model, of other sizes each, that share one code object after a graph break;
-        # and one for each thread that waited here while another made the same graph.
+        # Some graphs do not count: graphs of other backends; one for each further block
+        # of a model, where blocks of several sizes share one code object after a graph
+        # break; one for each thread that waited while another made the same graph.
         others = sum(entry.backend is not backend for entry in _entries(code))
         more = others + max(len(known) - 1, 0) + raced[code]
         config = torch._dynamo.config
@@ -179,9 +179,9 @@ def _configure_while_compiling(  # noqa: PLR0917
             captured.append(code)
         if found.guarded_code is None and found.apply_to_code:
             if found.frame_exec_strategy.cur_action.name == "RUN_ONLY":
-                found.apply_to_code = False  # our limit is not theirs
+                found.apply_to_code = False  # our limit is not other models'
                 exceeded[code] = found
-                if code is not entry:  # whose calls then run no graph: they are counted
+                if code is not entry:  # the entry's calls without a graph are counted
                     leave(code, True)
             else:
                 skipped.append(code)
@@ -200,10 +200,10 @@ def _module_of(frame: Any) -> set[int]:
 
 
 def _suppressed(found: Any, failed: int) -> bool:
-    """Whether Dynamo made nothing of a frame because of an error that it kept quiet.
+    """Whether Dynamo left a frame to Python because of an error that it suppressed.
 
     Args:
-        failed: on how many frames it had failed before.
+        failed: how many frames Dynamo had failed on before.
     """
     if hasattr(found, "skip_reason"):
         return bool(found.skip_reason == _SUPPRESSED)
@@ -211,7 +211,7 @@ def _suppressed(found: Any, failed: int) -> bool:
 
 
 def _failed_frames() -> int:
-    """On how many frames Dynamo has failed so far, those being traced now included."""
+    """How many frames Dynamo has failed on so far, frames being traced now included."""
     counters: Any = getattr(torch._dynamo.utils, "counters", None)
     if counters is None:
         return 0
@@ -220,10 +220,10 @@ def _failed_frames() -> int:
 
 
 def _lock() -> Any:
-    """Dynamo's own: our limits stand in torch's configuration while it compiles.
+    """Dynamo's lock: our limits stand in torch's configuration while Dynamo compiles.
 
-    Where Dynamo shows none, ours keeps converted models apart from each other, though
-    not from what the user compiles in another thread.
+    Where Dynamo shows no lock, ours keeps converted models apart from each other, but
+    not from code the user compiles in another thread.
     """
     return getattr(torch._dynamo.convert_frame, "compile_lock", _OUR_LOCK)
 
@@ -232,7 +232,7 @@ _OUR_LOCK = threading.RLock()
 
 
 def _entries(code: types.CodeType) -> list[Any]:
-    """What `code` was compiled to, with whichever backend."""
+    """The compiled versions of `code`, of every backend."""
     if not _can_list_entries():  # models of one class then share a limit
         return []
     ask: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
@@ -244,7 +244,7 @@ def _can_list_entries() -> bool:
 
 
 def set_frames_action(code: types.CodeType, own: str, called: str) -> None:
-    """What becomes of frames of `code`, and of those they call: "DEFAULT" or "SKIP"."""
+    """Sets what Dynamo does with `code` and frames it calls: "DEFAULT" or "SKIP"."""
     try:
         frames: Any = torch._C._dynamo.eval_frame
         actions = [getattr(frames._FrameAction, name) for name in (own, called)]
@@ -255,19 +255,19 @@ def set_frames_action(code: types.CodeType, own: str, called: str) -> None:
 
 
 def never_a_graph_by_itself(function: Any) -> None:
-    """Makes Dynamo start no graph at `function`, but look at what it calls.
+    """Makes Dynamo start no graph at `function`, but look at functions it calls.
 
-    In a graph that is begun above it, it is traced like any other.
+    In a graph that begins above it, `function` is traced like any other.
     """
     set_frames_action(function.__code__, "SKIP", "DEFAULT")
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Keeps from the user what Dynamo says to people who asked for it."""
+    """A region in which Dynamo's messages reach only users who asked for them."""
     with warnings.catch_warnings():
-        # Dynamo looks at `.grad` of every input.  It hides the warning, but not from a
-        # filter that makes it an error, and the error would end the capture.
+        # Dynamo looks at `.grad` of every input and hides the warning, but not from a
+        # filter that makes the warning an error, and the error would end the capture.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
         for logger in _LOGGERS:
             logger.addFilter(_is_worth_saying)
@@ -285,10 +285,11 @@ _LOGGERS = [
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
-    """Not how to avoid a graph break at `.item()`, with a page of stack.
+    """Whether a message of Dynamo is for a user who did not ask for messages.
 
-    Nor what Dynamo failed on, with three: the report says what is left to Python, and
-    an error of the model's own is raised by its own code.
+    Advice against a graph break at `.item()`, with a page of stack, is not.  Neither is
+    a failure of Dynamo, with three: the report says which code is left to Python, and
+    an error of the model's own is raised by the model's own code.
     """
     if logging.getLogger(record.name).isEnabledFor(logging.INFO):
         return True  # asked for, by TORCH_LOGS

@@ -18,8 +18,8 @@ from autoamp.compat.entry import set_frames_action
 def saved_tensors_hooks_off() -> Iterator[None]:
     """A region that the caller's `saved_tensors_hooks` do not see.
 
-    Such as those of a checkpoint round a model's call, which counts what is saved: what
-    tracing saves is nothing of the model's.
+    A checkpoint round a model's call has such hooks and counts the saved tensors, but
+    tensors that tracing saves are not the model's.
     """
     hooks: Any = getattr(torch._C, "_autograd", None)
     top = getattr(hooks, "_top_saved_tensors_default_hooks", None)
@@ -38,9 +38,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def never_captured(function: _F) -> _F:
-    """`function`, which Dynamo leaves alone with all it calls.
+    """`function`, which Dynamo leaves to Python together with everything it calls.
 
-    A backward inside a model's forward, for forces say, runs ours under Dynamo's eyes.
+    Where a model's forward runs a backward, for forces say, Dynamo would otherwise
+    capture our functions in that backward.
     """
     set_frames_action(cast(Any, function).__code__, "SKIP", "SKIP")
     return function
@@ -49,7 +50,8 @@ def never_captured(function: _F) -> _F:
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply` less the argument checks that only functorch transforms need.
 
-    A third of the call's time; `apply` itself is used while such a transform is active.
+    The checks take a third of the call's time; `apply` itself is used while such a
+    transform is active.
     """
     never_captured(function.backward)
     apply: Callable[..., Any] = function.apply
@@ -78,8 +80,9 @@ def unscale_and_check(
 def check_finite(grad: torch.Tensor, found_inf: torch.Tensor) -> None:
     """Sets `found_inf` (one fp32 element) to 1 where `grad` is not finite.
 
-    Any dtype, and sparse: duplicates are summed first, as an optimizer will, which may
-    overflow too.  Of a DTensor this rank's own part.
+    `grad` may have any dtype and may be sparse: duplicates are summed first, as an
+    optimizer will, because the sum may overflow too.  For a DTensor only this rank's
+    own part is checked.
     """
     if hasattr(grad, "to_local"):
         grad = grad.to_local()
@@ -99,7 +102,7 @@ def update_scale(
     backoff_factor: float,
     growth_interval: int,
 ) -> None:
-    """One move of a dynamic loss scale, in place, on the device; GradScaler's kernel.
+    """Moves a dynamic loss scale once, in place on the device, by GradScaler's kernel.
 
     All tensors are 0-dim: fp32, int32, fp32.  The scale never grows to infinity.
     """
@@ -114,9 +117,9 @@ def update_scale(
 
 
 def accumulate_in(param: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Makes the gradients of leaf `param` accumulate in `dtype`; whether torch can.
+    """Makes the gradients of leaf `param` accumulate in `dtype`; returns if torch can.
 
-    Its `.grad` is of that dtype from now on, the one that is there already too.
+    From now on `param.grad` has that dtype; a `param.grad` that exists is cast.
     """
     if not hasattr(torch.Tensor, "grad_dtype"):
         return False
@@ -129,7 +132,7 @@ def accumulate_in(param: torch.Tensor, dtype: torch.dtype) -> bool:
 def backward_id() -> int:
     """A number that tells the backward pass that is running from all others.
 
-    Without a fallback: `torch.utils.checkpoint` itself has no other.
+    The number has no fallback, because `torch.utils.checkpoint` itself has none.
     """
     return int(torch._C._current_graph_task_id())
 
@@ -144,7 +147,7 @@ def active_ddp_group() -> Any:
 def shard_groups(params: Iterable[torch.Tensor]) -> list[Any]:
     """The process groups over which FSDP has sharded `params`; mostly none.
 
-    The original parameters of FSDP1 tell no group: theirs is taken to be all ranks.
+    The original parameters of FSDP1 tell no group, so all ranks are taken to be it.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -162,7 +165,8 @@ def shard_groups(params: Iterable[torch.Tensor]) -> list[Any]:
 def reduced_by_ddp(model: torch.nn.Module) -> list[torch.Tensor]:
     """The parameters of `model` whose gradients DistributedDataParallel reduces.
 
-    It does so in buckets of the parameters' own dtype, and takes no other gradients.
+    DistributedDataParallel reduces in buckets of the parameters' own dtype, and takes
+    no gradients of another dtype.
     """
     ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
     reducers = [m for m in model.modules() if isinstance(m, ddp)]
@@ -174,8 +178,8 @@ def optimizers_and_scalers() -> tuple[
 ]:
     """Every optimizer there is, and every GradScaler that is switched on.
 
-    Looks at all objects of the process, which takes tens of milliseconds.  (By their
-    type: asked with `isinstance`, a dead weak proxy raises.)
+    The search looks at all objects of the process, which takes tens of milliseconds.
+    (It compares types, because `isinstance` raises on a dead weak proxy.)
     """
     optimizers, scalers = [], []
     for each in gc.get_objects():
@@ -189,10 +193,11 @@ def optimizers_and_scalers() -> tuple[
 def scaler_uses(scaler: torch.amp.GradScaler) -> int:
     """A number that grows with the first `scaler.scale` and every `scaler.update`.
 
-    The first makes the tensor it scales by, which the others write to.  Where torch
-    hides that, a scaler counts as used whenever it is asked about: a model that is
-    unscaled until its optimizer's first step loses less than one that is scaled twice,
-    whose gradients overflow until the scaler has come down.
+    The first `scale` makes the tensor with the loss scale, and each `update` writes to
+    that tensor.  Where torch hides the tensor, a scaler counts as used at each call of
+    this function: a model that is unscaled until its optimizer's first step loses less
+    than a model that is scaled twice, whose gradients overflow until the scaler has
+    come down.
     """
     if not hasattr(scaler, "_scale"):
         return next(_unknown)
@@ -212,8 +217,8 @@ _SCALER_STEPS = frozenset(
 def stepped_by_grad_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an enabled GradScaler is calling `optimizer.step` right now.
 
-    A fused optimizer is handed `found_inf`; any other shows in the caller's frames, of
-    which a scheduler's and a profiler's wrapper and our own come first.
+    A fused optimizer is handed `found_inf`.  For any other, GradScaler is among the
+    callers' frames, after the wrappers of a scheduler, a profiler and ourselves.
     """
     if getattr(optimizer, "found_inf", None) is not None:
         return True

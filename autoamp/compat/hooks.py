@@ -1,4 +1,4 @@
-"""Hooks on modules and gradients: which there are, and whether others added any."""
+"""Finds hooks on modules, adds hooks to gradients, and counts hooks added by others."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from torch.utils.hooks import RemovableHandle
 HOOKS = tuple(
     name for name in vars(nn.Module()) if name.endswith("_hooks") and "dict" not in name
 )
-"""The attributes of a module that hold the hooks its calls and gradients meet."""
+"""Names of the attributes of a module that hold hooks of its calls and gradients."""
 
 _EVERYWHERE: list[Any] = [
     getattr(nn.modules.module, f"_global{name}", {}) for name in HOOKS
 ]
-"""Where torch keeps hooks on all modules."""
+"""The dictionaries in which torch keeps hooks on all modules."""
 
 
 class _Ours:
-    """How many hooks we have registered; threads may lose one, which costs a look."""
+    """How many hooks we have registered.
+
+    Threads may lose a count, which only costs another search for hooks.
+    """
 
     count = 0
 
@@ -61,7 +64,7 @@ def has_hooks(model: nn.Module) -> bool:
 
 
 def step_hooks(optimizer: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
-    """The hooks before and after an optimizer's steps, as it looks them up."""
+    """The hooks before and after an optimizer's steps, as the optimizer finds them."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 

@@ -1,8 +1,8 @@
 """Layers of torch.nn called from code that Dynamo has left to Python.
 
 A graph break in a loop, or inside a `with` or `try`, makes Dynamo leave the whole
-function to Python.  It then looks at what the function calls, but starts no graph in a
-file of torch's own: a head called there (`self.lm_head(x)`), or a list of
+function to Python.  Dynamo then looks at the calls in the function, but starts no graph
+in a file of torch's own: a head called there (`self.lm_head(x)`), or a list of
 `nn.TransformerEncoderLayer`, would run in fp32.
 """
 
@@ -18,15 +18,15 @@ _IN_TORCH = "frame is in the Dynamo skipfiles list"
 
 
 def layer_left(frame: Any, found: Any) -> bool:
-    """Whether Dynamo has passed over `frame` for being torch's, and it is a layer's.
+    """Whether `frame` is a layer's, and Dynamo has passed over it as torch's own.
 
     Args:
-        frame: what Dynamo's callback was given.
-        found: what it returned.
+        frame: the frame that Dynamo's callback was given.
+        found: the callback's result.
     """
     if hasattr(found, "skip_reason"):
         passed_over = found.skip_reason == _IN_TORCH
-    else:  # an older torch says none
+    else:  # an older torch gives no reason
         passed_over = found.guarded_code is None and _passed_over(frame.f_code)
     if not passed_over:
         return False
@@ -35,7 +35,7 @@ def layer_left(frame: Any, found: Any) -> bool:
         return False
     try:
         forward: Any = type(layer).forward
-    except AttributeError:  # TorchScript's has none
+    except AttributeError:  # TorchScript has none
         return False
     code = getattr(forward, "__code__", None)
     return (
@@ -55,9 +55,10 @@ def _passed_over(code: Any) -> bool:
 def _goes_on(layer: nn.Module, code: Any, forward: Any) -> bool:
     """Whether `code` comes after a graph break in a recurrent layer's `forward`.
 
-    On a packed sequence there are two before the kernel is called.  Of other layers
-    nothing is left then (a batch-norm whose momentum is a new number at every step).
-    A layer that is itself the model runs a copy of its `forward`.
+    On a packed sequence there are two graph breaks before the kernel is called.  Other
+    layers have no work left after a graph break (a batch-norm whose momentum is a new
+    number at every step).  A layer that is itself the model runs a copy of its
+    `forward`, with equal code.
     """
     if not isinstance(layer, nn.RNNBase):
         return False
@@ -68,7 +69,7 @@ def _goes_on(layer: nn.Module, code: Any, forward: Any) -> bool:
 
 
 def layer_captured(callback: Any, frame: Any, cache_entry: Any, state: Any) -> Any:
-    """What Dynamo makes of a layer's frame; None where this torch cannot be asked.
+    """Dynamo's result for a layer's frame; None where this torch cannot be asked.
 
     The caller holds the lock under which Dynamo compiles.
     """

@@ -1,4 +1,4 @@
-"""Which op of torch a call comes to, asked without running any."""
+"""Finds the op of torch that a call comes to, without running any op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 
 class Heard(NamedTuple):
-    """What a call comes to; `target` is None where it gives what it is given."""
+    """The op a call comes to; `target` is None where the call returns its argument."""
 
     target: OpOverload | None
     args: tuple[Any, ...]
@@ -23,7 +23,7 @@ class _AnotherOpError(Exception):
 
 
 class _Listening(ProxyTorchDispatchMode):
-    """Takes the place of a trace for one call, of whose op it knows the result."""
+    """Takes the place of a trace for one call, and gives the op's known `result`."""
 
     def __init__(self, tracer: Any, result: Any) -> None:
         super().__init__(tracer, "real", pre_dispatch=True)
@@ -44,8 +44,8 @@ class _Listening(ProxyTorchDispatchMode):
 def op_heard(call: Callable[[], Any], result: Any) -> Heard | None:
     """The one op that `call` comes to in a trace.
 
-    The trace goes on as if `call` had not been made.  None where `call` comes to
-    several ops, and where `call` does not pass on `result` as the op's result.
+    The trace goes on as if `call` had not been made.  The answer is None where `call`
+    comes to several ops, and where `call` does not pass on `result` as the op's result.
 
     Args:
         result: a fake tensor, or a list or tuple of some.

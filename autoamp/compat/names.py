@@ -15,7 +15,7 @@ except ImportError:
 else:
     _SPELLINGS.append(predispatch)
 
-# Nodes that change the mode of what follows them in a graph.
+# Targets of nodes that change the mode of the nodes after them in a graph.
 SET_GRAD = torch._C._set_grad_enabled
 ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
@@ -24,7 +24,7 @@ COND = torch.ops.higher_order.cond
 MAP = torch.ops.higher_order.map_impl
 SCAN = torch.ops.higher_order.scan
 WHILE_LOOP = torch.ops.higher_order.while_loop
-# What `x.data` is in Dynamo's graphs; the stubs do not know it.
+# Dynamo's graphs call this function for `x.data`; the stubs do not know the name.
 GET_DATA: Any = getattr(torch._C._autograd, "_get_data_attr")  # noqa: B009
 MODE_CHANGES = frozenset({SET_GRAD, ENTER_AUTOCAST, EXIT_AUTOCAST})
 
@@ -38,10 +38,10 @@ TRANSFORM_ENTRIES, TRANSFORM_EXITS = (
     )
     for change in ("increment", "decrement")
 )
-# Calls a sub-graph, and nothing else.
+# An op that calls a sub-graph, and does nothing else.
 WRAP = torch.ops.higher_order.wrap
 
-# The name by which `clip_grad_norm_` calls what it takes the norm with, if it has one.
+# The module and name by which `clip_grad_norm_` finds its norm function, if private.
 TOTAL_NORM: tuple[Any, str] | None = (
     (torch.nn.utils.clip_grad, "_get_total_norm")
     if hasattr(torch.nn.utils.clip_grad, "_get_total_norm")

@@ -1,4 +1,4 @@
-"""The record of a trace that is running: what its tensors are as nodes of its graph."""
+"""Reads and changes the record of a running trace: the node each tensor stands for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.utils import _pytree as pytree
 
 _ORIGIN = ("nn_module_stack", "stack_trace")
-"""In the `meta` of a node: where in the model it comes from."""
+"""The keys in a node's `meta` that say where in the model the node comes from."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -38,9 +38,10 @@ def outside_trace() -> Iterator[None]:
 
 
 def without_torch_function(function: _F) -> _F:
-    """`function`, in which torch functions and attributes of tensors are just that.
+    """`function`, in which no mode looks at torch functions and tensors' attributes.
 
-    While a trace is running a mode looks at each, which costs more than what it is for.
+    While a trace is running a mode looks at each of them, which costs more than the
+    function or attribute itself.
     """
 
     @functools.wraps(function)
@@ -57,7 +58,7 @@ def recorded_so_far() -> fx.Node | None:
     if mode is None:
         return None
     tracer: Any = mode.tracer
-    # In torch 2.11 what `reversed` gives can be gone through, and is no iterator.
+    # In torch 2.11 the result of `reversed` is iterable, but no iterator.
     return next(iter(reversed(tracer.graph.nodes)), None)
 
 
@@ -76,7 +77,7 @@ def recorded_since(mark: fx.Node | None) -> list[fx.Node]:
 
 
 def forget_since(mark: fx.Node | None) -> None:
-    """Takes what was recorded after node `mark` out of the trace that is running."""
+    """Takes nodes recorded after node `mark` out of the trace that is running."""
     mode = get_proxy_mode()
     if mode is None or mark is None:
         return
@@ -88,13 +89,13 @@ def forget_since(mark: fx.Node | None) -> None:
 
 
 def recorded_proxy(tensor: torch.Tensor) -> Any:
-    """The trace's record of what `tensor` is, or None outside a trace."""
+    """The trace's record of `tensor`, or None outside a trace."""
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer.tensor_tracker.get(tensor)
 
 
 def proxy_node(proxy: Any) -> fx.Node:
-    """The graph node behind what `recorded_proxy` gave."""
+    """The graph node behind a result of `recorded_proxy`."""
     node = proxy.proxy.node
     assert isinstance(node, fx.Node)
     return node
@@ -126,7 +127,8 @@ def record_call(
 def recorded_inputs(values: Sequence[Any]) -> Sequence[Any]:
     """`values`, now placeholders of the trace that is running, which is empty so far.
 
-    A trace that is given them looks at each many times.
+    Recording them here is quicker: a trace that is given `values` as arguments looks at
+    each many times.
     """
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
     for value in values:
@@ -142,12 +144,12 @@ def recorded_inputs(values: Sequence[Any]) -> Sequence[Any]:
 def record_op(target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
     """Records a call of a torch op on nodes of the trace that is running.
 
-    The node is named as if it had been traced, and comes from where node `like` does.
+    The node is named as if it had been traced, and has the origin of node `like`.
     """
     graph: fx.Graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
     is_op = isinstance(target, torch._ops.OpOverload)
     name = graph._target_to_str((target.overloadpacket if is_op else target).__name__)
-    # Not by the tracer, which also notes of each node what no pass reads, and slowly.
+    # The tracer is not used: it is slow, because it notes things that no pass reads.
     node = graph.create_node("call_function", target, args, kwargs, name)
     for key in _ORIGIN:
         if key in like.meta:
@@ -162,13 +164,13 @@ def record_value(node: fx.Node, tensor: torch.Tensor) -> None:
 
 
 def record_as(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Has `other` stand for what `tensor` stands for in the trace that is running."""
+    """Has `other` stand for the node of `tensor` in the trace that is running."""
     tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
     _track(other, tracer.tensor_tracker[tensor].proxy, tracer)
 
 
 def _track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> None:
-    """What `track_tensor_tree` does for a tensor without symbolic sizes."""
+    """Does the work of `track_tensor_tree` for a tensor without symbolic sizes."""
     record: Any = getattr(proxy_tensor, "_ProxyTensor", None)
     detached: Any = getattr(fake_impls, "fast_detach", None)
     if record is None or detached is None:
@@ -180,11 +182,12 @@ def _track(tensor: torch.Tensor, proxy: fx.Proxy, tracer: Any) -> None:
 
 
 def split_identity(tensor: torch.Tensor, before: Any) -> torch.Tensor:
-    """An alias of `tensor` that stands for the op just traced; `tensor` for before it.
+    """An alias of `tensor` that stands for the op just traced.
 
-    An op that returns its own argument (`x.float()` of an fp32 tensor) makes the trace
-    read every later use of `x` as a use of that op.  Uses of `x` stay uses of `x` when
-    the op's result is another tensor object.
+    `tensor` stands for `before` again, its proxy from before the op.  An op that
+    returns its own argument (`x.float()` of an fp32 tensor) makes the trace read every
+    later use of `x` as a use of that op.  Uses of `x` stay uses of `x` when the op's
+    result is another tensor object.
     """
     mode = get_proxy_mode()
     if mode is None:
@@ -198,13 +201,13 @@ def split_identity(tensor: torch.Tensor, before: Any) -> torch.Tensor:
 
 
 def aliased(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias of `tensor`, of which a trace that is running knows nothing."""
+    """An alias of `tensor` that a running trace knows nothing of."""
     with outside_trace():
         return tensor.view_as(tensor)
 
 
 def restrided(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The memory of `tensor`, laid out as that of `like`, of the same dtype, is."""
+    """The memory of `tensor` with the layout of `like`, which has the same dtype."""
     with outside_trace():
         shape, stride, offset = like.shape, like.stride(), like.storage_offset()
         return tensor.detach().as_strided(shape, stride, offset)

@@ -2,7 +2,7 @@
 
 Torch's kernels for fake tensors make every operation of every step.  For a packed
 sequence, a tensor says how many rows still run at each step, and those kernels read
-that tensor, so that no graph takes the call.  The shapes of the results depend on
+that tensor, so that no graph can hold the call.  The shapes of the results depend on
 neither the operations nor that tensor.
 """
 
@@ -22,10 +22,10 @@ _States = torch.Tensor | Sequence[torch.Tensor]
 PACKED: dict[Callable[..., Any], OpOverload] = {
     getattr(torch, name): getattr(torch.ops.aten, name).data for name in _NAMES
 }
-"""The functions that layers of torch.nn call, to the ops for packed sequences."""
+"""Maps the functions that layers of torch.nn call to the ops for packed sequences."""
 
 _PLACE = 1
-"""Of the tensor of batch sizes among the arguments of those ops."""
+"""The position of the tensor of batch sizes in the arguments of `PACKED`'s ops."""
 
 
 def is_packed(args: Sequence[Any]) -> bool:
@@ -41,7 +41,7 @@ def packed_result(
     params: Sequence[torch.Tensor],
     *options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """What a layer gives for fake tensors: one state per row of data, and the last."""
+    """A layer's results for packed fake tensors: one state per row, and the last."""
     *_, bidirectional = options
     states = _all(hx)
     seen = states[0].new_zeros(data.shape[0], _width(states, bidirectional))
@@ -54,10 +54,10 @@ def sequence_result(
     params: Sequence[torch.Tensor],
     *options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """What a layer gives for fake tensors that are padded: a state per step, the last.
+    """A layer's results for padded fake tensors: one state per step, and the last.
 
     Raises:
-        RuntimeError: operands of several dtypes, which no kernel takes.
+        RuntimeError: the operands have several dtypes, which no kernel takes.
     """
     *_, bidirectional, batch_first = options
     states = _all(hx)
@@ -83,7 +83,7 @@ def _width(states: Sequence[torch.Tensor], bidirectional: bool) -> int:
 def _with_history(
     made: Sequence[torch.Tensor], data: torch.Tensor, params: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """`made`, as if computed from the rest: what comes after may ask for a gradient."""
+    """`made`, as if computed from the rest: later code may ask for a gradient."""
     flows = sum((p.sum() for p in params), data.sum())
     return tuple(each + flows.to(each.dtype) for each in made)
 
@@ -96,9 +96,10 @@ _RESULTS: dict[OpOverload, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def recurrent_results() -> Iterator[None]:
-    """Inside, fake tensors pass through recurrent layers without their steps.
+    """A region where fake tensors pass through recurrent layers without their steps.
 
-    For Dynamo, which holds its lock around each compilation.
+    The region changes torch's ops for all threads, so it is for Dynamo's compilations,
+    around each of which Dynamo holds its lock.
     """
     keys = (
         torch._C.DispatchKey.CompositeImplicitAutograd,

@@ -21,9 +21,9 @@ next power of two.  The frame that makes room takes a little over 1 MiB of a pie
 def with_room(function: Callable[..., _T], /, *args: Any) -> _T:
     """`function(*args)`, in whose calls the interpreter asks the system for no memory.
 
-    At the end of a piece of 16 KiB each call maps a new piece, and its return gives it
-    back.  Dynamo nests deeply enough to cross such an end thousands of times in one
-    capture.
+    Without room, each call at the end of a piece of 16 KiB maps a new piece, and the
+    call's return gives the piece back.  Dynamo nests deeply enough to cross such an end
+    thousands of times in one capture.
 
     Example:
         >>> with_room(max, 1, 2)

@@ -1,4 +1,4 @@
-"""What a tensor's memory looks like, and writing to it behind autograd."""
+"""Inspects and watches the memory of tensors, and writes to it behind autograd."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy-on-write clone, or None where torch has none.
 
-    While it lives, any write to `tensor`, through `.data` or an older alias too, moves
-    the data to a new address, which `data_address` shows.
+    While the clone lives, any write to `tensor`, through `.data` or an older alias too,
+    moves the data to a new address, which `data_address` shows.
     """
     make = getattr(torch, "_lazy_clone", None)
     if make is None or not hasattr(torch._C, "_data_address"):
@@ -36,7 +36,8 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
 def held_number(value: object) -> int | float | None:
     """The number in a tensor of one element, None for anything else.
 
-    A parameter's is moved by training; subclasses hold theirs elsewhere, if at all.
+    Parameters give None because training moves their numbers, and subclasses of Tensor
+    because they hold their numbers elsewhere, if at all.
     """
     if type(value) is not torch.Tensor or value.requires_grad or value.is_meta:
         return None
@@ -47,17 +48,17 @@ def held_number(value: object) -> int | float | None:
 
 
 _STRIDES_UNSEEN = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-"""An older Dynamo runs a graph on, although a parameter's strides are others."""
+"""Whether Dynamo is too old to notice that the strides of a parameter have changed."""
 
 
 def data_address(tensor: torch.Tensor) -> Hashable:
-    """Where the data lies, without making a lazy copy real; and how, if need be."""
+    """The address of the data, with strides if need be; makes no lazy copy real."""
     ask: Any = getattr(torch._C, "_data_address", torch.Tensor.data_ptr)
     return (ask(tensor), tensor.stride()) if _STRIDES_UNSEEN else ask(tensor)
 
 
 def data_addresses(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """`data_address` of each, at a tenth of a microsecond each."""
+    """`data_address` of each tensor, at a tenth of a microsecond each."""
     quick = None if _STRIDES_UNSEEN else getattr(torch._C, "_data_address", None)
     return list(map(quick or data_address, tensors))
 
@@ -65,9 +66,9 @@ def data_addresses(tensors: Iterable[torch.Tensor]) -> list[Any]:
 def held_alone(tensor: torch.Tensor) -> bool:
     """Whether nothing else that lives now can hold a pointer to the tensor's memory.
 
-    A numpy array or DLPack capsule made of it is another owner of its storage, or (of a
-    tensor that needs no gradient) of the tensor.  Writes through those go unseen, and
-    a lazy clone that moves the data would leave them behind on the old memory.
+    A numpy array or DLPack capsule made of `tensor` is another owner of its storage, or
+    (where it needs no gradient) of `tensor`.  Writes through such an owner go unseen,
+    and a lazy clone that moves the data would leave the owner on the old memory.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     try:
@@ -79,20 +80,21 @@ def held_alone(tensor: torch.Tensor) -> bool:
     owners_now = 2  # the tensor and the Python object just made
     if count(storage._cdata) > owners_now:
         return False
-    # A graph, DDP too, may own a tensor that needs a gradient; DLPack refuses those.
+    # A tensor that needs a gradient may be owned by a graph or DDP; DLPack refuses it.
     owners = getattr(tensor, "_use_count", None)
     return tensor.requires_grad or (owners is not None and owners() == 1)
 
 
 def holders(tensor: torch.Tensor) -> int:
-    """A number that grows with whoever holds the tensor, or its memory.
+    """The number of holders of the tensor and of its memory.
 
-    Python's references, autograd's, and the tensors that share the memory: more than
-    there were when it was made means that somebody else may read it yet.
+    Holders are Python's references, autograd's references and the tensors that share
+    the memory.  More holders than when the tensor was made mean that somebody else may
+    still read the tensor.
     """
     own: Any = getattr(tensor, "_use_count", int)()
     count: Any = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:  # nobody knows, so there are always more
+    if count is None:  # the count is unknown, so it always grows
         return next(_unknown)
     sharing = count(tensor.untyped_storage()._cdata)
     return int(sys.getrefcount(tensor) + own + sharing)
@@ -102,15 +104,15 @@ _unknown = itertools.count()
 
 
 Memory = weakref.ref[Any]
-"""What a tensor's data lies in, whichever tensor shows it; held weakly.
+"""A weak reference to the memory that data lies in, whichever tensor shows the data.
 
-Not the tensor: `torch.utils.swap_tensors`, hence `Module.to` where that swaps, refuses
-one to which there is a weak reference, of Python's or of C++'s.
+The reference is not to the tensor, because `torch.utils.swap_tensors`, hence
+`Module.to` where that swaps, refuses a tensor with a weak reference, Python's or C++'s.
 """
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """The memory of `tensor` now; other memory once its content is swapped."""
+    """The memory of `tensor` now; it changes once the tensor's content is swapped."""
     return weakref.ref(_memory_object(tensor))
 
 
@@ -122,14 +124,15 @@ def lies_in(tensor: torch.Tensor, memory: Memory) -> bool:
 def watch_memory(
     tensor: torch.Tensor, key: Hashable, gone: Callable[[Memory], None]
 ) -> Memory:
-    """The memory of `tensor`; `gone` is called with it once that is freed.
+    """The memory of `tensor`; `gone` is called with the memory once it is freed.
 
-    And before it is resized, since a storage that has a lazy clone does not outlive
-    that: torch 2.13 fails at the next write, "ctx != nullptr".  Whoever keeps weights
-    elsewhere between calls does it, `p.untyped_storage().resize_(0)`.
+    `gone` is called before the memory is resized too, because a storage with a lazy
+    clone does not survive a resize: torch 2.13 fails at the next write, "ctx !=
+    nullptr".  Programs that keep weights elsewhere between calls resize,
+    `p.untyped_storage().resize_(0)`.
 
     Args:
-        key: of who watches; it watches a memory once, whatever it asked before.
+        key: stands for the watcher, which has one `gone` for each memory: its latest.
     """
     held = _memory_object(tensor)
     memory = weakref.ref(held, gone)
@@ -151,7 +154,7 @@ def _memory_object(tensor: torch.Tensor) -> Any:
 
 
 class _Resize:
-    """In place of `resize_` on one storage object: tells those who watch it first."""
+    """Stands in for `resize_` on one storage object, and tells the watchers first."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = weakref.ref(storage)
@@ -175,8 +178,8 @@ def is_resizable(tensor: torch.Tensor) -> bool:
 def end_lazy_clone(tensor: torch.Tensor) -> None:
     """Makes the storage a plain one again once its lazy clones are gone.
 
-    Its memory stays where it is; else the next write would do so, and two threads that
-    write at once would both.
+    The memory stays where it is.  Without this call the next write would make the
+    storage plain, and two threads that write at once would both do so.
     """
     tensor.data_ptr()
 
@@ -190,7 +193,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def version_kept(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Writes to `tensor` inside do not move its version counter."""
+    """A region in which writes to `tensor` do not move its version counter."""
     context: AbstractContextManager[None]
     context = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
     return context
@@ -205,7 +208,7 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor is a view of, to autograd; or itself."""
+    """The tensor that `tensor` is a view of, to autograd, or `tensor` itself."""
     return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 

@@ -1,4 +1,4 @@
-"""Fake tensors, what is traced with them, and graphs."""
+"""Makes fake tensors, traces functions with them, and makes and reads graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def new_fake_mode(*, symbolic: bool = True) -> FakeTensorMode:
     """A fake mode for graphs that did not come from Dynamo; static shapes.
 
     Args:
-        symbolic: what depends on data gets an unknown size; otherwise it is an error.
+        symbolic: a size that depends on data is unknown; otherwise it is an error.
     """
     shape_env = ShapeEnv() if symbolic else None
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
@@ -37,9 +37,9 @@ def current_fake_mode(inputs: Sequence[Any] = ()) -> FakeTensorMode | None:
 def forget_inputs(gm: fx.GraphModule) -> None:
     """Lets the fake modes of `gm` forget which tensors they have made fakes of.
 
-    They live as long as the graph, and hold weak references, for which
-    `torch.utils.swap_tensors` refuses a tensor.  To be called once all is traced: a
-    tensor met again would get another fake.
+    Fake modes live as long as the graph, and hold weak references to those tensors;
+    `torch.utils.swap_tensors` refuses a tensor with a weak reference.  The function is
+    to be called once all is traced, because a tensor met again would get another fake.
     """
     kept = [n.meta.get(key) for n in gm.graph.nodes for key in ("val", "example_value")]
     modes: list[Any] = [v.fake_mode for v in kept if isinstance(v, FakeTensor)]
@@ -98,8 +98,8 @@ def trace_pre_dispatch(
 ) -> fx.GraphModule:
     """The ATen graph of `run(*inputs)`, above autograd and autocast.
 
-    Composite ops (`linear`, `layer_norm`, `dropout`, attention) stay whole, the origin
-    (module path, source line) of each node is kept where the caller sets it.
+    Composite ops (`linear`, `layer_norm`, `dropout`, attention) stay whole, and the
+    origin (module path, source line) of each node is kept where the caller sets it.
     """
     optional: dict[str, Any] = {}
     if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters:
@@ -119,8 +119,9 @@ def trace_pre_dispatch(
 def as_traced() -> contextlib.AbstractContextManager[Any]:
     """A region in which fake tensors meet the functions that a trace sends them to.
 
-    Torch has written some composite ops a second time for fake tensors.  The kernels of
-    `lstm` for GPUs, which they meet elsewhere, ask the driver and read memory.
+    Torch has written some composite ops a second time for fake tensors.  Outside this
+    region fake tensors meet the kernels of `lstm` for GPUs, which ask the driver and
+    read memory.
     """
     try:
         from torch._dispatch.python import enable_python_dispatcher
@@ -131,7 +132,7 @@ def as_traced() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_plain_fake(value: Any) -> bool:
-    """Whether it is a fake tensor with strides, and of no other kind besides."""
+    """Whether `value` is a fake tensor with strides, and of no subclass."""
     return type(value) is FakeTensor and value.layout == torch.strided
 
 
@@ -171,13 +172,13 @@ def hint(value: Any) -> int:
 
 
 def size_symbols(gm: fx.GraphModule) -> list[Any]:
-    """The symbols that the inputs of a graph which are sizes stand for, in order."""
+    """The symbols of a graph's inputs that are symbolic sizes, in order."""
     values = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
     return [v.node.expr for v in values if isinstance(v, torch.SymInt)]
 
 
 def size_with(value: Any, values: Mapping[Any, int]) -> int:
-    """The value of a possibly symbolic size, given those of its symbols."""
+    """The value of a possibly symbolic size, given the values of its symbols."""
     expression = getattr(getattr(value, "node", None), "expr", None)
     if expression is not None and hasattr(expression, "subs"):
         known = expression.subs(dict(values))
@@ -189,7 +190,7 @@ def size_with(value: Any, values: Mapping[Any, int]) -> int:
 def placeholder_sources(gm: fx.GraphModule) -> list[str]:
     """For each placeholder of a Dynamo graph, where its value comes from ("" unknown).
 
-    For instance `L['mod'].fc.weight`.
+    A source is, for instance, `L['mod'].fc.weight`.
     """
     sources: list[str] = []
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""A call of a converted model: through its graphs, and never past them silently."""
+"""Calls a converted model through its graphs, and reports calls that ran no graph."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _TRACED = (
 
 
 _MOST_IN_VAIN = 2
-"""Calls in a row of which nothing was captured before autocast takes over."""
+"""How many calls in a row may capture nothing before autocast takes over."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -65,12 +65,12 @@ def _apart(
     *,
     method: Method | None,
 ) -> Any:
-    """A call met in the user's compilation, whose graph is broken around it."""
+    """Makes a call met in the user's compilation, whose graph is broken around it."""
     return call.compiled_by(place).of(method)(model, args, kwargs)
 
 
 class CompiledCall:
-    """The compiled entry of one conversion, shared by its deep copies."""
+    """The compiled entry of one conversion, shared by the model's deep copies."""
 
     def __init__(self, method: Method, engine: Engine) -> None:
         self.engine = engine
@@ -87,7 +87,7 @@ class CompiledCall:
         self._lock = threading.RLock()
 
     def renew(self, method: Method) -> None:
-        """From now on other code is what is compiled."""
+        """Makes `method` the code that is compiled from now on."""
         with self._lock:
             self._method = method
             self._code.renew(method)
@@ -110,7 +110,7 @@ class CompiledCall:
     def _in_turn(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs; the first call of each kind alone, or each thread would capture."""
+        """Runs a call; the first in a mode alone, or each thread would capture it."""
         if self._hooks.are_new(model):
             self._guard_hooks()
         inference = torch.is_inference_mode_enabled()
@@ -131,7 +131,7 @@ class CompiledCall:
         return result
 
     def _guard_hooks(self) -> None:
-        """Compiles anew where modules have hooks that no graph knows of."""
+        """Compiles anew where modules have hooks that no graph guards."""
         with self._lock:
             if self._hooks.guard():
                 self._code.hooked = True
@@ -160,7 +160,7 @@ class CompiledCall:
             else:
                 result = program.call(model, *args, **kwargs)
         except Exception as caught:
-            if local.error is not None:  # ours, wrapped by Dynamo
+            if local.error is not None:  # our error, wrapped by Dynamo
                 error, local.error = local.error, None
                 raise error from error.__cause__
             if compat.other_tracing():
@@ -193,10 +193,10 @@ class CompiledCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The call once more, with frames that Dynamo fails on left to Python.
+        """Makes the call again, with frames that Dynamo fails on left to Python.
 
-        A model that runs in fp32 does not fail because Dynamo does; and an error of the
-        model's own is raised by its own code.
+        A model that runs in fp32 must not fail because Dynamo does, and an error of the
+        model's own must be raised by the model's own code.
         """
         self._suppress = True
         self.engine.record.calls -= 1
@@ -205,7 +205,7 @@ class CompiledCall:
         except Exception as own:
             self._suppress = False
             self._code.compile()
-            raise own from own.__cause__  # and not from Dynamo's, which says the same
+            raise own from own.__cause__  # not from Dynamo's error, which says the same
         (line, *_) = [*str(error).strip().splitlines(), ""]
         self.engine.record.note(
             "Dynamo failed on a part of the model, which is left as it is: "
@@ -216,7 +216,7 @@ class CompiledCall:
     def _in_region(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The model's own code under autocast, where no graph of ours can run."""
+        """Runs the model's own code under autocast, where no graph of ours can run."""
         engine = self.engine
         if engine.options.strict:
             raise CaptureError(f"{engine.record.label}: {_RAN_NOTHING}")
@@ -233,7 +233,7 @@ class CompiledCall:
         )
 
     def of(self, method: Method | None) -> CompiledCall:
-        """What calls of a method go through; of `forward`, where none is named."""
+        """The entry for calls of `method`, or for calls of `forward` if it is None."""
         if method is None:
             return self
         with self._lock:
@@ -242,9 +242,9 @@ class CompiledCall:
         return self._methods[method.name]
 
     def compiled_by(self, place: int) -> CompiledCall:
-        """What calls go through whose graphs a backend of the user's compiles."""
+        """The entry whose graphs are compiled by `USERS_BACKENDS[place]`."""
         if self.engine.options.backend != "eager":
-            return self  # the user has said what compiles them
+            return self  # the user has named the compiler of the graphs
         with self._lock:
             if place not in self._by_backend:
                 engine = self.engine.compiled_by(USERS_BACKENDS[place])
@@ -252,9 +252,9 @@ class CompiledCall:
         return self._by_backend[place]
 
     def _ran_nothing(self) -> None:
-        """A converted call went past every rewritten graph: never silently."""
+        """Reports that a call ran no graph, and has the model compiled anew."""
         engine = self.engine
-        if compat.fx_tracing():  # no call, but the making of another program
+        if compat.fx_tracing():  # no real call: torch.fx makes another program
             engine.record.calls -= 1
             engine.record.note(_TRACED)
             return
@@ -266,7 +266,7 @@ class CompiledCall:
         else:
             self._in_vain += 1
             self._code.start_afresh()
-            # Not so at the recompile limit: the graphs there are run as before.
+            # At the recompile limit we go on, because existing graphs still run.
             self._gave_up = self._in_vain >= _MOST_IN_VAIN and not self._code.has_many
         if engine.options.strict:
             raise CaptureError(f"{engine.record.label}: {_RAN_NOTHING}")
@@ -280,12 +280,12 @@ class CompiledCall:
         kwargs: dict[str, Any],
         method: Method | None = None,
     ) -> Any:
-        """What Dynamo traces where the call is part of a larger graph.
+        """Makes a call that Dynamo traces as part of a larger graph.
 
-        In a converted parent's graph the parent decides.  In a compilation of the
-        user's own the graph is broken here, and the model's graphs are rewritten, then
-        compiled by the user's backend.  Where it must not be broken (`fullgraph=True`)
-        our pass never runs, and autocast stands in for it.
+        In the graph of a converted parent, the parent decides.  In a compilation of the
+        user's own, the graph is broken here, and the model's graphs are rewritten, then
+        compiled by the user's backend.  Where the graph must not be broken
+        (`fullgraph=True`), our pass never runs, and autocast stands in for the pass.
         """
         if not under_compilation():  # reached from code that was compiled before
             return self.of(method)(model, args, kwargs)

@@ -1,7 +1,7 @@
 """A Dynamo backend that rewrites each graph and hands it to another backend.
 
-For `torch.compile(model, backend="autoamp")`, and for what a script compiles itself
-while the automatic mode is on.
+The backend serves `torch.compile(model, backend="autoamp")`, and functions that a
+script compiles itself while the automatic mode is on.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class GraphBackend:
-    """What Dynamo calls with each graph of a function the user compiles.
+    """The backend Dynamo calls with each graph of a function the user compiles.
 
     Attributes:
-        options: those of `convert`; `backend` in them is what compiles the result.
-        label: of what is compiled, for messages.
-        engine: what rewrites; None before the first graph, or where nothing is to be.
+        options: the options of `convert`; `options.backend` compiles the result.
+        label: the compiled function's name, for messages.
+        engine: rewrites the graphs; None before the first graph, or where the function
+            stays in fp32.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class GraphBackend:
         with self._lock:
             if not self._asked:
                 self.engine, self._asked = self._made(example_inputs), True
-        # An autocast region of the user's own is left to it.
+        # A graph in the user's own autocast region is left to autocast.
         if self.engine is None or compat.any_autocast():
             return compat.compile_with(self.options.backend, gm, example_inputs)
         run = self.engine(gm, example_inputs)
@@ -79,7 +80,7 @@ class GraphBackend:
 
 
 def is_ours(backend: Any) -> bool:
-    """Whether a backend of `torch.compile` rewrites what it is given."""
+    """Whether a backend of `torch.compile` rewrites the graphs it is given."""
     return isinstance(backend, GraphBackend) or backend is autoamp_backend
 
 
@@ -93,9 +94,10 @@ def autoamp_backend(
     options: dict[str, Any] | None = None,
     **_: Any,
 ) -> Callable[..., Any]:
-    """`torch.compile(model, backend="autoamp", options={...})`: then inductor.
+    """Rewrites a graph for `torch.compile(model, backend="autoamp", options={...})`.
 
-    Models compiled with equal options share one loss scale.
+    Inductor compiles the result unless `options` name another backend.  Models compiled
+    with equal options share one loss scale.
 
     Args:
         options: keyword arguments of `convert`; "eager" as `backend` runs the rewritten

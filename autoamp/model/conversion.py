@@ -1,6 +1,6 @@
-"""What a converted model carries, and what becomes of it in copies.
+"""The state that a converted model carries, found, copied and taken away.
 
-All of it stands in the instance's `__dict__`: the class, the parameters and the
+All of the state stands in the instance's `__dict__`: the class, the parameters and the
 `state_dict` are as they were.
 """
 
@@ -30,7 +30,7 @@ REPLICATE = "_replicate_for_data_parallel"
 PICKLE, REDUCE, COPY = "__getstate__", "__reduce_ex__", "__deepcopy__"
 SCRIPT = "__prepare_scriptable__"
 OURS = (STATE, REPLICATE, PICKLE, REDUCE, COPY, SCRIPT)
-"""What stands in the `__dict__` of a converted model, besides `forward`."""
+"""The names we set in the `__dict__` of a model, besides methods that compute."""
 
 
 _REPLACED = (
@@ -40,13 +40,14 @@ _REPLACED = (
 
 
 class Conversion:
-    """What a converted model carries.
+    """The state that one converted or declined model carries.
 
     Attributes:
-        call: what its calls go through, shared by deep copies; None once it is
-            reverted underneath a wrapper that somebody put over our `forward`.
-        methods: those besides `forward` that are ours on the instance, by name.
-        replaced: what the instance had of its own where ours stands now, by name.
+        call: the entry that the model's calls go through, shared by deep copies; None
+            where the model was declined, and once the model is reverted underneath a
+            wrapper that somebody put over our `forward`.
+        methods: names of the methods besides `forward` that we put on the instance.
+        replaced: the instance's own attributes that ours have replaced, by name.
         declined: why the model was left as it is.
     """
 
@@ -71,20 +72,20 @@ class Conversion:
     def previous(self) -> Callable[..., Any] | None:
         """The instance's own `forward` where somebody (accelerate, PEFT) had put one.
 
-        It is called, not replaced.
+        Our `forward` calls this one.
         """
         return self.replaced.get("forward")
 
     @property
     def bound(self) -> types.MethodType | None:
-        """The `forward` that was put on the model; None once nobody holds it."""
+        """Our `forward` on the model; None once nobody holds it."""
         return self._bound() if self._bound is not None else None
 
     def bind(self, bound: types.MethodType) -> None:
-        """Notes the model's `forward`, which the model alone is to hold.
+        """Notes our `forward` on the model, which only the model is to hold.
 
-        Whoever replaces it without keeping it, `model.forward = other`, has taken the
-        model's calls away from us, and this is the only sign of it.
+        An assignment `model.forward = other` takes the model's calls away from us, and
+        the only sign of it is that our `forward` is freed.
         """
         this = weakref.ref(self)
 
@@ -97,17 +98,17 @@ class Conversion:
 
     @property
     def engine(self) -> Engine | None:
-        """What compiles the model's graphs and keeps their record; None if declined."""
+        """The engine of the model's graphs and their record; None if declined."""
         return self.call.engine if self.call is not None else None
 
     @property
     def options(self) -> Options | None:
-        """What the model was converted with."""
+        """The options the model was converted with; None if declined."""
         return self.call.engine.options if self.call is not None else None
 
     @property
     def skipped(self) -> list[Skipped]:
-        """What was not converted, and why."""
+        """The parts that were not converted, with the reasons."""
         return self.declined if self.call is None else self.call.engine.record.skipped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
@@ -120,14 +121,14 @@ class Conversion:
 
 
 CONVERSIONS: weakref.WeakSet[Conversion] = weakref.WeakSet()
-"""Those of all models; deep copies share what their calls go through."""
+"""The conversions of all models; deep copies share the `call` of theirs."""
 
 DECLINED = WeakIdKeyDictionary()
-"""Models left as they are, to their record: nothing is written on the model itself."""
+"""Maps models left as they are to their state; nothing is written on those models."""
 
 
 def own_methods(attributes: dict[str, Any], state: Conversion) -> list[str]:
-    """Our methods in a model's `__dict__`; the user may have put others there."""
+    """Names of our methods in a model's `__dict__`, where the user may have others."""
     return [n for n in state.methods if getattr(attributes.get(n), MADE_HERE, False)]
 
 
@@ -157,9 +158,10 @@ def uninstall(model: nn.Module) -> None:
 
 
 def disown(model: nn.Module) -> None:
-    """Takes away what a model has of another's conversion.
+    """Takes away from a model the conversion of another model.
 
-    `copy.__dict__.update(model.__dict__)` brings a `forward` bound to the original.
+    `copy.__dict__.update(model.__dict__)` gives the copy a `forward` that is bound to
+    the original.
     """
     state = model.__dict__.get(STATE)
     bound = state.bound if isinstance(state, Conversion) else None
@@ -168,14 +170,14 @@ def disown(model: nn.Module) -> None:
 
 
 def models_of(engine: Engine) -> list[nn.Module]:
-    """The models whose calls go through `engine`: one, and its deep copies."""
+    """The models whose calls go through `engine`: one model and its deep copies."""
     bounds = [each.bound for each in list(CONVERSIONS) if each.engine is engine]
     found = [bound.__self__ for bound in bounds if bound is not None]
     return [model for model in found if isinstance(model, nn.Module)]
 
 
 def conversion_of(model: Any) -> Conversion | None:
-    """The conversion `model` carries, declined ones included, or None."""
+    """The state that `model` carries, also where the model was declined, or None."""
     if not isinstance(model, nn.Module):
         return None
     model = inside_wrappers(model)
@@ -188,7 +190,7 @@ def conversion_of(model: Any) -> Conversion | None:
 def inside_wrappers(model: Any) -> Any:
     """The module that `DistributedDataParallel` or `DataParallel` calls, or `model`.
 
-    Their own forward is no model: Dynamo steps aside from it.
+    The wrappers' own `forward` cannot be converted: Dynamo steps aside from it.
     """
     while isinstance(model, (DistributedDataParallel, nn.DataParallel)):
         model = model.module

@@ -52,10 +52,10 @@ def convert_model(
     """Converts `model` in place; see `autoamp.convert`.
 
     Args:
-        masters: what it has in half precision is trained with fp32 masters.
+        masters: parameters in half precision are trained with fp32 master weights.
 
     Raises:
-        UnsupportedModelError: not a module, or one that cannot be captured.
+        UnsupportedModelError: `model` is not a module, or cannot be captured.
         OptionError: `example_inputs` is not a tuple.
     """
     model = inside_wrappers(model)
@@ -70,7 +70,7 @@ def convert_model(
     notes = [] if own is None else [Skipped(label, _with_masters(own))]
     scale = resolve_loss_scale(options.loss_scale, _shortest(own, low))
     if low is None and own is not None and not isinstance(scale, NoLossScale):
-        # For the scaling at its edge: it runs as it is.
+        # The model is converted for loss scaling only: none of its ops is lowered.
         low, options = own, _runs_as_it_is(options, label)
     if low is None:
         if own is None:
@@ -116,15 +116,16 @@ def _with_masters(own: torch.dtype) -> str:
 
 
 def _shortest(own: torch.dtype | None, low: torch.dtype | None) -> torch.dtype:
-    """That of the dtypes gradients flow in whose range is the shortest."""
+    """The gradient dtype with the narrowest range."""
     return torch.float16 if torch.float16 in (own, low) else torch.bfloat16
 
 
 def _runs_as_it_is(options: Options, label: str) -> Options:
-    """`options` under which nothing is lowered.
+    """`options`, changed so that no op is lowered.
 
     Raises:
-        UnsupportedModelError: a compiler differentiates the graph.
+        UnsupportedModelError: the backend is a compiler, which differentiates the graph
+            itself.
     """
     if options.backend != "eager":
         raise UnsupportedModelError(
@@ -138,11 +139,12 @@ def _runs_as_it_is(options: Options, label: str) -> Options:
 def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     """Puts the call path back as it was; a model that is not converted is left alone.
 
-    Where somebody wrapped our `forward` since, their wrapper stays, and ours under it
-    passes calls on unchanged.
+    Where somebody has wrapped our `forward`, the wrapper stays, and our `forward` under
+    it passes calls on unchanged.
 
     Args:
-        optimizers: theirs go too, and with them the masters of what is half.
+        optimizers: the model's optimizers are reverted too, which takes away the master
+            weights of half parameters.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(

@@ -16,7 +16,7 @@ from autoamp.place.devices import device_of
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """Those of `model`, also where its class has a `parameters` of another meaning."""
+    """The parameters of `model`, also where its class redefines `parameters()`."""
     modules = nn.Module.modules(model)  # `parameters()` makes every name first
     held = (compat.parameters_here(each).values() for each in modules)
     every = [p for of in held for p in of if p is not None]
@@ -111,7 +111,7 @@ def _is_quantised(kind: type) -> bool:
 
 
 def _nothing_to_convert(parameters: Sequence[nn.Parameter]) -> str:
-    """Why there is nothing to lower in a model of such parameters, or ""."""
+    """Why there is nothing to lower in a model with these parameters, or ""."""
     floats = {p.dtype for p in parameters if p.is_floating_point()}
     half = floats & set(LOW_DTYPES.values())
     if half and torch.float32 not in floats:
@@ -131,7 +131,8 @@ def _nothing_to_convert(parameters: Sequence[nn.Parameter]) -> str:
 def own_precision(model: nn.Module) -> torch.dtype | None:
     """The half dtype `model` has arrived in, as a whole or in part, or None.
 
-    fp16 where it has parameters of both: that is the one whose range is short.
+    A model with parameters of both half dtypes gives fp16, which has the narrower
+    range.
     """
     found = {p.dtype for p in parameters_of(model)}
     return next((d for d in LOW_DTYPES.values() if d in found), None)
@@ -140,7 +141,7 @@ def own_precision(model: nn.Module) -> torch.dtype | None:
 def choose_graph_precision(
     gm: nn.Module, example_inputs: Any, options: Options
 ) -> torch.dtype:
-    """The compute dtype for a graph: asked for, or the device's natural one."""
+    """The compute dtype for a graph: the one asked for, or the device's usual one."""
     low = parse_low_dtype(options.precision)
     if low is not None:
         return low

@@ -1,4 +1,4 @@
-"""The `forward` and methods a converted model has on the instance, and had before."""
+"""Makes the `forward` and methods of a converted model, and the code they compile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_forward(
         state: Any = self._autoamp
         call = state.call
         if existing is None and type(self).forward is not known:
-            # Somebody has given the class, or the model, another one.
+            # Somebody has given the class, or the model, another `forward`.
             known = type(self).forward
             entry = plain_entry(type(self), of_class=True)
             if call is not None:
@@ -52,7 +52,7 @@ def make_forward(
 
 
 def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
-    """The instance's new method `name`, converted like `forward` and with it."""
+    """The instance's new method `name`, converted like and together with `forward`."""
     plain = getattr(owner, name)
     this = method_of(owner, name)
     entry = this.entry()
@@ -65,7 +65,7 @@ def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         if under_compilation():
             return call.inlined(entry, self, args, kwargs, this)
-        if inside_a_call():  # what is captured there, captures this
+        if inside_a_call():  # the outer call's capture includes this
             return plain(self, *args, **kwargs)
         return call.of(this)(self, args, kwargs)
 
@@ -75,19 +75,19 @@ def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 def forward_of(owner: type[nn.Module], of_class: bool) -> Method:
-    """What calls of a model run: the `forward` of its class, or one of its own."""
+    """The `forward` that a model's calls run: its class's, or the instance's own."""
     make = functools.partial(plain_entry, owner, of_class)
     return Method("forward", make, _shared(owner, "forward") if of_class else None)
 
 
 def method_of(owner: type[nn.Module], name: str) -> Method:
-    """Another method of a class."""
+    """The method `name` of a class."""
     make = functools.partial(method_entry, owner, name)
     return Method(name, make, _shared(owner, name))
 
 
 def _shared(owner: type[nn.Module], name: str) -> Hashable | None:
-    """What models whose method of that name is the same code have in common."""
+    """A key equal for models whose method `name` has the same code, or None."""
     function: Any = getattr(owner, name)
     if not isinstance(function, types.FunctionType):
         return None
@@ -95,7 +95,7 @@ def _shared(owner: type[nn.Module], name: str) -> Hashable | None:
 
 
 def method_entry(owner: type[nn.Module], name: str) -> Callable[..., Any]:
-    """Method `name` of a class as a function of the instance: what is compiled."""
+    """Method `name` of a class as a function of the instance, to be compiled."""
     inner = _with_own_code(getattr(owner, name))
 
     def entry(mod: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,10 @@ def method_entry(owner: type[nn.Module], name: str) -> Callable[..., Any]:
 
 
 def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
-    """`existing` is bound: it has no `self` for a `MethodType` to take away."""
+    """Gives `forward` the signature of `existing` with a first parameter added.
+
+    `existing` is bound, so it has no `self` for a `MethodType` to take away.
+    """
     del forward.__wrapped__
     try:
         signature = inspect.signature(existing)
@@ -121,7 +124,7 @@ def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
 
 
 def plain_entry(owner: type[nn.Module], of_class: bool) -> Callable[..., Any]:
-    """What the model ran before, as a function of the instance: what is compiled.
+    """The model's previous code as a function of the instance, to be compiled.
 
     The instance is positional only, as everywhere on a call's path: the model's own
     keyword arguments may have any name.
@@ -135,7 +138,7 @@ def plain_entry(owner: type[nn.Module], of_class: bool) -> Callable[..., Any]:
         return entry
 
     def entry_of_instance(mod: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        # Looked up on the instance: a deep copy has a forward of its own.
+        # `previous` is looked up on the instance, because a deep copy has its own.
         state: Any = mod._autoamp
         return state.previous(*args, **kwargs)
 
@@ -145,8 +148,9 @@ def plain_entry(owner: type[nn.Module], of_class: bool) -> Callable[..., Any]:
 def _with_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with a code object of its own.
 
-    Dynamo counts recompiles per code object: after a graph break in it, `forward` is
-    compiled by itself, and models of one class would share its limit.
+    Dynamo counts recompiles per code object.  After a graph break in `forward` Dynamo
+    compiles `forward` by itself, and models of one class would share its recompile
+    limit.
     """
     if not isinstance(forward, types.FunctionType):
         return forward

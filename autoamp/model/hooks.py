@@ -1,10 +1,10 @@
-"""Whether the modules of a model have hooks that its graphs know nothing of.
+"""Notices hooks on the modules of a model that the model's graphs do not guard.
 
-Dynamo can guard that no module has a hook, with several guards for each module.
-Instead, a model's modules are looked through where anybody has registered a hook on
-anything since the last call; Dynamo guards their hooks once there are any.  A hook that
-was registered before that call, on a module that has come into the model since, is not
-met where a module of the same class was there before.
+Dynamo can guard that no module has a hook, but with several guards for each module.
+Therefore a model's modules are searched for hooks only if anybody has registered a hook
+on anything since the last call, and Dynamo guards hooks only once the search has found
+one.  A hook is missed if it was registered before the last call, on a module that has
+since taken the place of a module of the same class in the model.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from autoamp import compat
 
 
 class Hooks:
-    """The hooks that calls of one conversion's models meet.
+    """The state of the hooks that calls of one conversion's models meet.
 
     Attributes:
-        guarded: Dynamo guards the hooks of modules in what is compiled from now on.
+        guarded: Dynamo guards the hooks of modules in code compiled from now on.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class Hooks:
         self._unhooked: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
 
     def are_new(self, model: nn.Module) -> bool:
-        """Whether there are hooks to guard, or those on all modules have changed."""
+        """Whether there are hooks to guard, or hooks on all modules came or went."""
         if compat.hooks_everywhere() != self._everywhere:
-            return True  # of these Dynamo guards none, ever
+            return True  # Dynamo never guards hooks on all modules
         if self.guarded:
             return False
         added = compat.hooks_of_others()
@@ -47,7 +47,7 @@ class Hooks:
         return False
 
     def guard(self) -> bool:
-        """From now on they are guarded; whether that is new."""
+        """Has hooks guarded from now on; returns whether that is new."""
         everywhere = compat.hooks_everywhere()
         if self.guarded and self._everywhere == everywhere:
             return False  # another thread was first

@@ -1,4 +1,4 @@
-"""What stands on a converted instance: `forward`, and how it is copied and pickled."""
+"""Puts our methods on a converted instance: `forward`, and methods that copy it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def install(model: nn.Module) -> Conversion:
-    """Puts our `forward` on the instance; it passes calls on until it has a `call`."""
+    """Puts our methods on the instance, which pass calls on until `call` is set."""
     own = model.__dict__
     replaced = {name: own[name] for name in ("forward", *OURS) if name in own}
     bound = types.MethodType(make_forward(type(model), replaced.get("forward")), model)
@@ -49,12 +49,12 @@ def install(model: nn.Module) -> Conversion:
     return state
 
 
-# The name is how pickle finds a bound method again.
+# Pickle finds a bound method again by this name.
 def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     """`nn.DataParallel`'s replica of a converted model, running its own weights.
 
-    A replica is made by copying `__dict__`: its `forward` would be bound to the
-    original.
+    `nn.DataParallel` copies `__dict__`, so the replica's `forward` would be bound to
+    the original.
     """
     replica: nn.Module = type(self)._replicate_for_data_parallel(self)
     state = self.__dict__[STATE]
@@ -67,12 +67,12 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     return replica
 
 
-# These names, too, are how a copy of a bound method is found again.
+# A copy of a bound method is found again by these names, too.
 def __getstate__(self: nn.Module) -> Any:  # noqa: N807
-    """What is pickled, and shallowly copied: the model as it was before `convert`.
+    """The state for pickles and shallow copies: the model as it was before `convert`.
 
-    So a checkpoint of a whole model loads where there is no autoamp, and a copy never
-    runs the weights of the original.
+    Therefore a pickle of a whole model loads where there is no autoamp, and a copy
+    never runs the weights of the original.
     """
     _say_unconverted(self)
     state = _state_by_its_class(self)
@@ -95,7 +95,7 @@ def _state_by_its_class(model: nn.Module) -> Any:
 
 
 def _reduces_itself(model: nn.Module) -> bool:
-    """Whether the class, or the instance, says itself how it is pickled."""
+    """Whether the class, or the instance, has pickling methods of its own."""
     kind: Any = type(model)
     default = kind.__reduce__ is object.__reduce__
     return (
@@ -106,7 +106,7 @@ def _reduces_itself(model: nn.Module) -> bool:
 
 
 def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
-    """The same for a class that says itself how it is pickled, such as GraphModule."""
+    """`__getstate__` for a class with pickling methods of its own (GraphModule)."""
     _say_unconverted(self)
     with _as_it_was(self):
         own: Any = self.__reduce_ex__
@@ -114,7 +114,7 @@ def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:  # noqa: N807
 
 
 def _replaced(value: Any, part: Any, by: Any) -> Any:
-    """`value`, which is or holds `part` in tuples, with something else for it."""
+    """`value`, which is or holds `part` in tuples, with `by` in place of `part`."""
     if value is part:
         return by
     if type(value) is tuple:
@@ -133,9 +133,10 @@ def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:  # noqa: N807
 
 
 def _copied_by_itself(model: nn.Module, memo: dict[int, Any]) -> Any:
-    """A copy made by code of the model's own, which is to see nothing of ours.
+    """A copy made by the model's own `__deepcopy__`, which must see nothing of ours.
 
-    It may copy the `__dict__`, and with it a `forward` that runs the original.
+    The model's own `__deepcopy__` may copy the `__dict__`, and with the `__dict__` a
+    `forward` that runs the original.
     """
     state: Conversion = model.__dict__[STATE]
     with _as_it_was(model):
@@ -166,7 +167,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def __prepare_scriptable__(self: nn.Module) -> nn.Module:  # noqa: N807
-    """What `torch.jit.script` compiles: the model's own code, on the same weights."""
+    """The module for `torch.jit.script`: the model's own code on the same weights."""
     plain = type(self).__new__(type(self))
     plain.__dict__.update(without_ours(self.__dict__, self))
     return plain

@@ -1,8 +1,8 @@
-"""Which methods besides `forward` compute: `model.encode(x)`, a VAE's `sample`.
+"""Finds methods besides `forward` that compute: `model.encode(x)`, a VAE's `sample`.
 
-A script calls them past `forward`, and what they call would run in fp32.  They are told
-by their source: a method that calls a module of the model's own computes, unless it
-also trains (`loss.backward()`), which is no work for a graph.
+A script calls such methods past `forward`, so modules called there would run in fp32.
+The source of a method tells: a method that calls a module of the model's own computes,
+unless the method also trains (`loss.backward()`), which is no work for a graph.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from torch import nn
 _TRAINS = frozenset(
     {"backward", "load_state_dict", "save", "state_dict", "step", "zero_grad"}
 )
-"""What methods of a training loop call, of an optimizer, a loss or torch."""
+"""Functions of an optimizer, a loss or torch that methods of a training loop call."""
 
 _OF_A_LOOP = frozenset({"log", "log_dict", "manual_backward", "optimizers"})
-"""What they call of the model itself, where a trainer runs them; `x.log()` is none."""
+"""Methods of the model itself that methods of a training loop call in a trainer.
+
+They count only on the model, because `x.log()` is a computation.
+"""
 
 
 def computing_methods(model: nn.Module) -> tuple[str, ...]:
     """The public methods of the model's class, `forward` apart, that call its modules.
 
-    Those of torch's own classes, generators, coroutines and what has no source are not
-    among them.
+    Methods of torch's own classes, generators, coroutines and methods without source
+    are not among them.
     """
     children = frozenset(name for name, _ in model.named_children())
     owner: Any = type(model)
@@ -57,9 +60,8 @@ def _computes(function: types.FunctionType, children: frozenset[str]) -> bool:
     plain: Any = inspect.unwrap(function)
     if not isinstance(plain, types.FunctionType):
         return False
-    if children.isdisjoint(
-        plain.__code__.co_names
-    ):  # most: without a look at the source
+    # Most methods are ruled out here, without a look at their source.
+    if children.isdisjoint(plain.__code__.co_names):
         return False
     suspends = inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain)
     if suspends or not plain.__code__.co_argcount:
@@ -80,7 +82,7 @@ def _computes(function: types.FunctionType, children: frozenset[str]) -> bool:
 
 
 def _trains(value: ast.AST, this: str) -> bool:
-    """Whether a function that is called says that the method trains."""
+    """Whether a call of the function `value` shows that the method trains."""
     if not isinstance(value, ast.Attribute):
         return False
     own = isinstance(value.value, ast.Name) and value.value.id == this
@@ -88,7 +90,7 @@ def _trains(value: ast.AST, this: str) -> bool:
 
 
 def _loop_names(tree: ast.AST, this: str, children: frozenset[str]) -> Iterator[str]:
-    """Names that loops over children give them: `for layer in self.layers`."""
+    """Names of the variables of loops over children: `for layer in self.layers`."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.For, ast.comprehension)) and any(
             _is_child(part, this, children) for part in ast.walk(node.iter)
@@ -98,9 +100,10 @@ def _loop_names(tree: ast.AST, this: str, children: frozenset[str]) -> Iterator[
 
 
 def _is_child(value: ast.AST, this: str, children: frozenset[str]) -> bool:
-    """Whether it is `self.child`, `self.child[i]` or `self.child.part`, and no method.
+    """Whether `value` is `self.child`, `self.child[i]` or `self.child.part`.
 
-    Those every module has, such as `self.child.parameters`, compute nothing.
+    Methods that every module has, such as `self.child.parameters`, do not count,
+    because they compute nothing.
     """
     if isinstance(value, ast.Subscript):
         return _is_child(value.value, this, children)

@@ -1,4 +1,4 @@
-"""The report of a conversion, made of its record."""
+"""Makes the report of a conversion from its record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoamp.scaling.domain import ModelScaling
 
 
 def report_of(record: Record) -> Report:
-    """What a conversion has done so far: of a model, or of a compiled function."""
+    """The report so far on the conversion of a model or of a compiled function."""
     captured = [g for g in record.graphs if g.rewritten is not None]
     return Report(
         label=record.label,

@@ -1,4 +1,4 @@
-"""What this thread is in the midst of: calls of converted models, disabled regions."""
+"""Knows whether this thread is in a call of a converted model, or a disabled region."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class _ThisThread(threading.local):
-    """`off`: depth of `disabled()` regions; `inside`: of converted calls."""
+    """`off`: depth of `disabled()` regions; `inside`: depth of converted calls."""
 
     off = 0
     inside = 0
@@ -19,7 +19,7 @@ THREAD = _ThisThread()
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Inside, converted models called from this thread run in fp32."""
+    """A region in which converted models called from this thread run in fp32."""
     THREAD.off += 1
     try:
         yield

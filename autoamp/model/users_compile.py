@@ -1,7 +1,7 @@
-"""The user's own compilations, in which converted models are met.
+"""Tells how to treat a converted model met in a compilation of the user's own.
 
-Each function is asked while Dynamo traces, and its answer is a constant of what Dynamo
-makes.
+Each function is called while Dynamo traces, and its answer is a constant of the code
+that Dynamo makes.
 """
 
 from __future__ import annotations
@@ -21,24 +21,30 @@ logger = logging.getLogger(__name__)
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def traced_for_us() -> bool:
-    """Asked while Dynamo traces: is it for a converted model, or for the user?
+    """Whether Dynamo traces for a converted model now, and not for the user.
 
-    The answer is a constant of the code compiled: what we compile is called by us only.
+    The answer can be a constant, because only we call the code that we compile.
     """
     return THREAD.inside > 0 or THREAD.off > 0
 
 
 USERS_BACKENDS: list[Callable[..., Any]] = []
-"""Those of compilations of the user's own in which a converted model was met."""
+"""The backends of the user's own compilations in which a converted model was met."""
 
 
 ONE_GRAPH, OURS = -1, -2
-"""In place of a backend: the graph must not be broken; our pass precedes it anyway."""
+"""Answers in place of a position in `USERS_BACKENDS`.
+
+`ONE_GRAPH`: the graph must not be broken.  `OURS`: the backend runs our pass anyway.
+"""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def users_backend() -> int:
-    """Asked while Dynamo traces for the user: the place of the backend."""
+    """The position in `USERS_BACKENDS` of the backend that Dynamo traces for now.
+
+    The answer may also be `ONE_GRAPH` or `OURS`.
+    """
     backend, may_break = compat.tracing_backend()
     if is_ours(compat.unwrapped_backend(backend)):
         return OURS

@@ -1,4 +1,4 @@
-"""Capture before the first real call, leaving no trace of it on the model."""
+"""Captures a model before its first real call, and leaves no trace on the model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from autoamp import compat
 def capture_now(model: nn.Module, example_inputs: tuple[Any, ...]) -> None:
     """Calls `model` once; buffers, gradients and the random state stay as they were.
 
-    A model in training is captured with gradients, one in eval mode without; inside
-    `torch.inference_mode()` for calls inside it, which have graphs of their own.
+    A model in training mode is captured with gradients, a model in eval mode without.
+    Inside `torch.inference_mode()` a model is captured for calls in that mode, which
+    have graphs of their own.
     """
     devices = [d for d in {p.device for p in model.parameters()} if d.type == "cuda"]
     with (
@@ -29,7 +30,10 @@ def capture_now(model: nn.Module, example_inputs: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Puts back every buffer, the tensor object and its values, whatever happens."""
+    """A region after which every buffer is put back: the tensor object and its values.
+
+    Buffers are put back after an error too.
+    """
     kept = [
         (buffers, dict(buffers))
         for buffers in map(compat.buffers_here, model.modules())
