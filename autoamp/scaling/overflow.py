@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autoamp import compat
+from autoamp.scaling import ranks
 from autoamp.scaling.backwards import BACKWARDS
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
@@ -121,24 +122,12 @@ def found_inf(
     ):
         flags.append(not_finite(p.grad for p in params if p.grad is not None))
     ddp = [r.group for r in evidence.live if r.group is not None]
-    groups = {id(group): group for group in (*ddp, *evidence.shards)}
-    result = _any(flags)
-    for group in groups.values():
-        # Ranks step together or not at all: one rank's part of the gradients may be
-        # finite where another rank's was not, and clipped before any rank could see it.
-        torch.distributed.all_reduce(result, torch.distributed.ReduceOp.MAX, group)
-    return result
+    return ranks.shared(_any(flags), (*ddp, *evidence.shards))
 
 
 def _may_be_reduced_by_hand(evidence: Evidence) -> bool:
     """Whether gradients may hold other ranks' overflows, of which no flag tells."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-        and any(run.group is None for run in evidence.live)
-    )
+    return ranks.are_several() and any(run.group is None for run in evidence.live)
 
 
 def not_finite(grads: Iterable[torch.Tensor]) -> torch.Tensor:
