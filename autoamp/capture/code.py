@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -38,7 +39,6 @@ class Code:
     """The compiled code of one method.
 
     Attributes:
-        entry: the method as a function of the model, not compiled.
         program: the method compiled by Dynamo; None before the first call.
         seen: the modes (grad mode, inference mode, training) the method was called in
             so far.
@@ -46,7 +46,6 @@ class Code:
     """
 
     def __init__(self, method: Method, engine: Engine) -> None:
-        self.entry = method.entry()
         self.program: Program | None = None
         self.seen: set[tuple[bool, bool, bool]] = set()
         self.hooked = False
@@ -54,6 +53,11 @@ class Code:
         self._engine = engine
         self._compilations = 0
         self._graphs_before = 0
+
+    @functools.cached_property  # few calls need it
+    def entry(self) -> Callable[..., Any]:
+        """The method as a function of the model, not compiled."""
+        return self._method.entry()
 
     def joined(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -73,7 +77,8 @@ class Code:
 
     def renew(self, method: Method) -> None:
         """Makes `method` the code that is compiled from now on."""
-        self._method, self.entry = method, method.entry()
+        self._method = method
+        self.__dict__.pop("entry", None)
         self.seen.clear()
         self.program = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,11 @@ from autoamp.place.devices import device_of
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of `model`, also where its class redefines `parameters()`."""
-    modules = nn.Module.modules(model)  # `parameters()` makes every name first
+    # `parameters()` makes every name first.
+    return _parameters_in(nn.Module.modules(model))
+
+
+def _parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     held = (compat.parameters_here(each).values() for each in modules)
     every = [p for of in held for p in of if p is not None]
     return [*{id(parameter): parameter for parameter in every}.values()]
@@ -70,8 +74,9 @@ def choose_precision(
     model: nn.Module, options: Options
 ) -> tuple[torch.dtype | None, str]:
     """The compute dtype for `model`, or None and the reason it stays as it is."""
-    parameters = parameters_of(model)
-    reason = _quantised(model) or _nothing_to_convert(parameters)
+    modules = [*nn.Module.modules(model)]
+    parameters = _parameters_in(modules)
+    reason = _quantised(model, modules) or _nothing_to_convert(parameters)
     if reason:
         return None, reason
     device = parameters[0].device if parameters else torch.device("cpu")
@@ -94,9 +99,9 @@ def choose_device_precision(
     return low, ""
 
 
-def _quantised(model: nn.Module) -> str:
-    """Which module of `model` is quantised, or ""."""
-    if not any(_is_quantised(type(module)) for module in model.modules()):
+def _quantised(model: nn.Module, modules: Iterable[nn.Module]) -> str:
+    """Which of `modules`, all of `model`, is quantised, or ""."""
+    if not any(map(_is_quantised, {type(module) for module in modules})):
         return ""
     every = model.named_modules()
     path, found = next((p, m) for p, m in every if _is_quantised(type(m)))

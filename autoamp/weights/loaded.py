@@ -38,14 +38,19 @@ def own_loaded_weights(model: nn.Module) -> int:
 
 def _loaded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     seen: set[int] = set()
-    for module in model.modules():
-        bases = {base.__name__ for base in type(module).__mro__}
-        if not bases & _LOADABLE or not _was_loaded(module):
+    modules = [*model.modules()]
+    loadable = {kind for kind in set(map(type, modules)) if _is_loadable(kind)}
+    for module in modules if loadable else ():
+        if type(module) not in loadable or not _was_loaded(module):
             continue
         for parameter in nn.Module.parameters(module):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter
+
+
+def _is_loadable(kind: type) -> bool:
+    return not _LOADABLE.isdisjoint(base.__name__ for base in kind.__mro__)
 
 
 def _was_loaded(module: nn.Module) -> bool:
