@@ -50,7 +50,7 @@ class Copy:
 
     def take_memory(self, weight: torch.Tensor) -> None:
         """Gives the copy new memory; memory that was handed out stays as it is."""
-        self.low = torch.empty_like(weight.detach(), dtype=self.dtype)
+        self.low = torch.empty_like(weight, dtype=self.dtype)
         self._alone = self._holders()
 
     @property
