@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as harness
-from benchmarks import report
+from benchmarks import emitted, report
 from benchmarks.capability import capability
 from benchmarks.peers import BASELINE, Peer, peers, ready
 from benchmarks.timing import interleaved, ratios
@@ -135,3 +135,18 @@ def test_capability_names_the_processor_and_torch() -> None:
     line = capability("cpu")
     assert torch.__version__ in line
     assert "cores" in line
+
+
+def test_a_hash_of_what_is_emitted_shows_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    few = ["--only", "mlp", "--graphs", "3"]
+    monkeypatch.setattr("sys.argv", ["emitted", str(before), *few])
+    assert emitted.main() == 0
+    again = ["emitted", str(after), "--against", str(before), *few]
+    monkeypatch.setattr("sys.argv", again)
+    assert emitted.main() == 0
+    monkeypatch.setattr(emitted, "code_of", lambda gm: f"{gm.code} # changed")
+    assert emitted.main() == 1
+    assert "5 differ" in capsys.readouterr().out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -70,10 +70,14 @@ def written_values(node: fx.Node) -> list[fx.Node]:
         return list(node.all_input_nodes) if _may_write(node) else []
     if not isinstance(node.target, compat.OpOverload):
         return []
-    written = mutated_arguments(node.target)
+    return operands_in(node, mutated_arguments(node.target))
+
+
+def operands_in(node: fx.Node, names: Collection[str]) -> list[fx.Node]:
+    """The operands of a call that stand in the arguments of these names."""
     found: list[fx.Node] = []
     for name, value in named_arguments(node):
-        if name in written:
+        if name in names:
             fx.node.map_arg(value, found.append)
     return found
 

@@ -24,9 +24,11 @@ from autoamp.compat.capture import (
     unwrapped_backend,
 )
 from autoamp.compat.device import (
+    AutocastState,
     any_autocast,
     autocast_nesting,
     autocast_off,
+    autocast_state,
     cpu_low_precision_units,
     in_autocast,
 )
@@ -154,6 +156,7 @@ __all__ = [
     "TRANSFORM_EXITS",
     "WHILE_LOOP",
     "WRAP",
+    "AutocastState",
     "CompiledEntry",
     "FakeTensor",
     "FakeTensorMode",
@@ -168,6 +171,7 @@ __all__ = [
     "as_traced",
     "autocast_nesting",
     "autocast_off",
+    "autocast_state",
     "backward_id",
     "buffers_here",
     "capture_errors_suppressed",

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -56,24 +57,38 @@ def autocast_off() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def in_autocast(
+class AutocastState(NamedTuple):
+    """What a region of `torch.autocast` comes to on this machine."""
+
+    device: str
+    dtype: torch.dtype
+    enabled: bool
+
+
+def autocast_state(
     device: str, dtype: torch.dtype | None = None, enabled: bool = True
-) -> Iterator[None]:
-    """A region of `torch.autocast(device, dtype, enabled)` that no trace records.
+) -> AutocastState:
+    """What `torch.autocast(device, dtype, enabled)` comes to: torch may disable it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the capture has shown the warnings already
+        region = torch.autocast(device, dtype, enabled)
+    known = region.fast_dtype or torch.get_autocast_dtype(device)
+    return AutocastState(device, known, region._enabled)
+
+
+@contextlib.contextmanager
+def in_autocast(state: AutocastState) -> Iterator[None]:
+    """A region of autocast that no trace records.
 
     The region caches no cast, because a cached cast would outlive the fake tensor it
     was made of.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the capture has shown the warnings already
-        wanted = torch.autocast(device, dtype, enabled)
+    device = state.device
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
-    torch.set_autocast_enabled(device, wanted._enabled)
-    if wanted.fast_dtype is not None:
-        torch.set_autocast_dtype(device, wanted.fast_dtype)
+    torch.set_autocast_enabled(device, state.enabled)
+    torch.set_autocast_dtype(device, state.dtype)
     try:
         yield
     finally:

@@ -208,7 +208,11 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that `tensor` is a view of, to autograd, or `tensor` itself."""
+    """The tensor that `tensor` is a view of, to autograd, or `tensor` itself.
+
+    A view's own history does not last: a write to the whole tensor, or to another view
+    of that tensor, replaces the view's history by one made from the whole tensor's.
+    """
     return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 

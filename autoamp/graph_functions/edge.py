@@ -38,14 +38,14 @@ def scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
             backward finds the S that its forward used.
     """
     if value.requires_grad:
-        whole = _whole(value)
+        whole = compat.whole(value)
         if whole.grad_fn is None:
             compat.hook_gradient(whole, functools.partial(_scale, loss_scale))
         else:
             # A hook on the node runs after every hook on the tensor, the caller's later
             # ones too, and after `autograd.grad` has taken the gradients asked for.
-            enter = functools.partial(_scale_one, loss_scale, whole.output_nr)
-            compat.hook_node(whole.grad_fn, enter)
+            scale_in = functools.partial(_scale_one, loss_scale, whole.output_nr)
+            compat.hook_node(whole.grad_fn, scale_in)
     return value
 
 
@@ -63,8 +63,8 @@ def unscale_grad(
     alias: torch.Tensor = torch.ops.aten.alias.default(value)
     if alias.requires_grad:
         unscale = _unscale if value.is_leaf else _unscale_and_pass_on
-        leave = functools.partial(unscale, inv_loss_scale, found_inf)
-        compat.hook_gradient(alias, leave)
+        unscale_out = functools.partial(unscale, inv_loss_scale, found_inf)
+        compat.hook_gradient(alias, unscale_out)
     return alias
 
 
@@ -75,22 +75,13 @@ def unscale_grad_(
 
     This is for an input that the graph writes to, because writes bypass an alias.
     """
-    whole = _whole(value)
+    whole = compat.whole(value)
     if whole.requires_grad:
         # No number changes, so the version is kept, except of a view, which takes the
         # new history only with a new version.
         with nullcontext() if whole is not value else compat.version_kept(value):
             _apply_unscale_in_place(whole, inv_loss_scale, found_inf)
     return value
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    """The tensor that `value` is a view of, or `value` if it is no view.
-
-    A view's own history does not last: a write to the whole tensor, or to another view
-    of that tensor, replaces the view's history by one made from the whole tensor's.
-    """
-    return compat.whole(value)
 
 
 def scaled(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,8 @@ def step(
     closure was evaluated; for LBFGS in every step.
     """
     closure = closure_of(args, kwargs)
-    if closure is None or boundary.leaves_to_scaler():
+    assert closure is not None, "a step without a closure is the boundary's own"
+    if boundary.leaves_to_scaler():
         return inner(*args, **kwargs)
     many = isinstance(boundary.optimizer, LBFGS)
     before = _Snapshot(boundary) if many or boundary.writes_first else None

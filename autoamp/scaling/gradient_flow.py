@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.nodes import named_arguments, written_values
+from autoamp.analyse.nodes import operands_in, written_values
 from autoamp.compat import OpOverload
 from autoamp.op_names import base_name
 from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, is_inplace
@@ -105,12 +105,8 @@ class GraphFlow:
         """The nodes that `view`, which op `maker` made, may be a view of."""
         if not isinstance(maker.target, OpOverload) or maker.target in _CUTS:
             return []
-        aliasing = aliasing_arguments(maker.target)
-        found: list[fx.Node] = []
-        for name, value in named_arguments(maker):
-            if name in aliasing:
-                fx.node.map_arg(value, found.append)
-        return [n for n in found if self._shares(n, view)]
+        sources = operands_in(maker, aliasing_arguments(maker.target))
+        return [n for n in sources if self._shares(n, view)]
 
     def is_of_an_op(self, node: fx.Node) -> bool:
         """Whether `node` is a torch op's result, all views of which are known."""

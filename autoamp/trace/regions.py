@@ -35,6 +35,7 @@ class Regions:
         """Begins at the first node of `gm`, which is called in regions `outer`."""
         begun = gm.meta.get(CALLED_IN, outer)
         self._inside: list[tuple[fx.Node | None, Region]] = [(None, r) for r in begun]
+        self._states: dict[Region, compat.AutocastState] = {}
 
     def follow(self, node: fx.Node) -> None:
         """Moves the walk on to `node`."""
@@ -62,5 +63,7 @@ class Regions:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
         for region in self.inside:
-            stack.enter_context(compat.in_autocast(*region[:3]))
+            if region not in self._states:
+                self._states[region] = compat.autocast_state(*region[:3])
+            stack.enter_context(compat.in_autocast(self._states[region]))
         return stack

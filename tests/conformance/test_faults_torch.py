@@ -20,12 +20,9 @@ import autoamp
 from autoamp import compat
 from autoamp.compat import (
     capture,
-    device,
     entry,
     gradients,
-    hooks,
     layers,
-    recording,
     tensors,
     tracing,
 )
@@ -34,6 +31,7 @@ from tests.steps import BF16, FP16, assert_same, mlp, weights_of
 
 COMPAT = Path(compat.__file__).parent
 HERE = Path(__file__).parent
+MODULES = [vars(compat)[f.stem] for f in COMPAT.glob("*.py") if f.stem[0] != "_"]
 
 # -- taken away one by one -------------------------------------------------------------
 
@@ -67,18 +65,7 @@ def hide(patch: pytest.MonkeyPatch, *names: str) -> None:
         return name not in names and hasattr(owner, name)
 
     torch._dynamo.reset()  # or a model alike would run what was captured before
-    every = (
-        capture,
-        device,
-        entry,
-        gradients,
-        hooks,
-        layers,
-        recording,
-        tensors,
-        tracing,
-    )
-    for module in every:
+    for module in MODULES:
         patch.setattr(module, "getattr", getattr_, raising=False)
         patch.setattr(module, "hasattr", hasattr_, raising=False)
 
