@@ -78,6 +78,10 @@ class Options:
         Under precision "auto" the rules may be valid for only one of the low dtypes,
         because a rules file may be written for one of them.
         """
+        if self.rules is None and not (
+            self.allow or self.deny or self.infer or self.clear or self.unlist
+        ):
+            return  # the rules we ship
         low = parse_low_dtype(self.precision)
         errors = []
         for dtype in LOW_DTYPES.values() if low is None else (low,):

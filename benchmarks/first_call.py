@@ -3,8 +3,8 @@
 Seconds of CPU that the first call of a model takes, converted and under
 `torch.compile(backend="eager")`, which captures the same graphs and makes nothing of
 them.  Both run in one process on one thread, in turn, after a call of another model has
-imported what either needs; the median of several pairs is kept.  Graphs are forgotten
-between.
+imported what either needs; the median of several pairs is kept, of more pairs where
+one takes little time.  Graphs are forgotten between.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ LIMIT, RECURRENT_LIMIT = 1.25, 2.0
 class; for recurrent layers."""
 
 MODELS_OF_A_CLASS = 30
+
+LEAST = 2.0
+"""Seconds of CPU that the pairs of a case take at least: short ones scatter most."""
 
 
 @dataclass(frozen=True)
@@ -216,9 +219,9 @@ def _ours(model: nn.Module) -> nn.Module:
 
 
 def measure(case: Case, repeats: int) -> Found:
-    """Medians of `repeats` pairs."""
+    """Medians of `repeats` pairs, or more."""
     pairs: list[tuple[float, float]] = []
-    for _ in range(repeats):
+    while len(pairs) < repeats or sum(map(sum, pairs)) < LEAST:
         with torch._dynamo.config.patch(allow_rnn=case.allow_rnn):
             plain = first_calls(case, _plain)
         pairs.append((plain, first_calls(case, _ours)))

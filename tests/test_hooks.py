@@ -171,3 +171,13 @@ def test_where_torch_does_not_count_hooks_dynamo_guards_them(
     converted[1].register_forward_hook(lambda *given: seen.append(given[2]))
     converted(X)
     assert len(seen) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit.script
+def test_modules_are_those_torch_lists_in_its_order() -> None:
+    shared = nn.Linear(2, 2)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    inner = nn.Sequential(nn.ReLU(), shared, scripted)
+    inner.register_module("nothing", None)
+    model = nn.ModuleList([nn.Sequential(shared, inner), inner, shared])
+    assert list(map(id, compat.modules_of(model))) == list(map(id, model.modules()))

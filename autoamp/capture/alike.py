@@ -27,8 +27,6 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size)
 _EVERY = frozenset(nn.Module().__dict__) - {"training"}
 """Attributes that every module has: its parameters, buffers, children and hooks."""
 
-_HOOKS = frozenset(compat.HOOKS)
-
 _MOST = 256
 """How many values of one list or dictionary are looked at; a look at more would cost
 more than shared graphs may save."""
@@ -78,13 +76,13 @@ def _of_module(module: nn.Module, root: bool, places: dict[int, int]) -> list[Ha
         for name, value in own[kind].items():
             place = places.setdefault(id(value), len(places))
             found.append((name, place, _value(value)))
-    for name, value in own.items():
-        if name in _EVERY:
-            if value and name in _HOOKS:
-                raise _Unlike
-            continue
-        if not (root and (name == STATE or isinstance(value, types.MethodType))):
-            found.append((name, _held(value)))
+    if any(map(own.get, compat.HOOKS)):
+        raise _Unlike
+    for name in own:
+        if name not in _EVERY:
+            value = own[name]
+            if not (root and (name == STATE or isinstance(value, types.MethodType))):
+                found.append((name, _held(value)))
     return found
 
 

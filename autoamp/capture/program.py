@@ -130,11 +130,14 @@ def program_for(
         make: gives the entry, with code objects of its own.
         hooked: as for `Program`; models with hooks share no program.
     """
-    key = None if what is None else _with_options(what, engine)
-    if key is None:
+    if what is None:
         return Program(make(), engine, hooked=hooked)
+    key = _with_options(what, engine)
     with _LOCK:
-        found = _PROGRAMS.get(key)
+        try:
+            found = _PROGRAMS.get(key)
+        except TypeError:  # an option, such as a backend, has no hash
+            return Program(make(), engine, hooked=hooked)
         if found is not None and found.may_be_joined:
             return found
         mine = Program(make(), engine, hooked=hooked)
@@ -145,16 +148,11 @@ def program_for(
     return mine
 
 
-def _with_options(what: Hashable, engine: Engine) -> Hashable | None:
-    """`what` with all else that a graph depends on; None if an option has no hash."""
+def _with_options(what: Hashable, engine: Engine) -> tuple[Any, ...]:
+    """`what` with all else that a graph depends on."""
     options = engine.options
     if not isinstance(options.loss_scale, str):  # each model has its own scale
         options = options.replace(loss_scale="auto")
     low, scales = engine.record.low, engine.record.scaling.enabled
     rules = options.resolve_rules(low)  # `rules` may name a file
-    key = (what, low, scales, engine.runs_as_is, rules, options)
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    return what, low, scales, engine.runs_as_is, rules, options

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from autoamp.compat.tensors import modules_of
+
 HOOKS = tuple(
     name for name in vars(nn.Module()) if name.endswith("_hooks") and "dict" not in name
 )
@@ -55,12 +57,7 @@ def hooks_everywhere() -> bool:
 
 def has_hooks(model: nn.Module) -> bool:
     """Whether `model` or any module inside it has a hook."""
-    for module in nn.Module.modules(model):
-        own = vars(module)
-        for name in HOOKS:  # no generator: asked at each first call, of every module
-            if own.get(name):
-                return True
-    return False
+    return any(any(map(vars(module).get, HOOKS)) for module in modules_of(model))
 
 
 def step_hooks(optimizer: Any) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:

@@ -216,6 +216,22 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 
+def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """`model` and every module inside it, each once, in the order of `modules()`.
+
+    `modules()` makes every path, with a generator for each module of it: three times
+    the work.
+    """
+    found: dict[int, torch.nn.Module] = {}
+    left: list[Any] = [model]
+    while left:
+        module = left.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            left += reversed(module._modules.values())
+    return [*found.values()]
+
+
 def parameters_here(module: torch.nn.Module) -> dict[str, Any]:
     """A module's own parameters by name, some None, without those of its children."""
     return module._parameters

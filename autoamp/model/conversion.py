@@ -183,7 +183,7 @@ def conversion_of(model: Any) -> Conversion | None:
     model = inside_wrappers(model)
     state = model.__dict__.get(STATE)
     if not isinstance(state, Conversion) or state.call is None:
-        state = DECLINED.get(model)
+        state = DECLINED.get(model) if DECLINED else None
     return state if isinstance(state, Conversion) else None
 
 

@@ -17,8 +17,7 @@ from autoamp.place.devices import device_of
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of `model`, also where its class redefines `parameters()`."""
-    # `parameters()` makes every name first.
-    return _parameters_in(nn.Module.modules(model))
+    return _parameters_in(compat.modules_of(model))
 
 
 def _parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -59,13 +58,15 @@ def unsupported(model: Any) -> str | None:
 
 def _on_meta(model: nn.Module) -> str:
     """The first parameter or buffer that is on the meta device, or ""."""
-    modules = nn.Module.modules(model)
-    held = [
-        (*compat.parameters_here(m).values(), *compat.buffers_here(m).values())
-        for m in modules
-    ]
-    if not any(each is not None and each.is_meta for of in held for each in of):
-        return ""
+    for module in compat.modules_of(model):
+        for held in (compat.parameters_here(module), compat.buffers_here(module)):
+            for tensor in held.values():
+                if tensor is not None and tensor.is_meta:
+                    return _path_on_meta(model)
+    return ""
+
+
+def _path_on_meta(model: nn.Module) -> str:
     named = (*nn.Module.named_parameters(model), *nn.Module.named_buffers(model))
     return next(path for path, tensor in named if tensor.is_meta)
 
@@ -74,7 +75,7 @@ def choose_precision(
     model: nn.Module, options: Options
 ) -> tuple[torch.dtype | None, str]:
     """The compute dtype for `model`, or None and the reason it stays as it is."""
-    modules = [*nn.Module.modules(model)]
+    modules = compat.modules_of(model)
     parameters = _parameters_in(modules)
     reason = _quantised(model, modules) or _nothing_to_convert(parameters)
     if reason:

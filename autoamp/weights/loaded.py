@@ -38,7 +38,7 @@ def own_loaded_weights(model: nn.Module) -> int:
 
 def _loaded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     seen: set[int] = set()
-    modules = [*model.modules()]
+    modules = compat.modules_of(model)
     loadable = {kind for kind in set(map(type, modules)) if _is_loadable(kind)}
     for module in modules if loadable else ():
         if type(module) not in loadable or not _was_loaded(module):
@@ -50,6 +50,8 @@ def _loaded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _is_loadable(kind: type) -> bool:
+    if not hasattr(kind, "from_pretrained"):  # most modules, and quickly told
+        return False
     return not _LOADABLE.isdisjoint(base.__name__ for base in kind.__mro__)
 
 

@@ -155,7 +155,10 @@ def drop(weight: torch.Tensor, copies: Sequence[Copy]) -> None:
 
 
 def refresh(stale: Sequence[Stale]) -> None:
-    """Copies weights into their copies; notes each weight's version and address."""
+    """Copies weights into their copies; notes each weight's version and address.
+
+    The caller has switched gradients off, so that no clone belongs to a graph.
+    """
     for copy, weight, *_ in stale:
         version = compat.version(weight)
         if copy.memory is not None and copy.is_held:
@@ -167,7 +170,7 @@ def refresh(stale: Sequence[Stale]) -> None:
     for copy, weight, watch, training in stale:
         _follow(copy, weight)
         if watch and compat.held_alone(weight):
-            copy.sentinel = compat.lazy_clone(weight.detach())
+            copy.sentinel = compat.lazy_clone(weight)
             copy.address = compat.data_address(weight)
             copy.from_training = training
 
