@@ -18,7 +18,7 @@ from autoamp.errors import CaptureError, VerificationError
 from autoamp.options import Options
 from autoamp.place.assign import Assignment, assign
 from autoamp.place.cost import PriceModel, Prices, price_graph
-from autoamp.place.devices import device_of
+from autoamp.place.devices import Device, device_of, main_device
 from autoamp.place.problem import promised_casts
 from autoamp.retreat import kept_for, retreating
 from autoamp.rewrite.casts import insert_casts
@@ -90,13 +90,15 @@ def rewrite_graph(
     *,
     free_weights: bool = False,
     price: PriceModel | None = None,
+    device: Device | None = None,
 ) -> Rewritten:
     """Runs every pass on `gm`, which is not changed.
 
     Args:
         free_weights: whether casts of weights are priced at nothing, because the caller
             passes cached copies in.
-        price: gives the prices; by default the roofline of the graph's device.
+        price: gives the prices; by default the roofline of the device.
+        device: the device that the graph is to run on; by default the one it is on.
 
     Raises:
         AutoampError: a pass failed; the message says where.
@@ -105,7 +107,7 @@ def rewrite_graph(
     normalised = normalise(gm, example_inputs)
     seconds = {"normalise": time.perf_counter() - start}
     return rewrite_normalised(
-        normalised, options, low, free_weights, seconds, price=price
+        normalised, options, low, free_weights, seconds, price=price, device=device
     )
 
 
@@ -117,16 +119,29 @@ def rewrite_normalised(
     seconds: dict[str, float],
     *,
     price: PriceModel | None = None,
+    device: Device | None = None,
 ) -> Rewritten:
     """Runs the passes after `normalise`, and adds their times to `seconds`.
 
+    The other arguments are those of `rewrite_graph`.
     Nodes that a failed check names stay fp32, and the passes run again with these nodes
     pinned.
     """
-    bodies, left = _rewrite_bodies(normalised, options, low, free_weights, price)
+    inner = partial(
+        rewrite_normalised,
+        options=options,
+        low=low,
+        free_weights=free_weights,
+        price=price,
+        device=device,
+    )
+    bodies, left = _rewrite_bodies(normalised, inner, strict=options.strict)
     timed = _Timer(seconds)
-    facts = timed("facts", lambda: collect_facts(normalised.gm))
-    attempt = _Attempt(normalised, facts, options, low, free_weights, timed, price)
+    where = None if device is None else device.type
+    facts = timed("facts", lambda: collect_facts(normalised.gm, where))
+    attempt = _Attempt(
+        normalised, facts, options, low, free_weights, timed, price, device
+    )
     found = retreating(attempt, normalised.gm.graph, strict=options.strict)
     for name, why in normalised.gm.meta.get(UNTRACED, {}).items():
         left[name] = kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
@@ -144,6 +159,7 @@ class _Attempt:
     free_weights: bool
     timed: _Timer
     price: PriceModel | None
+    device: Device | None
 
     def __call__(self, given_up: Mapping[str, str]) -> Rewritten:
         """The rewritten graph, in which the nodes `given_up` stay fp32."""
@@ -211,8 +227,8 @@ class _Attempt:
 
     def _prices(self, classified: Classified) -> Prices:
         gm = self.normalised.gm
-        roofline = partial(price_graph, device=device_of(_device(gm), self.low))
-        price: PriceModel = self.price or roofline
+        device = self.device or device_of(main_device(gm), self.low)
+        price: PriceModel = self.price or partial(price_graph, device=device)
         return price(
             gm,
             self.facts,
@@ -233,17 +249,17 @@ def _not_as_promised(
 
 
 def _rewrite_bodies(
-    normalised: Normalised,
-    options: Options,
-    low: torch.dtype,
-    free_weights: bool,
-    price: PriceModel | None,
+    normalised: Normalised, rewrite: Callable[..., Rewritten], *, strict: bool
 ) -> tuple[tuple[Rewritten, ...], dict[str, str]]:
     """Rewrites sub-graphs, whose inputs and outputs stay fp32, and puts them in place.
 
     A sub-graph on which the passes fail stays fp32, and the graph round it is still
     rewritten.  Returns the rewritten sub-graphs, and the reason for each call of a
     sub-graph that stays fp32.
+
+    Args:
+        rewrite: `rewrite_normalised` with the options of the graph around.
+        strict: whether a failing pass raises.
     """
     found: list[Rewritten] = []
     left: dict[str, str] = {}
@@ -253,11 +269,9 @@ def _rewrite_bodies(
         inner = Normalised(body, (), normalised.fake_mode)
         try:
             with torch.set_grad_enabled(body.meta[BODY_RECORDS]):
-                rewritten = rewrite_normalised(
-                    inner, options, low, free_weights, {}, price=price
-                )
+                rewritten = rewrite(inner, seconds={})
         except Exception as error:
-            if options.strict:
+            if strict:
                 raise
             body.meta[BODY_LEFT] = f"{type(error).__name__}: {error}"
             left |= dict.fromkeys(_callers(normalised.gm, name), kept_for(error))
@@ -282,13 +296,3 @@ class _Timer:
         result = run()
         self.seconds[name] = time.perf_counter() - start
         return result
-
-
-def _device(gm: fx.GraphModule) -> torch.device:
-    """The device most tensors of the graph live on."""
-    seen: dict[torch.device, int] = {}
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            seen[value.device] = seen.get(value.device, 0) + 1
-    return max(seen, key=lambda d: seen[d]) if seen else torch.device("cpu")

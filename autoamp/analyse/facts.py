@@ -128,12 +128,16 @@ class Facts:
         return FP32 if self.nodes[maker].keeps_state else maker
 
 
-def collect_facts(gm: fx.GraphModule) -> Facts:
+def collect_facts(gm: fx.GraphModule, device: str | None = None) -> Facts:
     """The facts of every node of ATen graph `gm`, which is not changed.
 
     The walk assumes that the graph starts in the caller's grad mode.
+
+    Args:
+        device: type of the device that the graph is to run on; by default each node
+            runs on the device it was traced on.
     """
-    collector = _Collector(gm, torch.is_grad_enabled())
+    collector = _Collector(gm, torch.is_grad_enabled(), device)
     for node in gm.graph.nodes:
         collector.visit(node)
     return collector.finish()
@@ -158,8 +162,9 @@ def _storage(tensor: torch.Tensor) -> int:
 class _Collector:
     """Walks the graph once, in order."""
 
-    def __init__(self, gm: fx.GraphModule, grad_mode: bool) -> None:
+    def __init__(self, gm: fx.GraphModule, grad_mode: bool, device: str | None) -> None:
         self.gm = gm
+        self.device = device
         self.opaque_writes: set[int] = set()
         self.nodes: dict[str, NodeFacts] = {}
         self.returned: set[str] = set()
@@ -227,7 +232,8 @@ class _Collector:
         if node.target is operator.getitem:
             self.element_of[node.name] = str(node.args[0])
         single = isinstance(node.meta.get("val"), torch.Tensor)
-        device = (outputs or inputs)[0].device.type if outputs or inputs else "cpu"
+        traced = (outputs or inputs)[0].device.type if outputs or inputs else "cpu"
+        device = self.device or traced
         if self.grad_mode and any(
             n.name in self.grad_needed for n in node.all_input_nodes
         ):
