@@ -3,7 +3,7 @@
 The public names are listed in `__all__`; everything else may change.
 """
 
-from autoamp.api import convert, is_converted, report, revert, rewrite
+from autoamp.api import convert, explain, is_converted, report, revert, rewrite
 from autoamp.auto.switch import disable, enable
 from autoamp.errors import (
     AutoampError,
@@ -49,6 +49,7 @@ __all__ = [
     "disable",
     "disabled",
     "enable",
+    "explain",
     "is_converted",
     "report",
     "revert",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autoamp import compat
+from autoamp.ask.explain import explain_model, options_for
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
 from autoamp.model.conversion import conversion_of
@@ -124,6 +125,41 @@ def is_converted(model: object) -> bool:
     """Whether calls of `model` go through rewritten graphs."""
     state = conversion_of(model)
     return state is not None and state.engine is not None and state.bound is not None
+
+
+def explain(
+    model: nn.Module,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    **kwargs: Any,
+) -> Report:
+    """The report of what `convert` would do to `model`, which is not changed.
+
+    The model is called once, in fp32, on the arguments given.  A model on the meta
+    device is explained without its weights.
+
+    Args:
+        model: any `torch.nn.Module`, converted or not.
+        *args: the arguments of a call of the model.
+        options: keyword arguments of `convert`; by default those that the model was
+            converted with.
+        device: the device to explain for, which need not be here: "cuda:sm_90", or
+            sm_70, sm_75, sm_80, sm_86, sm_89 or sm_100, "cpu:amx", "cpu:avx512_bf16",
+            "cpu:plain", and "cpu" and "cuda" for this machine's.  By default, the
+            device that the model is on.
+        **kwargs: keyword arguments of the call.
+
+    Raises:
+        AutoampError: the model, an option or the device cannot be used.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> report = autoamp.explain(model, torch.randn(32, 64), device="cuda:sm_90")
+        >>> [op.precision for op in report.ops]
+        ['fp32', 'fp32']
+    """
+    return explain_model(model, args, kwargs, options_for(model, options), device)
 
 
 def report(model: nn.Module) -> Report:

@@ -33,6 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"inspect", "weights", "scaling"}),
     frozenset({"capture", "optimizer"}),
     frozenset({"model"}),
+    frozenset({"ask"}),
     frozenset({"api"}),
     frozenset({"auto"}),
     frozenset({"__init__", "cli"}),

@@ -22,6 +22,7 @@ from autoamp.capture.record import Record
 from autoamp.capture.running import Local, counted, counting_sizes, scaled, unscaled
 from autoamp.errors import AutoampError
 from autoamp.options import Options
+from autoamp.place.devices import Device
 from autoamp.plain import plain
 from autoamp.saying import say_once
 from autoamp.scaling.watch import can_watch
@@ -45,6 +46,7 @@ class Engine:
         record: the record of the conversion, which another engine may share.
         differentiated_twice: a backward of a compiled graph had create_graph=True, so
             the model is to be captured again and its graphs run as they are.
+        device: the device that graphs are made for; by default the one they are on.
         bound: for each graph, which other models may run as well, the function that
             this model's calls run.
     """
@@ -52,6 +54,7 @@ class Engine:
     options: Options
     record: Record
     differentiated_twice: bool = False
+    device: Device | None = None
     local: Local = field(default_factory=Local)
     bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
     _binding: Any = field(default_factory=threading.RLock)
@@ -74,7 +77,9 @@ class Engine:
             return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
-                found = prepare(gm, example_inputs, options, low, scaling)
+                found = prepare(
+                    gm, example_inputs, options, low, scaling, device=self.device
+                )
                 self.bind(found, example_inputs)
             return found
         except Exception as error:
