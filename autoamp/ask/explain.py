@@ -32,7 +32,7 @@ from autoamp.model.reporting import report_of
 from autoamp.model.warmup import capture_now
 from autoamp.optimizer.meeting import new_scaling, stop_meeting
 from autoamp.options import Options
-from autoamp.place.devices import named_device
+from autoamp.place.devices import device_of, named_device
 from autoamp.plain import class_name
 
 
@@ -82,7 +82,7 @@ def explain_model(
         capture_now(twin, args, kwargs)
     finally:
         stop_meeting(scaling)
-    return report_of(engine.record)
+    return report_of(engine.record, model, _where(engine, model))
 
 
 def options_for(model: nn.Module, given: Mapping[str, Any] | None) -> Options:
@@ -90,6 +90,15 @@ def options_for(model: nn.Module, given: Mapping[str, Any] | None) -> Options:
     state = conversion_of(model)
     own = state.options if state is not None else None
     return (own or Options()).replace(**(given or {}))
+
+
+def _where(engine: Engine, model: nn.Module) -> str:
+    """The device that the report is for, with its model where the table has one."""
+    if engine.device is not None:
+        return engine.device.name
+    parameters = parameters_of(model)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    return device_of(device, engine.record.low).name
 
 
 def _twin(model: nn.Module) -> nn.Module:
