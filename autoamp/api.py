@@ -9,7 +9,8 @@ import torch
 from torch import fx, nn
 
 from autoamp import compat
-from autoamp.ask.explain import explain_model, options_for
+from autoamp.ask.examine import options_for
+from autoamp.ask.explain import explain_model
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
 from autoamp.model.conversion import conversion_of
