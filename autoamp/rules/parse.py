@@ -7,7 +7,7 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from autoamp import compat
 from autoamp.errors import RulesError
@@ -29,8 +29,22 @@ _CONDITION = ("test", "value", "argument", "category", "reason")
 _log = logging.getLogger(__name__)
 
 
-def read(path: Path, *, builtin: bool) -> tuple[dict[str, str], dict[str, Rule]]:
-    """The meta table and the rules, by canonical op name, of the file at `path`.
+class Contents(NamedTuple):
+    """The contents of a rules file.
+
+    Attributes:
+        meta: the meta table.
+        rules: the rules by canonical op name.
+        keep: patterns of the module paths that stay fp32.
+    """
+
+    meta: dict[str, str]
+    rules: dict[str, Rule]
+    keep: tuple[str, ...]
+
+
+def read(path: Path, *, builtin: bool) -> Contents:
+    """The contents of the file at `path`.
 
     Args:
         path: The TOML file.
@@ -41,11 +55,12 @@ def read(path: Path, *, builtin: bool) -> tuple[dict[str, str], dict[str, Rule]]
     data = _load(path)
     known = [c.value for c in Category]
     for table, entries in data.items():
-        if table != "meta" and table not in known:
-            _fail(path, table, f"no such table; use {', '.join(known)} or meta")
+        if table not in ("meta", "keep", *known):
+            _fail(path, table, f"no such table; use {', '.join(known)}, keep or meta")
         if not isinstance(entries, dict):
             _fail(path, table, f"must be a table: write [{table}] on its own line")
     meta = _meta(path, data.pop("meta", {}))
+    keep = _keep(path, data.pop("keep", {}))
     rules: dict[str, Rule] = {}
     for table in sorted(data, key=known.index):
         for rule in _rules(path, Category(table), data[table], builtin):
@@ -53,7 +68,7 @@ def read(path: Path, *, builtin: bool) -> tuple[dict[str, str], dict[str, Rule]]
                 there = f"in [{other.category}] and in [{table}]"
                 _fail(path, rule.op, f"named twice, {there}; delete one of them")
             rules[rule.op] = rule
-    return meta, rules
+    return Contents(meta, rules, keep)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -110,6 +125,17 @@ def _meta(path: Path, meta: dict[str, Any]) -> dict[str, str]:
             what = f"one of {', '.join(choices)}" if choices else "a string"
             _fail(path, f"meta.{key}", f"is {value!r}; must be {what}")
     return {"dtype": "any", "description": "", **meta}
+
+
+def _keep(path: Path, table: dict[str, Any]) -> tuple[str, ...]:
+    """The patterns `modules` of table `keep`."""
+    for key in table.keys() - {"modules"}:
+        _fail(path, f"keep.{key}", "unknown; use modules")
+    modules = table.get("modules", [])
+    named = isinstance(modules, list) and all(isinstance(m, str) for m in modules)
+    if not named:
+        _fail(path, "keep.modules", f"is {modules!r}; must be a list of module paths")
+    return tuple(modules)
 
 
 def _rules(
