@@ -810,7 +810,7 @@ def test_a_rules_file_can_keep_modules_in_fp32(tmp_path: Path) -> None:
     laid = Rules.default("bf16").merge(rules)
     assert laid.keep == rules.keep
     assert pickle.loads(pickle.dumps(laid)) == laid
-    assert laid != Rules.default("bf16").merge(replace(rules, keep=()))
+    assert laid != Rules.default("bf16").merge(dataclasses.replace(rules, keep=()))
 
 
 @pytest.mark.parametrize(
