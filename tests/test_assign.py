@@ -11,7 +11,8 @@ from autoamp.analyse.verdict import Mode, Verdict
 from autoamp.errors import PlacementError
 from autoamp.place import assign as assign_module
 from autoamp.place.assign import Assignment, assign
-from autoamp.place.mincut import CastGroup, Problem, Solution
+from autoamp.place.mincut import CastGroup, Problem, Solution, energy
+from autoamp.place.policies import POLICIES, project
 from autoamp.place.problem import build_problem
 from tests.small_facts import fact, facts, graph_of, prices, verdict
 
@@ -208,7 +209,10 @@ def test_what_an_assignment_costs() -> None:
     assert found.low == {"conv", "add"}
     assert found.cost == found.optimal_cost == 5 + 2 + 5 + 6
     assert found.all_high_cost == 20 + 4 + 6
-    assert found.policy_costs == {"tensorflow": 18, "promote": 18, "forced": 20}
+    assert {
+        name: energy(found.problem, project(found.problem, policy(graph, verdicts)))
+        for name, policy in POLICIES.items()
+    } == {"tensorflow": 18, "promote": 18, "forced": 20}
     assert (found.facts, found.verdicts) == (graph, verdicts)
     forced = assigned(
         graph, verdicts, {"conv": (20, 5), "add": (4, 2), "exp": (6, 6)}, "forced"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoamp.pipeline import Rewritten
+from autoamp.place.assign import legal_energy
 from autoamp.place.cost import UNIT_NS
 from autoamp.place.policies import POLICIES, project
 from autoamp.rules import Category
@@ -84,7 +85,7 @@ def costs_of(rewritten: Rewritten) -> Costs:
     verdicts = rewritten.classified.verdicts
     for name, policy in POLICIES.items():
         low = project(assignment.problem, policy(rewritten.facts, verdicts))
-        placements[name] = placement(assignment.policy_costs[name], low)
+        placements[name] = placement(legal_energy(assignment.problem, low), low)
     return Costs(
         placements=placements,
         optimal_cost=assignment.optimal_cost,

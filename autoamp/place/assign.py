@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from autoamp.analyse.facts import Facts
 from autoamp.analyse.verdict import Verdict
@@ -45,7 +44,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The decisions on a whole graph, immutable, with their cost and other policies'.
+    """The decisions on a whole graph, immutable, with their cost.
 
     Attributes:
         decisions: node to decision, in graph order.
@@ -70,19 +69,6 @@ class Assignment:
     facts: Facts
     verdicts: Mapping[str, Verdict]
 
-    @cached_property
-    def policy_costs(self) -> Mapping[str, int]:
-        """The costs of TensorFlow's, autocast's promote and the forced policy.
-
-        Each policy is projected on the legal placements and priced alike.
-        """
-        return {
-            name: _legal_energy(
-                self.problem, project(self.problem, policy(self.facts, self.verdicts))
-            )
-            for name, policy in POLICIES.items()
-        }
-
 
 def assign(
     facts: Facts, verdicts: Mapping[str, Verdict], prices: Prices, placement: str
@@ -101,9 +87,9 @@ def assign(
     return Assignment(
         decisions=_decisions(facts, verdicts, low, problem, prices.reward > 0),
         low=low,
-        cost=_legal_energy(problem, low),
+        cost=legal_energy(problem, low),
         optimal_cost=best.cost,
-        all_high_cost=_legal_energy(problem, frozenset()),
+        all_high_cost=legal_energy(problem, frozenset()),
         returned_inside=returned_inside,
         problem=problem,
         prices=prices,
@@ -112,7 +98,12 @@ def assign(
     )
 
 
-def _legal_energy(problem: Problem, low: frozenset[str]) -> int:
+def legal_energy(problem: Problem, low: frozenset[str]) -> int:
+    """The cost of a labelling that breaks no constraint.
+
+    Raises:
+        PlacementError: the labelling breaks a constraint.
+    """
     cost = energy(problem, low)
     if cost is None:
         raise PlacementError(
