@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
-from autoamp.analyse.classify import Classified, classify
+from autoamp.analyse.classified import Classified
+from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import Facts, collect_facts
 from autoamp.errors import CaptureError, VerificationError
 from autoamp.options import Options
@@ -46,7 +47,7 @@ class Rewritten:
     Attributes:
         gm: the rewritten graph.
         before: the ATen graph it was made from.
-        facts, classified, assignment: the facts, the verdicts and the placement.
+        classified, assignment: the facts with the verdicts, and the placement.
         casts: the casts inserted, in graph order.
         recounted: the cost of the emitted graph by an independent count.
         low: the compute dtype.
@@ -57,7 +58,6 @@ class Rewritten:
 
     gm: fx.GraphModule
     before: fx.GraphModule
-    facts: Facts
     classified: Classified
     assignment: Assignment
     casts: tuple[Cast, ...]
@@ -66,6 +66,11 @@ class Rewritten:
     seconds: dict[str, float]
     given_up: Mapping[str, str] = field(default_factory=dict)
     bodies: tuple[Rewritten, ...] = ()
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of `before`."""
+        return self.classified.facts
 
     @functools.cached_property  # thirty models that share a graph each ask
     def sums(self) -> Sums:
@@ -152,18 +157,12 @@ class _Attempt:
         prices = timed("price", lambda: self._prices(classified))
         assignment = timed(
             "place",
-            lambda: assign(
-                self.facts, classified.verdicts, prices, self.options.placement
-            ),
+            lambda: assign(classified, prices, self.options.placement),
         )
         after, casts = timed(
             "rewrite",
             lambda: insert_casts(
-                before,
-                assignment,
-                classified.extreme,
-                self.low,
-                self.normalised.fake_mode,
+                before, classified, assignment, self.low, self.normalised.fake_mode
             ),
         )
         verifier = timed("stand in", lambda: Verifier(before))
@@ -187,7 +186,6 @@ class _Attempt:
         return Rewritten(
             gm=after,
             before=before,
-            facts=self.facts,
             classified=classified,
             assignment=assignment,
             casts=tuple(casts),
@@ -215,8 +213,7 @@ class _Attempt:
         price: PriceModel = self.price or roofline
         return price(
             gm,
-            self.facts,
-            classified.verdicts,
+            classified,
             objective=self.options.objective,
             do_no_harm=self.options.do_no_harm,
             free_weights=self.free_weights,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import FP32, Facts, Operand
 from autoamp.analyse.verdict import Mode, Verdict
 from autoamp.errors import PlacementError
@@ -17,13 +18,20 @@ from autoamp.place.problem import build_problem
 from tests.small_facts import fact, facts, graph_of, prices, verdict
 
 
+def written(text: str) -> tuple[Facts, dict[str, Verdict]]:
+    """The facts and the verdicts of `graph_of(text)`, for tests that change one."""
+    graph = graph_of(text)
+    return graph.facts, dict(graph.verdicts)
+
+
 def problem_of(
     graph: Facts,
     verdicts: dict[str, Verdict],
     returned_inside: frozenset[str] = frozenset(),
 ) -> Problem:
     costs = dict.fromkeys(verdicts, (4, 2))
-    return build_problem(graph, verdicts, prices(graph, costs), returned_inside)
+    classified = Classified(graph, verdicts)
+    return build_problem(classified, prices(graph, costs), returned_inside)
 
 
 def groups(problem: Problem) -> dict[str, CastGroup]:
@@ -48,7 +56,7 @@ def test_ops_have_their_prices_and_what_comes_in_is_fp32() -> None:
 
 
 def test_a_pinned_node_keeps_its_reason() -> None:
-    graph, verdicts = graph_of("deny exp; allow conv exp")
+    graph, verdicts = written("deny exp; allow conv exp")
     problem = problem_of(graph, verdicts)
     assert problem.pinned_high["exp"] == "deny because"
     assert "conv" not in problem.pinned_high
@@ -109,7 +117,7 @@ def test_a_result_is_read_in_fp32_after_the_graph() -> None:
 
 
 def test_what_is_moved_low_is_never_widened() -> None:
-    graph, verdicts = graph_of("allow conv; clear view conv; deny exp view")
+    graph, verdicts = written("allow conv; clear view conv; deny exp view")
     assert [g.up for g in problem_of(graph, verdicts).groups] == [5, 5]
     verdicts["view"] = verdict("clear", moves=True)
     assert [g.up for g in problem_of(graph, verdicts).groups] == [5, None]
@@ -117,7 +125,7 @@ def test_what_is_moved_low_is_never_widened() -> None:
 
 @pytest.mark.parametrize("mode", ["any", "follow", "high"])
 def test_what_shows_the_bits_of_a_move_reads_them_in_fp32(mode: Mode) -> None:
-    graph, verdicts = graph_of("infer x; clear view x; infer reader view")
+    graph, verdicts = written("infer x; clear view x; infer reader view")
     verdicts["view"] = verdict("clear", moves=True)
     verdicts["reader"] = verdict("infer", [mode])
     group = groups(problem_of(graph, verdicts))["view in region 0.0"]
@@ -197,23 +205,24 @@ def assigned(
     placement: str = "optimal",
     reward: int = 0,
 ) -> Assignment:
-    return assign(graph, verdicts, prices(graph, ops, reward), placement)
+    return assign(Classified(graph, verdicts), prices(graph, ops, reward), placement)
 
 
 CONV_ADD = "allow conv; infer add conv; deny exp add"
 
 
 def test_what_an_assignment_costs() -> None:
-    graph, verdicts = graph_of(CONV_ADD)
+    graph, verdicts = written(CONV_ADD)
     found = assigned(graph, verdicts, {"conv": (20, 5), "add": (4, 2), "exp": (6, 6)})
     assert found.low == {"conv", "add"}
     assert found.cost == found.optimal_cost == 5 + 2 + 5 + 6
     assert found.all_high_cost == 20 + 4 + 6
     assert {
-        name: energy(found.problem, project(found.problem, policy(graph, verdicts)))
+        name: energy(
+            found.problem, project(found.problem, policy(Classified(graph, verdicts)))
+        )
         for name, policy in POLICIES.items()
     } == {"tensorflow": 18, "promote": 18, "forced": 20}
-    assert (found.facts, found.verdicts) == (graph, verdicts)
     forced = assigned(
         graph, verdicts, {"conv": (20, 5), "add": (4, 2), "exp": (6, 6)}, "forced"
     )
@@ -262,7 +271,7 @@ def test_what_an_assignment_costs() -> None:
 def test_choices_are_told_in_words(
     ops: dict[str, tuple[int, int]], reward: int, choices: list[str]
 ) -> None:
-    found = assigned(*graph_of(CONV_ADD), {**ops, "exp": (1, 1)}, reward=reward)
+    found = assigned(*written(CONV_ADD), {**ops, "exp": (1, 1)}, reward=reward)
     assert [d.choice for d in found.decisions.values()] == choices
 
 
@@ -324,7 +333,7 @@ def test_only_what_has_a_gradient_is_returned_and_used(changed: dict[str, Any]) 
 def test_a_placement_that_breaks_its_own_rules_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    graph, verdicts = graph_of("; ".join(f"deny n{i}" for i in range(10)))
+    graph, verdicts = written("; ".join(f"deny n{i}" for i in range(10)))
     broken = Solution(frozenset(verdicts), 0)
     monkeypatch.setattr(assign_module, "solve", lambda problem: broken)
     with pytest.raises(PlacementError) as caught:

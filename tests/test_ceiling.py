@@ -204,7 +204,7 @@ def test_the_ceiling_is_what_holds_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "autoamp.analyse.classify.under_ceiling", lambda gm, facts, found: dict(found)
+        "autoamp.analyse.classify.under_ceiling", lambda gm, found: found
     )
     function, data = CASES[name]
     assert errors(of(function), data, torch.bfloat16).worst() > 10 * MARGIN
@@ -255,7 +255,7 @@ def test_what_is_low_is_under_the_ceiling_or_moves(
     low = torch.float16 if options["precision"] == "fp16" else torch.bfloat16
     found = rewrite_graph(capture(program), inputs(), Options(**options), low)
     facts, verdicts = found.facts, found.classified.verdicts
-    promoted = promotes_to_low(facts, verdicts)
+    promoted = promotes_to_low(found.classified)
     above = found.assignment.low - promoted
     assert all(verdicts[name].moves for name in above)
     for name in verdicts:

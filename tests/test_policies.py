@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from autoamp.analyse.classified import Classified
 from autoamp.place.mincut import CastGroup, Problem
 from autoamp.place.policies import POLICIES, forced, project, promote, tensorflow
 from tests.small_facts import fact, facts, graph_of, verdict
@@ -39,7 +42,7 @@ from tests.small_facts import fact, facts, graph_of, verdict
     ],
 )
 def test_tensorflows_painting(graph: str, low: str) -> None:
-    assert tensorflow(*graph_of(graph)) == set(low.split())
+    assert tensorflow(graph_of(graph)) == set(low.split())
 
 
 def test_an_edge_leads_through_the_elements_of_a_tuple() -> None:
@@ -50,23 +53,23 @@ def test_an_edge_leads_through_the_elements_of_a_tuple() -> None:
         element_of={"part": "conv"},
     )
     verdicts = {"conv": verdict("allow", ()), "relu": verdict("infer")}
-    assert tensorflow(graph, verdicts) == {"conv", "relu"}
+    assert tensorflow(Classified(graph, verdicts)) == {"conv", "relu"}
 
 
 def test_what_comes_from_outside_is_no_neighbour() -> None:
     graph = facts(fact("x"), fact("relu", "x"), constants=["x"])
-    assert tensorflow(graph, {"relu": verdict("infer")}) == set()
+    assert tensorflow(Classified(graph, {"relu": verdict("infer")})) == set()
 
 
 def test_forced_lowers_allow_ops_that_may_be() -> None:
-    graph, verdicts = graph_of("allow a; allow b; infer i a; clear c a; deny d c")
-    verdicts["b"] = verdict("allow", (), pinned=True)
-    assert forced(graph, verdicts) == {"a"}
+    graph = graph_of("allow a; allow b; infer i a; clear c a; deny d c")
+    pinned = {**graph.verdicts, "b": verdict("allow", (), pinned=True)}
+    assert forced(replace(graph, verdicts=pinned)) == {"a"}
 
 
 def test_promote_is_as_wide_as_what_it_reads() -> None:
-    graph, verdicts = graph_of("allow a; infer i a; deny d i; infer j i d; infer k i")
-    assert promote(graph, verdicts) == {"a", "i", "k"}
+    graph = graph_of("allow a; infer i a; deny d i; infer j i d; infer k i")
+    assert promote(graph) == {"a", "i", "k"}
 
 
 def test_the_policies_by_name() -> None:

@@ -168,9 +168,7 @@ def test_costs_are_energies_and_the_optimum_is_one() -> None:
     assert set(report.regret) == {"tensorflow", "promote", "forced"}
     for name, extra in report.regret.items():
         problem = rewritten.assignment.problem
-        low = project(
-            problem, POLICIES[name](rewritten.facts, rewritten.classified.verdicts)
-        )
+        low = project(problem, POLICIES[name](rewritten.classified))
         assert extra == energy(problem, low) - report.optimal_cost
         assert extra >= 0
 
@@ -178,19 +176,16 @@ def test_costs_are_energies_and_the_optimum_is_one() -> None:
 def test_estimates_hold_no_reward() -> None:
     report = net_report()
     (rewritten,) = report.rewritten
-    assignment, verdicts = rewritten.assignment, rewritten.classified.verdicts
+    assignment, classified = rewritten.assignment, rewritten.classified
     plain = price_graph(
         rewritten.before,
-        rewritten.facts,
-        verdicts,
+        classified,
         assignment.prices.device,
         objective="time",
         do_no_harm=True,
         free_weights=True,
     )
-    problem = build_problem(
-        rewritten.facts, verdicts, plain, assignment.returned_inside
-    )
+    problem = build_problem(classified, plain, assignment.returned_inside)
     (found,) = report.costs
     assert found.reward > 0
     assert found.placements[ALL_FP32].estimate == energy(problem, frozenset())

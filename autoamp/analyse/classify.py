@@ -15,7 +15,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.as_written import as_written
-from autoamp.analyse.ceiling import CEILING, under_ceiling
+from autoamp.analyse.ceiling import under_ceiling
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.conditions import condition_holds
 from autoamp.analyse.extreme import extreme_values
 from autoamp.analyse.facts import Facts, NodeFacts, Operand
@@ -38,24 +39,6 @@ _CPU_MIXED = LAYER_NORMS | {
     "aten::rms_norm",
 }
 """Norms whose CPU kernels take fp32 parameters beside low data; CUDA's do not."""
-
-
-@dataclass(frozen=True)
-class Classified:
-    """Verdicts of a graph, in graph order, and the values a cast must saturate."""
-
-    verdicts: Mapping[str, Verdict]
-    extreme: frozenset[str]
-
-    @property
-    def pinned(self) -> frozenset[str]:
-        """The nodes that must stay fp32."""
-        return frozenset(n for n, v in self.verdicts.items() if v.pinned)
-
-    @property
-    def promoted(self) -> frozenset[str]:
-        """The nodes left to type promotion, which may widen their operands."""
-        return frozenset(n for n, v in self.verdicts.items() if v.origin == CEILING)
 
 
 def classify(
@@ -97,12 +80,15 @@ def classify(
             verdicts[name] = _verdict(nodes[name], fact, under)
         except Exception as error:
             raise PassError.at(name, error) from error
+    found = Classified(facts, verdicts)
     if ceiling:
-        verdicts = under_ceiling(gm, facts, verdicts)
-    extreme = extreme_values(gm, facts, verdicts, _rules_by_node(gm, rules), low)
-    for name, verdict in verdicts.items():
-        verdicts[name] = _casting_extremes(verdict, facts.nodes[name], extreme)
-    return Classified(verdicts, extreme)
+        found = under_ceiling(gm, found)
+    extreme = extreme_values(gm, found, _rules_by_node(gm, rules), low)
+    verdicts = {
+        name: _casting_extremes(verdict, facts.nodes[name], extreme)
+        for name, verdict in found.verdicts.items()
+    }
+    return Classified(facts, verdicts, extreme)
 
 
 def _casting_extremes(

@@ -15,7 +15,6 @@ from autoamp.pipeline import Rewritten
 from autoamp.place.assign import legal_energy
 from autoamp.place.cost import UNIT_NS
 from autoamp.place.policies import POLICIES, project
-from autoamp.rules import Category
 
 OURS, ALL_FP32 = "ours", "all fp32"
 
@@ -82,9 +81,8 @@ def costs_of(rewritten: Rewritten) -> Costs:
         OURS: placement(assignment.cost, assignment.low),
         ALL_FP32: placement(assignment.all_high_cost, frozenset()),
     }
-    verdicts = rewritten.classified.verdicts
     for name, policy in POLICIES.items():
-        low = project(assignment.problem, policy(rewritten.facts, verdicts))
+        low = project(assignment.problem, policy(rewritten.classified))
         placements[name] = placement(legal_energy(assignment.problem, low), low)
     return Costs(
         placements=placements,
@@ -98,10 +96,8 @@ def costs_of(rewritten: Rewritten) -> Costs:
 
 def allow_in_fp32(rewritten: Rewritten, low: frozenset[str]) -> int:
     """The number of allow ops that are not in `low`."""
-    return sum(
-        v.category is Category.ALLOW and name not in low
-        for name, v in rewritten.classified.verdicts.items()
-    )
+    classified = rewritten.classified
+    return len({*filter(classified.is_allowed, classified.verdicts)} - low)
 
 
 def amount(units: int, in_bytes: bool, *, signed: bool = False) -> str:

@@ -86,10 +86,8 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
 
 def _operands(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
     facts = section.rewritten.facts
-    verdict = section.rewritten.classified.verdicts[name]
     said = []
-    operands = facts.nodes[name].operands
-    for operand, mode in zip(operands, verdict.modes, strict=True):
+    for operand, mode in section.rewritten.classified.reads(name):
         maker = facts.producer(operand.value)
         held = rows[maker].precision if maker in rows else FP32
         wanted = FP32 if mode == "high" else rows[name].precision

@@ -1,11 +1,11 @@
-"""Decides the precision of every node from facts, verdicts and prices."""
+"""Decides the precision of every node of a classified graph by its prices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoamp.analyse.facts import Facts
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.verdict import Verdict
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
@@ -55,7 +55,7 @@ class Assignment:
         all_high_cost: the total with everything in fp32.
         returned_inside: values both returned and used inside, whose inner readers must
             hang on the returned tensor.
-        problem, prices, facts, verdicts: the inputs of the decisions.
+        problem, prices: the inputs of the decisions.
     """
 
     decisions: Mapping[str, Decision]
@@ -66,26 +66,22 @@ class Assignment:
     returned_inside: frozenset[str]
     problem: Problem
     prices: Prices
-    facts: Facts
-    verdicts: Mapping[str, Verdict]
 
 
-def assign(
-    facts: Facts, verdicts: Mapping[str, Verdict], prices: Prices, placement: str
-) -> Assignment:
+def assign(classified: Classified, prices: Prices, placement: str) -> Assignment:
     """The assignment of the chosen `placement` for one graph.
 
     Raises:
         PlacementError: the constraints contradict each other.
     """
-    returned_inside = returned_and_used(facts, verdicts)
-    problem = build_problem(facts, verdicts, prices, returned_inside)
+    returned_inside = returned_and_used(classified)
+    problem = build_problem(classified, prices, returned_inside)
     best = solve(problem)
     low = best.low
     if placement != "optimal":
-        low = project(problem, POLICIES[placement](facts, verdicts))
+        low = project(problem, POLICIES[placement](classified))
     return Assignment(
-        decisions=_decisions(facts, verdicts, low, problem, prices.reward > 0),
+        decisions=_decisions(classified, low, problem, prices.reward > 0),
         low=low,
         cost=legal_energy(problem, low),
         optimal_cost=best.cost,
@@ -93,8 +89,6 @@ def assign(
         returned_inside=returned_inside,
         problem=problem,
         prices=prices,
-        facts=facts,
-        verdicts=verdicts,
     )
 
 
@@ -115,15 +109,11 @@ def legal_energy(problem: Problem, low: frozenset[str]) -> int:
 
 
 def _decisions(
-    facts: Facts,
-    verdicts: Mapping[str, Verdict],
-    low: frozenset[str],
-    problem: Problem,
-    rewarded: bool,
+    classified: Classified, low: frozenset[str], problem: Problem, rewarded: bool
 ) -> dict[str, Decision]:
     decisions = {}
-    for name, verdict in verdicts.items():
-        fact = facts.nodes[name]
+    for name, verdict in classified.verdicts.items():
+        fact = classified.facts.nodes[name]
         decisions[name] = Decision(
             name=name,
             op=fact.op,

@@ -12,25 +12,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from autoamp.analyse.as_written import CASTS
 from autoamp.analyse.ceiling import promotes_to_low
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
-from autoamp.analyse.verdict import Verdict
 from autoamp.place.mincut import Problem
 from autoamp.rules import Category
 
 
-def forced(_: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+def forced(classified: Classified) -> frozenset[str]:
     """Allow ops low, everything else fp32."""
-    return frozenset(
-        n for n, v in verdicts.items() if v.category is Category.ALLOW and not v.pinned
-    )
+    allowed = filter(classified.is_allowed, classified.verdicts)
+    return frozenset(allowed) - classified.pinned
 
 
-def promote(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+def promote(classified: Classified) -> frozenset[str]:
     """Autocast's rule: allow low, deny fp32, other ops as wide as their operands."""
-    return frozenset(promotes_to_low(facts, verdicts))
+    return promotes_to_low(classified)
 
 
-def tensorflow(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+def tensorflow(classified: Classified) -> frozenset[str]:
     """The painting passes of TensorFlow's grappler pass, in its order.
 
     1 allow ops; 2 deny spreads forward over deny, infer and the clear ops that lead to
@@ -42,6 +41,7 @@ def tensorflow(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
     TensorFlow may not process: it is never painted, though if it is denied it denies
     the ops after it.
     """
+    facts, verdicts = classified.facts, classified.verdicts
     kind = {
         n: v.category
         for n, v in verdicts.items()
@@ -49,7 +49,7 @@ def tensorflow(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
     }
     free = {n for n in kind if not verdicts[n].pinned}
     clear = {n for n, k in kind.items() if k is Category.CLEAR}
-    after, before = _edges(facts, verdicts)
+    after, before = _edges(classified)
     clusters = _written_together(facts, kind)
 
     denied = _denied(kind, after, before)
@@ -64,7 +64,7 @@ def tensorflow(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
                 low.add(name)
     low |= _reach(low, _either_way(after, before), between & clear)
     low |= {n for c in clusters if low & c and c <= free - denied for n in c}
-    return frozenset(low | _casts_read_low(facts, verdicts, low))
+    return frozenset(low | _casts_read_low(classified, low))
 
 
 def _denied(
@@ -92,10 +92,9 @@ def _written_together(facts: Facts, kind: Mapping[str, object]) -> list[set[str]
     return [cluster & kind.keys() for cluster in clusters.values()]
 
 
-def _casts_read_low(
-    facts: Facts, verdicts: Mapping[str, Verdict], low: Collection[str]
-) -> set[str]:
+def _casts_read_low(classified: Classified, low: Collection[str]) -> set[str]:
     """Casts of booleans or whole numbers to fp32, all of whose readers are low."""
+    facts, verdicts = classified.facts, classified.verdicts
     readers: dict[str, list[bool]] = defaultdict(list)
     for name in verdicts:
         for operand in facts.nodes[name].operands:
@@ -111,7 +110,7 @@ def _casts_read_low(
     }
 
 
-POLICIES: dict[str, Callable[[Facts, Mapping[str, Verdict]], frozenset[str]]] = {
+POLICIES: dict[str, Callable[[Classified], frozenset[str]]] = {
     "tensorflow": tensorflow,
     "promote": promote,
     "forced": forced,
@@ -140,21 +139,22 @@ def _split(a: str, b: str, legal: set[str]) -> bool:
 
 
 def _edges(
-    facts: Facts, verdicts: Mapping[str, Verdict]
+    classified: Classified,
 ) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Edges from makers to their readers, and from readers to their makers.
 
     A reader that always needs fp32 has no edge.  Each node on a written storage counts
     as a maker for the later nodes on the storage.
     """
+    facts, verdicts = classified.facts, classified.verdicts
     after: dict[str, set[str]] = defaultdict(set)
     before: dict[str, set[str]] = defaultdict(set)
     writers: dict[int, set[str]] = defaultdict(set)
-    for name, verdict in verdicts.items():
+    for name in verdicts:
         fact = facts.nodes[name]
         makers = {
             facts.producer(operand.value)
-            for operand, mode in zip(fact.operands, verdict.modes, strict=True)
+            for operand, mode in classified.reads(name)
             if mode != "high"
         }
         if fact.storage in facts.mutated:

@@ -1,25 +1,23 @@
-"""From facts, verdicts and prices to the placement problem of a graph."""
+"""From a classified graph and its prices to the placement problem of a graph."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import FP32, Facts
-from autoamp.analyse.verdict import Verdict
 from autoamp.place.cost import Prices
 from autoamp.place.mincut import CastGroup, Problem
 
 
 def build_problem(
-    facts: Facts,
-    verdicts: Mapping[str, Verdict],
-    prices: Prices,
-    returned_inside: frozenset[str],
+    classified: Classified, prices: Prices, returned_inside: frozenset[str]
 ) -> Problem:
     """The placement problem of a graph: unary prices, pins, casts, ties."""
+    facts = classified.facts
     unary = dict(prices.ops)
-    pinned = {n: v.reason for n, v in verdicts.items() if v.pinned}
+    pinned = {n: v.reason for n, v in classified.verdicts.items() if v.pinned}
     for name in facts.constants:
         unary[name] = (0, 0)
         pinned[name] = "comes from outside the graph in fp32"
@@ -27,7 +25,7 @@ def build_problem(
     pinned[FP32] = "is read in fp32 outside the graph"
     why = "is returned, or viewed by what is, and shares memory with another tensor"
     pinned |= dict.fromkeys(_returned_aliases(facts), why)
-    groups, follows = _casts(facts, verdicts, prices, returned_inside)
+    groups, follows = _casts(classified, prices, returned_inside)
     return Problem(
         unary=unary,
         pinned_high={n: why for n, why in pinned.items() if n in unary},
@@ -53,23 +51,20 @@ def promised_casts(problem: Problem, low: frozenset[str]) -> Counter[tuple[str, 
 
 
 def _casts(
-    facts: Facts,
-    verdicts: Mapping[str, Verdict],
-    prices: Prices,
-    returned_inside: frozenset[str],
+    classified: Classified, prices: Prices, returned_inside: frozenset[str]
 ) -> tuple[list[CastGroup], list[tuple[str, str, str]]]:
     """One group per value, region and epoch, whose readers may share a cast."""
+    facts = classified.facts
     readers: dict[tuple[str, int, int], list[str]] = defaultdict(list)
     follows: list[tuple[str, str, str]] = []
-    for name, verdict in verdicts.items():
-        fact = facts.nodes[name]
-        for operand, mode in zip(fact.operands, verdict.modes, strict=True):
+    for name in classified.verdicts:
+        for operand, mode in classified.reads(name):
             at = facts.producer(operand.value)
             # A comparison, or a cast of the user's, would show a move's rounding.
-            shows = at in verdicts and verdicts[at].moves and mode != "same"
+            shows = classified.moves(at) and mode != "same"
             if mode == "any" and not shows:
                 continue
-            key = (operand.value, fact.region, operand.epoch)
+            key = (operand.value, facts.nodes[name].region, operand.epoch)
             readers[key].append(FP32 if shows or mode == "high" else name)
             if mode == "follow":
                 follows.append((name, at, "reads the value at its own precision"))
@@ -82,7 +77,7 @@ def _casts(
         up: int | None = prices.up[value]
         if value in returned_inside and region >= 0:
             up = 0  # the up-cast that is returned serves these readers
-        elif maker in verdicts and verdicts[maker].moves:
+        elif classified.moves(maker):
             up = None  # a move may round only for low readers
         groups.append(
             CastGroup(
@@ -97,7 +92,7 @@ def _casts(
     return groups, follows
 
 
-def returned_and_used(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+def returned_and_used(classified: Classified) -> frozenset[str]:
     """Values returned and also read inside, where a gradient flows (Grad-CAM).
 
     If the returned tensor were an up-cast beside the inner uses, the loss would have no
@@ -105,7 +100,8 @@ def returned_and_used(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozense
     returned tensor.  Low readers read the low value that the returned tensor was cast
     from, through a node whose gradient goes to the returned tensor.
     """
-    read = {o.value for n in verdicts for o in facts.nodes[n].operands}
+    facts = classified.facts
+    read = {o.value for n in classified.verdicts for o in facts.nodes[n].operands}
     return frozenset(
         v
         for v in facts.returned & read
