@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autoamp.analyse.classified import Classified
-from autoamp.place.mincut import CastGroup, Problem
 from autoamp.place.policies import POLICIES, forced, project, promote, tensorflow
+from autoamp.place.two_sides import Group, Problem
 from tests.small_facts import fact, facts, graph_of, verdict
 
 
@@ -83,13 +83,14 @@ def test_the_policies_by_name() -> None:
 # -- made legal ------------------------------------------------------------------------
 
 COSTS = dict.fromkeys("abcd", (1, 1))
+GROUP = ("g", 0, 0)
 
 
 @pytest.mark.parametrize(
     ("problem", "low", "legal"),
     [
         (Problem(COSTS), "a c unknown", "a c"),
-        (Problem(COSTS, pinned_high={"a": "denied"}), "a c", "c"),
+        (Problem(COSTS, at_sink={"a": "denied"}), "a c", "c"),
         # A tie with one side fp32 raises the other, and what follows from that.
         (Problem(COSTS, ties=[("a", "b", "")]), "a c", "c"),
         (Problem(COSTS, ties=[("b", "a", "")]), "a c", "c"),
@@ -100,12 +101,12 @@ COSTS = dict.fromkeys("abcd", (1, 1))
         (Problem(COSTS, follows=[("a", "b", "")]), "b", "b"),
         (Problem(COSTS, follows=[("a", "b", "")]), "a b", "a b"),
         # A cast up that is forbidden raises the value, one down its low readers.
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b", "c"), 1, None)]), "a b", "b"),
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b",), 1, None)]), "a b", "a b"),
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b", "c"), None, 1)]), "b d", "d"),
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b",), None, 1)]), "a b", "a b"),
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b", "c"), 1, 1)]), "a b", "a b"),
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b", "c"), 1, 1)]), "b", "b"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b", "c"), 1, None)]), "a b", "b"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b",), 1, None)]), "a b", "a b"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b", "c"), None, 1)]), "b d", "d"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b",), None, 1)]), "a b", "a b"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b", "c"), 1, 1)]), "a b", "a b"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b", "c"), 1, 1)]), "b", "b"),
     ],
 )
 def test_illegal_labels_are_raised(problem: Problem, low: str, legal: str) -> None:

@@ -31,9 +31,9 @@ from autoamp.inspect.report import WIDTH, Report
 from autoamp.inspect.rows import OpRow
 from autoamp.pipeline import Rewritten
 from autoamp.place.cost import price_graph
-from autoamp.place.mincut import Problem, energy
 from autoamp.place.policies import POLICIES, project
 from autoamp.place.problem import build_problem, promised_casts
+from autoamp.place.two_sides import Problem, energy
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -74,7 +74,7 @@ def json_of_net() -> str:
 def best_energy(rewritten: Rewritten, held: str | None = None) -> int:
     """The least energy by trying every labelling; with `held` the other way round."""
     problem = rewritten.assignment.problem
-    free = [n for n in problem.unary if n not in problem.pinned_high]
+    free = [n for n in problem.unary if n not in problem.at_sink]
     assert len(free) <= 12, "too many to try"
     was_low = held in rewritten.assignment.low
     found = []
@@ -225,7 +225,7 @@ def test_flipping_a_node_costs_what_trying_every_labelling_says() -> None:
 
 
 def _can_flip(problem: Problem, name: str) -> bool:
-    return name not in problem.pinned_high and not any(
+    return name not in problem.at_sink and not any(
         reader == name for reader, _, _ in problem.follows
     )
 

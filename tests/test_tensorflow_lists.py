@@ -319,6 +319,6 @@ def test_nothing_else_is_pinned(program: Program) -> None:
             if verdict.pinned and verdict.listed and verdict.category != "deny":
                 assert any(reason in verdict.reason for reason in reasons)
         painted = tensorflow(found.classified)
-        pins = found.assignment.problem.pinned_high
+        pins = found.assignment.pinned
         ties = {n for a, b, _ in found.assignment.problem.ties for n in (a, b)}
         assert painted - found.assignment.low <= pins.keys() | ties

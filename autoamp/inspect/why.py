@@ -131,7 +131,7 @@ def _listed(title: str, items: list[str]) -> Iterator[str]:
 
 def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     other = FP32 if row.is_low else section.low
-    pinned = section.rewritten.assignment.problem.pinned_high.get(row.name)
+    pinned = section.rewritten.assignment.pinned.get(row.name)
     if pinned is not None:
         yield f"  in {other}    cannot: {pinned}"
         return

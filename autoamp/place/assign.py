@@ -9,9 +9,9 @@ from autoamp.analyse.classified import Classified
 from autoamp.analyse.verdict import Verdict
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
-from autoamp.place.mincut import Problem, energy, solve
 from autoamp.place.policies import POLICIES, project
-from autoamp.place.problem import build_problem, returned_and_used
+from autoamp.place.problem import build_problem, least_cost, returned_and_used
+from autoamp.place.two_sides import Problem, energy
 from autoamp.rules import Category
 
 
@@ -67,6 +67,11 @@ class Assignment:
     problem: Problem
     prices: Prices
 
+    @property
+    def pinned(self) -> Mapping[str, str]:
+        """Each node and value that must be fp32, to the reason."""
+        return self.problem.at_sink
+
 
 def assign(classified: Classified, prices: Prices, placement: str) -> Assignment:
     """The assignment of the chosen `placement` for one graph.
@@ -76,15 +81,14 @@ def assign(classified: Classified, prices: Prices, placement: str) -> Assignment
     """
     returned_inside = returned_and_used(classified)
     problem = build_problem(classified, prices, returned_inside)
-    best = solve(problem)
-    low = best.low
+    low, optimal_cost = least_cost(problem)
     if placement != "optimal":
         low = project(problem, POLICIES[placement](classified))
     return Assignment(
         decisions=_decisions(classified, low, problem, prices.reward > 0),
         low=low,
         cost=legal_energy(problem, low),
-        optimal_cost=best.cost,
+        optimal_cost=optimal_cost,
         all_high_cost=legal_energy(problem, frozenset()),
         returned_inside=returned_inside,
         problem=problem,
@@ -111,6 +115,7 @@ def legal_energy(problem: Problem, low: frozenset[str]) -> int:
 def _decisions(
     classified: Classified, low: frozenset[str], problem: Problem, rewarded: bool
 ) -> dict[str, Decision]:
+    pins = problem.at_sink
     decisions = {}
     for name, verdict in classified.verdicts.items():
         fact = classified.facts.nodes[name]
@@ -119,8 +124,8 @@ def _decisions(
             op=fact.op,
             category=verdict.category,
             low=name in low,
-            reason=_reason(verdict, problem.pinned_high.get(name)),
-            choice=_choice(verdict, name in low, name in problem.pinned_high, rewarded),
+            reason=_reason(verdict, pins.get(name)),
+            choice=_choice(verdict, name in low, name in pins, rewarded),
             origin=verdict.origin,
             module=fact.module,
             source=fact.source,

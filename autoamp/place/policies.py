@@ -14,7 +14,7 @@ from autoamp.analyse.as_written import CASTS
 from autoamp.analyse.ceiling import promotes_to_low
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
-from autoamp.place.mincut import Problem
+from autoamp.place.two_sides import Problem
 from autoamp.rules import Category
 
 
@@ -119,14 +119,14 @@ POLICIES: dict[str, Callable[[Classified], frozenset[str]]] = {
 
 def project(problem: Problem, low: Iterable[str]) -> frozenset[str]:
     """The labels nearest to `low` from below that break no constraint of `problem`."""
-    legal = {n for n in low if n in problem.unary} - problem.pinned_high.keys()
+    legal = {n for n in low if n in problem.unary} - problem.at_sink.keys()
     while True:
         wrong = {x for a, b, _ in problem.ties for x in (a, b) if _split(a, b, legal)}
         wrong |= {r for r, v, _ in problem.follows if r in legal and v not in legal}
         for group in problem.groups:
-            if group.up is None and any(r not in legal for r in group.readers):
+            if group.to_sink is None and any(r not in legal for r in group.readers):
                 wrong.add(group.value)
-            if group.down is None and group.value not in legal:
+            if group.to_source is None and group.value not in legal:
                 wrong.update(group.readers)
         wrong &= legal
         if not wrong:
