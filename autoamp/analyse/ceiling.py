@@ -24,28 +24,8 @@ from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.verdict import CEILING, Verdict
 from autoamp.op_names import base_name
-from autoamp.ops import FACTORIES, NOISE, PROMOTING, only_moves
-from autoamp.rules import Category
-
-_AS_WIDE_AS_THE_DATA = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_fused_rms_norm",
-        "_prelu_kernel",
-        "batch_norm",
-        "group_norm",
-        "instance_norm",
-        "layer_norm",
-        "native_group_norm",
-        "native_layer_norm",
-        "prelu",
-        "rms_norm",
-    )
-)
-"""Ops whose result has the dtype of their first operand, whatever their parameters'.
-
-Kernels of norms compute in fp32 even on data that is low already; for `prelu` autocast
-itself casts the weight."""
+from autoamp.ops import is_view
+from autoamp.rules import Category, family
 
 _PROMOTE = frozenset({"same", "follow"})
 """Modes of the operands that take part in type promotion."""
@@ -70,12 +50,13 @@ def promotes_to_low(classified: Classified) -> frozenset[str]:
 def _promoting(name: str, classified: Classified) -> list[str]:
     """The values that decide how wide a node's result is."""
     fact = classified.facts.nodes[name]
-    base = fact.op.partition(".")[0]
-    if base in FACTORIES | NOISE:  # `zeros_like` has its operand's dtype
+    base = fact.base
+    if base in family("factory", "noise"):  # `zeros_like` has its operand's dtype
         return [o.value for o in fact.operands]
     read = [*classified.reads(name)]
+    # A tensor that is written to keeps its dtype.
     writes = base.endswith("_") and not base.endswith("__")
-    if writes or base in _AS_WIDE_AS_THE_DATA:  # a written tensor keeps its dtype
+    if writes or base in family("as_wide_as_its_data"):
         read = read[:1]
     return [o.value for o, mode in read if mode in _PROMOTE]
 
@@ -100,7 +81,7 @@ def _held(name: str, classified: Classified, low: frozenset[str]) -> Verdict:
     """The verdict of a node that type promotion leaves fp32, now pinned to fp32."""
     facts, verdict = classified.facts, classified.verdicts[name]
     modes = verdict.modes
-    if facts.nodes[name].op.partition(".")[0] in PROMOTING:
+    if facts.nodes[name].base in family("promoting"):
         modes = tuple(
             "any" if mode == "same" and facts.producer(o.value) in low else mode
             for o, mode in classified.reads(name)
@@ -143,11 +124,24 @@ def _is_move(node: fx.Node, fact: NodeFacts, verdict: Verdict) -> bool:
     if verdict.category is not Category.CLEAR:
         return False
     assert isinstance(node.target, compat.OpOverload)
-    if base_name(node.target) in FACTORIES or not fact.operands:
+    if base_name(node.target) in family("factory") or not fact.operands:
         return True  # a constant, or a mask of zeros and ones
     if not all(mode in _PROMOTE for mode in verdict.modes):
         return False
-    return only_moves(node.target, once=fact.requires_grad)
+    return _only_moves(node.target, once=fact.requires_grad)
+
+
+def _only_moves(target: compat.OpOverload, *, once: bool) -> bool:
+    """Whether each element of the result is an element of an operand, or a constant.
+
+    Args:
+        once: whether to require as well that no element is in two places, so that the
+            gradient of an element is no sum.
+    """
+    base = base_name(target)
+    if base in family("repeats"):
+        return not once
+    return base in family("copies") or is_view(target)
 
 
 def _reason(name: str, classified: Classified, low: frozenset[str]) -> str:

@@ -20,7 +20,7 @@ from autoamp.analyse.facts import Facts
 from autoamp.analyse.nodes import argument, named_arguments
 from autoamp.dtypes import largest
 from autoamp.op_names import base_name
-from autoamp.rules import Rule
+from autoamp.rules import Rule, family
 
 
 def extreme_values(
@@ -85,7 +85,7 @@ def _holds_extreme(node: fx.Node, limit: float) -> bool:
     """
     if not isinstance(node.target, compat.OpOverload):
         return False
-    if "div" in base_name(node.target):
+    if base_name(node.target).removesuffix("_") in family("division"):
         return False
     return any(
         isinstance(value, float) and math.isfinite(value) and abs(value) > limit * 0.99
@@ -114,7 +114,7 @@ def _masks_given_from_outside(
         masks: list[fx.Node] = []
         if base_name(node.target) == "aten::scaled_dot_product_attention":
             masks = [v for k, v in named_arguments(node) if k == "attn_mask" and v]
-        elif base_name(node.target) in ("aten::softmax", "aten::_softmax"):
+        elif base_name(node.target) in family("softmax"):
             scores = node.args[0]
             if isinstance(scores, fx.Node) and _is_sum(scores):
                 added = scores.all_input_nodes
@@ -124,9 +124,10 @@ def _masks_given_from_outside(
 
 
 def _is_sum(node: fx.Node) -> bool:
-    if not isinstance(node.target, compat.OpOverload):
-        return False
-    return base_name(node.target) in ("aten::add", "aten::add_")
+    target = node.target
+    return isinstance(target, compat.OpOverload) and (
+        base_name(target) in family("addition")
+    )
 
 
 def _mark_with_sources(masks: list[fx.Node], facts: Facts, extreme: set[str]) -> None:

@@ -88,6 +88,11 @@ class NodeFacts:
     keeps_state: bool = False
 
     @property
+    def base(self) -> str:
+        """The op without its overload: `aten::to` for `aten::to.dtype`."""
+        return self.op.partition(".")[0]
+
+    @property
     def module(self) -> str:
         return self.modules[-1] if self.modules else ""
 

@@ -21,9 +21,9 @@ from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.verdict import GAVE_UP, Verdict
 from autoamp.errors import PassError
-from autoamp.op_names import split_key
 from autoamp.place.devices import FEW_ROWS, NEUTRAL, Device
 from autoamp.place.flops import flops_of
+from autoamp.rules import family
 
 UNIT_NS = 0.1
 """Nanoseconds per unit of price."""
@@ -175,13 +175,13 @@ def _is_free(node: fx.Node) -> bool:
 
 def _rows(node: fx.Node, fact: NodeFacts) -> float:
     """Rows of a matrix product's first operand; infinite for any other op."""
-    _, name, _ = split_key(fact.op)
+    op = fact.base
     shape: Any = getattr(node.meta.get("val"), "shape", ())
-    if name not in ("linear", "matmul", "mm", "addmm", "mv", "addmv"):
+    if op not in family("product_of_rows"):
         return math.inf
     if len(shape) < 2:
         return 1
-    second = node.args[1 if name != "addmm" else 2] if len(node.args) > 1 else None
+    second = node.args[1 if op != "aten::addmm" else 2] if len(node.args) > 1 else None
     batched = isinstance(second, fx.Node) and len(second.meta["val"].shape) > 2
     if batched:
         return compat.hint(shape[-2])

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from autoamp.analyse.as_written import CASTS
 from autoamp.analyse.ceiling import promotes_to_low
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
 from autoamp.place.two_sides import Problem
-from autoamp.rules import Category
+from autoamp.rules import Category, family
 
 
 def forced(classified: Classified) -> frozenset[str]:
@@ -45,7 +44,7 @@ def tensorflow(classified: Classified) -> frozenset[str]:
     kind = {
         n: v.category
         for n, v in verdicts.items()
-        if v.listed and facts.nodes[n].op and _base(facts.nodes[n].op) not in CASTS
+        if v.listed and facts.nodes[n].op and facts.nodes[n].base not in family("cast")
     }
     free = {n for n in kind if not verdicts[n].pinned}
     clear = {n for n, k in kind.items() if k is Category.CLEAR}
@@ -102,7 +101,7 @@ def _casts_read_low(classified: Classified, low: Collection[str]) -> set[str]:
     return {
         name
         for name, verdict in verdicts.items()
-        if _base(facts.nodes[name].op) in CASTS
+        if facts.nodes[name].base in family("cast")
         and not (verdict.pinned or facts.nodes[name].operands)
         and name not in facts.returned
         and readers[name]
@@ -164,11 +163,6 @@ def _edges(
             after[maker].add(name)
             before[name].add(maker)
     return after, before
-
-
-def _base(op: str) -> str:
-    """The op without its overload: `aten::to` for `aten::to.dtype`."""
-    return op.partition(".")[0]
 
 
 def _either_way(

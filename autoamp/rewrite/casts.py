@@ -32,10 +32,11 @@ from autoamp.dtypes import HIGH_DTYPE, largest
 from autoamp.errors import PassError
 from autoamp.graph_functions import WITH_FP32_STATE
 from autoamp.op_names import base_name
-from autoamp.ops import FACTORIES, NOISE, is_out_variant, is_view
+from autoamp.ops import is_out_variant, is_view
 from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Cast, Emitted, dtype_of
 from autoamp.rewrite.uses import Copies, Uses
+from autoamp.rules import family
 
 
 def insert_casts(
@@ -184,7 +185,7 @@ class _Emitter:
             cut = not scales(node.target, self.verdicts[node.name].category)
             args = tuple(self._adapt(a, cut=cut) for a in args)
             kwargs = {k: self._adapt(v, cut=cut) for k, v in kwargs.items()}
-        makes_data = base_name(node.target) in FACTORIES | NOISE
+        makes_data = base_name(node.target) in family("factory", "noise")
         makes_data &= not is_out_variant(node.target)
         if makes_data and self.facts.nodes[node.name].makes_floats:
             kwargs = {**kwargs, "dtype": self.low if is_low else HIGH_DTYPE}
