@@ -28,7 +28,6 @@ def fact(name: str, *reads: str | Operand, **changed: Any) -> NodeFacts:
         "makes_others": False,
         "operands": operands,
         "mixes_floats": False,
-        "reads_others": False,
         "numel": 10,
         "read_numel": 10 * len(operands),
         "region": 0,

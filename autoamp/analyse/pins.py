@@ -161,7 +161,6 @@ class Pin:
     """One reason for a call to stay fp32.
 
     Attributes:
-        protects: a few words for the behaviour that a low call would lose or change.
         reason: gives the reason at a call, or None.
         origin: the origin of the verdicts that the pin makes.
         always: whether the pin holds also where TensorFlow's lists decide alone,
@@ -170,7 +169,6 @@ class Pin:
             widens later ops no more than the result of an unpinned call.
     """
 
-    protects: str
     reason: Callable[[Site], str | None]
     origin: str = "autoamp"
     always: bool = True
@@ -178,17 +176,17 @@ class Pin:
 
 
 PINS: tuple[Pin, ...] = (
-    Pin("modules that the user keeps in fp32", _kept),
-    Pin("the model's own autocast regions", _in_a_region),
-    Pin("the user's mixing of float dtypes", _mixes),
-    Pin("which random numbers are drawn", _draws),
-    Pin("the dtype that torch gives to floats made of none", _made_of_no_floats),
-    Pin("tensors that a function writes to unseen", _written_unseen),
-    Pin("tensors of the caller's that are written to", _written_outside),
-    Pin("statistics of norms, which kernels give in dtypes of theirs", _statistics),
-    Pin("numbers beyond the compute dtype's range", _out_of_range, always=False),
-    Pin("gradients of a table's rows", _sums_rows, BACKWARD, may_round=True),
-    Pin("gradients of a norm's weight", _sums_over_rows, BACKWARD, may_round=True),
+    Pin(_kept),  # modules that the user keeps in fp32
+    Pin(_in_a_region),  # the model's own autocast regions
+    Pin(_mixes),  # the user's mixing of float dtypes
+    Pin(_draws),  # which random numbers are drawn
+    Pin(_made_of_no_floats),  # the dtype that torch gives to floats made of none
+    Pin(_written_unseen),  # tensors that a function writes to unseen
+    Pin(_written_outside),  # tensors of the caller's that are written to
+    Pin(_statistics),  # statistics of norms, which kernels give in dtypes of theirs
+    Pin(_out_of_range, always=False),  # numbers beyond the compute dtype's range
+    Pin(_sums_rows, BACKWARD, may_round=True),  # gradients of a table's rows
+    Pin(_sums_over_rows, BACKWARD, may_round=True),  # gradients of a norm's weight
 )
 """The pins, in the order they are asked: the first with a reason decides.
 

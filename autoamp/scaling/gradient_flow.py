@@ -16,8 +16,8 @@ from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, is_inplace
 from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND
 
-_CUTS = frozenset({torch.ops.aten.detach.default})
-"""Ops whose result shares memory with the operand, but passes no gradient back."""
+_CUT = torch.ops.aten.detach.default
+"""The op whose result shares memory with the operand, but passes no gradient back."""
 
 
 class GraphFlow:
@@ -103,7 +103,7 @@ class GraphFlow:
 
     def viewed(self, maker: fx.Node, view: fx.Node) -> list[fx.Node]:
         """The nodes that `view`, which op `maker` made, may be a view of."""
-        if not isinstance(maker.target, OpOverload) or maker.target in _CUTS:
+        if not isinstance(maker.target, OpOverload) or maker.target is _CUT:
             return []
         sources = operands_in(maker, aliasing_arguments(maker.target))
         return [n for n in sources if self._shares(n, view)]
@@ -161,7 +161,7 @@ class GraphFlow:
             if node.name in found:
                 continue
             found.add(node.name)
-            if node.target not in _CUTS:
+            if node.target is not _CUT:
                 storage = self.storage(node)
                 sources = node.all_input_nodes
                 pending += [n for n in sources if self.storage(n) == storage]
