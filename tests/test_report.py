@@ -401,7 +401,7 @@ def test_amounts() -> None:
     assert costs.amount(-123456, False, signed=True) == "-12.3 µs"
     assert costs.amount(0, False, signed=True) == "+0 ns"
     assert costs.amount(9999, True) == "10.0 kB"
-    assert costs.in_bytes(999) == "999 B"
+    assert costs.bytes_text(999) == "999 B"
 
 
 # -- what was not converted ------------------------------------------------------------

@@ -44,8 +44,8 @@ def packed_result(
     """A layer's results for packed fake tensors: one state per row, and the last."""
     *_, bidirectional = options
     states = _all(hx)
-    seen = states[0].new_zeros(data.shape[0], _width(states, bidirectional))
-    return _with_history([seen, *map(torch.zeros_like, states)], data, params)
+    output = states[0].new_zeros(data.shape[0], _width(states, bidirectional))
+    return _with_history([output, *map(torch.zeros_like, states)], data, params)
 
 
 def sequence_result(
@@ -66,10 +66,10 @@ def sequence_result(
         message = f"a recurrent layer of tensors of {sorted(map(str, dtypes))}"
         raise RuntimeError(message)
     steps, batch = (data.shape[1], data.shape[0]) if batch_first else data.shape[:2]
-    seen = states[0].new_zeros(steps, batch, _width(states, bidirectional))
+    output = states[0].new_zeros(steps, batch, _width(states, bidirectional))
     if batch_first:
-        seen = seen.transpose(0, 1)
-    return _with_history([seen, *map(torch.zeros_like, states)], data, params)
+        output = output.transpose(0, 1)
+    return _with_history([output, *map(torch.zeros_like, states)], data, params)
 
 
 def _all(hx: _States) -> list[torch.Tensor]:

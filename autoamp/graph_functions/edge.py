@@ -203,13 +203,13 @@ def _scale(loss_scale: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor 
 
 @compat.never_captured
 def _scale_one(
-    loss_scale: torch.Tensor, place: int, grads: tuple[torch.Tensor | None, ...]
+    loss_scale: torch.Tensor, index: int, grads: tuple[torch.Tensor | None, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    """`_scale` for the gradient of result number `place` of an autograd node."""
-    grad = grads[place]
+    """`_scale` for the gradient of result number `index` of an autograd node."""
+    grad = grads[index]
     if grad is None:
         return grads
-    return (*grads[:place], _scale(loss_scale, grad), *grads[place + 1 :])
+    return (*grads[:index], _scale(loss_scale, grad), *grads[index + 1 :])
 
 
 class _Unscale(torch.autograd.Function):

@@ -118,6 +118,6 @@ def in_si(value: float, names: tuple[str, ...]) -> str:
     return f"{value:.{digits}f} {names[step]}"
 
 
-def in_bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
     """A number of bytes for a person."""
     return in_si(count, ("B", "kB", "MB", "GB"))

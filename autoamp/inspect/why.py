@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import OptionError, PlacementError
-from autoamp.inspect.costs import amount, in_bytes
+from autoamp.inspect.costs import amount, bytes_text
 from autoamp.inspect.flip import Flip, flip
 from autoamp.inspect.rows import OpRow, Section, cast_rows, op_rows
 from autoamp.inspect.text import counted, shorten
@@ -51,7 +51,7 @@ def explain(section: Section, name: str) -> str:
             kept = "" if cast.every_call else ", kept until the weight changes"
             return (
                 f"{name}: {article} {cast.kind} cast of {cast.value} to {cast.dtype} "
-                f"({in_bytes(cast.bytes)}{kept}), read by {readers}.\n"
+                f"({bytes_text(cast.bytes)}{kept}), read by {readers}.\n"
                 f"Its reason is the precision of those: try why({cast.value!r})."
             )
     fact = section.rewritten.facts.nodes.get(name)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 REPLICATE = "_replicate_for_data_parallel"
 PICKLE, REDUCE, COPY = "__getstate__", "__reduce_ex__", "__deepcopy__"
 SCRIPT = "__prepare_scriptable__"
-OURS = (STATE, REPLICATE, PICKLE, REDUCE, COPY, SCRIPT)
+OUR_ATTRIBUTES = (STATE, REPLICATE, PICKLE, REDUCE, COPY, SCRIPT)
 """The names we set in the `__dict__` of a model, besides methods that compute."""
 
 
@@ -134,11 +134,11 @@ def own_methods(attributes: dict[str, Any], state: Conversion) -> list[str]:
 
 def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A copy of `state`, the `__dict__` of `model`, as it was before `install`."""
-    kept = {k: v for k, v in state.items() if k not in OURS}
+    kept = {k: v for k, v in state.items() if k not in OUR_ATTRIBUTES}
     conversion = model.__dict__.get(STATE)
     if not isinstance(conversion, Conversion):
         return kept
-    kept |= {k: v for k, v in conversion.replaced.items() if k in OURS}
+    kept |= {k: v for k, v in conversion.replaced.items() if k in OUR_ATTRIBUTES}
     if conversion.bound is None:
         return kept
     for name in own_methods(kept, conversion):
