@@ -60,8 +60,7 @@ def low_weight(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
     The result has the shape and dtype of `copy`; its gradient flows to `weight` in
     fp32, and none flows to `copy`.
     """
-    result: torch.Tensor = _apply_low_weight(weight, copy)
-    return result
+    return _apply_low_weight(weight, copy)
 
 
 class _LowUses(torch.autograd.Function):
@@ -89,7 +88,7 @@ class _LowUses(torch.autograd.Function):
         return total, None, None
 
 
-_apply_low_uses = compat.direct_apply(_LowUses)
+_apply_low_uses: Any = compat.direct_apply(_LowUses)
 
 
 def low_uses(
@@ -121,10 +120,7 @@ def low_weight_unscaled(
         inv_loss_scale: 1/S, 0-dim fp32.
         found_inf: one fp32 element, set to 1 where the gradient is not finite.
     """
-    result: torch.Tensor = _apply_low_weight_unscaled(
-        weight, copy, inv_loss_scale, found_inf
-    )
-    return result
+    return _apply_low_weight_unscaled(weight, copy, inv_loss_scale, found_inf)
 
 
 class _ScaledResult(torch.autograd.Function):
@@ -176,8 +172,7 @@ def scaled_result(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor
     The gradient is multiplied by `loss_scale` (0-dim fp32) as it enters the graph, and
     only then rounded: the backward of `scale_grad` of a cast, in one kernel.
     """
-    result: torch.Tensor = _apply_scaled_result(value, loss_scale)
-    return result
+    return _apply_scaled_result(value, loss_scale)
 
 
 def saturating_cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

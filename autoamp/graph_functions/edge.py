@@ -163,14 +163,12 @@ def unscale_inside_grad(
     grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
     """`unscaled` in differentiable form, for a backward with `create_graph=True`."""
-    result: torch.Tensor = _apply_unscale(grad, inv_loss_scale, found_inf)
-    return result
+    return _apply_unscale(grad, inv_loss_scale, found_inf)
 
 
 def scale_inside_grad(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
     """`grad` times `loss_scale` in differentiable form."""
-    result: torch.Tensor = _apply_scale(grad, loss_scale)
-    return result
+    return _apply_scale(grad, loss_scale)
 
 
 @compat.never_captured

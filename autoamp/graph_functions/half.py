@@ -45,5 +45,4 @@ def unscale_half(
     """
     if not value.is_leaf:
         return unscale_grad(value, inv_loss_scale, found_inf)
-    result: torch.Tensor = _apply_half_leaf_unscaled(value, inv_loss_scale, found_inf)
-    return result
+    return _apply_half_leaf_unscaled(value, inv_loss_scale, found_inf)

@@ -76,8 +76,7 @@ _apply_traced_unscale = compat.direct_apply(_TracedUnscale)
 
 def traced_scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
     """As `scale_grad`, in a form AOT autograd traces."""
-    result: torch.Tensor = _apply_traced_scale(value, loss_scale)
-    return result
+    return _apply_traced_scale(value, loss_scale)
 
 
 def traced_scale_grad_apart(
@@ -88,16 +87,14 @@ def traced_scale_grad_apart(
     If several results are views of one tensor, AOT autograd makes the views anew from
     the tensor outside the graph, and any op between the tensor and its views is lost.
     """
-    result: torch.Tensor = _apply_traced_scale_apart(value, loss_scale)
-    return result
+    return _apply_traced_scale_apart(value, loss_scale)
 
 
 def traced_unscale_grad(
     value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> torch.Tensor:
     """As `unscale_grad`, in a form AOT autograd traces."""
-    result: torch.Tensor = _apply_traced_unscale(value, inv_loss_scale, found_inf)
-    return result
+    return _apply_traced_unscale(value, inv_loss_scale, found_inf)
 
 
 def traced_scale_grad_(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
@@ -130,10 +127,7 @@ def traced_low_weight_unscaled(
     found_inf: torch.Tensor,
 ) -> torch.Tensor:
     """As `low_weight_unscaled`, in a form AOT autograd traces."""
-    result: torch.Tensor = _apply_traced_low_weight(
-        weight, copy, inv_loss_scale, found_inf
-    )
-    return result
+    return _apply_traced_low_weight(weight, copy, inv_loss_scale, found_inf)
 
 
 FOR_COMPILERS: dict[Callable[..., Any], Callable[..., Any]] = {
