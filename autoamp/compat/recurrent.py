@@ -24,13 +24,13 @@ PACKED: dict[Callable[..., Any], OpOverload] = {
 }
 """Maps the functions that layers of torch.nn call to the ops for packed sequences."""
 
-_PLACE = 1
+_SIZES_AT = 1
 """The position of the tensor of batch sizes in the arguments of `PACKED`'s ops."""
 
 
 def is_packed(args: Sequence[Any]) -> bool:
     """Whether these are the arguments of a layer on a packed sequence."""
-    sizes = args[_PLACE] if len(args) > _PLACE else None
+    sizes = args[_SIZES_AT] if len(args) > _SIZES_AT else None
     return isinstance(sizes, torch.Tensor) and sizes.dtype == torch.int64
 
 

@@ -25,7 +25,7 @@ class GraphFlow:
 
     Attributes:
         graph: the graph, which is about to be edited.
-        order: the place of each node in the graph before the edit.
+        order: the position of each node in the graph before the edit.
         given: the graph's inputs, without the weight copies.
         names: each tensor's node, with all nodes that stand for the same tensor.
         recording: for each node whether grad mode is on where it stands.
@@ -178,14 +178,14 @@ class GraphFlow:
         return found
 
     def _writes(self) -> dict[int, dict[str, int]]:
-        """For each storage the nodes that write to it, with their places in `order`."""
-        places = {n.name: i for n, i in self.order.items()}
+        """For each storage its writing nodes, with their positions in `order`."""
+        positions = {n.name: i for n, i in self.order.items()}
         writes: dict[int, dict[str, int]] = defaultdict(dict)
         for node in self.before.nodes:
             for value in written_values(node):
                 storage = self.storage(value)
                 if storage in self.facts.mutated:
-                    writes[storage][node.name] = places[node.name]
+                    writes[storage][node.name] = positions[node.name]
         return writes
 
     def _names_of_tensors(self) -> dict[fx.Node, list[fx.Node]]:

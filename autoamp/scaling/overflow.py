@@ -66,13 +66,13 @@ def gather(
     mine = [r for r in runs if _concerns(r, held, met)]
     orphaned = {r.backward_id for r in mine if r.is_orphaned}
     live = [r for r in mine if r.backward_id not in orphaned and r.lives_in(held)]
-    tasks, living = {r.backward_id for r in mine}, {r.backward_id for r in live}
+    passes, living = {r.backward_id for r in mine}, {r.backward_id for r in live}
     filling = {r.backward_id for r in runs if r.leaves.ids}
-    pieces = [r for r in runs if not r.leaves.ids and r.backward_id in tasks]
+    pieces = [r for r in runs if not r.leaves.ids and r.backward_id in passes]
     live += [r for r in pieces if r.backward_id in living]
     voided = [r for r in (*mine, *pieces) if r not in live]
     last = runs[-1].number if runs else since
-    others = [r for r in runs if r.backward_id not in tasks]
+    others = [r for r in runs if r.backward_id not in passes]
     shards = compat.shard_groups(params)
     if shards:
         return Evidence(live, [*voided, *others], [], last, shards)
