@@ -22,7 +22,6 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.record import Skipped
 from autoamp.model.calls import CompiledCall
 from autoamp.model.forward import MADE_HERE
-from autoamp.options import Options
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +99,6 @@ class Conversion:
     def engine(self) -> Engine | None:
         """The engine of the model's graphs and their record; None if declined."""
         return self.call.engine if self.call is not None else None
-
-    @property
-    def options(self) -> Options | None:
-        """The options the model was converted with; None if declined."""
-        return self.call.engine.options if self.call is not None else None
 
     @property
     def skipped(self) -> list[Skipped]:
