@@ -80,10 +80,10 @@ def prediction(found: Prediction) -> Iterator[RenderableType]:
     table.add_row("together", "", _seconds(found.fp32), _seconds(found.placed))
     yield Padding(table, (0, 0, 0, 2))
     share, limit = found.share_that_may_be_low, found.limit
-    bound = f"at most {limit:.1f}" if limit < 1000 else "no bound"
+    bound = f": {limit:.1f} times if these took no time" if limit < 1000 else ""
     yield _indented(
-        f"{found.speed_up:.2f} times as fast as fp32. {share:.0%} of the fp32 time is "
-        f"in ops that may be low: if these took none, {bound} times."
+        f"{found.speed_up:.2f} times as fast as fp32. Of the fp32 time {share:.0%} is "
+        f"in ops that may be low{bound}."
     )
     if found.kept_fp32:
         yield _indented(
