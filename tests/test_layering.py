@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compat"}),
     frozenset({"op_names"}),
     frozenset({"graph_functions", "loss_scale", "ops", "retreat"}),
-    frozenset({"rules"}),
+    frozenset({"rules", "saved"}),
     frozenset({"options"}),
     frozenset({"trace"}),
     frozenset({"analyse"}),
