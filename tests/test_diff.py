@@ -95,13 +95,16 @@ def test_another_compute_dtype_changes_every_low_op() -> None:
 
 def test_casts_added_and_removed() -> None:
     ops = layers(3)
-    old = saved(ops, casts=(cast("input_0"), cast("relu_1", "up"), cast("w", size=8)))
+    kept = cast("h_0_weight", "weight")
+    casts = (cast("relu_1", "up"), cast("input_0"), cast("input_1", size=8))
+    old = saved(ops, casts=(kept, cast("h_1_weight", "weight"), *casts))
     longer = [("add", "residual", "bf16"), ("relu", "residual", "bf16"), *ops]
-    # `relu_1` is `relu_2` now, and the weight w is called otherwise.
-    new = saved(longer, casts=(cast("relu_2", "up"), cast("v", size=8), cast("add_1")))
+    # `relu_1` is `relu_2` now, and `input_1` is `input_2`.
+    casts = (cast("relu_2", "up"), cast("input_2", size=8), cast("add_1"))
+    new = saved(longer, casts=(kept, cast("h_2_weight", "weight"), *casts))
     found = diff(old, new)
-    assert [each.value for each in found.casts_added] == ["add_1"]
-    assert [each.value for each in found.casts_removed] == ["input_0"]
+    assert [each.value for each in found.casts_added] == ["h_2_weight", "add_1"]
+    assert [each.value for each in found.casts_removed] == ["h_1_weight", "input_0"]
 
 
 def test_the_cast_of_an_op_that_vanished_is_removed() -> None:

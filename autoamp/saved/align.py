@@ -17,16 +17,12 @@ ALIKE = 0.5
 """The least share of common ops at which two graphs may be versions of one graph."""
 
 _KEYS: tuple[Callable[[SavedOp], Hashable], ...] = (
-    lambda op: (op.name, op.op, op.module, op.code),
     lambda op: (op.op, op.module, op.code),
     lambda op: (op.op, op.module),
     lambda op: (op.op, op.name),
     lambda op: op.op,
 )
-"""From the surest sign that two ops are one to the weakest sign.
-
-The first key counts only for whole graphs: see `paired_ops`.
-"""
+"""From the surest sign that two ops are one to the weakest sign."""
 
 _Pair = tuple[SavedOp, SavedOp]
 
@@ -36,14 +32,10 @@ def paired_ops(
 ) -> Iterator[tuple[SavedOp | None, SavedOp | None]]:
     """Every op of either side once, with its counterpart or None, in graph order.
 
-    Where all names mean the same ops on both sides, names pair the ops.  Where a name
-    has come to mean another op, no name is believed, and the sequences are aligned.
+    A name is a sign only where code and modules tell nothing: an op that was inserted
+    early may have taken the name of a later op of its kind.
     """
-    whole, *weaker = _KEYS
-    if [*map(whole, old)] == [*map(whole, new)]:
-        yield from zip(old, new, strict=True)
-        return
-    yield from _aligned(old, new, weaker)
+    yield from _aligned(old, new, _KEYS)
 
 
 def paired_graphs(

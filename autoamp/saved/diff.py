@@ -135,8 +135,8 @@ def _unpaired_casts(
 ) -> tuple[tuple[SavedCast, ...], tuple[SavedCast, ...]]:
     """The casts of each side that the other side lacks: removed, and added.
 
-    A cast is known by the op whose result is cast.  Inputs of a graph are no ops, and
-    their names shift as well, so a cast of an input is known by its size instead.
+    A cast is known by the op whose result is cast, a weight's by the weight's name.
+    Names of other inputs shift, so a cast of such an input is known by its size.
     """
     vanished = {op.name: None for op in old.ops}
     olds = _keys(old.casts, {**vanished, **renamed})
@@ -148,9 +148,11 @@ def _keys(
     casts: Sequence[SavedCast], new_names: Mapping[str, str | None]
 ) -> list[Hashable]:
     """Equal keys for casts that mean the same; `new_names` has every op."""
-    return [
-        (cast.kind, cast.dtype, new_names.get(cast.value, cast.bytes)) for cast in casts
-    ]
+    keys: list[Hashable] = []
+    for cast in casts:
+        of: Hashable = cast.value if cast.kind == "weight" else cast.bytes
+        keys.append((cast.kind, cast.dtype, new_names.get(cast.value, of)))
+    return keys
 
 
 def _beyond(
