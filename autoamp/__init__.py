@@ -16,7 +16,8 @@ from autoamp.errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from autoamp.inspect.report import LossScaleReport, Report
+from autoamp.inspect.report import Report
+from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.loss_scale import (
     DynamicLossScale,
     LossScale,

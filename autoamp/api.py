@@ -174,7 +174,7 @@ def report(model: nn.Module) -> Report:
             f"{type(model).__name__} is not converted; call autoamp.convert first"
         )
     if state.engine is not None:
-        return report_of(state.engine.record)
+        return report_of(state.engine.record, model)
     skipped = [(s.what, s.why) for s in state.skipped]
     return Report(class_name(model), (), (), skipped)
 

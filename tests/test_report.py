@@ -24,11 +24,13 @@ from torch.utils.checkpoint import checkpoint
 import autoamp
 from autoamp import compat
 from autoamp.errors import OptionError
-from autoamp.inspect import costs, fp32, text
+from autoamp.inspect import costs, text
 from autoamp.inspect.costs import ALL_FP32, OURS
 from autoamp.inspect.flip import flip
-from autoamp.inspect.report import WIDTH, Report
+from autoamp.inspect.report import Report
 from autoamp.inspect.rows import OpRow
+from autoamp.inspect.terminal import fp32
+from autoamp.inspect.terminal.parts import WIDTH
 from autoamp.pipeline import Rewritten
 from autoamp.place.cost import price_graph
 from autoamp.place.mincut import Problem, energy
@@ -125,7 +127,7 @@ def test_counts_in_the_table_are_those_of_the_decisions() -> None:
     report = net_report()
     shown = {
         line.split()[0]: tuple(map(int, re.findall(r" (\d+)(?= |$)", line)[:2]))
-        for line in str(report).splitlines()
+        for line in report.full().splitlines()
         if line.startswith(("allow ", "deny ", "infer ", "clear "))
     }
     decisions = report.rewritten[0].assignment.decisions.values()
@@ -135,7 +137,7 @@ def test_counts_in_the_table_are_those_of_the_decisions() -> None:
         for category in {str(d.category) for d in decisions}
     }
     low = sum(d.low for d in decisions)
-    assert f"{low} of {len(decisions)} float ops in bf16" in str(report)
+    assert f"{low} of {len(decisions)} float ops in bf16" in report.full()
 
 
 def test_casts_have_the_bytes_of_their_shapes() -> None:
@@ -193,18 +195,18 @@ def test_estimates_hold_no_reward() -> None:
     assert found.placements[ALL_FP32].allow_in_fp32 == 2
     assert found.placements[OURS].estimate == energy(problem, assignment.low)
     assert found.placements[ALL_FP32].cost > found.placements[ALL_FP32].estimate
-    assert "Note on do_no_harm=False" in str(report)
+    assert "Note on do_no_harm=False" in report.full()
 
 
 def test_other_placements_show_their_regret() -> None:
     report = net_report(placement="forced")
     assert report.regret["forced"] == report.cost - report.optimal_cost > 0
     above = f"is {report.regret['forced']:,} above the least"
-    assert above in " ".join(str(report).split())
+    assert above in " ".join(report.full().split())
 
 
 def test_memory_objective_counts_bytes() -> None:
-    shown = str(net_report(objective="memory"))
+    shown = net_report(objective="memory").full()
     assert "Predicted bytes kept for the backward" in shown
     assert " ms" not in shown.partition("Predicted")[2].partition("The pass")[0]
 
@@ -352,7 +354,7 @@ def test_dot_names_every_node_once() -> None:
 
 
 def test_page_is_plain_text_of_fixed_width() -> None:
-    shown = str(net_report())
+    shown = net_report().full()
     assert "\x1b" not in shown
     assert max(len(line) for line in shown.splitlines()) <= WIDTH
     assert "tests/test_report.py:" in shown
@@ -412,7 +414,7 @@ def test_skipped_things_are_shown_with_their_reason() -> None:
     report = replace(
         net_report(), skipped=[("graph 7", "Broken: [red]boom[/red] x[0]")]
     )
-    assert "graph 7: Broken: [red]boom[/red] x[0]" in str(report)
+    assert "graph 7: Broken: [red]boom[/red] x[0]" in report.full()
     assert json.loads(report.to_json())["skipped"][0]["what"] == "graph 7"
 
 
@@ -420,7 +422,7 @@ def test_names_cannot_steer_a_terminal() -> None:
     kind = type("N\x1b[31m\u202et\n", (Net,), {})
     model = autoamp.convert(kind(), precision="bf16", do_no_harm=False)
     report = autoamp.report(model)
-    for shown in (repr(report), str(report), report.to_json()):
+    for shown in (repr(report), report.full(), report.to_json()):
         assert shown.replace("\n", "").isprintable()
     assert report.label == "N\\x1b[31m\\u202et\\n"
 
@@ -430,8 +432,8 @@ def test_a_declined_model_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     autoamp.convert(model, precision="bf16", do_no_harm=True)
     report = autoamp.report(model)
-    assert "not converted, runs in fp32" in str(report)
-    assert "bf16 cannot pay here" in str(report)
+    assert "not converted, runs in fp32" in report.full()
+    assert "bf16 cannot pay here" in report.full()
     assert (report.cost, report.ops, report.compute_dtype) == (0, [], None)
     with pytest.raises(OptionError, match="none was captured"):
         report.why("linear")
@@ -445,7 +447,7 @@ def test_a_model_that_was_not_called_yet() -> None:
 
 
 def test_do_no_harm_explains_why_nothing_moved() -> None:
-    shown = str(report_of(Net(), torch.ones(4, 8), keep=["fc*"]))
+    shown = report_of(Net(), torch.ones(4, 8), keep=["fc*"]).full()
     assert "kept in fp32 by keep='fc*'" in shown
     first = shown.partition("What stayed in fp32")[2].splitlines()[1]
     assert "keep='fc*'" in first, "allow ops that stayed fp32 come first"
@@ -477,7 +479,7 @@ def test_checkpointed_bodies_are_graphs_of_their_own() -> None:
     with pytest.raises(OptionError, match="no node"):
         report.why(gelu, graph=0)
     heading = f"    body of graph 0: {body.body} (checkpointed)"
-    assert any(line.startswith(heading) for line in str(report).splitlines())
+    assert any(line.startswith(heading) for line in report.full().splitlines())
     weights = [c for c in report.casts if c.body == body.body and c.kind == "weight"]
     assert len(weights) == 2
     running = getattr(report.graphs[0], body.body).code
@@ -513,6 +515,6 @@ def test_ops_in_no_list_are_named() -> None:
         report = report_of(Twice().eval(), torch.ones(4, 8))
     (unlisted,) = [r for r in report.ops if not r.listed]
     assert unlisted.op == "autoamp_test_report::twice.default"
-    shown = str(report).partition("Ops in no list")[2]
+    shown = report.full().partition("Ops in no list")[2]
     assert "autoamp_test_report::twice" in shown
     assert "Ops in no list" not in str(net_report())

@@ -8,7 +8,7 @@ graphs as they were captured, in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from autoamp.capture.captured import CapturedGraph, Prepared
 from autoamp.capture.engine import Engine
 from autoamp.capture.prepare import as_it_is
 from autoamp.capture.record import Record
-from autoamp.capture.running import counted
 from autoamp.errors import UnsupportedModelError
 from autoamp.inspect.report import Report
 from autoamp.loss_scale import resolve_loss_scale
@@ -32,7 +31,7 @@ from autoamp.model.reporting import report_of
 from autoamp.model.warmup import capture_now
 from autoamp.optimizer.meeting import new_scaling, stop_meeting
 from autoamp.options import Options
-from autoamp.place.devices import named_device
+from autoamp.place.devices import device_of, named_device
 from autoamp.plain import class_name
 
 
@@ -82,7 +81,7 @@ def explain_model(
         capture_now(twin, args, kwargs)
     finally:
         stop_meeting(scaling)
-    return report_of(engine.record)
+    return report_of(engine.record, model, _where(engine, model))
 
 
 def options_for(model: nn.Module, given: Mapping[str, Any] | None) -> Options:
@@ -90,6 +89,15 @@ def options_for(model: nn.Module, given: Mapping[str, Any] | None) -> Options:
     state = conversion_of(model)
     own = state.options if state is not None else None
     return (own or Options()).replace(**(given or {}))
+
+
+def _where(engine: Engine, model: nn.Module) -> str:
+    """The device that the report is for, with its model where the table has one."""
+    if engine.device is not None:
+        return engine.device.name
+    parameters = parameters_of(model)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    return device_of(device, engine.record.low).name
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -107,25 +115,24 @@ def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
 class _Examiner(Engine):
     """Has graphs rewritten for the record, and runs them as they were captured."""
 
-    _plain: Callable[..., Any] | None = None
+    _plain: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
 
     def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
-        self._plain = as_it_is(gm, example_inputs, self.options, "").run
-        return super().prepared(gm, example_inputs)
+        found = super().prepared(gm, example_inputs)
+        # Only now, because it has the bodies in `gm` run as Python does.
+        self._plain[found] = as_it_is(gm, example_inputs, self.options, "").run
+        return found
 
     def _bind(self, prepared: Prepared, _: Sequence[Any]) -> Callable[..., Any]:
         for why in prepared.notes:
             self.record.note(why)
         captured = CapturedGraph(prepared)
         self.record.add(captured)
-        assert self._plain is not None
-        plain = counted(self.local, self._plain)
-        if prepared.rewritten is None:
-            return plain
 
         def call(*args: Any) -> Any:
+            self.local.runs += 1
+            self.local.rewritten += prepared.rewritten is not None
             captured.runs += 1
-            self.local.rewritten += 1
-            return plain(*args)
+            return self._plain[prepared](*args)
 
         return call
