@@ -19,6 +19,7 @@ NAMES = {
     "CaptureError",
     "CheckpointError",
     "DynamicLossScale",
+    "LockError",
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
@@ -56,6 +57,7 @@ OPTIONS: dict[str, Any] = {
     "do_no_harm": True,
     "strict": False,
     "weight_copies": "kept",
+    "lock": None,
 }
 
 

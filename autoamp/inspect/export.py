@@ -39,7 +39,7 @@ def to_json(
         **head,
         "graphs": [_section(s) for s in sections],
         "ops": [_op(row) for s in sections for row in op_rows(s)],
-        "casts": [asdict(row) for s in sections for row in cast_rows(s)],
+        "casts": [_cast(row) for s in sections for row in cast_rows(s)],
         "skipped": [
             {"what": portable_place(what), "why": portable(why)}
             for what, why in skipped
@@ -120,6 +120,10 @@ def _op(row: OpRow) -> dict[str, Any]:
         "origin": os.path.basename(row.origin),
         "source": portable_place(row.source),
     }
+
+
+def _cast(row: CastRow) -> dict[str, Any]:
+    return {**asdict(row), "source": portable_place(row.source)}
 
 
 def _attributes(
