@@ -213,6 +213,11 @@ def only_moves(target: OpOverload, *, once: bool) -> bool:
     return base in _COPIES or is_view(target)
 
 
+def takes_tensors(target: OpOverload) -> bool:
+    """Whether some argument of `target` is a tensor or a list of tensors."""
+    return any("Tensor" in str(a.type) for a in compat.schema(target).arguments)
+
+
 def is_view(target: OpOverload) -> bool:
     """Whether an output may share storage with an argument that is not written."""
     return bool(aliasing_arguments(target)) and not mutates(target)

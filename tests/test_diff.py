@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
 from autoamp.errors import OptionError
 from autoamp.saved.diff import diff
 from autoamp.saved.document import SavedReport
 from autoamp.saved.load import load
+from autoamp_cli import main
 from tests.saved_reports import cast, document, layers, saved, text
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "report-schema.md"
 
 
 def changes(old: SavedReport, new: SavedReport) -> list[tuple[str, str, str]]:
@@ -232,3 +237,72 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 30)
     with pytest.raises(OptionError, match="1,073,741,824 bytes, but a report has at"):
         load(path)
+
+
+# -- the command -----------------------------------------------------------------------
+
+
+def call(*arguments: str | Path) -> Result:
+    runner = CliRunner(env={"COLUMNS": "150", "TERM": "dumb"})
+    return runner.invoke(main, ["diff", *map(str, arguments)])
+
+
+def put(path: Path, report: SavedReport) -> Path:
+    path.write_text(text(report))
+    return path
+
+
+def test_the_command_shows_what_changed(tmp_path: Path) -> None:
+    ops = layers(3)
+    old = put(tmp_path / "a.json", saved(ops, casts=(cast("input_0"),)))
+    other = [*ops[:3], ("linear", "h.1", "fp32"), *ops[4:], ("exp", "[red]h", "fp32")]
+    new = put(tmp_path / "b.json", saved(other, casts=(cast("exp"),)))
+    result = call(old, new)
+    assert (result.exit_code, result.stderr) == (1, "")
+    shown = " ".join(result.stdout.split())
+    assert (
+        "1 op of 9 changed precision; 1 appeared, 0 vanished; casts: 1 added, 1 removed"
+    ) in shown
+    assert "0 linear_1 h.1 bf16 → fp32 a reason for fp32 net.py:4: y =" in shown
+    assert "Ops that appeared graph op module precision source 0 exp [red]h" in shown
+    assert "Casts removed graph value kind to bytes 0 input_0 down bf16 64" in shown
+
+
+def test_the_commands_exit_status(tmp_path: Path) -> None:
+    a = put(tmp_path / "a.json", saved(layers(2)))
+    b = put(tmp_path / "b.json", saved([*layers(2), ("exp", "", "fp32")]))
+    c = put(tmp_path / "c.json", saved(layers(2, "fp16")))
+    assert (call(a, a).exit_code, call(a, a, "--json").exit_code) == (0, 0)
+    assert "No difference in 6 ops." in call(a, a).stdout
+    assert call(a, b).exit_code == 0, "an op that appeared changed no precision"
+    assert (call(a, c).exit_code, call(a, c, "--json").exit_code) == (1, 1)
+    bad = call(a, tmp_path)
+    assert (bad.exit_code, bad.stdout) == (2, "")
+    assert bad.stderr.startswith(f"Error: {tmp_path}: it is a directory; give a file")
+    assert call(a).exit_code == 2
+
+
+def test_the_commands_json(tmp_path: Path) -> None:
+    a = put(tmp_path / "a.json", saved(layers(1)))
+    b = put(tmp_path / "b.json", saved(layers(1, "fp32")))
+    found = json.loads(call(a, b, "--json").stdout)
+    assert found == json.loads(json.dumps(diff(load(a), load(b)).to_dict()))
+    keys = set(re.findall(r"`([a-z_]+)`", DOCUMENT.read_text().split("of a diff")[1]))
+    assert found.keys() <= keys, "every key is documented"
+
+
+def test_long_tables_are_cut_unless_all_is_asked_for(tmp_path: Path) -> None:
+    a = put(tmp_path / "a.json", saved(layers(30)))
+    b = put(tmp_path / "b.json", saved(layers(30, "fp32")))
+    short, full = call(a, b).stdout, call(a, b, "--full").stdout
+    assert "and 70 more; --full shows all" in short
+    assert (short.count("bf16 → fp32"), full.count("bf16 → fp32")) == (20, 90)
+
+
+def test_hostile_names_are_shown_plainly(tmp_path: Path) -> None:
+    a = put(tmp_path / "a.json", saved([("exp", "\x1b[2J", "bf16")]))
+    b = put(tmp_path / "b.json", saved([("exp", "\x1b[2J", "fp32")], model="\ud800"))
+    result = call(a, b)
+    assert result.exit_code == 1
+    assert "\x1b" not in result.stdout
+    assert "The models are Net and \\ud800." in result.stdout

@@ -36,6 +36,7 @@ NAMES = {
     "disable",
     "disabled",
     "enable",
+    "explain",
     "is_converted",
     "report",
     "revert",

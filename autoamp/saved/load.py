@@ -52,6 +52,8 @@ def load(path: str | os.PathLike[str]) -> SavedReport:
         raise OptionError(
             f"{shown}: cannot be read ({error.strerror}); {_GIVE}"
         ) from None
+    except OptionError:  # a ValueError too
+        raise
     except RecursionError:
         _fail(shown, "it is nested too deeply to be a report")
     except ValueError as error:  # no UTF-8, no JSON, a null byte in the path
