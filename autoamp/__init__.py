@@ -3,7 +3,8 @@
 The public names are listed in `__all__`; everything else may change.
 """
 
-from autoamp.api import convert, explain, is_converted, report, revert, rewrite
+from autoamp.api import compare, convert, explain, is_converted, report, revert, rewrite
+from autoamp.ask.comparison import Comparison
 from autoamp.auto.switch import disable, enable
 from autoamp.errors import (
     AutoampError,
@@ -34,6 +35,7 @@ __all__ = [
     "AutoampError",
     "CaptureError",
     "CheckpointError",
+    "Comparison",
     "DynamicLossScale",
     "LockError",
     "LossScale",
@@ -48,6 +50,7 @@ __all__ = [
     "StaticLossScale",
     "UnsupportedModelError",
     "VerificationError",
+    "compare",
     "convert",
     "disable",
     "disabled",

@@ -10,7 +10,10 @@ import torch
 from torch import fx, nn
 
 from autoamp import compat
-from autoamp.ask.explain import explain_model, options_for
+from autoamp.ask.compare import compare_model
+from autoamp.ask.comparison import Comparison
+from autoamp.ask.examine import options_for
+from autoamp.ask.explain import explain_model
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
 from autoamp.model.conversion import conversion_of
@@ -167,6 +170,48 @@ def explain(
         ['fp32', 'fp32']
     """
     return explain_model(model, args, kwargs, options_for(model, options), device)
+
+
+def compare(
+    model: nn.Module,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    tolerance: float | None = None,
+    **kwargs: Any,
+) -> Comparison:
+    """How far mixed precision is from fp32 on one call, node by node, and why.
+
+    The model is called on copies of the arguments, in fp32 and as rewritten, with the
+    same random numbers, and is not changed.  In training mode the backward runs too.
+    Each module with low ops is then put back into fp32 by itself.
+
+    Args:
+        model: any `torch.nn.Module`, converted or not.
+        *args: the arguments of a call of the model.
+        options: keyword arguments of `convert`; by default those that the model was
+            converted with.
+        loss_fn: gives a tensor of one element from the model's output; by default the
+            output's `loss`, or the sum of the output's float tensors.
+        tolerance: the relative error of outputs and gradients that is wanted: the
+            result then names a minimal set of modules to keep in fp32 for it.
+        **kwargs: keyword arguments of the call.
+
+    Raises:
+        AutoampError: the model or an option cannot be used, or the model would stay in
+            fp32 anyway.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> options = {"precision": "bf16", "do_no_harm": False}
+        >>> found = autoamp.compare(model, torch.randn(32, 64), options=options)
+        >>> 0 < found.errors.output < 0.01
+        True
+    """
+    chosen = options_for(model, options)
+    return compare_model(
+        model, args, kwargs, chosen, loss_fn=loss_fn, tolerance=tolerance
+    )
 
 
 def report(model: nn.Module) -> Report:

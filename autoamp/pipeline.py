@@ -214,12 +214,13 @@ class _Attempt:
         )
 
     def _classified(self, given_up: Mapping[str, str]) -> Classified:
+        rules = self.options.resolve_rules(self.low)
         return classify(
             self.normalised.gm,
             self.facts,
-            self.options.resolve_rules(self.low),
+            rules,
             self.low,
-            self.options.keep,
+            (*self.options.keep, *rules.keep),
             given_up=given_up,
             ceiling=self.options.placement != "tensorflow",
             to_the_letter=self.options.is_tensorflows,

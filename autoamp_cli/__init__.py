@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import click
 
+from autoamp_cli.compare import compare
 from autoamp_cli.diff import diff
 from autoamp_cli.env import env
 from autoamp_cli.explain import explain
@@ -22,5 +23,5 @@ def main() -> None:
     """Automatic mixed precision for PyTorch."""
 
 
-for _command in (diff, env, explain, rules, run):
+for _command in (compare, diff, env, explain, rules, run):
     main.add_command(_command)

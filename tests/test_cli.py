@@ -227,7 +227,7 @@ def test_bad_variables_stop_a_run_as_options_do(
 def test_other_words() -> None:
     assert call("--version").output.startswith("autoamp, version ")
     assert call("no-such-command").exit_code == 2
-    for command in ("run", "env", "explain", "diff", "rules"):
+    for command in ("run", "env", "explain", "compare", "diff", "rules"):
         assert command in call("--help").output
 
 

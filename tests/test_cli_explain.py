@@ -20,7 +20,7 @@ from torch import nn
 import autoamp_cli
 from autoamp import api, options
 from autoamp.dtypes import LOW_DTYPES
-from autoamp.rules import Category
+from autoamp.rules import Category, Rules
 from autoamp_cli import words
 from autoamp_cli.factory import Made, made_by
 
@@ -239,6 +239,47 @@ def _explained() -> Any:
     return api.explain(made.model, *made.args, options=given)
 
 
+# -- compare ---------------------------------------------------------------------------
+
+
+def compared(*arguments: str) -> Result:
+    return CliRunner().invoke(autoamp_cli.main, ["compare", *arguments])
+
+
+def test_a_comparison_is_printed() -> None:
+    result = compared("nets:small", *FORCED)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("autoamp compare: Net, bf16 against fp32\n")
+    assert "the model runs\n" in result.stderr
+
+
+def test_a_tolerance_gives_a_rules_file(tmp_path: Path) -> None:
+    given = ("nets:small", *FORCED, "--tolerance")
+    result = compared(*given, "1e-6", "--to-rules", "keep.toml")
+    assert result.exit_code == 0, result.output
+    assert Rules.load(tmp_path / "keep.toml").keep
+    bad = compared(*given, "1e-6", "--to-rules", "/no/such/keep.toml")
+    assert bad.exit_code == 2
+    assert "/no/such/keep.toml cannot be written" in bad.stderr
+    assert compared("nets:small", "--to-rules", "a.toml").exit_code == 2
+    assert compared("nets:one").exit_code == 2
+
+
+def test_a_tolerance_that_no_set_reaches_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Callable[..., Any] = api.compare
+
+    def out_of_reach(*args: Any, tolerance: float, **given: Any) -> Any:
+        return real(*args, **given).with_keep(None, tolerance)
+
+    monkeypatch.setattr(api, "compare", out_of_reach)
+    given = ("nets:small", *FORCED, "--tolerance", "1e-6", "--to-rules", "none.toml")
+    missed = compared(*given)
+    assert (missed.exit_code, (tmp_path / "none.toml").exists()) == (1, False)
+    assert "no set of modules kept in fp32 is enough" in missed.stdout
+
+
 # -- the process -----------------------------------------------------------------------
 
 COMMANDS = (
@@ -246,6 +287,7 @@ COMMANDS = (
     ("run",),
     ("env",),
     ("explain",),
+    ("compare",),
     ("diff",),
     ("rules",),
     ("rules", "list"),

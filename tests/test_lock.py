@@ -168,6 +168,28 @@ def test_two_graphs_that_differ_are_one_warning(
     assert "graph 0 of Broken is not placed" in text
 
 
+def test_graphs_that_are_alike_are_held_in_order_of_capture(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same ops at two ranks: in the lock one op of the second graph is fp32."""
+    other = torch.ones(2, 3, 8)
+    lock = Path(lock_of(Net(), tmp_path / "a.json", X, other))
+    document = json.loads(lock.read_text())
+    (op,) = [o for o in document["ops"] if o["graph"] == 1 and o["name"] == "linear_1"]
+    op["precision"] = "fp32"
+    lock.write_text(json.dumps(document))
+    run(Net(), str(lock), X)
+    assert warnings_of(caplog) == []
+    run(Net(), str(lock), X, other, other)
+    (told,) = warnings_of(caplog)
+    assert "graph 1 of Net is not placed as the lock" in told
+    assert "is bf16 and was fp32" in told
+    model = run(Net(), str(lock), X, strict=True)
+    for _ in range(2):
+        with pytest.raises(LockError, match="graph 1 of Net is not placed"):
+            model(other)
+
+
 def test_ops_that_came_and_went_are_differences(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,30 +233,30 @@ def test_bodies_are_held_as_well(
 
 
 def test_a_graph_of_other_shapes_is_unknown_and_no_difference(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # At three dimensions the model calls another op as well, which is fp32.
+    lock = lock_of(Of(_one_more_at_three, net=Net()), tmp_path / "a.json")
+    model = run(Of(_one_more_at_three, net=Net()), lock, X, X[None], strict=True)
+    assert len(autoamp.report(model).graphs) == 2
+    (text,) = warnings_of(caplog)
+    assert f"graph 1 of Of is not in the lock {lock}, which has 1 graph: " in text
+
+
+def _one_more_at_three(m: Of, x: torch.Tensor) -> torch.Tensor:
+    y = m.net(x)
+    return y.exp() if x.dim() == 3 else y
+
+
+def test_the_same_placement_in_another_mode_needs_no_word(
     lock: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = run(Net(), lock, X, torch.ones(2, 3, 8), strict=True)
-    assert len(autoamp.report(model).graphs) == 2
-    texts = warnings_of(caplog)
-    assert all("is not in the lock" in text for text in texts), texts
-    # Placed alike, a graph of other shapes needs no word; placed otherwise, it is said.
-    forget_what_was_said()
-    caplog.clear()
-    (path := Path(lock)).write_text(
-        json.dumps(
-            {
-                **(document := json.loads(path.read_text())),
-                "ops": [
-                    {**op, "precision": "fp32"} if op["name"] == "tanh" else op
-                    for op in document["ops"]
-                ],
-            }
-        )
-    )
-    run(Net(), lock, X, torch.ones(2, 3, 8))
-    first, second = warnings_of(caplog)
-    assert "graph 0 of Net is not placed as the lock" in first
-    assert "graph 1 of Net is not in the lock" in second
+    model = run(Net(), lock, strict=True)
+    with torch.no_grad():
+        model(X)
+    model.eval()(X)
+    assert len(autoamp.report(model).graphs) > 1
+    assert warnings_of(caplog) == []
 
 
 def test_a_lock_of_another_class_is_said_as_such(

@@ -73,7 +73,7 @@ def test_every_named_op_is_in_this_torch(name: str) -> None:
 @pytest.mark.skipif(OLDER_TORCH, reason="the files name ops that this torch lacks")
 @pytest.mark.parametrize("name", BUILTIN)
 def test_builtin_files_pass_the_checks_made_on_a_users_file(name: str) -> None:
-    _, rules = read(builtin_path(name), builtin=False)
+    _, rules, _ = read(builtin_path(name), builtin=False)
     assert rules == Rules.load(name).table
 
 
@@ -764,7 +764,7 @@ def test_an_op_this_torch_lacks_is_left_out_of_a_builtin_file(
 ) -> None:
     path = write(tmp_path, '[deny]\nexp="r"\nnot_yet="r"\n')
     with caplog.at_level("DEBUG", logger="autoamp.rules"):
-        _, rules = read(path, builtin=True)
+        _, rules, _ = read(path, builtin=True)
     assert list(rules) == ["aten::exp"]
     assert "aten::not_yet" in caplog.text
 
@@ -800,3 +800,31 @@ def test_a_listed_in_place_op_keeps_the_facts_of_its_plain_form() -> None:
     rule = rules.lookup(aten.rrelu_.default)
     assert rule is not None
     assert (rule.category, rule.no_kernel) == (Category.ALLOW, ("cpu",))
+
+
+def test_a_rules_file_can_keep_modules_in_fp32(tmp_path: Path) -> None:
+    path = tmp_path / "keep.toml"
+    path.write_text('[keep]\nmodules = ["head", "layers.*"]\n[deny]\nexp = "large"\n')
+    rules = Rules.load(path)
+    assert rules.keep == ("head", "layers.*")
+    laid = Rules.default("bf16").merge(rules)
+    assert laid.keep == rules.keep
+    assert pickle.loads(pickle.dumps(laid)) == laid
+    assert laid != Rules.default("bf16").merge(dataclasses.replace(rules, keep=()))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('[keep]\nmodules = "head"\n', "must be a list of module paths"),
+        ("[keep]\nmodules = [1]\n", "must be a list of module paths"),
+        ('[keep]\nmodule = ["head"]\n', "unknown; use modules"),
+    ],
+)
+def test_a_wrong_list_of_modules_is_refused(
+    tmp_path: Path, text: str, fault: str
+) -> None:
+    path = tmp_path / "keep.toml"
+    path.write_text(text)
+    with pytest.raises(RulesError, match=fault):
+        Rules.load(path)

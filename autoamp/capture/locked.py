@@ -14,6 +14,7 @@ from autoamp.capture.record import Record
 from autoamp.errors import LockError
 from autoamp.inspect.export import saved_graph
 from autoamp.inspect.rows import sections_of
+from autoamp.inspect.text import counted
 from autoamp.plain import plain_line
 from autoamp.saved.align import ALIKE, likeness
 from autoamp.saved.diff import GraphDiff, diff_graphs
@@ -43,23 +44,32 @@ def check_graph(
     main = [each for each in lock.graphs if not each.body]
     alike = [each for each in main if likeness(each, graph) >= ALIKE]
     # Another order of calls is another order of capture, and no other placement.
-    alike.sort(key=lambda each: each.graph != index)
+    met = record.lock_met
+    alike.sort(key=lambda each: (each.graph in met, each.graph != index))
     found = [_differences(lock, each, graph, bodies) for each in alike]
-    if any(not any(diff.ops_differ for diff in diffs) for diffs in found):
+    same = [
+        each.graph
+        for each, diffs in zip(alike, found, strict=True)
+        if not any(diff.ops_differ for diff in diffs)
+    ]
+    expected = index < len(main)
+    if same and (same[0] not in met or not expected):
+        met.add(same[0])
         return
-    if index < len(main) and alike and alike[0].graph == index:
+    if expected and not alike:
+        _tell(record, _unlike(lock, record, index, graph), strict=strict)
+        return
+    if expected and alike[0].graph not in met:
         problem = _told(lock, record, index, alike[0], found[0])
-    elif index < len(main) or not alike:
-        problem = _unlike(lock, record, index, graph)
-    else:
-        text = (
-            f"autoamp: graph {index} of {record.label} is not in the lock {lock.path}, "
-            f"which has {len(main)}: a call of other shapes or modes captured it, and "
-            f"nothing holds its placement. {_renew(lock)}"
-        )
-        say_once(logger, logging.WARNING, text)
+        _tell(record, problem, strict=strict)
+        met.add(alike[0].graph)
         return
-    _tell(record, problem, strict=strict)
+    text = (
+        f"autoamp: graph {index} of {record.label} is not in the lock {lock.path}, "
+        f"which has {counted(len(main), 'graph')}: a call of other shapes or modes "
+        f"captured it, and nothing holds its placement. {_renew(lock)}"
+    )
+    say_once(logger, logging.WARNING, text)
 
 
 def check_model(lock: SavedReport, label: str) -> str:

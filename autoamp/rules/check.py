@@ -15,6 +15,7 @@ from autoamp.rules.model import Category, Rule
 from autoamp.rules.parse import (
     check_table,
     check_twice,
+    keep_of,
     load_toml,
     meta_of,
     rules_of,
@@ -91,6 +92,8 @@ class _Search:
             with self.at(table, written):
                 if table == "meta":
                     meta_of(self.path, {written: value})
+                elif table == "keep":
+                    keep_of(self.path, {written: value})
                 else:
                     self._add(Category(table), {written: value})
 

@@ -7,7 +7,7 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from autoamp import compat
 from autoamp.errors import RulesError
@@ -31,8 +31,22 @@ _CATEGORIES = [c.value for c in Category]
 _log = logging.getLogger(__name__)
 
 
-def read(path: Path, *, builtin: bool) -> tuple[dict[str, str], dict[str, Rule]]:
-    """The meta table and the rules, by canonical op name, of the file at `path`.
+class Contents(NamedTuple):
+    """The contents of a rules file.
+
+    Attributes:
+        meta: the meta table.
+        rules: the rules by canonical op name.
+        keep: patterns of the module paths that stay fp32.
+    """
+
+    meta: dict[str, str]
+    rules: dict[str, Rule]
+    keep: tuple[str, ...]
+
+
+def read(path: Path, *, builtin: bool) -> Contents:
+    """The contents of the file at `path`.
 
     Args:
         path: The TOML file.
@@ -44,18 +58,20 @@ def read(path: Path, *, builtin: bool) -> tuple[dict[str, str], dict[str, Rule]]
     for table, entries in data.items():
         check_table(path, table, entries)
     meta = meta_of(path, data.pop("meta", {}))
+    keep = keep_of(path, data.pop("keep", {}))
     rules: dict[str, Rule] = {}
     for table in sorted(data, key=_CATEGORIES.index):
         for rule in rules_of(path, Category(table), data[table], builtin=builtin):
             check_twice(path, rule, rules.get(rule.op))
             rules[rule.op] = rule
-    return meta, rules
+    return Contents(meta, rules, keep)
 
 
 def check_table(path: Path, table: str, entries: object) -> None:
     """Raises for a table that a rules file cannot have."""
-    if table != "meta" and table not in _CATEGORIES:
-        _fail(path, table, f"no such table; use {', '.join(_CATEGORIES)} or meta")
+    if table not in ("meta", "keep", *_CATEGORIES):
+        known = ", ".join(_CATEGORIES)
+        _fail(path, table, f"no such table; use {known}, keep or meta")
     if not isinstance(entries, dict):
         _fail(path, table, f"must be a table: write [{table}] on its own line")
 
@@ -123,6 +139,17 @@ def meta_of(path: Path, meta: dict[str, Any]) -> dict[str, str]:
             what = f"one of {', '.join(choices)}" if choices else "a string"
             _fail(path, f"meta.{key}", f"is {value!r}; must be {what}")
     return {"dtype": "any", "description": "", **meta}
+
+
+def keep_of(path: Path, table: dict[str, Any]) -> tuple[str, ...]:
+    """The patterns `modules` of table `keep`."""
+    for key in table.keys() - {"modules"}:
+        _fail(path, f"keep.{key}", "unknown; use modules")
+    modules = table.get("modules", [])
+    named = isinstance(modules, list) and all(isinstance(m, str) for m in modules)
+    if not named:
+        _fail(path, "keep.modules", f"is {modules!r}; must be a list of module paths")
+    return tuple(modules)
 
 
 def rules_of(
