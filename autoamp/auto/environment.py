@@ -70,8 +70,8 @@ def read(environ: Mapping[str, str]) -> Settings:
                 options = dataclasses.replace(options, **changes)
             except (AutoampError, OSError, ValueError) as error:
                 raise OptionError(_told(name, value, str(error))) from None
-    place = given.get(REPORT_DIR)
-    return Settings(options, writable(place) if place else None)
+    folder = given.get(REPORT_DIR)
+    return Settings(options, writable(folder) if folder else None)
 
 
 def _told(name: str, value: str, problem: str) -> str:

@@ -183,8 +183,8 @@ class AutomaticMode:
             return known
 
     def _reference(self, module: nn.Module) -> weakref.ref[nn.Module]:
-        place = id(module)
-        return weakref.ref(module, lambda ref: self._forget(place, ref))
+        key = id(module)
+        return weakref.ref(module, lambda ref: self._forget(key, ref))
 
     def _meet(self, module: nn.Module) -> _Known | None:
         """Decides on a module; None where it is too early to decide."""
@@ -238,10 +238,10 @@ class AutomaticMode:
         engine = state.engine if state is not None else None
         return target if engine is not None and engine in self._engines else None
 
-    def _forget(self, place: int, ref: weakref.ref[nn.Module]) -> None:
-        known = self._known.get(place)
+    def _forget(self, key: int, ref: weakref.ref[nn.Module]) -> None:
+        known = self._known.get(key)
         if known is not None and known.module is ref:
-            del self._known[place]
+            del self._known[key]
 
     def _convert(self, target: nn.Module, only_if_it_pays: bool) -> None:
         """Converts `target`, or logs why it cannot be converted."""

@@ -20,7 +20,13 @@ from autoamp.capture.captured import CapturedGraph, Prepared
 from autoamp.capture.locked import check_graph
 from autoamp.capture.prepare import as_it_is, prepare
 from autoamp.capture.record import Record
-from autoamp.capture.running import Local, counted, counting_sizes, scaled, unscaled
+from autoamp.capture.running import (
+    Local,
+    counting_runs,
+    counting_sizes,
+    scaled,
+    unscaled,
+)
 from autoamp.errors import AutoampError
 from autoamp.options import Options
 from autoamp.place.devices import Device
@@ -146,7 +152,7 @@ class Engine:
         for why in prepared.notes:
             self.record.note(why)
         if prepared.rewritten is None:
-            chosen = counted(self.local, prepared.run)
+            chosen = counting_runs(self.local, prepared.run)
         elif prepared.edge.devices:
             in_fp16 = low == torch.float16 and self.runs_as_is
             watches = in_fp16 and can_watch(captured.gm)

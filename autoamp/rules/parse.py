@@ -21,9 +21,9 @@ MAX_DOTS = 100
 """The most dots that a line of a rules file may have."""
 
 _META = {"dtype": ("float16", "bfloat16", "any"), "description": None}
-_FLAGS = ("accumulates", "restores", "jumps", "may_round")
+_FLAGS = ("restores", "jumps", "may_round")
 _NAMES = ("fp32_operands", "no_kernel", "restores_given")
-_ATTRIBUTES = ("reason", "policy", "when", *_FLAGS, *_NAMES)
+_ATTRIBUTES = ("reason", "when", *_FLAGS, *_NAMES)
 _CONDITION = ("test", "value", "argument", "category", "reason")
 
 _CATEGORIES = [c.value for c in Category]

@@ -120,7 +120,7 @@ def predict(sections: Sequence[Section]) -> Prediction | None:
 
 def _add_ops(rewritten: Rewritten, totals: dict[str, list[int]]) -> None:
     nodes = {n.name: n for n in rewritten.before.graph.nodes}
-    pinned = rewritten.assignment.problem.pinned_high
+    pinned = rewritten.assignment.pinned
     for name in rewritten.assignment.decisions:
         is_product = flops_of(nodes[name], rewritten.facts.nodes[name]) > 0
         total = totals[PRODUCTS if is_product else OTHERS]

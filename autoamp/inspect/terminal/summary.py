@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoamp.inspect.costs import in_bytes, in_si
+from autoamp.inspect.costs import bytes_text, in_si
 from autoamp.inspect.rows import CastRow, OpRow
 from autoamp.inspect.sections.dimensions import MULTIPLE, Misfit
 from autoamp.inspect.sections.prediction import Prediction
@@ -87,8 +87,8 @@ def prediction(found: Prediction) -> Iterator[RenderableType]:
     )
     if found.kept_fp32:
         yield _indented(
-            f"Operands of ops with a gradient: {in_bytes(found.kept_placed)} instead "
-            f"of {in_bytes(found.kept_fp32)}."
+            f"Operands of ops with a gradient: {bytes_text(found.kept_placed)} instead "
+            f"of {bytes_text(found.kept_fp32)}."
         )
 
 
@@ -106,7 +106,7 @@ def stayed(ops: Sequence[OpRow]) -> Iterator[RenderableType]:
     for reason, rows in groups[:LISTED]:
         names = Counter(op_title(row.op) for row in rows)
         some = ", ".join(name for name, _ in names.most_common(LISTED))
-        moved = in_bytes(sum(row.bytes for row in rows))
+        moved = bytes_text(sum(row.bytes for row in rows))
         yield _line(f"• {reason}: {some} ({counted(len(rows), 'op')}, {moved})")
     if len(groups) > LISTED:
         yield _line(f"  and {counted(len(groups) - LISTED, 'more reason')}")
@@ -123,10 +123,10 @@ def largest_casts(casts: Sequence[CastRow]) -> Iterator[RenderableType]:
     largest = sorted(groups.items(), key=lambda g: -sum(c.bytes for c in g[1]))
     total = sum(cast.bytes for each in groups.values() for cast in each)
     count = sum(len(each) for each in groups.values())
-    title = f"\nCasts in each pass ({count:,}, {in_bytes(total)}), the largest first"
+    title = f"\nCasts in each pass ({count:,}, {bytes_text(total)}), the largest first"
     yield Text(title, "bold")
     for (kind, source), each in largest[:LISTED]:
-        size = in_bytes(sum(cast.bytes for cast in each))
+        size = bytes_text(sum(cast.bytes for cast in each))
         made = ", ".join(dict.fromkeys(op_title(cast.producer) for cast in each))
         where = f" at {shorten(source)}" if source else ""
         yield _line(f"• {len(each)} {kind}, {size}: {made}{where}")
