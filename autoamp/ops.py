@@ -110,6 +110,11 @@ def _joins(alias: Any, shared: set[str]) -> bool:
     return "*" in alias.after_set or bool((alias.before_set | alias.after_set) & shared)
 
 
+def takes_tensors(target: OpOverload) -> bool:
+    """Whether some argument of `target` is a tensor or a list of tensors."""
+    return any("Tensor" in str(a.type) for a in compat.schema(target).arguments)
+
+
 def is_view(target: OpOverload) -> bool:
     """Whether an output may share storage with an argument that is not written."""
     return bool(aliasing_arguments(target)) and not mutates(target)

@@ -119,6 +119,10 @@ def _rules(value: str, *_: Any) -> dict[str, Any]:
     return {"rules": value}
 
 
+def _lock(value: str, *_: Any) -> dict[str, Any]:
+    return {"lock": value}
+
+
 def _loss_scale(value: str, *_: Any) -> dict[str, Any]:
     word = value.lower()
     if word in LOSS_SCALES:
@@ -246,6 +250,7 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_PLACEMENT": _word("placement", PLACEMENTS),
     "AUTOAMP_DO_NO_HARM": _switch("do_no_harm"),
     "AUTOAMP_STRICT": _switch("strict"),
+    "AUTOAMP_LOCK": _lock,
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
 }
 """The variables in reading order: lists are checked against the precision."""

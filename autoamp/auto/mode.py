@@ -18,12 +18,14 @@ from autoamp.auto.candidates import caller_of, choose, inside
 from autoamp.auto.environment import Settings
 from autoamp.auto.report_dir import Recorder
 from autoamp.capture.engine import Engine
+from autoamp.capture.locked import check_model
 from autoamp.model.compile_backend import GraphBackend
 from autoamp.model.conversion import conversion_of, disown, models_of
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import choose_precision
 from autoamp.model.thread import disabled
 from autoamp.optimizer.meeting import retire
+from autoamp.options import Options
 from autoamp.plain import class_name, plain
 from autoamp.saying import say_once
 
@@ -99,6 +101,15 @@ def _say_left(module: nn.Module, error: Exception) -> None:
     problem = plain(f"{type(error).__name__}: {error}")
     text = f"autoamp: {class_name(module)} runs in fp32: {problem}"
     say_once(logger, logging.WARNING, text)
+
+
+def _with_own_lock(options: Options, target: nn.Module) -> Options:
+    """`options`, without a lock of another class: a script may have several models."""
+    lock, label = options.locked, class_name(target)
+    if lock is None or lock.model == label:
+        return options
+    say_once(logger, logging.INFO, f"autoamp: {check_model(lock, label)}")
+    return options.replace(lock=None)
 
 
 class AutomaticMode:
@@ -242,7 +253,7 @@ class AutomaticMode:
                 logger.debug("autoamp: %s: %s", class_name(target), why_not)
                 return
         try:
-            convert_model(target, options)
+            convert_model(target, _with_own_lock(options, target))
         except Exception as error:  # a script must not fail because of autoamp
             if options.strict:
                 raise

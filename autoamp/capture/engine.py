@@ -17,6 +17,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.capture.captured import CapturedGraph, Prepared
+from autoamp.capture.locked import check_graph
 from autoamp.capture.prepare import as_it_is, prepare
 from autoamp.capture.record import Record
 from autoamp.capture.running import (
@@ -145,6 +146,9 @@ class Engine:
         kept = self.options.weight_copies == "kept"
         copies = WeightCopies(low, kept=kept) if prepared.weights else None
         captured = CapturedGraph(prepared, copies)
+        options = self.options
+        if options.locked is not None:
+            check_graph(options.locked, self.record, captured, strict=options.strict)
         for why in prepared.notes:
             self.record.note(why)
         if prepared.rewritten is None:
