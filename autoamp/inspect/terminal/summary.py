@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -139,11 +140,10 @@ def weights_out_of_range(rows: Sequence[WeightRow]) -> Iterator[RenderableType]:
         return
     title = f"\nWeights out of the range of {bad[0].dtype} ({len(bad)} of {len(rows)})"
     yield Text(title, "bold")
-    order = sorted(bad, key=lambda row: (-row.range.too_large, -row.range.lost))  # type: ignore[union-attr]
-    for row in order[:LISTED]:
+    for row in bad[:LISTED]:
         assert row.range is not None
         said = f"{row.range.lost:,} of {row.range.count:,} numbers become 0"
-        if row.range.too_large or row.range.largest != row.range.largest:
+        if row.range.too_large or not math.isfinite(row.range.largest):
             said = f"the largest magnitude is {row.range.largest:.3g}"
         yield _line(f"• {row.name}: {said}")
     if len(bad) > LISTED:
