@@ -317,9 +317,7 @@ def test_only_what_has_a_gradient_is_returned_and_used(changed: dict[str, Any]) 
     assert inside(**changed) == set()
 
 
-def test_a_placement_that_breaks_its_own_rules_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_placement_that_breaks_its_own_rules_is_refused(monkeypatch) -> None:
     graph, verdicts = graph_of("; ".join(f"deny n{i}" for i in range(10)))
     broken = Solution(frozenset(verdicts), 0)
     monkeypatch.setattr(assign_module, "solve", lambda problem: broken)

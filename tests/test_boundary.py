@@ -159,9 +159,7 @@ def test_inductor_too(name: str) -> None:
         ("low_weight_unscaled", lambda weight, copy, *_: low_weight(weight, copy)),
     ],
 )
-def test_the_table_can_fail(
-    name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_can_fail(name: str, broken: Any, monkeypatch) -> None:
     """A scale that is missed at one edge shows."""
     monkeypatch.setattr(edge, name, broken)
     with pytest.raises(AssertionError):
@@ -362,13 +360,11 @@ def test_derivatives_of_derivatives(precision: str, order: int, conv: bool) -> N
     assert error <= 1.5 * base
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def said(caplog) -> list[str]:
     return [r.message for r in caplog.records if "create_graph=True" in r.message]
 
 
-def test_a_compiled_model_is_differentiated_twice_from_the_next_call_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_compiled_model_is_differentiated_twice_from_the_next_call_on(caplog) -> None:
     torch._dynamo.reset()
     model = converting(loss_scale=S, backend=aot())(Net())
     exact = copy.deepcopy(Net())

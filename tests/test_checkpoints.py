@@ -168,7 +168,7 @@ for number in range(begin, STEPS):
 
 
 @pytest.mark.slow
-def test_killed_between_steps_and_resumed(tmp_path: Path) -> None:
+def test_killed_between_steps_and_resumed(tmp_path) -> None:
     root = Path(autoamp.__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root)}
     file, script = tmp_path / "checkpoint", tmp_path / "train.py"

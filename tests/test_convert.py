@@ -87,7 +87,7 @@ def x() -> Tensor:
     return torch.randn(5, WIDTH)
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def told(caplog) -> list[str]:
     """What autoamp warned of; at debug level torch logs too."""
     return [
         record.getMessage()
@@ -309,7 +309,7 @@ def test_pickles_load_unconverted_and_say_so(
     put: Callable[[nn.Module], None] | None,
     through: Callable[[nn.Module], Any],
     x: Tensor,
-    caplog: pytest.LogCaptureFixture,
+    caplog,
 ) -> None:
     model = Block().eval()
     if put:
@@ -387,7 +387,7 @@ def test_wrapper_put_over_a_converted_model_survives(x: Tensor) -> None:
 
 @pytest.mark.parametrize("how", ["replaced", "deleted"])
 def test_a_forward_that_is_taken_away_is_told_once_and_converted_again(
-    how: str, x: Tensor, caplog: pytest.LogCaptureFixture
+    how: str, x: Tensor, caplog
 ) -> None:
     model = convert(mlp())
     contents = set(mlp().__dict__)
@@ -411,9 +411,7 @@ def test_a_forward_that_is_taken_away_is_told_once_and_converted_again(
     assert ("forward" in model.__dict__) == (how == "replaced")
 
 
-def test_a_forward_that_is_wrapped_or_put_back_is_not_told(
-    x: Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_forward_that_is_wrapped_or_put_back_is_not_told(x: Tensor, caplog) -> None:
     model = convert(mlp())
     with unittest.mock.patch.object(model, "forward", wraps=model.forward):
         model(x)
@@ -582,9 +580,7 @@ jit_is_old = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning
 @jit_is_old
 @pytest.mark.parametrize("call", STEPPED_ASIDE, ids=lambda c: c.__name__)
 def test_a_call_past_the_graphs_is_told_once(
-    call: Callable[[nn.Module, Tensor], Any],
-    x: Tensor,
-    caplog: pytest.LogCaptureFixture,
+    call: Callable[[nn.Module, Tensor], Any], x: Tensor, caplog
 ) -> None:
     model = mlp()
     exact = call(model, x)
@@ -605,9 +601,7 @@ def test_a_call_past_the_graphs_is_told_once(
     "call", [under_vmap, under_func_grad], ids=lambda c: c.__name__
 )
 def test_transforms_of_functions_run_under_autocast(
-    call: Callable[[nn.Module, Tensor], Any],
-    x: Tensor,
-    caplog: pytest.LogCaptureFixture,
+    call: Callable[[nn.Module, Tensor], Any], x: Tensor, caplog
 ) -> None:
     model = mlp()
     exact = call(model, x)
@@ -621,7 +615,6 @@ def test_transforms_of_functions_run_under_autocast(
     assert "under torch.autocast instead of rewritten graphs" in warning
     found = autoamp.report(model)
     assert [what for what, _ in found.skipped] == ["Sequential"]
-    assert found.coverage is not None
     assert (found.coverage.calls, found.coverage.calls_aside) == (3, 2)
     low = model(x)
     assert runs(model) == 2, "and the model is not off for good"
@@ -655,9 +648,7 @@ class Uncapturable(nn.Module):
         return x
 
 
-def test_a_model_that_dynamo_captures_nothing_of_is_told(
-    x: Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_dynamo_captures_nothing_of_is_told(x: Tensor, caplog) -> None:
     model = Uncapturable()
     exact = model(x)
     convert(model, strict=False)
@@ -698,7 +689,6 @@ def test_calls_that_compute_nothing_now_and_then(x: Tensor) -> None:
         assert model(None) is None
         model(x)
     coverage = autoamp.report(model).coverage
-    assert coverage is not None
     assert (coverage.calls, coverage.calls_aside) == (8, 4)
     assert runs(model) == 4
 
@@ -711,7 +701,7 @@ def many_shapes(model: nn.Module) -> None:
             model(torch.randn(rows, WIDTH))
 
 
-def test_the_recompile_limit_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_recompile_limit_is_told(caplog) -> None:
     model = convert(mlp(), strict=False)
     many_shapes(model)
     limit = torch._dynamo.config.recompile_limit
@@ -750,7 +740,6 @@ def test_ambient_autocast(dtype: torch.dtype, x: Tensor) -> None:
         assert is_rounded(y, after)
         assert torch.is_autocast_enabled("cpu")
     y.sum().backward()
-    assert layer.weight.grad is not None
     assert layer.weight.grad.dtype is torch.float32
     assert is_rounded(alone, exact)
     assert runs(model) == 3
@@ -846,8 +835,7 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.norm(self.conv(x))).flatten(2)
-        y: Tensor = torch.utils.checkpoint.checkpoint(self.mlp, x, use_reentrant=False)
-        return y
+        return torch.utils.checkpoint.checkpoint(self.mlp, x, use_reentrant=False)
 
 
 @pytest.fixture

@@ -554,7 +554,7 @@ def test_returned_views_share_memory_as_they_did() -> None:
     assert expected[2] == (False, False, True, True, False, False)
 
 
-def test_law_7_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_7_can_fail(monkeypatch) -> None:
     """A pass that took a write for no event would read the stale cast."""
     steps = [("linear", 1, 1), ("write_view", 1, 1), ("linear", 1, 1)]
     program = Program(steps, [2, 3, 4])

@@ -54,7 +54,6 @@ def test_layers_are_low_where_their_caller_is_left_to_python(precision: str) -> 
         assert outputs.dtype is torch.float32
         assert relative_error(outputs, expected) < PRODUCTS * unit
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert ours.grad is not None
             assert ours.grad.dtype is torch.float32
             assert relative_error(ours.grad, theirs.grad) < 2 * PRODUCTS * unit
     counts = count_ops(lambda: model(x), model.parameters())

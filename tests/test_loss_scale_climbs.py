@@ -29,8 +29,7 @@ class Encoder(nn.Module):
         self.out = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(self.layer(x).mean(1))
-        return y
+        return self.out(self.layer(x).mean(1))
 
 
 def mlp() -> nn.Module:
@@ -52,14 +51,12 @@ class Swelling(nn.Module):
         nn.init.constant_(self.last.weight, 1000.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.first(x * 1e-6) * 1e-6)
-        return y
+        return self.last(self.first(x * 1e-6) * 1e-6)
 
 
 class Checkpointed(Swelling):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return y
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -99,7 +96,6 @@ class Run:
     @property
     def scale(self) -> float:
         found = autoamp.report(self.model).loss_scale
-        assert found is not None
         return found.scale
 
 
@@ -160,9 +156,7 @@ def test_gradients_are_the_same_watched_or_not() -> None:
         assert torch.equal(watched, other)
 
 
-def test_the_first_steps_are_watched_and_few_of_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_steps_are_watched_and_few_of_the_rest(monkeypatch) -> None:
     run = Run("mlp", 1.0)
     seen = []
     for _ in range(LOOKS + 2 * LATER + 2):
@@ -193,8 +187,6 @@ def test_models_that_come_to_share_a_scale_leave_room_for_both() -> None:
             skipped += bool(optimizer.step_was_skipped)
     scales = [autoamp.report(m).loss_scale for m in (generator, critic)]
     assert skipped == 0
-    assert scales[0] is not None
-    assert scales[1] is not None
     assert scales[0].scale == scales[1].scale <= 2.0**15
 
 
@@ -379,8 +371,7 @@ def test_a_look_at_a_copy_whose_uses_sum_their_gradients_in_fp32() -> None:
         def forward(self, x: Tensor) -> Tensor:
             x = self.norm(x)
             q, k, v = (part(x) for part in self.parts)
-            y: Tensor = nn.functional.scaled_dot_product_attention(q, k, v)
-            return y
+            return nn.functional.scaled_dot_product_attention(q, k, v)
 
     model = autoamp.convert(Attention(), **FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -39,12 +39,7 @@ def check_law_5(assignment: Assignment) -> None:
 
 
 @settings(max_examples=40)
-@given(
-    programs(),
-    choices(),
-    st.booleans(),
-    st.sampled_from(["time", "memory"]),
-)
+@given(programs(), choices(), st.booleans(), st.sampled_from(["time", "memory"]))
 def test_no_legal_placement_is_cheaper(
     program: Program, options: dict[str, Any], do_no_harm: bool, objective: str
 ) -> None:
@@ -52,7 +47,7 @@ def test_no_legal_placement_is_cheaper(
     check_law_5(rewritten(program, **options).assignment)
 
 
-def test_law_5_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_5_can_fail(monkeypatch) -> None:
     program = Program([("linear", 0, 0), ("other", 2, 2)], [3])
 
     def lazy(problem: Problem) -> Solution:
@@ -286,7 +281,7 @@ def test_storage_that_is_written_has_one_precision() -> None:
     ("rows", "low"), [((1,), False), ((3,), False), ((4,), True), ((2, 2), True)]
 )
 def test_few_rows_gain_nothing_on_a_cpu(
-    rows: tuple[int, ...], low: bool, monkeypatch: pytest.MonkeyPatch
+    rows: tuple[int, ...], low: bool, monkeypatch
 ) -> None:
     """A product with a vector is limited by what torch's kernels make of it."""
     units = {torch.bfloat16: "amx_bf16"}

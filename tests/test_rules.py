@@ -484,15 +484,15 @@ def test_rules_cannot_be_changed() -> None:
     source.clear()
     assert list(rules.table) == ["aten::exp"]
     with pytest.raises(TypeError):
-        rules.table["aten::mul"] = source  # type: ignore[index]
+        rules.table["aten::mul"] = source
     with pytest.raises(dataclasses.FrozenInstanceError):
-        rules.name = "other"  # type: ignore[misc]
+        rules.name = "other"
 
 
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))]
 )
-def test_rules_survive_copies(copied) -> None:  # type: ignore[no-untyped-def]
+def test_rules_survive_copies(copied) -> None:
     rules = Rules.default("fp16")
     rules.lookup(aten.exp.default)
     again = copied(rules)
@@ -550,13 +550,13 @@ def test_no_lists_change_nothing() -> None:
         ({"allow": [""]}, ["allow="]),
     ],
 )
-def test_a_wrong_list_is_named_with_what_to_do(lists, words) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_list_is_named_with_what_to_do(lists, words) -> None:
     with pytest.raises(RulesError) as error:
         Rules.default("fp16").with_lists(**lists)
     assert [word for word in words if word not in str(error.value)] == []
 
 
-def test_merged_rules_win_in_order(tmp_path: Path) -> None:
+def test_merged_rules_win_in_order(tmp_path) -> None:
     one, two = table_of(exp="allow", mul="deny"), table_of(exp="clear")
     merged = Rules.default("bf16").merge(one, two)
     assert merged.table["aten::exp"].category is Category.CLEAR
@@ -565,7 +565,7 @@ def test_merged_rules_win_in_order(tmp_path: Path) -> None:
     assert (merged.name, merged.dtype) == ("bf16 + t + t", "bfloat16")
 
 
-def test_a_merged_rule_says_what_it_says_and_keeps_the_rest(tmp_path: Path) -> None:
+def test_a_merged_rule_says_what_it_says_and_keeps_the_rest(tmp_path) -> None:
     rules = '[deny]\ntanh={reason="r", restores=false}\navg_pool3d="r"\n'
     mine = write(tmp_path, rules)
     merged = Rules.default("fp16").merge(Rules.load(mine))
@@ -581,7 +581,7 @@ def test_rules_for_the_other_dtype_are_refused() -> None:
 # -- reading files ---------------------------------------------------------------------
 
 
-def test_a_file_is_read_in_full(tmp_path: Path) -> None:
+def test_a_file_is_read_in_full(tmp_path) -> None:
     path = write(
         tmp_path,
         """
@@ -704,9 +704,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_file_is_named_with_the_key_and_what_to_do(
-    case: str, tmp_path: Path
-) -> None:
+def test_a_wrong_file_is_named_with_the_key_and_what_to_do(case: str, tmp_path) -> None:
     text, words = WRONG[case]
     path = write(tmp_path, text)
     with pytest.raises(RulesError) as error:
@@ -714,7 +712,7 @@ def test_a_wrong_file_is_named_with_the_key_and_what_to_do(
     assert [w for w in [str(path), *words] if w not in str(error.value)] == []
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_named(tmp_path) -> None:
     with pytest.raises(RulesError, match=r"gone\.toml: cannot be read"):
         Rules.load(tmp_path / "gone.toml")
     with pytest.raises(RulesError, match="fp61: neither a file nor a built-in set"):
@@ -723,7 +721,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         Rules.load(tmp_path)
 
 
-def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_are_refused(tmp_path) -> None:
     path = tmp_path / "mine.toml"
     path.write_bytes(b"\xff\xfe[allow]")
     with pytest.raises(RulesError, match="not a TOML file"):
@@ -739,7 +737,7 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
     ids=["integer", "key"],
 )
 def test_what_would_overwhelm_the_reader_is_refused(
-    text: str, words: str, tmp_path: Path
+    text: str, words: str, tmp_path
 ) -> None:
     path = tmp_path / "large.toml"
     path.write_text(text)
@@ -748,9 +746,7 @@ def test_what_would_overwhelm_the_reader_is_refused(
 
 
 @pytest.mark.parametrize(("extra", "fits"), [(0, True), (1, False)])
-def test_the_size_limit_is_where_it_says(
-    tmp_path: Path, extra: int, fits: bool
-) -> None:
+def test_the_size_limit_is_where_it_says(tmp_path, extra: int, fits: bool) -> None:
     path = write(tmp_path, "#" * (MAX_BYTES + extra))
     if fits:
         assert Rules.load(path).table == {}
@@ -759,9 +755,7 @@ def test_the_size_limit_is_where_it_says(
             Rules.load(path)
 
 
-def test_an_op_this_torch_lacks_is_left_out_of_a_builtin_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_op_this_torch_lacks_is_left_out_of_a_builtin_file(tmp_path, caplog) -> None:
     path = write(tmp_path, '[deny]\nexp="r"\nnot_yet="r"\n')
     with caplog.at_level("DEBUG", logger="autoamp.rules"):
         _, rules = read(path, builtin=True)
@@ -769,7 +763,7 @@ def test_an_op_this_torch_lacks_is_left_out_of_a_builtin_file(
     assert "aten::not_yet" in caplog.text
 
 
-def test_custom_ops_have_rules_too(tmp_path: Path) -> None:
+def test_custom_ops_have_rules_too(tmp_path) -> None:
     @torch.library.custom_op("autoamp_rules_test::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2
@@ -781,7 +775,7 @@ def test_custom_ops_have_rules_too(tmp_path: Path) -> None:
     assert lists.lookup(target).category is Category.DENY
 
 
-def test_the_packaged_copy_goes_before_the_checkout(tmp_path: Path) -> None:
+def test_the_packaged_copy_goes_before_the_checkout(tmp_path) -> None:
     packaged, checkout = tmp_path / "_rules", tmp_path / "rules"
     for folder in (packaged, checkout):
         folder.mkdir()
@@ -798,5 +792,4 @@ def test_the_packaged_copy_goes_before_the_checkout(tmp_path: Path) -> None:
 def test_a_listed_in_place_op_keeps_the_facts_of_its_plain_form() -> None:
     rules = Rules.default("fp16").with_lists(allow=["rrelu_"])
     rule = rules.lookup(aten.rrelu_.default)
-    assert rule is not None
     assert (rule.category, rule.no_kernel) == (Category.ALLOW, ("cpu",))

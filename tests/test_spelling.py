@@ -134,7 +134,7 @@ class Stack(nn.Module):
         return x
 
 
-def test_layers_need_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_need_no_trace(monkeypatch) -> None:
     traced: list[fx.Node] = []
     inner = Spellings.adopt
 
@@ -346,9 +346,7 @@ def test_a_function_that_keeps_a_state_is_traced_each_time(
     assert len(set(factors)) == 3
 
 
-def test_where_the_short_way_fails_the_long_one_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_the_short_way_fails_the_long_one_is_taken(monkeypatch) -> None:
     ((gm, inputs),) = captured(lambda x: (x + 1) * (x + 1), torch.randn(4, 8))
 
     def fail(*_: Any) -> Any:

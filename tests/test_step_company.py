@@ -289,9 +289,7 @@ def test_revert_gives_step_back_and_convert_takes_it_again(scheduled: str) -> No
     assert autoamp.is_converted(bystander)
 
 
-def test_global_hook_goes_with_the_last_conversion(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_global_hook_goes_with_the_last_conversion(monkeypatch) -> None:
     # Models of other tests may be alive: this one listens apart from them.
     monkeypatch.setattr(meeting, "_scalings", weakref.WeakSet())
     monkeypatch.setattr(meeting, "_hook", [])
@@ -418,7 +416,6 @@ def test_report() -> None:
         optimizer.zero_grad()
     report = autoamp.report(model)
     said = report.loss_scale
-    assert said is not None
     assert (said.kind, said.scale) == ("DynamicLossScale", 2.0**14)
     assert (said.growth_tracker, said.skipped_steps, said.foreign) == (1, 1, False)
     assert "step 1" in said.skips[0]

@@ -335,7 +335,7 @@ def test_an_op_in_another_precision_is_counted() -> None:
     assert recount(found, found.gm) != promised
 
 
-def test_a_wrong_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_promise_is_refused(monkeypatch) -> None:
     real = pipeline.assign
 
     def boast(*args: Any) -> Any:
@@ -347,7 +347,7 @@ def test_a_wrong_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         rewritten(strict=True)
 
 
-def test_a_dropped_cast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_cast_is_refused(monkeypatch) -> None:
     real = pipeline.insert_casts
 
     def careless(*args: Any) -> Any:

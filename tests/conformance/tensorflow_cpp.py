@@ -63,7 +63,7 @@ def simple(name: str, infer: str = "sqrt", **options: object) -> Case:
         clr5 = relu(unlisted)
         return clr5
     """
-    return Case(name, program, 2, **options)  # type: ignore[arg-type]
+    return Case(name, program, 2, **options)
 
 
 def already(name: str, precision: str, dtype: str) -> Case:

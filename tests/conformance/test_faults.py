@@ -125,7 +125,6 @@ def test_fp16_skips_the_bad_steps_and_no_other(place: str) -> None:
         assert all(bool(p.isfinite().all()) for p in model.parameters())
     assert skipped == [step in (2, 4) for step in range(6)]
     state = autoamp.report(model).loss_scale
-    assert state is not None
     assert (state.scale, state.skipped_steps) == (2.0**13, 2)
 
 
@@ -270,9 +269,7 @@ def by_hand(model: nn.Module) -> None:
                 weight.sub_(weight.grad, alpha=0.1)
 
 
-def test_memory_that_ends_while_weights_are_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_ends_while_weights_are_copied(monkeypatch) -> None:
     model = autoamp.convert(between(nn.GELU()), **BF16)
     x = torch.randn(4, WIDTH)
     model(x)
@@ -374,9 +371,7 @@ def test_an_interrupt_in_a_stage_reaches_the_user(
 
 
 @pytest.mark.parametrize("where", ["output_graph.OutputGraph.call_user_compiler"])
-def test_an_interrupt_in_dynamo_reaches_the_user(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_in_dynamo_reaches_the_user(where: str, monkeypatch) -> None:
     model = autoamp.convert(between(nn.GELU()), **BF16)
     x = torch.randn(4, WIDTH)
 
