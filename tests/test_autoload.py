@@ -28,7 +28,7 @@ from autoamp.model import convert as convert_module
 from autoamp.model.eligible import choose_precision
 from autoamp.optimizer import meeting
 from autoamp.options import Options
-from tests.small_models import WIDTH, mlp
+from tests.small_models import WIDTH, Of, mlp
 
 ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 VARIABLES = {"AUTOAMP_PRECISION": "bf16", "AUTOAMP_DO_NO_HARM": "0"}
@@ -615,14 +615,12 @@ def test_first_call_from_many_threads_converts_once(
 # -- what is left alone ----------------------------------------------------------------
 
 
-class Lazy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.LazyLinear(16)
-        self.second = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+def Lazy() -> Of:
+    return Of(
+        lambda m, x: m.second(m.first(x)),
+        first=nn.LazyLinear(16),
+        second=nn.Linear(16, 4),
+    )
 
 
 class OwnCall(nn.Module):
@@ -681,9 +679,8 @@ def test_runs_as_it_did(name: str, x: Tensor) -> None:
 
 
 def test_what_a_loss_without_parameters_calls_is_looked_at(x: Tensor) -> None:
-    class Loss(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return held[0](x).sum()
+    def Loss() -> Of:
+        return Of(lambda m, x: held[0](x).sum())
 
     held = [mlp()]
     autoamp.enable(**ASKED)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.capture import prepare
-from tests.small_models import WIDTH, mlp
+from tests.small_models import WIDTH, Of, mlp
 
 BF16 = {"precision": "bf16", "do_no_harm": False}
 
@@ -180,11 +180,9 @@ def test_declined_reconversion_leaves_an_fp32_model(monkeypatch) -> None:
     assert autoamp.report(model).skipped == []
 
 
-class Integers(nn.Module):
+def Integers() -> Of:
     """Arithmetic, none of it floating-point."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 + 1
+    return Of(lambda m, x: x * 2 + 1)
 
 
 def test_module_without_float_ops() -> None:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from tests.metrics import relative_error
-from tests.small_models import WIDTH, mlp
+from tests.small_models import WIDTH, Of, mlp
 
 # What Dynamo itself warns of where a value crosses a graph break.
 pytestmark = pytest.mark.filterwarnings(
@@ -672,15 +672,9 @@ def test_backward_hook_inside_a_torch_container(x: Tensor) -> None:
     assert runs(model) == 2
 
 
-class Empty(nn.Module):
+def Empty() -> Of:
     """Computes nothing for an empty batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, x: Tensor | None) -> Any:
-        return None if x is None else self.inner(x)
+    return Of(lambda m, x: None if x is None else m.inner(x), inner=mlp())
 
 
 def test_calls_that_compute_nothing_now_and_then(x: Tensor) -> None:
@@ -824,18 +818,19 @@ def test_callable_backend_gets_the_rewritten_graph(x: Tensor) -> None:
     assert "_to_copy" in gm.code
 
 
-class Checkpointed(nn.Module):
+def Checkpointed() -> Of:
     """Convolution and batch norm, then a checkpointed MLP."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.mlp = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4))
+    def forward(m, x: Tensor) -> Tensor:
+        x = torch.relu(m.norm(m.conv(x))).flatten(2)
+        return torch.utils.checkpoint.checkpoint(m.mlp, x, use_reentrant=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.conv(x))).flatten(2)
-        return torch.utils.checkpoint.checkpoint(self.mlp, x, use_reentrant=False)
+    return Of(
+        forward,
+        conv=nn.Conv2d(3, 4, 3, padding=1),
+        norm=nn.BatchNorm2d(4),
+        mlp=nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)),
+    )
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from autoamp.rewrite import casts
 from autoamp.rewrite.verify import Verifier
 from autoamp.rules import Category, Rule, Rules
 from autoamp.trace.normalise import normalise
+from tests.small_models import Of
 from tests.strategies import (
     ROWS,
     WIDTH,
@@ -120,22 +121,23 @@ def test_denied_programs_are_bit_identical_deep(program: Program) -> None:
     check_deny_everything(program)
 
 
-class Noisy(nn.Module):
+def Noisy() -> Of:
     """Dropout, batch norm, noise, a residual, and a loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.drop = nn.Dropout(0.4)
-        self.drop2d = nn.Dropout2d(0.4)
-        self.fc = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.norm(self.conv(x)).relu_()
-        h = self.drop2d(h) + self.drop(h)
-        h = self.fc(h.mean((2, 3)) + 0.1 * torch.randn(x.shape[0], 4))
+    def forward(m, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.norm(m.conv(x)).relu_()
+        h = m.drop2d(h) + m.drop(h)
+        h = m.fc(h.mean((2, 3)) + 0.1 * torch.randn(x.shape[0], 4))
         return h, functional.cross_entropy(h, torch.arange(x.shape[0]) % 5)
+
+    return Of(
+        forward,
+        conv=nn.Conv2d(3, 4, 3, padding=1),
+        norm=nn.BatchNorm2d(4),
+        drop=nn.Dropout(0.4),
+        drop2d=nn.Dropout2d(0.4),
+        fc=nn.Linear(4, 5),
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -363,6 +365,7 @@ import warnings
 warnings.simplefilter("ignore")
 import torch, autoamp
 from tests.strategies import ALL, Program, capture, inputs
+from tests.small_models import Of
 steps = [(op, 3 * i, 5 * i + 1) for i, op in enumerate(ALL)]
 gm = autoamp.rewrite(
     capture(Program(steps, [7, 11, 13], "mse")), inputs(grad=False),

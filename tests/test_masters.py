@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 import autoamp
 from autoamp import compat
 from autoamp.optimizer.attach import boundary_of
+from tests.small_models import Of
 
 WIDTH = 8
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -685,15 +686,10 @@ def test_gradients_of_gradients_pass_the_edge() -> None:
 
 
 def test_many_uses_of_an_fp16_weight_are_summed_in_fp32() -> None:
-    class Often(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1, dtype=FP16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack([x * self.weight for _ in range(40)])
-
-    model = Often()
+    model = Of(
+        lambda m, x: torch.stack([x * m.weight for _ in range(40)]),
+        weight=nn.Parameter(torch.ones(1, dtype=FP16)),
+    )
     autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1), loss_scale=1.0)
     # 2048 + 1 is 2048 in fp16.
     x = torch.full((1,), 1.0, dtype=FP16)
@@ -706,15 +702,7 @@ def test_many_uses_of_an_fp16_weight_are_summed_in_fp32() -> None:
 
 
 def test_an_output_of_one_element() -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp(FP16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x).pow(2).mean()
-
-    model, x = Loss(), batch(FP16)
+    model, x = Of(lambda m, x: m.inner(x).pow(2).mean(), inner=mlp(FP16)), batch(FP16)
     full = copy.deepcopy(model).float()
     autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1), loss_scale=256.0)
     model(x).backward()
@@ -802,15 +790,8 @@ def test_nothing_of_a_half_model_is_lowered() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_model_half_of_which_is_half(precision: str) -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = mlp(FP16), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.body(x).float())
-
-    model, x = Mixed(), batch(FP16)
+    parts = {"body": mlp(FP16), "head": nn.Linear(4, 2)}
+    model, x = Of(lambda m, x: m.head(m.body(x).float()), **parts), batch(FP16)
     full = copy.deepcopy(model).float()
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     autoamp.convert(model, optimizer, precision=precision, do_no_harm=False)

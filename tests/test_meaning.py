@@ -159,16 +159,11 @@ def test_rows_and_sums_may_grow_after_the_capture() -> None:
 def test_an_lstm_may_change_its_sizes() -> None:
     """Of symbolic sizes its fake result is that of a decomposition."""
 
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-            self.fc = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.fc(self.rnn(x)[0])
-
-    model = Recurrent()
+    model = Of(
+        lambda m, x: m.fc(m.rnn(x)[0]),
+        rnn=nn.LSTM(WIDTH, WIDTH, batch_first=True),
+        fc=nn.Linear(WIDTH, WIDTH),
+    )
     original = copy.deepcopy(model)
     autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
     for shape in ((3, 4), (2, 5), (5, 6)):

@@ -20,6 +20,7 @@ from autoamp.place.assign import Assignment
 from autoamp.place.mincut import Problem, Solution, energy
 from autoamp.place.policies import POLICIES, project
 from autoamp.rules import Rules
+from tests.small_models import Of
 from tests.strategies import Program, capture, choices, inputs, problems, programs
 
 
@@ -89,25 +90,26 @@ def test_another_placement_is_applied_at_its_own_cost(placement: str) -> None:
     }
 
 
-class Mixed(nn.Module):
+def Mixed() -> Of:
     """Ops that read what a product made beside an fp32 tensor from outside."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("index", torch.zeros(4, 4).long())
-
-    def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        low = self.fc(x)
+    def forward(m, x: Tensor, y: Tensor) -> list[Tensor]:
+        low = m.fc(x)
         return [
             torch.atan2(y, low),
-            y.scatter_add(0, self.index, low),
+            y.scatter_add(0, m.index, low),
             low.sigmoid(),
-            low * self.scale,
-            self.norm(low),
+            low * m.scale,
+            m.norm(low),
         ]
+
+    return Of(
+        forward,
+        fc=nn.Linear(4, 4),
+        scale=nn.Parameter(torch.ones(())),
+        norm=nn.BatchNorm1d(4),
+        index=torch.zeros(4, 4).long(),
+    )
 
 
 def test_promote_is_as_wide_as_the_widest_operand_that_promotes() -> None:
@@ -176,13 +178,8 @@ def test_a_boolean_that_only_products_read_is_cast_to_low_at_once() -> None:
 # -- do no harm ------------------------------------------------------------------------
 
 
-class Wide(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.fc = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.fc(x).relu())
+def Wide(width: int) -> Of:
+    return Of(lambda m, x: m.fc(m.fc(x).relu()), fc=nn.Linear(width, width))
 
 
 def wide(width: int, **options: Any) -> Rewritten:

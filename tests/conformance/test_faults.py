@@ -22,6 +22,7 @@ from autoamp import compat, pipeline
 from autoamp.capture import engine, prepare
 from autoamp.rewrite.verify import Verifier
 from tests.conformance.table import Figures
+from tests.small_models import Of
 from tests.steps import BF16, FP16, assert_same, weights_of
 
 WIDTH = 8
@@ -165,16 +166,13 @@ torch.library.register_autograd(
 )
 
 
-class Fragile(nn.Module):
+def Fragile() -> Of:
     """Runs out of memory between its layers, where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 16)
-        self.second = nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(fragile(self.first(x))))
+    return Of(
+        lambda m, x: m.second(torch.tanh(fragile(m.first(x)))),
+        first=nn.Linear(WIDTH, 16),
+        second=nn.Linear(16, WIDTH),
+    )
 
 
 class Halting(torch.optim.SGD):
