@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given as sampled
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
@@ -38,7 +36,8 @@ from tests.boundary_scripts import (
     given,
     loss_of,
 )
-from tests.models import CASES, Case
+from tests.models import BY_NAME, LARGE, Case
+from tests.quick import explored, some_slow
 from tests.small_models import Of
 from tests.strategies import Program, inputs, programs, run
 from tests.test_laws import from_printed_code, text_of
@@ -89,12 +88,6 @@ def close(ours: Seen, expected: Seen, eps: float) -> None:
         assert ours[name].dtype == value.dtype, name
         limit = DEPTH * eps * value.norm().clamp(min=eps)
         assert (ours[name] - value).norm() <= limit, name
-
-
-def some_slow(names: Iterable[str], is_slow: Callable[[str], bool]) -> list[Any]:
-    """The parameters `names`; tests of those that are slow run with the slow tests."""
-    marks = {True: [pytest.mark.slow], False: []}
-    return [pytest.param(name, marks=marks[is_slow(name)]) for name in names]
 
 
 # -- the table of scripts --------------------------------------------------------------
@@ -190,11 +183,6 @@ def gradients(case: Case, **options: Any) -> Seen:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-BY_NAME = {case.name: case for case in CASES}
-LARGE = {"gpt2", "gpt2_dropout", "llama", "bert", "t5", "vit", "whisper", "unet"}
-LARGE |= {"resnet", "convnext", "lstm", "nn_transformer"}
-
-
 @pytest.mark.parametrize("name", some_slow(BY_NAME, LARGE.__contains__))
 def test_models_do_not_feel_the_scale(name: str) -> None:
     case = BY_NAME[name]
@@ -205,9 +193,10 @@ def test_models_do_not_feel_the_scale(name: str) -> None:
         same_bits(ours, expected)
 
 
-def check_program(program: Program, scale: float) -> None:
+@explored(8, 200, lambda most: (programs(most=most), st.integers(-8, 20)))
+def test_random_programs_do_not_feel_the_scale(program: Program, power: int) -> None:
     seen = []
-    for loss_scale in ("off", scale):
+    for loss_scale in ("off", 2.0**power):
         torch._dynamo.reset()
         model = converting(loss_scale=loss_scale)(copy.deepcopy(program))
         seen.append(run(model, model, inputs()).gradients)
@@ -220,22 +209,6 @@ def check_program(program: Program, scale: float) -> None:
             # size of the loss's own gradient, 1 and more, and may cancel to nothing.
             error = (ours[name] - value).abs().max()
             assert error <= 2.0**-19 * value.abs().max().clamp(min=1), name
-
-
-@settings(max_examples=15)
-@sampled(programs(), st.integers(-8, 20))
-def test_random_programs_do_not_feel_the_scale(program: Program, power: int) -> None:
-    check_program(program, 2.0**power)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=200)
-@sampled(programs(most=14), st.integers(-8, 20))
-def test_random_programs_do_not_feel_the_scale_deep(
-    program: Program, power: int
-) -> None:
-    check_program(program, 2.0**power)
 
 
 # -- what scaling is for ---------------------------------------------------------------

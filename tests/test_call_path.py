@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autoamp
 from autoamp.model.conversion import conversion_of
 from tests.metrics import relative_error
-from tests.small_models import Of
 from tests.test_weights import CLOSE, WIDTH, convert, mlp
 
 # -- keyword arguments of any name -----------------------------------------------------
@@ -59,12 +58,14 @@ class Wrapped(_Layer):
         self.forward = forward
 
 
-def Parent(child: nn.Module, name: str) -> Of:
-    return Of(
-        lambda m, x, factor: m.child.forward(x, **{m.name: factor}),
-        child=child,
-        name=name,
-    )
+class Parent(nn.Module):
+    def __init__(self, child: nn.Module, name: str) -> None:
+        super().__init__()
+        self.child = child
+        self.name = name
+
+    def forward(self, x: Tensor, factor: Tensor) -> Any:
+        return self.child.forward(x, **{self.name: factor})
 
 
 def converted_child(name: str) -> nn.Module:
@@ -262,8 +263,14 @@ def test_pickles_of_classes_that_reduce_themselves_are_as_before(
 # -- torch.fx --------------------------------------------------------------------------
 
 
-def Head(body: nn.Module) -> Of:
-    return Of(lambda m, x: m.head(m.body(x).relu()), body=body, head=nn.Linear(4, 2))
+class Head(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.body(x).relu())
 
 
 def traced(tracer: str, model: nn.Module, x: Tensor) -> Any:

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import pipeline
-from benchmarks.errors import relative_error
+from tests.metrics import relative_error
 
 WIDTH = 8
 

@@ -18,7 +18,7 @@ import autoamp
 from autoamp import pipeline
 from autoamp.errors import AutoampError, CaptureError
 from autoamp.trace import lowering
-from benchmarks.errors import relative_error
+from tests.metrics import relative_error
 
 WIDTH, BATCH, STEPS = 16, 4, 5
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

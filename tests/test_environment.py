@@ -422,10 +422,8 @@ print("ran")
 """
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["AUTOAMP_RULES", pytest.param("AUTOAMP_REPORT_DIR", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["AUTOAMP_RULES", "AUTOAMP_REPORT_DIR"])
 def test_script_runs_on_in_fp32_and_says_so_once(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.dtypes import parse_low_dtype
-from benchmarks.counting import count_ops
-from benchmarks.errors import relative_error
+from tests.metrics import count_ops, relative_error
 
 WIDTH = 16
 PRODUCTS = 12

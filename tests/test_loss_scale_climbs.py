@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import DynamicLossScale
-from autoamp.loss_scale import INIT_SCALE
+from autoamp.loss_scale import INIT_SCALE, climb
 from autoamp.loss_scale.climb import LATER, LOOKS
 from autoamp.scaling.backwards import BACKWARDS
 from autoamp.scaling.domain import ScaleDomain
+from tests.quick import some_slow
+from tests.small_models import Of
 from tests.steps import FP16, scaling_of
 
 CPU = torch.device("cpu")
@@ -66,6 +68,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "swelling": (Swelling, (16, 16)),
     "checkpointed": (Checkpointed, (16, 16)),
 }
+SAMPLE = {"mlp", "conv", "swelling"}
 LOSSES = (1e-7, 1.0, 1e4)
 
 
@@ -112,7 +115,7 @@ def largest_scale(run: Run) -> float:
     return 2.0**fits
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_slow(MODELS, lambda name: name not in SAMPLE))
 def test_after_five_steps_it_is_within_four_of_the_largest(name: str) -> None:
     run = Run(name)
     for factor in LOSSES:
@@ -157,12 +160,13 @@ def test_gradients_are_the_same_watched_or_not() -> None:
 
 
 def test_the_first_steps_are_watched_and_few_of_the_rest(monkeypatch) -> None:
+    monkeypatch.setattr(climb, "LATER", 12)
     run = Run("mlp", 1.0)
     seen = []
-    for _ in range(LOOKS + 2 * LATER + 2):
+    for _ in range(LOOKS + 2 * 12 + 2):
         run.step()
         seen.append(BACKWARDS.runs[-1].seen is not None)
-    pause = [False] * LATER
+    pause = [False] * 12
     assert seen == [True] * LOOKS + pause + [True] + pause + [True]
 
 
@@ -362,18 +366,13 @@ def test_a_bad_climb_is_an_error(name: str, value: Any) -> None:
 def test_a_look_at_a_copy_whose_uses_sum_their_gradients_in_fp32() -> None:
     """No gradient flows through the copy itself, and its hook is called with none."""
 
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(16)
-            self.parts = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+    def attention(m: nn.Module, x: Tensor) -> Tensor:
+        x = m.norm(x)
+        q, k, v = (part(x) for part in m.parts)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.norm(x)
-            q, k, v = (part(x) for part in self.parts)
-            return nn.functional.scaled_dot_product_attention(q, k, v)
-
-    model = autoamp.convert(Attention(), **FP16)
+    parts = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+    model = autoamp.convert(Of(attention, norm=nn.LayerNorm(16), parts=parts), **FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(6):
         optimizer.zero_grad()

@@ -89,11 +89,15 @@ def test_hooks_of_saved_tensors_see_the_model_only(precision: str) -> None:
 # -- steps that begin before the first call --------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
-def test_first_call_inside_a_step(kind: Any, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"), [(torch.optim.SGD, {}), (torch.optim.LBFGS, {"max_iter": 3})]
+)
+def test_first_call_inside_a_step(
+    kind: Any, options: dict[str, int], precision: str
+) -> None:
     """Its first gradients overflow in fp16: they must not be stepped by."""
     model, x, y = mlp(), x_of(64), 10 * torch.randn(64, 4)
-    optimizer = kind(model.parameters(), lr=1e-4)
+    optimizer = kind(model.parameters(), lr=1e-4, **options)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
