@@ -3,12 +3,14 @@
 The public names are listed in `__all__`; everything else may change.
 """
 
-from autoamp.api import convert, is_converted, report, revert, rewrite
+from autoamp.api import compare, convert, explain, is_converted, report, revert, rewrite
+from autoamp.ask.comparison import Comparison
 from autoamp.auto.switch import disable, enable
 from autoamp.errors import (
     AutoampError,
     CaptureError,
     CheckpointError,
+    LockError,
     LossScaleError,
     OptionError,
     PlacementError,
@@ -16,7 +18,8 @@ from autoamp.errors import (
     UnsupportedModelError,
     VerificationError,
 )
-from autoamp.inspect.report import LossScaleReport, Report
+from autoamp.inspect.report import Report
+from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -32,7 +35,9 @@ __all__ = [
     "AutoampError",
     "CaptureError",
     "CheckpointError",
+    "Comparison",
     "DynamicLossScale",
+    "LockError",
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
@@ -45,10 +50,12 @@ __all__ = [
     "StaticLossScale",
     "UnsupportedModelError",
     "VerificationError",
+    "compare",
     "convert",
     "disable",
     "disabled",
     "enable",
+    "explain",
     "is_converted",
     "report",
     "revert",

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from autoamp.analyse.classify import Classified, classify
+from autoamp.analyse.classified import Classified
+from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import Facts, collect_facts
 from autoamp.errors import CaptureError, VerificationError
 from autoamp.options import Options
 from autoamp.place.assign import Assignment, assign
 from autoamp.place.cost import PriceModel, Prices, price_graph
-from autoamp.place.devices import device_of
+from autoamp.place.devices import Device, device_of, main_device
 from autoamp.place.problem import promised_casts
 from autoamp.retreat import kept_for, retreating
 from autoamp.rewrite.casts import insert_casts
@@ -27,8 +29,6 @@ from autoamp.rewrite.emitted import Cast
 from autoamp.rewrite.verify import Verifier
 from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.trace.normalise import UNTRACED, Normalised, normalise
-
-_T = TypeVar("_T")
 
 
 class Sums(NamedTuple):
@@ -46,7 +46,7 @@ class Rewritten:
     Attributes:
         gm: the rewritten graph.
         before: the ATen graph it was made from.
-        facts, classified, assignment: the facts, the verdicts and the placement.
+        classified, assignment: the facts with the verdicts, and the placement.
         casts: the casts inserted, in graph order.
         recounted: the cost of the emitted graph by an independent count.
         low: the compute dtype.
@@ -57,7 +57,6 @@ class Rewritten:
 
     gm: fx.GraphModule
     before: fx.GraphModule
-    facts: Facts
     classified: Classified
     assignment: Assignment
     casts: tuple[Cast, ...]
@@ -66,6 +65,11 @@ class Rewritten:
     seconds: dict[str, float]
     given_up: Mapping[str, str] = field(default_factory=dict)
     bodies: tuple[Rewritten, ...] = ()
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of `before`."""
+        return self.classified.facts
 
     @functools.cached_property  # thirty models that share a graph each ask
     def sums(self) -> Sums:
@@ -90,22 +94,24 @@ def rewrite_graph(
     *,
     free_weights: bool = False,
     price: PriceModel | None = None,
+    device: Device | None = None,
 ) -> Rewritten:
     """Runs every pass on `gm`, which is not changed.
 
     Args:
         free_weights: whether casts of weights are priced at nothing, because the caller
             passes cached copies in.
-        price: gives the prices; by default the roofline of the graph's device.
+        price: gives the prices; by default the roofline of the device.
+        device: the device that the graph is to run on; by default the one it is on.
 
     Raises:
         AutoampError: a pass failed; the message says where.
     """
-    start = time.perf_counter()
-    normalised = normalise(gm, example_inputs)
-    seconds = {"normalise": time.perf_counter() - start}
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "normalise"):
+        normalised = normalise(gm, example_inputs)
     return rewrite_normalised(
-        normalised, options, low, free_weights, seconds, price=price
+        normalised, options, low, free_weights, seconds, price=price, device=device
     )
 
 
@@ -117,16 +123,29 @@ def rewrite_normalised(
     seconds: dict[str, float],
     *,
     price: PriceModel | None = None,
+    device: Device | None = None,
 ) -> Rewritten:
     """Runs the passes after `normalise`, and adds their times to `seconds`.
 
+    The other arguments are those of `rewrite_graph`.
     Nodes that a failed check names stay fp32, and the passes run again with these nodes
     pinned.
     """
-    bodies, left = _rewrite_bodies(normalised, options, low, free_weights, price)
-    timed = _Timer(seconds)
-    facts = timed("facts", lambda: collect_facts(normalised.gm))
-    attempt = _Attempt(normalised, facts, options, low, free_weights, timed, price)
+    inner = partial(
+        rewrite_normalised,
+        options=options,
+        low=low,
+        free_weights=free_weights,
+        price=price,
+        device=device,
+    )
+    bodies, left = _rewrite_bodies(normalised, inner, strict=options.strict)
+    where = None if device is None else device.type
+    with _timed(seconds, "facts"):
+        facts = collect_facts(normalised.gm, where)
+    attempt = _Attempt(
+        normalised, facts, options, low, free_weights, seconds, price, device
+    )
     found = retreating(attempt, normalised.gm.graph, strict=options.strict)
     for name, why in normalised.gm.meta.get(UNTRACED, {}).items():
         left[name] = kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
@@ -142,68 +161,59 @@ class _Attempt:
     options: Options
     low: torch.dtype
     free_weights: bool
-    timed: _Timer
+    seconds: dict[str, float]
     price: PriceModel | None
+    device: Device | None
 
     def __call__(self, given_up: Mapping[str, str]) -> Rewritten:
         """The rewritten graph, in which the nodes `given_up` stay fp32."""
-        before, timed = self.normalised.gm, self.timed
-        classified = timed("classify", lambda: self._classified(given_up))
-        prices = timed("price", lambda: self._prices(classified))
-        assignment = timed(
-            "place",
-            lambda: assign(
-                self.facts, classified.verdicts, prices, self.options.placement
-            ),
-        )
-        after, casts = timed(
-            "rewrite",
-            lambda: insert_casts(
-                before,
-                assignment,
-                classified.extreme,
-                self.low,
-                self.normalised.fake_mode,
-            ),
-        )
-        verifier = timed("stand in", lambda: Verifier(before))
-        counted = timed(
-            "recount",
-            lambda: verifier.recount(after, prices.ops, prices.down, prices.up),
-        )
+        before, fake_mode = self.normalised.gm, self.normalised.fake_mode
+        timed = partial(_timed, self.seconds)
+        with timed("classify"):
+            classified = self._classified(given_up)
+        with timed("price"):
+            prices = self._prices(classified)
+        with timed("place"):
+            assignment = assign(classified, prices, self.options.placement)
+        with timed("rewrite"):
+            after, casts = insert_casts(
+                before, classified, assignment, self.low, fake_mode
+            )
+        with timed("stand in"):
+            verifier = Verifier(before)
+        with timed("recount"):
+            counted = verifier.recount(after, prices.ops, prices.down, prices.up)
         if counted != assignment.cost:
             raise VerificationError(
                 f"the emitted graph costs {counted}, the placement promised "
                 f"{assignment.cost} (units of 0.1 ns); this is a bug in autoamp",
                 nodes=_not_as_promised(verifier, after, assignment),
             )
-        timed("clean up", lambda: clean_up(after))
-        timed(
-            "verify",
-            lambda: verifier.verify(
-                after, classified.pinned, classified.pinned - classified.promoted
-            ),
-        )
+        with timed("clean up"):
+            clean_up(after)
+        with timed("verify"):
+            pinned = classified.pinned
+            verifier.verify(after, pinned, pinned - classified.promoted)
         return Rewritten(
             gm=after,
             before=before,
-            facts=self.facts,
             classified=classified,
             assignment=assignment,
             casts=tuple(casts),
             recounted=counted,
             low=self.low,
-            seconds=timed.seconds,
+            seconds=self.seconds,
             given_up=dict(given_up),
         )
 
     def _classified(self, given_up: Mapping[str, str]) -> Classified:
+        rules = self.options.resolve_rules(self.low)
         return classify(
             self.normalised.gm,
             self.facts,
-            self.options.resolve_rules(self.low),
+            rules,
             self.low,
-            self.options.keep,
+            (*self.options.keep, *rules.keep),
             given_up=given_up,
             ceiling=self.options.placement != "tensorflow",
             to_the_letter=self.options.is_tensorflows,
@@ -211,12 +221,11 @@ class _Attempt:
 
     def _prices(self, classified: Classified) -> Prices:
         gm = self.normalised.gm
-        roofline = partial(price_graph, device=device_of(_device(gm), self.low))
-        price: PriceModel = self.price or roofline
+        device = self.device or device_of(main_device(gm), self.low)
+        price: PriceModel = self.price or partial(price_graph, device=device)
         return price(
             gm,
-            self.facts,
-            classified.verdicts,
+            classified,
             objective=self.options.objective,
             do_no_harm=self.options.do_no_harm,
             free_weights=self.free_weights,
@@ -233,17 +242,17 @@ def _not_as_promised(
 
 
 def _rewrite_bodies(
-    normalised: Normalised,
-    options: Options,
-    low: torch.dtype,
-    free_weights: bool,
-    price: PriceModel | None,
+    normalised: Normalised, rewrite: Callable[..., Rewritten], *, strict: bool
 ) -> tuple[tuple[Rewritten, ...], dict[str, str]]:
     """Rewrites sub-graphs, whose inputs and outputs stay fp32, and puts them in place.
 
     A sub-graph on which the passes fail stays fp32, and the graph round it is still
     rewritten.  Returns the rewritten sub-graphs, and the reason for each call of a
     sub-graph that stays fp32.
+
+    Args:
+        rewrite: `rewrite_normalised` with the options of the graph around.
+        strict: whether a failing pass raises.
     """
     found: list[Rewritten] = []
     left: dict[str, str] = {}
@@ -253,11 +262,9 @@ def _rewrite_bodies(
         inner = Normalised(body, (), normalised.fake_mode)
         try:
             with torch.set_grad_enabled(body.meta[BODY_RECORDS]):
-                rewritten = rewrite_normalised(
-                    inner, options, low, free_weights, {}, price=price
-                )
+                rewritten = rewrite(inner, seconds={})
         except Exception as error:
-            if options.strict:
+            if strict:
                 raise
             body.meta[BODY_LEFT] = f"{type(error).__name__}: {error}"
             left |= dict.fromkeys(_callers(normalised.gm, name), kept_for(error))
@@ -273,22 +280,8 @@ def _callers(gm: fx.GraphModule, body: str) -> list[str]:
     return [user.name for n in operands for user in n.users]
 
 
-class _Timer:
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds = seconds
-
-    def __call__(self, name: str, run: Callable[[], _T]) -> _T:
-        start = time.perf_counter()
-        result = run()
-        self.seconds[name] = time.perf_counter() - start
-        return result
-
-
-def _device(gm: fx.GraphModule) -> torch.device:
-    """The device most tensors of the graph live on."""
-    seen: dict[torch.device, int] = {}
-    for node in gm.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            seen[value.device] = seen.get(value.device, 0) + 1
-    return max(seen, key=lambda d: seen[d]) if seen else torch.device("cpu")
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - start

@@ -67,13 +67,13 @@ def priced(
     model = Of(function, weight).requires_grad_(train)
     gm = normalise(capture(model, len(given)), given).gm
     facts = collect_facts(gm)
-    verdicts = classify(gm, facts, RULES, LOW, ()).verdicts
+    found = classify(gm, facts, RULES, LOW, ())
     if modes:
-        verdicts = {n: replace(v, modes=modes) for n, v in verdicts.items()}
+        verdicts = {n: replace(v, modes=modes) for n, v in found.verdicts.items()}
+        found = replace(found, verdicts=verdicts)
     prices = price_graph(
         gm,
-        facts,
-        verdicts,
+        found,
         device,
         objective=objective,
         do_no_harm=do_no_harm,
@@ -329,11 +329,12 @@ def test_flops_can_be_asked_for_other_sizes() -> None:
     [
         ((6, 1), torch.float16, "CUDA below 7.0", False),
         ((7, 0), torch.float16, "CUDA 7.0", True),
-        ((7, 0), torch.bfloat16, "CUDA below 7.0", False),
+        ((7, 0), torch.bfloat16, "CUDA 7.0 without bf16 units", False),
         ((7, 5), torch.float16, "CUDA 7.5", True),
-        ((7, 5), torch.bfloat16, "CUDA below 7.0", False),
+        ((7, 5), torch.bfloat16, "CUDA 7.5 without bf16 units", False),
         ((8, 0), torch.bfloat16, "CUDA 8.0", True),
-        ((8, 6), torch.float16, "CUDA 8.0", True),
+        ((8, 6), torch.float16, "CUDA 8.6", True),
+        ((8, 7), torch.float16, "CUDA 8.6", True),
         ((8, 9), torch.bfloat16, "CUDA 8.9", True),
         ((9, 0), torch.bfloat16, "CUDA 9.0", True),
         ((10, 0), torch.bfloat16, "CUDA 10.0", True),

@@ -421,7 +421,7 @@ def test_report() -> None:
     assert (said.growth_tracker, said.skipped_steps, said.foreign) == (1, 1, False)
     assert "step 1" in said.skips[0]
     assert "linear" in said.skips[0]
-    text = str(report)
+    text = report.full()
     assert "16,384" in text
     assert "linear" in text[text.index("16,384") :]
     assert json.loads(report.to_json())["loss_scale"]["scale"] == 2.0**14

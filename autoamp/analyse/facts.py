@@ -55,7 +55,6 @@ class NodeFacts:
         makes_others: whether the node produces tensors that are not floats (indices).
         operands: the node's fp32 tensor operands in argument order.
         mixes_floats: whether the node reads or makes floats of another dtype.
-        reads_others: whether the node reads tensors that are not fp32 (indices, masks).
         numel: elements of the fp32 outputs, a hint where the size is symbolic.
         read_numel: elements of the fp32 operands, a hint where the size is symbolic.
         region: number of the grad-mode and autocast region that the node stands in.
@@ -75,7 +74,6 @@ class NodeFacts:
     makes_others: bool
     operands: tuple[Operand, ...]
     mixes_floats: bool
-    reads_others: bool
     numel: int
     read_numel: int
     region: int
@@ -86,6 +84,11 @@ class NodeFacts:
     source: str
     device: str
     keeps_state: bool = False
+
+    @property
+    def base(self) -> str:
+        """The op without its overload: `aten::to` for `aten::to.dtype`."""
+        return self.op.partition(".")[0]
 
     @property
     def module(self) -> str:
@@ -128,12 +131,16 @@ class Facts:
         return FP32 if self.nodes[maker].keeps_state else maker
 
 
-def collect_facts(gm: fx.GraphModule) -> Facts:
+def collect_facts(gm: fx.GraphModule, device: str | None = None) -> Facts:
     """The facts of every node of ATen graph `gm`, which is not changed.
 
     The walk assumes that the graph starts in the caller's grad mode.
+
+    Args:
+        device: type of the device that the graph is to run on; by default each node
+            runs on the device it was traced on.
     """
-    collector = _Collector(gm, torch.is_grad_enabled())
+    collector = _Collector(gm, torch.is_grad_enabled(), device)
     for node in gm.graph.nodes:
         collector.visit(node)
     return collector.finish()
@@ -158,8 +165,9 @@ def _storage(tensor: torch.Tensor) -> int:
 class _Collector:
     """Walks the graph once, in order."""
 
-    def __init__(self, gm: fx.GraphModule, grad_mode: bool) -> None:
+    def __init__(self, gm: fx.GraphModule, grad_mode: bool, device: str | None) -> None:
         self.gm = gm
+        self.device = device
         self.opaque_writes: set[int] = set()
         self.nodes: dict[str, NodeFacts] = {}
         self.returned: set[str] = set()
@@ -227,7 +235,8 @@ class _Collector:
         if node.target is operator.getitem:
             self.element_of[node.name] = str(node.args[0])
         single = isinstance(node.meta.get("val"), torch.Tensor)
-        device = (outputs or inputs)[0].device.type if outputs or inputs else "cpu"
+        traced = (outputs or inputs)[0].device.type if outputs or inputs else "cpu"
+        device = self.device or traced
         if self.grad_mode and any(
             n.name in self.grad_needed for n in node.all_input_nodes
         ):
@@ -242,7 +251,6 @@ class _Collector:
             mixes_floats=any(
                 _is_inexact(t) and t.dtype != HIGH_DTYPE for t in (*outputs, *inputs)
             ),
-            reads_others=len(read) < len(inputs),
             numel=_numel(floats),
             read_numel=_numel(read),
             region=self.region,

@@ -17,11 +17,19 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.capture.captured import CapturedGraph, Prepared
+from autoamp.capture.locked import check_graph
 from autoamp.capture.prepare import as_it_is, prepare
 from autoamp.capture.record import Record
-from autoamp.capture.running import Local, counted, counting_sizes, scaled, unscaled
+from autoamp.capture.running import (
+    Local,
+    counting_runs,
+    counting_sizes,
+    scaled,
+    unscaled,
+)
 from autoamp.errors import AutoampError
 from autoamp.options import Options
+from autoamp.place.devices import Device
 from autoamp.plain import plain
 from autoamp.saying import say_once
 from autoamp.scaling.watch import can_watch
@@ -45,6 +53,7 @@ class Engine:
         record: the record of the conversion, which another engine may share.
         differentiated_twice: a backward of a compiled graph had create_graph=True, so
             the model is to be captured again and its graphs run as they are.
+        device: the device that graphs are made for; by default the one they are on.
         bound: for each graph, which other models may run as well, the function that
             this model's calls run.
     """
@@ -52,6 +61,7 @@ class Engine:
     options: Options
     record: Record
     differentiated_twice: bool = False
+    device: Device | None = None
     local: Local = field(default_factory=Local)
     bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
     _binding: Any = field(default_factory=threading.RLock)
@@ -74,7 +84,9 @@ class Engine:
             return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
-                found = prepare(gm, example_inputs, options, low, scaling)
+                found = prepare(
+                    gm, example_inputs, options, low, scaling, device=self.device
+                )
                 self.bind(found, example_inputs)
             return found
         except Exception as error:
@@ -134,10 +146,13 @@ class Engine:
         kept = self.options.weight_copies == "kept"
         copies = WeightCopies(low, kept=kept) if prepared.weights else None
         captured = CapturedGraph(prepared, copies)
+        options = self.options
+        if options.locked is not None:
+            check_graph(options.locked, self.record, captured, strict=options.strict)
         for why in prepared.notes:
             self.record.note(why)
         if prepared.rewritten is None:
-            chosen = counted(self.local, prepared.run)
+            chosen = counting_runs(self.local, prepared.run)
         elif prepared.edge.devices:
             in_fp16 = low == torch.float16 and self.runs_as_is
             watches = in_fp16 and can_watch(captured.gm)

@@ -14,6 +14,7 @@ from autoamp.capture.for_compilers import for_compilers
 from autoamp.graph_functions import checkpoint_as_python_does
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.place.devices import Device
 from autoamp.plain import plain_line
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.edge import Edge, scale_edge
@@ -26,6 +27,8 @@ def prepare(
     options: Options,
     low: torch.dtype,
     scaling: ModelScaling,
+    *,
+    device: Device | None = None,
 ) -> Prepared:
     """Runs the pass on `gm`, takes its weight casts out and scales it at its edge.
 
@@ -34,11 +37,14 @@ def prepare(
         options: the options of the conversion; `options.backend` compiles the result.
         scaling: the scaling whose scale the compiler is shown; each model runs the
             result with its own scaling later.
+        device: the device `gm` is to run on; by default the one it was captured on.
 
     Raises:
         AutoampError: a pass failed; the message says where.
     """
-    rewritten = rewrite_graph(gm, inputs, options, low, free_weights=True)
+    rewritten = rewrite_graph(
+        gm, inputs, options, low, free_weights=True, device=device
+    )
     notes = _given_up(rewritten)
     try:
         hoisted = hoist_weight_casts(rewritten)
@@ -54,7 +60,7 @@ def prepare(
     if options.backend == "eager":
         run: Callable[..., Any] = bound.forward
     else:
-        given = _given(hoisted, inputs, low, scaling.edge(edge.devices))
+        given = _given(hoisted, inputs, low, scaling.edge_inputs(edge.devices))
         run = compat.compile_with(options.backend, for_compilers(bound), given)
     return Prepared(
         rewritten,

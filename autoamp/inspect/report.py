@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.text import Text
 from torch import fx
 
 from autoamp.dtypes import short_name
-from autoamp.inspect import export, table, why
+from autoamp.inspect import export, why
 from autoamp.inspect.costs import Costs, costs_of
 from autoamp.inspect.coverage import Coverage
 from autoamp.inspect.rows import (
@@ -25,41 +25,28 @@ from autoamp.inspect.rows import (
     op_rows,
     sections_of,
 )
+from autoamp.inspect.sections.dimensions import Misfit, misfits_of
+from autoamp.inspect.sections.islands import Island, islands_of
+from autoamp.inspect.sections.loss_scaling import LossScaleReport
+from autoamp.inspect.sections.prediction import Prediction, predict
+from autoamp.inspect.sections.weights import Range, WeightRow, weight_rows
+from autoamp.inspect.terminal import full, state, summary
+from autoamp.inspect.terminal.parts import as_text, recording
+from autoamp.inspect.text import counted
 from autoamp.pipeline import Rewritten
 from autoamp.place.policies import POLICIES
 
-WIDTH = 100
-"""Columns of `str(report)`, which has no terminal to ask for a width."""
-
-
-@dataclass(frozen=True)
-class LossScaleReport:
-    """The loss scaling of a model at the moment of the report.
-
-    Attributes:
-        kind: "DynamicLossScale" or "StaticLossScale".
-        scale: the factor by which gradients are multiplied inside the graphs.
-        growth_tracker: steps without an overflow since the scale last moved.
-        skipped_steps: number of steps skipped so far because of an overflow.
-        skips: for each skipped step, as far as known, which step it was and the op
-            whose gradient overflowed.
-        foreign: whether an enabled GradScaler steps the model's optimizer, so that
-            autoamp's loss scale is not in force.
-    """
-
-    kind: str
-    scale: float
-    growth_tracker: int
-    skipped_steps: int
-    skips: tuple[str, ...] = ()
-    foreign: bool = False
+_MORE = (
+    "\nMore: report.full(), .ops, .casts, .islands, .weights, .prediction, .cost, "
+    '.why("a node")'
+)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Report:
     """Everything that was done to a model, graph by graph, with the reasons.
 
-    `print(report)` shows it as a table.
+    `print(report)` shows a summary that fits a screen, and `print(report.full())` all.
 
     Attributes:
         label: the model's class name.
@@ -72,6 +59,17 @@ class Report:
         loss_scale: the loss scaling; None where there is none, as for bf16.
         coverage: the shares of calls and of flops that were converted; None for a
             model that was not converted.
+        ranges: the magnitudes in the weights, by their paths; empty where they need
+            not be known.
+        explained_for: the device for which `explain` made the report; "" where the
+            model is converted.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1))
+        >>> options = {"precision": "bf16", "do_no_harm": False}
+        >>> report = autoamp.explain(model, torch.randn(8, 64), options=options)
+        >>> [(op.op, op.precision) for op in report.ops]
+        [('aten::linear.default', 'bf16'), ('aten::softmax.int', 'bf16')]
     """
 
     label: str
@@ -82,6 +80,8 @@ class Report:
     loss_scale: LossScaleReport | None = None
     unwatched: int = 0
     coverage: Coverage | None = None
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    explained_for: str = ""
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
@@ -97,6 +97,26 @@ class Report:
     def casts(self) -> list[CastRow]:
         """One row per inserted cast, with kind and bytes."""
         return [row for section in self.sections for row in cast_rows(section)]
+
+    @cached_property
+    def islands(self) -> list[Island]:
+        """Connected ops in fp32, with the ops that decided it, the largest first."""
+        return islands_of(self.sections)
+
+    @cached_property
+    def weights(self) -> list[WeightRow]:
+        """One row per weight read in low precision: its shape, whether it fits."""
+        return weight_rows(self.sections, self.ranges)
+
+    @cached_property
+    def misfits(self) -> list[Misfit]:
+        """Sizes of low products on a GPU that tensor cores do not like."""
+        return misfits_of(self.sections)
+
+    @cached_property
+    def prediction(self) -> Prediction | None:
+        """Predicted times by class of op; None under `objective="memory"`."""
+        return predict(self.sections)
 
     @cached_property
     def costs(self) -> tuple[Costs, ...]:
@@ -176,19 +196,21 @@ class Report:
         """The rewritten graphs for Graphviz: `dot -Tsvg`."""
         return export.to_dot(self.sections)
 
+    def full(self) -> str:
+        """Everything, as text: each graph with its ops, casts, reasons and costs."""
+        sections, runs = self.sections, self.runs
+        parts = full.render(self.label, sections, self.costs, self.skipped, runs)
+        return as_text([*parts, *self._state()])
+
     def __str__(self) -> str:
-        file = io.StringIO()
-        console = Console(
-            file=file,
-            width=WIDTH,
-            color_system=None,
-            force_terminal=False,
-            force_jupyter=False,
-            legacy_windows=False,
-        )
+        return as_text([self])
+
+    def _repr_html_(self) -> str:
+        """The summary for a notebook."""
+        console = recording()
         console.print(self)
-        lines = (line.rstrip() for line in file.getvalue().splitlines())
-        return "\n".join(lines).rstrip()
+        page = '<pre style="line-height:1.25;overflow-x:auto">{code}</pre>'
+        return console.export_html(inline_styles=True, code_format=page)
 
     def __repr__(self) -> str:
         return (
@@ -200,12 +222,42 @@ class Report:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
-        yield from table.render(
-            self.label, self.sections, self.costs, self.skipped, self.runs
-        )
+        yield self._head()
+        if self.ops:
+            yield summary.precisions(self.ops, self.compute_dtype or "")
+        if self.prediction is not None and self.ops:
+            yield from summary.prediction(self.prediction)
+        yield from summary.stayed(self.ops)
+        yield from summary.largest_casts(self.casts)
+        yield from summary.weights_out_of_range(self.weights)
+        yield from summary.odd_sizes(self.misfits)
+        yield from summary.not_converted(self.skipped)
+        yield from self._state()
+        if self.ops:
+            yield Text(_MORE)
+
+    def _head(self) -> Text:
+        title = f"autoamp report: {self.label}"
+        low = self.compute_dtype
+        if low is None:
+            hint = "no graph captured yet: call the model once, then ask again"
+            said = "not converted, runs in fp32" if self.skipped else hint
+            return Text.assemble((title, "bold"), f"\n{said}")
+        graphs = f"{counted(len(self.graphs), 'graph')} captured"
+        ran = f"{graphs}; rewritten graphs ran {counted(self.runs, 'time')}."
+        if self.explained_for:
+            title += f", explained for {self.explained_for}"
+            ran = f"{graphs}; nothing was converted: this is what convert() would do."
+        title += f", compute dtype {low}"
+        return summary.head(title, self.ops, self.casts, low, ran)
+
+    def _state(self) -> Iterator[RenderableType]:
+        """What has happened in calls and steps so far."""
+        if self.explained_for:
+            return
         if self.coverage is not None and self.coverage.calls:
-            yield table.covered(self._shares() or {})
+            yield state.covered(self._shares() or {})
         if self.unwatched:
-            yield table.copied_anew(self.unwatched)
+            yield state.copied_anew(self.unwatched)
         if self.loss_scale is not None:
-            yield table.loss_scaling(asdict(self.loss_scale))
+            yield state.loss_scaling(asdict(self.loss_scale))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoamp.analyse.ceiling import CEILING
-from autoamp.analyse.facts import NodeFacts
+from autoamp.analyse.facts import Facts, NodeFacts
+from autoamp.analyse.verdict import CEILING
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.pipeline import Rewritten
 from autoamp.place.assign import Decision
@@ -101,6 +101,10 @@ class CastRow:
         dtype: the short name of the dtype cast to.
         bytes: bytes that the cast writes (a hint where the size is symbolic).
         every_call: False for a weight copy that is kept until the weight changes.
+        producer: the op that made the value, such as "aten::add.Tensor"; "input" or
+            "weight" for a value from outside the graph.
+        readers: the names of the nodes that read the cast.
+        source: the user's line that made the value, "" where unknown.
     """
 
     graph: int
@@ -111,6 +115,9 @@ class CastRow:
     dtype: str
     bytes: int
     every_call: bool
+    producer: str
+    readers: tuple[str, ...]
+    source: str
 
 
 def sections_of(
@@ -154,7 +161,8 @@ def op_rows(section: Section) -> list[OpRow]:
 
 def cast_rows(section: Section) -> list[CastRow]:
     """One row per cast that clean-up left in the graph, in graph order."""
-    kept = {n.name for n in section.rewritten.gm.graph.nodes}
+    kept = {n.name: n for n in section.rewritten.gm.graph.nodes}
+    facts = section.rewritten.facts
     in_place = {
         n.name
         for n in section.gm.graph.nodes
@@ -170,10 +178,20 @@ def cast_rows(section: Section) -> list[CastRow]:
             dtype=short_name(cast.dtype),
             bytes=cast.bytes,
             every_call=cast.kind != "weight" or cast.name in in_place,
+            producer=_producer(facts, cast.value),
+            readers=tuple(user.name for user in kept[cast.name].users),
+            source=facts.nodes[facts.producer(cast.value)].source,
         )
         for cast in section.rewritten.casts
         if cast.name in kept
     ]
+
+
+def _producer(facts: Facts, value: str) -> str:
+    """The op that made a value, or where the value comes from."""
+    if value in facts.constants:
+        return "weight" if value in facts.weights else "input"
+    return facts.nodes[facts.producer(value)].op
 
 
 def _reason(section: Section, decision: Decision) -> tuple[str, str]:

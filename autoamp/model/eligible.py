@@ -12,7 +12,7 @@ from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
 from autoamp.model.methods import computing_methods
 from autoamp.options import Options
-from autoamp.place.devices import device_of
+from autoamp.place.devices import device_of, named_device
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
@@ -26,8 +26,12 @@ def _parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return [*{id(parameter): parameter for parameter in every}.values()]
 
 
-def unsupported(model: Any) -> str | None:
-    """Why `model` cannot be converted, with what to do instead; None if it can."""
+def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
+    """Why `model` cannot be converted, with what to do instead; None if it can.
+
+    Args:
+        needs_data: whether a model on the meta device cannot be converted.
+    """
     if not isinstance(model, nn.Module):
         return (
             f"convert() takes a torch.nn.Module, not {type(model).__name__}; for a "
@@ -47,7 +51,7 @@ def unsupported(model: Any) -> str | None:
     has_forward = type(model).forward is not nn.Module.forward
     if not (has_forward or "forward" in model.__dict__ or computing_methods(model)):
         return f"{name} has no forward; convert the module that calls what it holds"
-    path = _on_meta(model)
+    path = _on_meta(model) if needs_data else ""
     if path:
         return (
             f"{path} of {name} is on the meta device and holds no data; load the "
@@ -72,26 +76,39 @@ def _path_on_meta(model: nn.Module) -> str:
 
 
 def choose_precision(
-    model: nn.Module, options: Options
+    model: nn.Module, options: Options, device: str | None = None
 ) -> tuple[torch.dtype | None, str]:
-    """The compute dtype for `model`, or None and the reason it stays as it is."""
+    """The compute dtype for `model`, or None and the reason it stays as it is.
+
+    Args:
+        device: as for `named_device`; by default the device of the model.
+    """
     modules = compat.modules_of(model)
     parameters = _parameters_in(modules)
     reason = _quantised(model, modules) or _nothing_to_convert(parameters)
     if reason:
         return None, reason
-    device = parameters[0].device if parameters else torch.device("cpu")
-    return choose_device_precision(device, options)
+    if device is not None:
+        return choose_device_precision(device, options)
+    own = parameters[0].device if parameters else torch.device("cpu")
+    return choose_device_precision(own, options)
 
 
 def choose_device_precision(
-    device: torch.device, options: Options
+    device: torch.device | str, options: Options
 ) -> tuple[torch.dtype | None, str]:
-    """The compute dtype for `device`, or None and the reason there is none."""
+    """The compute dtype for `device`, or None and the reason there is none.
+
+    Args:
+        device: a device of this machine, or a name as for `named_device`.
+    """
     low = parse_low_dtype(options.precision)
     if low is None:
-        low = torch.float16 if device.type == "cuda" else torch.bfloat16
-    profile = device_of(device, low)
+        low = torch.float16 if str(device).startswith("cuda") else torch.bfloat16
+    if isinstance(device, torch.device):
+        profile = device_of(device, low)
+    else:
+        profile = named_device(device, low)
     if options.do_no_harm and not profile.pays:
         return None, (
             f"{short_name(low)} cannot pay here ({profile.name}): it would be slower "

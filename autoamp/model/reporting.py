@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
+from torch import nn
+
 from autoamp.capture.record import Record
 from autoamp.inspect.coverage import Coverage, coverage_of
-from autoamp.inspect.report import LossScaleReport, Report
+from autoamp.inspect.report import Report
+from autoamp.inspect.sections.loss_scaling import LossScaleReport
+from autoamp.inspect.sections.weights import Range, ranges_of
 from autoamp.plain import class_name
 from autoamp.scaling.domain import ModelScaling
 
 
-def report_of(record: Record) -> Report:
-    """The report so far on the conversion of a model or of a compiled function."""
+def report_of(
+    record: Record, model: nn.Module | None = None, explained_for: str = ""
+) -> Report:
+    """The report so far on the conversion of a model or of a compiled function.
+
+    Args:
+        model: the model, whose weights are looked at where fp16 may not hold them.
+        explained_for: the device that graphs were rewritten for without being run.
+    """
     captured = [g for g in record.graphs if g.rewritten is not None]
     return Report(
         label=record.label,
@@ -23,7 +35,15 @@ def report_of(record: Record) -> Report:
         unwatched=max((g.copies.unwatched for g in captured if g.copies), default=0),
         loss_scale=_loss_scale(record.scaling),
         coverage=_coverage(record),
+        ranges=_ranges(record, model),
+        explained_for=explained_for,
     )
+
+
+def _ranges(record: Record, model: nn.Module | None) -> dict[str, Range]:
+    if model is None or record.low != torch.float16:
+        return {}
+    return ranges_of(dict(model.named_parameters(remove_duplicate=False)))
 
 
 def _coverage(record: Record) -> Coverage:

@@ -1,12 +1,22 @@
-"""What each device can do: its bandwidth, its peaks, and whether low precision pays."""
+"""The roofline of each device: its bandwidth, its peaks, whether low precision pays.
+
+The figures, each with its source, stand in `devices.toml`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import tomllib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import fx
 
 from autoamp import compat
+from autoamp.dtypes import short_name
+from autoamp.errors import OptionError
 
 
 @dataclass(frozen=True)
@@ -20,6 +30,7 @@ class Device:
         high_flops_per_ns, low_flops_per_ns: matrix-product peaks, GFLOP/s.
         pays: whether low precision can pay on the device at all.
         least_rows: rows below which a matrix product loses by low precision.
+        type: the type of the device in torch.
     """
 
     name: str
@@ -29,45 +40,100 @@ class Device:
     low_flops_per_ns: float
     pays: bool
     least_rows: int = 1
+    type: str = "cpu"
 
 
 # `linear` of 1 to 3 rows takes longer in bf16 than in fp32 on a CPU with AMX: 1.07 to
 # 1.21 times as long for the products of a GPT-2 block's MLP, while 4 rows take 0.67
 # times as long (benchmarks/results/rows-cpu.md).
-_CPU_ROWS = 4
 FEW_ROWS = 1.17
 
-_CPU = Device("CPU without low-precision units", 15.0, 2000.0, 100.0, 25.0, False)
-_CPU_AVX = Device("CPU with avx512_bf16", 15.0, 2000.0, 100.0, 180.0, True, _CPU_ROWS)
-_CPU_AMX = Device("CPU with AMX", 15.0, 2000.0, 100.0, 800.0, True, _CPU_ROWS)
+EMULATED = 0.25
+"""The low peak of a CPU without units for the dtype, as a part of the fp32 peak."""
+
 NEUTRAL = Device(
     "bytes only, as if low precision paid", 15.0, 2000.0, 100.0, 200.0, True
 )
+_CUDA_OLD = Device(
+    "CUDA below 7.0", 500.0, 4000.0, 10_000.0, 10_000.0, False, type="cuda"
+)
 
-# NVIDIA data sheets: memory bandwidth, TF32-off fp32 and dense half-precision peaks of
-# V100 (7.0), T4 (7.5), A100 (8.0), RTX 40 (8.9), H100/H200 (9.0) and B200 (10.0).
-_CUDA = {
-    70: Device("CUDA 7.0", 900.0, 4000.0, 15_700.0, 112_000.0, True),
-    75: Device("CUDA 7.5", 320.0, 4000.0, 8_100.0, 65_000.0, True),
-    80: Device("CUDA 8.0", 1_900.0, 4000.0, 19_500.0, 312_000.0, True),
-    89: Device("CUDA 8.9", 1_000.0, 4000.0, 80_000.0, 165_000.0, True),
-    90: Device("CUDA 9.0", 3_900.0, 4000.0, 60_000.0, 790_000.0, True),
-    100: Device("CUDA 10.0", 7_700.0, 4000.0, 75_000.0, 2_200_000.0, True),
-}
-_CUDA_OLD = Device("CUDA below 7.0", 500.0, 4000.0, 10_000.0, 10_000.0, False)
+
+@functools.cache
+def figures() -> dict[str, dict[str, Any]]:
+    """The table of `devices.toml`: name of a device ("sm_90", "amx") to its figures."""
+    text = Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def roofline(model: str, low: torch.dtype) -> Device:
+    """The roofline of device `model` of the table, computing in `low`."""
+    row = figures()[model]
+    peak = row.get(short_name(low))
+    if peak is None and row["type"] == "cuda":
+        name = f"{row['name']} without {short_name(low)} units"
+        low_peak = float(row["fp32"])  # computed as fp32
+        known = roofline(model, torch.float16)
+        return replace(known, name=name, low_flops_per_ns=low_peak, pays=False)
+    return Device(
+        row["name"],
+        float(row["bytes_per_ns"]),
+        float(row["launch_ns"]),
+        float(row["fp32"]),
+        float(EMULATED * row["fp32"] if peak is None else peak),
+        peak is not None,
+        1 if peak is None else row.get("least_rows", 1),
+        row["type"],
+    )
+
+
+def known_devices() -> list[str]:
+    """The devices that `named_device` knows: "cuda:sm_90", "cpu:amx", ..."""
+    return [f"{row['type']}:{name}" for name, row in figures().items()]
+
+
+def named_device(name: str, low: torch.dtype) -> Device:
+    """The roofline of a device that need not be here, such as "cuda:sm_90".
+
+    "cpu" is this machine's CPU, and "cuda" its first GPU.
+
+    Raises:
+        OptionError: no figures are known for the device, or it should be here and is
+            not.
+    """
+    kind, _, model = name.partition(":")
+    if model in figures() and figures()[model]["type"] == kind:
+        return roofline(model, low)
+    if name == "cpu" or (name == "cuda" and torch.cuda.is_available()):
+        return device_of(torch.device(name), low)
+    absent = "there is no GPU here; " if name == "cuda" else ""
+    raise OptionError(
+        f"device={name!r}: {absent}figures are known for {', '.join(known_devices())}"
+    )
 
 
 def device_of(device: torch.device, low: torch.dtype) -> Device:
-    """The roofline for `device` computing in `low`."""
+    """The roofline for `device`, of this machine, computing in `low`."""
     if device.type == "cuda" and torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability(device)
-        known = [c for c in _CUDA if c <= 10 * major + minor]
-        if not known or (low is torch.bfloat16 and major < 8):
-            return _CUDA_OLD
-        return _CUDA[max(known)]
+        capabilities = {
+            int(name.removeprefix("sm_")): name
+            for name, row in figures().items()
+            if row["type"] == "cuda"
+        }
+        known = [c for c in capabilities if c <= 10 * major + minor]
+        return roofline(capabilities[max(known)], low) if known else _CUDA_OLD
     if device.type == "cpu":
-        unit = compat.cpu_low_precision_units().get(low, "")
-        if unit.startswith("amx"):
-            return _CPU_AMX
-        return _CPU_AVX if unit else _CPU
+        unit = compat.cpu_low_precision_units().get(low, "plain")
+        return roofline("amx" if unit == "amx_bf16" else unit, low)
     return NEUTRAL
+
+
+def main_device(gm: fx.GraphModule) -> torch.device:
+    """The device most tensors of the graph live on."""
+    seen: dict[torch.device, int] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            seen[value.device] = seen.get(value.device, 0) + 1
+    return max(seen, key=lambda d: seen[d]) if seen else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The report for a person: rich renderables, laid out for 100 columns.
+"""The full report: rich renderables, laid out for 100 columns.
 
 Nothing here prints.  Text from users (source lines, names) is never read as markup.
 """
@@ -6,19 +6,18 @@ Nothing here prints.  Text from users (source lines, names) is never read as mar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from autoamp.inspect.costs import ALL_FP32, OURS, Costs, amount, in_bytes
-from autoamp.inspect.fp32 import stayed_fp32
+from autoamp.inspect.costs import ALL_FP32, OURS, Costs, amount, bytes_text
 from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
+from autoamp.inspect.terminal.fp32 import stayed_fp32
+from autoamp.inspect.terminal.parts import plain_table
 from autoamp.inspect.text import counted, op_title, shorten
 
 _LISTED = 8
@@ -57,42 +56,6 @@ def render(
     yield from _skipped(skipped)
     if any(cost.reward for cost in costs):
         yield Text(_REWARD_NOTE)
-
-
-def covered(shares: Mapping[str, Any]) -> Text:
-    """How many calls ran rewritten graphs, and how many flops ran in low precision."""
-    ran = shares["calls"] - shares["calls_aside"]
-    text = f"\n{ran:,} of {counted(shares['calls'], 'call')} ran rewritten graphs"
-    if shares["calls_in_part"]:
-        text += f", {shares['calls_in_part']:,} of them beside graphs that stayed fp32"
-    if shares["flops"]:
-        text += f"; {shares['share_of_flops']:.1%} of their flops in low precision"
-    return Text(f"{text}.")
-
-
-def copied_anew(count: int) -> Text:
-    """Why a model copies weights at every call, and what the user can do about it."""
-    weights = counted(count, "weight")
-    lines = (
-        f"\nThe last call copied {weights} anew, and so will the next: something else",
-        "holds their memory (a NumPy array, a file, a state_dict, another tensor), or",
-        "they are written to unannounced.  For memory that nobody else needs:",
-        "p.data = p.data.clone()",
-    )
-    return Text("\n".join(lines))
-
-
-def loss_scaling(state: Mapping[str, Any]) -> Text:
-    """The state of loss scaling, for people who wonder why steps were skipped."""
-    if state["foreign"]:
-        return Text(
-            "\nLoss scaling: left to the GradScaler that steps the model's optimizer."
-        )
-    scale = f"\nLoss scale {state['scale']:,g} ({state['kind']})"
-    steps = f"{counted(state['growth_tracker'], 'step')} since it last moved"
-    lines = [f"{scale}, {steps}; {counted(state['skipped_steps'], 'step')} skipped."]
-    lines += [f"  {why}" for why in state["skips"][-_LISTED:]]
-    return Text("\n".join(lines))
 
 
 def _head(
@@ -146,7 +109,7 @@ def _section(
 
 
 def _categories(section: Section, ops: list[OpRow]) -> Table:
-    table = _table("category", "")
+    table = plain_table("category", "")
     table.add_column(section.low, justify="right")
     table.add_column("fp32", justify="right")
     counts = Counter((row.category, row.is_low) for row in ops)
@@ -158,7 +121,7 @@ def _categories(section: Section, ops: list[OpRow]) -> Table:
 
 
 def _casts(section: Section, casts: list[CastRow]) -> Table:
-    table = _table("casts")
+    table = plain_table("casts")
     table.add_column("count", justify="right")
     table.add_column("bytes", justify="right")
     names = {
@@ -170,7 +133,7 @@ def _casts(section: Section, casts: list[CastRow]) -> Table:
     for key, name in names.items():
         chosen = [c.bytes for c in casts if (c.kind, c.every_call) == key]
         if chosen:
-            table.add_row(name, str(len(chosen)), in_bytes(sum(chosen)))
+            table.add_row(name, str(len(chosen)), bytes_text(sum(chosen)))
     if not casts:
         table.add_row("none", "0", "0 B")
     return table
@@ -203,7 +166,7 @@ def _costs(costs: Costs) -> Iterator[RenderableType]:
         (f"\nPredicted {kind}", "bold"),
         f" of ops and casts, forward and backward (prices: {costs.device})",
     )
-    table = _table("placement")
+    table = plain_table("placement")
     table.add_column("predicted", justify="right")
     table.add_column("against this", justify="right")
     if costs.reward:
@@ -268,13 +231,6 @@ def _skipped(skipped: Sequence[tuple[str, str]]) -> Iterator[RenderableType]:
     yield Padding(heading, (1, 0, 0, 0))
     for what, why in skipped:
         yield Text.assemble((shorten(what), "bold"), f": {why}")
-
-
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for column in (first, *columns):
-        table.add_column(column, no_wrap=True)
-    return table
 
 
 def _indented(text: str) -> Padding:

@@ -1,0 +1,1 @@
+"""Questions about a model, answered on inputs of the model, which is not changed."""

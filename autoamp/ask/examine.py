@@ -1,0 +1,131 @@
+"""Captures a stand-in of a model, and has its graphs run in a way of the asker's own.
+
+The stand-in is a module of the same class that shares the model's modules and weights.
+It is converted as `convert` converts, but no weight copies are made, no optimizer is
+met, and no graph is shared with other models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autoamp.capture.captured import CapturedGraph, Prepared
+from autoamp.capture.engine import Engine
+from autoamp.capture.prepare import as_it_is
+from autoamp.capture.record import Record
+from autoamp.errors import UnsupportedModelError
+from autoamp.loss_scale import resolve_loss_scale
+from autoamp.model.calls import CompiledCall
+from autoamp.model.conversion import conversion_of, inside_wrappers, without_ours
+from autoamp.model.eligible import parameters_of, unsupported
+from autoamp.model.forward import forward_of
+from autoamp.model.installed import install
+from autoamp.optimizer.meeting import new_scaling, stop_meeting
+from autoamp.options import Options
+from autoamp.place.devices import Device
+from autoamp.plain import class_name
+
+Play = Callable[[Prepared, tuple[Any, ...]], Any]
+"""Runs a graph on the arguments of a call, and gives its results."""
+
+
+def checked_model(model: Any) -> nn.Module:
+    """The module to ask about, inside any wrapper that only distributes calls.
+
+    Raises:
+        UnsupportedModelError: it is no module, or cannot be captured.
+    """
+    model = inside_wrappers(model)
+    reason = unsupported(model, needs_data=False)
+    if reason is not None:
+        raise UnsupportedModelError(reason)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def options_for(model: Any, given: Mapping[str, Any] | None) -> Options:
+    """The options given, over those of the model's own conversion where it has one."""
+    state = conversion_of(model)
+    engine = state.engine if state is not None else None
+    own = engine.options if engine is not None else None
+    return (own or Options()).replace(**(given or {}))
+
+
+def twin_of(model: nn.Module) -> nn.Module:
+    """A module of the same class with the same children, weights and attributes."""
+    twin = type(model).__new__(type(model))
+    twin.__dict__.update(without_ours(model.__dict__, model))
+    return twin
+
+
+def on_the_models_device(model: nn.Module, values: Any) -> Any:
+    """`values` with every tensor on the meta device, where the model is on it."""
+    if not any(parameter.is_meta for parameter in parameters_of(model)):
+        return values
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), values)
+
+
+@contextlib.contextmanager
+def examined(
+    model: nn.Module, options: Options, low: torch.dtype, device: Device | None = None
+) -> Iterator[tuple[nn.Module, Examiner]]:
+    """A converted stand-in of `model`, and the engine that runs its graphs.
+
+    Args:
+        low: the compute dtype.
+        device: the device that graphs are made for; by default the one they are on.
+    """
+    twin = twin_of(model)
+    state = install(twin)
+    label = class_name(model)
+    scaling = new_scaling(options, resolve_loss_scale(options.loss_scale, low), label)
+    try:
+        engine = Examiner(options.replace(backend="eager"), Record(label, low, scaling))
+        engine.device = device
+        method = forward_of(type(twin), state.previous is None)
+        # No graphs are shared with models alike: those graphs are run otherwise.
+        state.call = CompiledCall(method._replace(shared=None), engine)
+        yield twin, engine
+    finally:
+        stop_meeting(scaling)
+
+
+@dataclass(eq=False)
+class Examiner(Engine):
+    """Has graphs rewritten for the record, and runs each as `play` says.
+
+    Attributes:
+        play: runs a rewritten graph; None runs the graph as it was captured, in fp32.
+    """
+
+    play: Play | None = None
+    _plain: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
+
+    def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
+        found = super().prepared(gm, example_inputs)
+        # Only now, because it has the bodies in `gm` run as Python does.
+        self._plain[found] = as_it_is(gm, example_inputs, self.options, "").run
+        return found
+
+    def _bind(self, prepared: Prepared, _: Sequence[Any]) -> Callable[..., Any]:
+        for why in prepared.notes:
+            self.record.note(why)
+        captured = CapturedGraph(prepared)
+        self.record.add(captured)
+
+        def call(*args: Any) -> Any:
+            self.local.runs += 1
+            self.local.rewritten += prepared.rewritten is not None
+            captured.runs += 1
+            if self.play is None or prepared.rewritten is None:
+                return self._plain[prepared](*args)
+            return self.play(prepared, args)
+
+        return call

@@ -1,0 +1,1 @@
+"""Parts of a report that are computed from its rows when somebody asks for them."""

@@ -1,0 +1,149 @@
+"""The predicted time of a step in fp32 and as placed, and why it is not less."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoamp.inspect.costs import costs_of
+from autoamp.inspect.rows import Section, cast_rows
+from autoamp.pipeline import Rewritten
+from autoamp.place.cost import UNIT_NS
+from autoamp.place.devices import NEUTRAL
+from autoamp.place.flops import flops_of
+from autoamp.rules import Category
+
+PRODUCTS, OTHERS, CASTS = (
+    "matrix products, convolutions, attention",
+    "all other float ops",
+    "casts",
+)
+
+
+@dataclass(frozen=True)
+class TimeOfClass:
+    """Predicted times of one class of ops: `PRODUCTS`, `OTHERS` or `CASTS`.
+
+    Attributes:
+        title: the class.
+        ops: number of ops, or of casts.
+        fp32: seconds with every op in fp32.
+        placed: seconds as placed.
+        may_be_low: the part of `fp32` in ops that may run in low precision.
+    """
+
+    title: str
+    ops: int
+    fp32: float
+    placed: float
+    may_be_low: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted times of one run of all graphs, forward, and backward where recorded.
+
+    The price model of `place/cost.py` predicts: a launch plus the larger of bytes over
+    bandwidth and flops over peak, for each op.  What surrounds the graphs (the
+    optimizer's step, the loading of data) is not in it.
+
+    Attributes:
+        device: the device whose figures are used.
+        classes: the times of the classes of ops.
+        kept_fp32, kept_placed: bytes of operands that the backward may read, with every
+            op in fp32 and as placed; 0 where no gradient is recorded.
+    """
+
+    device: str
+    classes: tuple[TimeOfClass, ...]
+    kept_fp32: int
+    kept_placed: int
+
+    @property
+    def fp32(self) -> float:
+        """Seconds with every op in fp32."""
+        return sum(each.fp32 for each in self.classes)
+
+    @property
+    def placed(self) -> float:
+        """Seconds as placed, casts included."""
+        return sum(each.placed for each in self.classes)
+
+    @property
+    def speed_up(self) -> float:
+        """How many times faster than fp32 the graphs are predicted to be."""
+        return self.fp32 / self.placed if self.placed else 1.0
+
+    @property
+    def share_that_may_be_low(self) -> float:
+        """The share of the fp32 time in ops that may run in low precision, 0 to 1."""
+        touched = sum(each.may_be_low for each in self.classes)
+        return touched / self.fp32 if self.fp32 else 0.0
+
+    @property
+    def limit(self) -> float:
+        """The speed-up if ops that may be low took no time at all (Amdahl's law)."""
+        rest = 1 - self.share_that_may_be_low
+        return 1 / rest if rest else float("inf")
+
+
+def predict(sections: Sequence[Section]) -> Prediction | None:
+    """The prediction for all sections, if there are graphs, and prices in time.
+
+    None where low precision does not pay on the device and ops are converted all the
+    same (`do_no_harm=False`): the prices are then those of no device.
+
+    A body of a loop or checkpointed region is counted as run once.
+    """
+    prices = [section.rewritten.assignment.prices for section in sections]
+    if not prices or any(p.in_bytes or p.device is NEUTRAL for p in prices):
+        return None
+    totals = {title: [0, 0, 0, 0] for title in (PRODUCTS, OTHERS, CASTS)}
+    kept_fp32 = kept_placed = 0
+    for section in sections:
+        rewritten = section.rewritten
+        _add_ops(rewritten, totals)
+        ours = costs_of(rewritten).ours.estimate
+        placed = sum(
+            _placed(rewritten, name) for name in rewritten.assignment.decisions
+        )
+        totals[CASTS][0] += sum(cast.every_call for cast in cast_rows(section))
+        totals[CASTS][2] += ours - placed
+        for name, decision in rewritten.assignment.decisions.items():
+            fact = rewritten.facts.nodes[name]
+            if fact.requires_grad:
+                kept_fp32 += 4 * fact.read_numel
+                kept_placed += (2 if decision.low else 4) * fact.read_numel
+    second = UNIT_NS * 1e-9
+    classes = tuple(
+        TimeOfClass(title, ops, fp32 * second, placed * second, low * second)
+        for title, (ops, fp32, placed, low) in totals.items()
+    )
+    return Prediction(prices[0].device.name, classes, kept_fp32, kept_placed)
+
+
+def _add_ops(rewritten: Rewritten, totals: dict[str, list[int]]) -> None:
+    nodes = {n.name: n for n in rewritten.before.graph.nodes}
+    pinned = rewritten.assignment.pinned
+    for name in rewritten.assignment.decisions:
+        is_product = flops_of(nodes[name], rewritten.facts.nodes[name]) > 0
+        total = totals[PRODUCTS if is_product else OTHERS]
+        high = _in_fp32(rewritten, name)
+        total[0] += 1
+        total[1] += high
+        total[2] += _placed(rewritten, name)
+        total[3] += 0 if name in pinned else high
+
+
+def _in_fp32(rewritten: Rewritten, name: str) -> int:
+    """The price of an op in fp32, without the reward for lowering it."""
+    prices = rewritten.assignment.prices
+    high, _ = prices.ops[name]
+    is_allow = rewritten.classified.verdicts[name].category is Category.ALLOW
+    return high - (prices.reward if is_allow else 0)
+
+
+def _placed(rewritten: Rewritten, name: str) -> int:
+    if name in rewritten.assignment.low:
+        return rewritten.assignment.prices.ops[name][1]
+    return _in_fp32(rewritten, name)

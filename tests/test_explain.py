@@ -1,0 +1,170 @@
+"""`explain` says what `convert` would do, for any machine, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.inspect.report import Report
+from autoamp.place.devices import figures, known_devices
+
+BF16 = {"precision": "bf16", "do_no_harm": False}
+
+
+class Net(nn.Module):
+    """A BatchNorm that moves its statistics, dropout, a number that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.up = nn.Linear(16, 24)
+        self.down = nn.Linear(24, 3)
+        self.calls = 0
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        hidden = nn.functional.dropout(torch.exp(self.up(self.norm(x))), 0.5)
+        return self.down(hidden * scale)
+
+
+class Broken(nn.Module):
+    """Two graphs, the second inside a checkpointed region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return checkpoint(lambda y: torch.relu(self.second(y)), x, use_reentrant=False)
+
+
+def decided(report: Report) -> list[tuple[str, str, str, str]]:
+    return [(op.body, op.name, op.precision, op.reason) for op in report.ops]
+
+
+@pytest.mark.parametrize("make", [Net, Broken])
+def test_explain_says_what_convert_then_does(make: type[nn.Module]) -> None:
+    model = make()
+    x = torch.randn(4, 16 if make is Net else 8)
+    said = autoamp.explain(model, x, options=BF16)
+    autoamp.convert(model, **BF16)
+    model(x)
+    done = autoamp.report(model)
+    assert any(op.is_low for op in said.ops)
+    assert decided(said) == decided(done)
+    assert said.casts == done.casts
+    assert said.cost == done.cost
+
+
+def test_nothing_is_changed() -> None:
+    torch.manual_seed(3)
+    model = Net()
+    x = torch.randn(4, 16, requires_grad=True)
+    before = copy.deepcopy(model.state_dict())
+    attributes = {name: dict(vars(m)) for name, m in model.named_modules()}
+    state = torch.get_rng_state()
+    autoamp.explain(model, x, options=BF16, scale=2.0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    for name, module in model.named_modules():
+        assert vars(module).keys() == attributes[name].keys()
+        assert all(vars(module)[k] is v for k, v in attributes[name].items())
+    assert x.grad is None
+    assert not autoamp.is_converted(model)
+    wanted = model(x, scale=2.0)
+    torch.set_rng_state(state)
+    model.load_state_dict(before)
+    assert torch.equal(model(x, scale=2.0), wanted)  # fp32, as ever
+
+
+def test_a_converted_model_is_explained_under_its_own_options_and_goes_on() -> None:
+    model = autoamp.convert(Net(), keep=["up"], **BF16)
+    x = torch.randn(4, 16)
+    model(x)
+    before = autoamp.report(model)
+    said = autoamp.explain(model, x)
+    assert [op.precision for op in said.ops if op.module == "up"] == ["fp32"]
+    other = autoamp.explain(model, x, options={"keep": ["down"]})
+    assert [op.precision for op in other.ops if op.module == "down"] == ["fp32"]
+    after = autoamp.report(model)
+    assert after.runs == before.runs
+    assert len(after.graphs) == len(before.graphs)
+    assert autoamp.is_converted(model)
+
+
+def test_no_low_copies_are_left_behind() -> None:
+    from autoamp.weights.sentinels import COPIES
+
+    before = {dtype: dict(held) for dtype, held in COPIES.items()}
+    autoamp.explain(Net(), torch.randn(4, 16), options=BF16)
+    assert before == COPIES
+
+
+@pytest.mark.parametrize("device", known_devices())
+def test_every_device_of_the_table_explains(device: str) -> None:
+    model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
+    kind, _, name = device.partition(":")
+    report = autoamp.explain(model, torch.randn(4096, 512), device=device)
+    row = figures()[name]
+    low = "fp16" if kind == "cuda" else "bf16"
+    if low not in row:
+        assert report.skipped
+        assert not report.ops
+        return
+    assert report.compute_dtype == low
+    assert report.explained_for == row["name"]
+    assert {op.precision for op in report.ops if "linear" in op.op} == {low}
+    found = report.prediction
+    assert found is not None
+    assert found.speed_up > 1.5
+    assert row["name"] in str(report)
+
+
+def test_each_figure_of_a_device_has_a_source() -> None:
+    for name, row in figures().items():
+        assert len(row["source"]) > 20, name
+        assert {"name", "type", "bytes_per_ns", "launch_ns", "fp32"} <= row.keys()
+
+
+def test_cpu_facts_do_not_leak_into_a_gpu() -> None:
+    """Torch has fp16 kernels of `avg_pool3d` on CUDA, and none on CPU."""
+    model = nn.Sequential(nn.Conv3d(8, 8, 3), nn.AvgPool3d(2), nn.Conv3d(8, 8, 3))
+    x, options = torch.randn(2, 8, 12, 12, 12), {**BF16, "precision": "fp16"}
+    here = autoamp.explain(model, x, options=options)
+    there = autoamp.explain(model, x, options=options, device="cuda:sm_80")
+    assert [op.precision for op in here.ops] == ["fp16", "fp32", "fp16"]
+    assert "no fp16 kernel of it on cpu" in here.ops[1].reason
+    assert [op.precision for op in there.ops] == ["fp16", "fp16", "fp16"]
+
+
+def test_a_model_without_weights_is_explained() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 64))
+    report = autoamp.explain(model, torch.arange(10), device="cuda:sm_90")
+    assert [op.op.partition(".")[0] for op in report.ops] == [
+        "aten::embedding",
+        "aten::linear",
+    ]
+
+
+def test_bad_questions_are_refused_and_change_nothing() -> None:
+    model, x = Net(), torch.randn(4, 16)
+    before = dict(vars(model))
+    with pytest.raises(OptionError, match="figures are known for cuda:sm_70"):
+        autoamp.explain(model, x, device="cuda:sm_12")
+    with pytest.raises(OptionError, match="unknown option 'precison'"):
+        autoamp.explain(model, x, options={"precison": "bf16"})
+    with pytest.raises(UnsupportedModelError, match="takes a torch"):
+        autoamp.explain(torch.relu, x)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="running_mean"):
+        autoamp.explain(model, torch.randn(4, 5), options=BF16)
+    assert vars(model) == before
+    assert not autoamp.is_converted(model)
