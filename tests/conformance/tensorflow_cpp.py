@@ -143,8 +143,8 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "PreserveCPUNodes": {"kept": frozenset({"allow2"})},
     "PreserveIdentityAfterVariable": {
-        "otherwise": "an alias of a parameter is a view of it, not a read of a reference "
-        "variable; cast before it, the copy kept for the weight serves"
+        "otherwise": "an alias of a parameter is a view of it, not a read of a "
+        "reference variable; cast before it, the copy kept for the weight serves"
     },
     "FusedBatchNorm": {"sizes": {"x": IMAGE, "w": PIXEL, **OF_CHANNELS}},
     "TensorListFromTensor": {"sizes": {"y": (4,)}},
@@ -155,8 +155,8 @@ MORE: dict[str, dict[str, Any]] = {
         "sizes": {"x": (8, 4, 4)},
     },
     "Cpu.MixedFanout": {
-        "otherwise": "painted as TensorFlow does with its emulation of fp16 switched off, "
-        "which has ten casts"
+        "otherwise": "painted as TensorFlow does with its emulation of fp16 switched "
+        "off, which has ten casts"
     },
     "Mkl.InferFollowUpStreamDeny": {"precision": "bf16"},
 }
