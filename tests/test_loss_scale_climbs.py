@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import autoamp
 from autoamp import DynamicLossScale
 from autoamp.loss_scale import INIT_SCALE, climb
-from autoamp.loss_scale.climb import LOOKS
+from autoamp.loss_scale.climb import LATER, LOOKS
 from autoamp.scaling.backwards import BACKWARDS
 from autoamp.scaling.domain import ScaleDomain
 from tests.quick import some_slow
