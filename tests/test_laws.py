@@ -253,7 +253,7 @@ def test_revert_restores_bit_for_bit() -> None:
 def test_rewriting_twice_changes_nothing(
     program: Program, options: dict[str, Any]
 ) -> None:
-    # The pass writes a clone before an op that copies by layout, and a user's rule about
+    # The pass writes a clone before an op that copies by layout. A user's rule about
     # clones speaks of that clone too when the graph is given again.
     assume("clone" not in options.get("allow", ()))
     once = autoamp.rewrite(capture(twin(program)), inputs(), **options)
