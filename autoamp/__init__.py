@@ -5,6 +5,7 @@ The public names are listed in `__all__`; everything else may change.
 
 from autoamp.api import compare, convert, explain, is_converted, report, revert, rewrite
 from autoamp.ask.comparison import Comparison
+from autoamp.ask.monitor import Monitor
 from autoamp.auto.switch import disable, enable
 from autoamp.errors import (
     AutoampError,
@@ -41,6 +42,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
+    "Monitor",
     "NoLossScale",
     "OptionError",
     "PlacementError",

@@ -33,7 +33,7 @@ def report_of(
         skipped=[(s.what, s.why) for s in record.skipped],
         runs=record.runs,
         unwatched=max((g.copies.unwatched for g in captured if g.copies), default=0),
-        loss_scale=_loss_scale(record.scaling),
+        loss_scale=loss_scale_of(record.scaling),
         coverage=_coverage(record),
         ranges=_ranges(record, model),
         explained_for=explained_for,
@@ -55,7 +55,8 @@ def _coverage(record: Record) -> Coverage:
     return coverage_of(record.calls, record.aside, record.in_part, done)
 
 
-def _loss_scale(scaling: ModelScaling) -> LossScaleReport | None:
+def loss_scale_of(scaling: ModelScaling) -> LossScaleReport | None:
+    """The state of a model's loss scaling; None where there is none."""
     if not scaling.enabled:
         return None
     scale = scaling.domain.loss_scale

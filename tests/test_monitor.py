@@ -1,0 +1,259 @@
+"""`autoamp.Monitor` in a plain loop, in Hugging Face's Trainer and in Lightning's."""
+
+import pickle
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers.logger import Logger
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import autoamp
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning:pytorch_lightning",
+    "ignore:.*LeafSpec.*:FutureWarning",
+)
+
+SCALE = 1024.0
+OPTIONS = {"precision": "fp16", "loss_scale": SCALE, "do_no_harm": False}
+BAD = 2
+"""The batch, counted from 0, whose gradients overflow."""
+
+
+class Curves:
+    """A writer that keeps all it is given."""
+
+    def __init__(self) -> None:
+        self.scalars: dict[str, list[tuple[int, float]]] = {}
+        self.texts: list[tuple[str, str, int]] = []
+
+    def add_scalar(self, tag, scalar_value, global_step) -> None:
+        self.scalars.setdefault(tag, []).append((global_step, float(scalar_value)))
+
+    def add_text(self, tag, text, global_step) -> None:
+        self.texts.append((tag, text, global_step))
+
+
+class Regression(nn.Module):
+    """One linear layer that gives its loss; the batch `BAD` has a huge one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 1)
+
+    def forward(self, x, weight, return_loss=True):
+        return {"loss": (self.fc(x).mean(1) * weight).sum()}
+
+
+class Batches(Dataset):
+    """Five samples."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, i):
+        return {"x": torch.ones(4), "weight": torch.tensor(1e30 if i == BAD else 1.0)}
+
+
+def expect(curves: Curves, group: str = "autoamp", steps=(1, 2, 3, 4, 5)) -> None:
+    skipped = [float(step > BAD) for step in steps]
+    assert curves.scalars[f"{group}/skipped_steps"] == list(
+        zip(steps, skipped, strict=True)
+    )
+    assert curves.scalars[f"{group}/loss_scale"] == [(step, SCALE) for step in steps]
+    assert {graphs for _, graphs in curves.scalars[f"{group}/captured_graphs"]} == {1}
+
+
+def plain(monitor, model=None, **numbers) -> nn.Module:
+    model = model or Regression()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = autoamp.convert(model, optimizer, **OPTIONS)
+    monitor.model = model
+    for batch in DataLoader(Batches()):
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step(**numbers)
+    return model
+
+
+def test_a_plain_loop() -> None:
+    curves = Curves()
+    model = plain(autoamp.Monitor(curves))
+    expect(curves)
+    assert {tag for tag, _, _ in curves.texts} == {"autoamp/skipped"}
+    assert curves.texts[0][2] == BAD + 1
+    assert curves.texts[-1][1] == autoamp.report(model).loss_scale.skips[-1]
+
+
+def test_every_so_many_steps() -> None:
+    curves = Curves()
+    plain(autoamp.Monitor(curves, every=2))
+    expect(curves, steps=(2, 4))
+
+
+def test_steps_by_their_own_number() -> None:
+    curves = Curves()
+    plain(autoamp.Monitor(curves), step=70)
+    assert {step for step, _ in curves.scalars["autoamp/loss_scale"]} == {70}
+
+
+def test_bf16_has_no_loss_scale_to_write() -> None:
+    curves = Curves()
+    model = autoamp.convert(Regression(), precision="bf16", do_no_harm=False)
+    monitor = autoamp.Monitor(curves, model)
+    model(torch.ones(1, 4), torch.ones(1))
+    monitor.step()
+    assert curves.scalars == {"autoamp/captured_graphs": [(1, 1.0)]}
+
+
+def test_a_converted_module_inside_a_model() -> None:
+    curves = Curves()
+    inner = autoamp.convert(Regression(), **OPTIONS)
+    inner(torch.ones(1, 4), torch.ones(1))
+    autoamp.Monitor(curves, nn.ModuleDict({"head": inner})).step()
+    assert curves.scalars["autoamp/head/loss_scale"] == [(1, SCALE)]
+
+
+def trained_by_hugging_face(folder, callbacks, model) -> None:
+    arguments = TrainingArguments(
+        folder,
+        max_steps=5,
+        per_device_train_batch_size=1,
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        dataloader_pin_memory=False,
+    )
+    data = Batches()
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
+    trainer.get_train_dataloader = lambda: DataLoader(data)
+    trainer.train()
+
+
+def test_hugging_face(tmp_path) -> None:
+    curves = Curves()
+    model = autoamp.convert(Regression(), **OPTIONS)
+    trained_by_hugging_face(tmp_path, [autoamp.Monitor(curves)], model)
+    expect(curves)
+    assert curves.texts
+
+
+def test_hugging_face_lends_no_writer(tmp_path) -> None:
+    model = autoamp.convert(Regression(), **OPTIONS)
+    with pytest.raises(autoamp.OptionError, match="lends its callbacks no writer"):
+        trained_by_hugging_face(tmp_path, [autoamp.Monitor()], model)
+
+
+def test_every_event_of_both_trainers_is_answered() -> None:
+    monitor = autoamp.Monitor(Curves())
+    for parent in (TrainerCallback, pl.Callback):
+        for event in vars(parent):
+            if not event.startswith("_"):
+                assert hasattr(monitor, event), event
+    assert not hasattr(monitor, "no_event")
+    assert pickle.loads(pickle.dumps(autoamp.Monitor(every=3))).every == 3
+
+
+class Kept(Logger):
+    """A logger of Lightning that keeps the metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.curves = Curves()
+
+    name, version = "kept", 0
+
+    @property
+    def experiment(self):
+        return self.curves
+
+    def log_hyperparams(self, *args, **kwargs) -> None:
+        """There is nothing to keep of these."""
+
+    def log_metrics(self, metrics, step=None) -> None:
+        for tag, value in metrics.items():
+            self.curves.add_scalar(tag, value, step)
+
+
+class Lit(pl.LightningModule):
+    """A module of Lightning round a converted model, two batches to a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = autoamp.convert(Regression(), **OPTIONS)
+
+    def training_step(self, batch, _):
+        return self.model(**batch)["loss"]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def trained_by_lightning(folder, callback, logger, **kwargs) -> None:
+    trainer = pl.Trainer(
+        max_epochs=1,
+        log_every_n_steps=1,
+        accelerator="cpu",
+        logger=logger,
+        callbacks=[callback],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **kwargs,
+    )
+    trainer.fit(Lit(), DataLoader(Batches()))
+
+
+def test_lightning_by_its_own_logger(tmp_path) -> None:
+    kept = Kept()
+    trained_by_lightning(tmp_path, autoamp.Monitor(), kept)
+    expect(kept.curves, "autoamp/model")
+    assert kept.curves.texts
+
+
+def test_lightning_by_a_writer_of_the_users(tmp_path) -> None:
+    curves = Curves()
+    trained_by_lightning(tmp_path, autoamp.Monitor(curves), False)
+    expect(curves, "autoamp/model")
+
+
+def test_a_step_of_several_batches_is_written_once(tmp_path) -> None:
+    curves = Curves()
+    monitor = autoamp.Monitor(curves)
+    trained_by_lightning(tmp_path, monitor, False, accumulate_grad_batches=2)
+    steps = [step for step, _ in curves.scalars["autoamp/model/loss_scale"]]
+    assert steps == [1, 2, 3]
+
+
+def test_tensorboard_reads_what_was_written(tmp_path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        plain(autoamp.Monitor(writer))
+    read = EventAccumulator(str(tmp_path)).Reload()
+    values = [(e.step, e.value) for e in read.Scalars("autoamp/skipped_steps")]
+    assert values == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0), (5, 1.0)]
+    assert "autoamp/skipped/text_summary" in read.Tags()["tensors"]
+
+
+def test_what_cannot_be_written_is_said(caplog) -> None:
+    for given in ({"writer": 3}, {"model": 3}, {"every": 0}, {"every": 1.5}):
+        with pytest.raises(autoamp.OptionError, match=next(iter(given))):
+            autoamp.Monitor(**given)
+    with pytest.raises(autoamp.OptionError, match="no model"):
+        autoamp.Monitor(Curves()).step()
+    with pytest.raises(autoamp.OptionError, match="no writer"):
+        autoamp.Monitor(model=Regression()).step()
+    monitor = autoamp.Monitor(Curves(), Regression())
+    for _ in range(2):
+        monitor.step()
+    said = [r for r in caplog.records if "no module of Regression" in r.getMessage()]
+    assert len(said) == 1
