@@ -51,9 +51,9 @@ def prepared(monkeypatch) -> list[Any]:
     graphs: list[Any] = []
     inner = engines.prepare
 
-    def counting(gm: Any, *args: Any) -> Any:
+    def counting(gm: Any, *args: Any, **kwargs: Any) -> Any:
         graphs.append(gm)
-        return inner(gm, *args)
+        return inner(gm, *args, **kwargs)
 
     monkeypatch.setattr(engines, "prepare", counting)
     return graphs
@@ -287,7 +287,7 @@ def test_what_is_left_to_python_is_in_every_report() -> None:
 
 
 def test_what_the_pass_fails_on_is_in_every_report(monkeypatch) -> None:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("on purpose")
 
     monkeypatch.setattr(engines, "prepare", fail)

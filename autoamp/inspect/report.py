@@ -25,6 +25,7 @@ from autoamp.inspect.rows import (
     op_rows,
     sections_of,
 )
+from autoamp.inspect.sections.cast_counts import CastCounts, cast_counts
 from autoamp.inspect.sections.dimensions import Misfit, misfits_of
 from autoamp.inspect.sections.islands import Island, islands_of
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
@@ -97,6 +98,11 @@ class Report:
     def casts(self) -> list[CastRow]:
         """One row per inserted cast, with kind and bytes."""
         return [row for section in self.sections for row in cast_rows(section)]
+
+    @cached_property
+    def cast_counts(self) -> CastCounts:
+        """The number of casts that one forward and one backward over the graphs run."""
+        return cast_counts(self.sections)
 
     @cached_property
     def islands(self) -> list[Island]:
@@ -249,7 +255,7 @@ class Report:
             title += f", explained for {self.explained_for}"
             ran = f"{graphs}; nothing was converted: this is what convert() would do."
         title += f", compute dtype {low}"
-        return summary.head(title, self.ops, self.casts, low, ran)
+        return summary.head(title, self.ops, self.cast_counts, low, ran)
 
     def _state(self) -> Iterator[RenderableType]:
         """What has happened in calls and steps so far."""

@@ -50,8 +50,13 @@ def check(path: Path) -> tuple[list[Fault], int]:
         RulesError: the file cannot be read.
 
     Example:
-        >>> check(Path("my_rules.toml"))
-        ([Fault(line=3, problem='allow.linaer: torch has no op aten::linaer; ...')], 7)
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from autoamp.rules.check import check
+        >>> path = Path(tempfile.mkdtemp(), "my_rules.toml")
+        >>> _ = path.write_text('[allow]\\nlinaer = "safe"\\n')
+        >>> check(path)
+        ([Fault(line=2, problem='allow.linaer: torch has no op aten::linaer; ...')], 0)
     """
     try:
         data = load_toml(path)

@@ -91,9 +91,18 @@ def diff(old: SavedReport, new: SavedReport) -> Diff:
     """The differences between two reports.
 
     Example:
-        >>> found = diff(load("old.json"), load("new.json"))
+        >>> import os, tempfile, torch, autoamp
+        >>> from autoamp.saved.diff import diff
+        >>> from autoamp.saved.load import load
+        >>> def saved(**options):
+        ...     options |= {"precision": "bf16", "do_no_harm": False}
+        ...     model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
+        ...     path = os.path.join(tempfile.mkdtemp(), "precision.json")
+        ...     _ = autoamp.explain(model, x, options=options).to_json(path)
+        ...     return load(path)
+        >>> found = diff(saved(), saved(deny=["linear"]))
         >>> [(change.old.name, change.new.precision) for change in found.changed]
-        [('linear_3', 'fp32')]
+        [('linear', 'fp32')]
     """
     pairs = [*paired_graphs(old.graphs, new.graphs)]
     found = [diff_graphs(a, b) for a, b in pairs if a is not None and b is not None]

@@ -41,8 +41,13 @@ def load(path: str | os.PathLike[str]) -> SavedReport:
             and the key.
 
     Example:
-        >>> load("precision.json").model
-        'ResNet'
+        >>> import os, tempfile, torch, autoamp
+        >>> from autoamp.saved.load import load
+        >>> report = autoamp.explain(torch.nn.Linear(8, 8), torch.ones(4, 8))
+        >>> path = os.path.join(tempfile.mkdtemp(), "precision.json")
+        >>> _ = report.to_json(path)
+        >>> load(path).model
+        'Linear'
     """
     shown = plain_line(os.fsdecode(path), 300)
     try:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from autoamp.inspect.costs import ALL_FP32, OURS, Costs, amount, bytes_text
 from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
+from autoamp.inspect.sections.cast_counts import cast_counts, counts_text
 from autoamp.inspect.terminal.fp32 import stayed_fp32
 from autoamp.inspect.terminal.parts import plain_table
 from autoamp.inspect.text import counted, op_title, shorten
@@ -45,7 +46,7 @@ def render(
     rows = [op_rows(section) for section in sections]
     casts = [cast_rows(section) for section in sections]
     if sections:
-        yield _head(label, sections, rows, casts, runs)
+        yield _head(label, sections, rows, runs)
     else:
         said = "not converted, runs in fp32" if skipped else "no graph captured yet"
         hint = "" if skipped else ": call the model once, then ask again"
@@ -62,20 +63,15 @@ def _head(
     label: str,
     sections: Sequence[Section],
     rows: Sequence[list[OpRow]],
-    casts: Sequence[list[CastRow]],
     runs: int,
 ) -> Text:
     low = sections[0].low
     ops = [row for each in rows for row in each]
     low_ops = sum(row.is_low for row in ops)
-    kinds = Counter((row.kind, row.every_call) for each in casts for row in each)
-    kept = kinds["weight", False]
-    every = sum(count for (_, every_call), count in kinds.items() if every_call)
     graphs = counted(sum(not s.body for s in sections), "graph")
-    copies = f"; {counted(kept, 'weight')} kept in {low} between calls" if kept else ""
     lines = [
         f"{low_ops:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
-        f"{counted(every, 'cast')} in each pass over the graphs{copies}.",
+        counts_text(cast_counts(sections), low),
         f"{graphs} captured; rewritten graphs ran {counted(runs, 'time')}.",
     ]
     if runs == 0:

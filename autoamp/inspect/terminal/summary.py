@@ -13,6 +13,7 @@ from rich.text import Text
 
 from autoamp.inspect.costs import bytes_text, in_si
 from autoamp.inspect.rows import CastRow, OpRow
+from autoamp.inspect.sections.cast_counts import CastCounts, counts_text
 from autoamp.inspect.sections.dimensions import MULTIPLE, Misfit
 from autoamp.inspect.sections.prediction import Prediction
 from autoamp.inspect.sections.weights import WeightRow
@@ -25,7 +26,7 @@ LISTED = 3
 
 
 def head(
-    title: str, ops: Sequence[OpRow], casts: Sequence[CastRow], low: str, ran: str
+    title: str, ops: Sequence[OpRow], counts: CastCounts, low: str, ran: str
 ) -> Text:
     """How much is low, in two or three lines.
 
@@ -35,12 +36,9 @@ def head(
         ran: the number of graphs, and how often they ran.
     """
     is_low = sum(row.is_low for row in ops)
-    every = sum(row.every_call for row in casts)
-    kept = len(casts) - every
-    copies = f"; {counted(kept, 'weight')} kept in {low} between calls" if kept else ""
     lines = (
         f"{is_low:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
-        f"{counted(every, 'cast')} in each pass over the graphs{copies}.",
+        counts_text(counts, low),
         ran,
     )
     return Text.assemble((title, "bold"), "".join(f"\n{line}" for line in lines))
@@ -124,7 +122,9 @@ def largest_casts(casts: Sequence[CastRow]) -> Iterator[RenderableType]:
     largest = sorted(groups.items(), key=lambda g: -sum(c.bytes for c in g[1]))
     total = sum(cast.bytes for each in groups.values() for cast in each)
     count = sum(len(each) for each in groups.values())
-    title = f"\nCasts in each pass ({count:,}, {bytes_text(total)}), the largest first"
+    title = (
+        f"\nCasts in each forward ({count:,}, {bytes_text(total)}), the largest first"
+    )
     yield Text(title, "bold")
     for (kind, source), each in largest[:LISTED]:
         size = bytes_text(sum(cast.bytes for cast in each))

@@ -1,0 +1,146 @@
+"""The number of casts that one forward and one backward over a graph run.
+
+A cast of the forward is a node.  A cast of the backward is no node: autograd makes it
+where a gradient meets the dtype of the value that the gradient belongs to.  The rules
+below say where; `tests/test_cast_counts.py` holds them against casts counted at torch's
+dispatcher while the models of the tests run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoamp.analyse.facts import Facts
+from autoamp.dtypes import HIGH_DTYPE
+from autoamp.graph_functions import (
+    LEAF_FUNCTIONS,
+    WITH_FP32_STATE,
+    low_uses,
+    low_weight,
+    low_weight_unscaled,
+    saturating_cast,
+    scaled_result,
+)
+from autoamp.inspect.rows import Section, cast_rows
+from autoamp.inspect.text import counted
+from autoamp.rewrite.emitted import CAST_KIND
+
+CHECKPOINTED = "checkpointed"
+
+_CASTS = {torch.ops.aten._to_copy.default, saturating_cast, scaled_result}
+_USES = {low_weight, low_weight_unscaled, low_uses}
+_WITHOUT_GRADIENT_CASTS = LEAF_FUNCTIONS - frozenset(WITH_FP32_STATE.values())
+
+
+@dataclass(frozen=True)
+class CastCounts:
+    """Casts run by one forward and one backward over the graphs.
+
+    Casts that the user's own code makes are not counted, nor those inside a kernel of
+    torch (attention in low precision with dropout, on CPUs).  A body of a loop counts
+    as run once.
+
+    Attributes:
+        forward: casts that run in each forward; copies kept between calls are not
+            among these.
+        backward: casts of gradients, and casts that checkpointed regions run again.
+        kept: low copies of weights that are kept until the weights change.
+    """
+
+    forward: int
+    backward: int
+    kept: int
+
+
+def counts_text(counts: CastCounts, low: str) -> str:
+    """The counts as a sentence.
+
+    Args:
+        low: the short name of the compute dtype.
+    """
+    text = f"{counted(counts.forward, 'cast')} in each forward over the graphs"
+    if counts.backward:
+        text += f", {counts.backward:,} in each backward"
+    if counts.kept:
+        text += f"; {counted(counts.kept, 'weight')} kept in {low} between calls"
+    return f"{text}."
+
+
+def cast_counts(sections: Sequence[Section]) -> CastCounts:
+    """The casts of all the sections together."""
+    forward = sum(len(_casts(section)) for section in sections)
+    backward = sum(_in_backward(section) for section in sections)
+    kept = sum(not row.every_call for each in sections for row in cast_rows(each))
+    return CastCounts(forward, backward, kept)
+
+
+def _casts(section: Section) -> list[fx.Node]:
+    nodes = section.gm.graph.nodes
+    return [n for n in nodes if n.target in _CASTS and CAST_KIND in n.meta]
+
+
+def _in_backward(section: Section) -> int:
+    facts, casts = section.rewritten.facts, _casts(section)
+    count = sum(_casts_the_gradient(node, facts) for node in casts)
+    if section.caller == CHECKPOINTED:
+        count += sum(_runs_again(node) for node in casts)
+    for node in section.gm.graph.nodes:
+        if node.target in _USES:
+            count += 1
+        elif node.target not in _WITHOUT_GRADIENT_CASTS:
+            count += _widened_operands(node, facts)
+    return count
+
+
+def _casts_the_gradient(cast: fx.Node, facts: Facts) -> bool:
+    """Whether the gradient of a cast is cast back, by the cast itself.
+
+    The gradient of a `scaled_result` is rounded by the kernel that scales it; that of
+    a value read by way of `low_uses` is summed in fp32 there.
+    """
+    if cast.target is scaled_result or all(u.target in _USES for u in cast.users):
+        return False
+    return _needs_grad(cast.args[0], facts)
+
+
+def _runs_again(cast: fx.Node) -> bool:
+    """Whether the backward of a checkpointed region runs the cast once more.
+
+    The second run of a region stops at the last value that the backward reads, which
+    comes before the casts of the region's results.
+    """
+    return any(user.op != "output" for user in cast.users)
+
+
+def _widened_operands(node: fx.Node, facts: Facts) -> int:
+    """Low operands of an op with an fp32 result: autograd rounds their gradients."""
+    fact = facts.nodes.get(node.name)
+    if node.op != "call_function" or node.target is operator.getitem:
+        return 0
+    if fact is None or not fact.requires_grad or _float_dtype(node) != HIGH_DTYPE:
+        return 0
+    return sum(
+        _float_dtype(operand) in (torch.float16, torch.bfloat16)
+        and _needs_grad(operand, facts)
+        for operand in node.all_input_nodes
+    )
+
+
+def _needs_grad(node: object, facts: Facts) -> bool:
+    """Whether a gradient flows to a node; one that the pass has added has one."""
+    assert isinstance(node, fx.Node)
+    fact = facts.nodes.get(node.name)
+    return fact is None or fact.requires_grad
+
+
+def _float_dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype of the first float that a node gives; None where there is none."""
+    value = node.meta.get("val")
+    found = value if isinstance(value, (tuple, list)) else [value]
+    floats = (v for v in found if isinstance(v, torch.Tensor) and v.is_floating_point())
+    return next((v.dtype for v in floats), None)

@@ -1,0 +1,136 @@
+"""The casts a report speaks of are the casts that run, forward and backward."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+import autoamp
+from autoamp.inspect.sections.cast_counts import cast_counts
+from autoamp.model.conversion import conversion_of
+from benchmarks.counting import Counts, count_ops
+from tests.models import BY_NAME, LARGE
+
+INSIDE_TORCH = {("lstm", "bf16"): 9}
+"""Casts of the backward that torch's own kernel makes: the CPU's bf16 LSTM gives fp32
+gradients for its eight weights and its input."""
+
+
+@pytest.fixture(autouse=True)
+def _attention_without_casts():
+    """With dropout, attention on CPUs widens low inputs, unless it is told not to."""
+    was = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    yield
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(was)
+
+
+def runs_of(model) -> list[int]:
+    graphs = conversion_of(model).engine.record.graphs
+    return [graph.runs for graph in graphs if graph.rewritten is not None]
+
+
+def ran(model, step) -> tuple[Counts, tuple[int, int, int]]:
+    """What one step ran, and the casts that the report says of the graphs that ran."""
+    before = runs_of(model)
+    counts = count_ops(step, model.parameters())
+    times = [b - a for a, b in zip(before, runs_of(model), strict=True)]
+    said = [0, 0, 0]
+    for section in autoamp.report(model).sections:
+        each = cast_counts([section])
+        for i, number in enumerate((each.forward, each.backward, each.kept)):
+            said[i] += number * times[section.graph]
+    return counts, tuple(said)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else [])
+        for name in BY_NAME
+    ],
+)
+def test_a_training_step(name, precision) -> None:
+    case = BY_NAME[name]
+    scale = 1.0 if precision == "fp16" else "auto"
+    options = {"precision": precision, "do_no_harm": False, "loss_scale": scale}
+    model = autoamp.convert(case.model(), **options)
+    args, kwargs = case.inputs(0)
+
+    def step() -> None:
+        case.loss(model(*args, **kwargs)).backward()
+
+    for _ in range(2):
+        step()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0)  # every weight's copy is stale
+    counts, (forward, backward, kept) = ran(model, step)
+    assert counts.cast_count(phase="forward") == forward
+    assert counts.refreshed == kept
+    inside = INSIDE_TORCH.get((name, precision), 0)
+    assert counts.cast_count(phase="backward") == backward + inside
+
+
+class Regions(nn.Module):
+    """A checkpointed region that ends in fp32, and one whose result is read low."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8)
+
+    def _softmax(self, x):
+        return self.first(self.first(x).exp().log1p())
+
+    def forward(self, x):
+        for part in (self._softmax, self.second):
+            x = checkpoint.checkpoint(part, x, use_reentrant=False)
+        return self.head(x).softmax(-1)
+
+
+def test_checkpointed_regions_run_casts_again() -> None:
+    model = autoamp.convert(Regions(), precision="bf16", do_no_harm=False)
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def step() -> None:
+        model(x).square().sum().backward()
+
+    step()
+    counts, (forward, backward, _) = ran(model, step)
+    assert counts.cast_count(phase="forward") == forward
+    assert counts.cast_count(phase="backward") == backward
+    without = cast_counts([autoamp.report(model).sections[0]]).backward
+    assert backward > without
+
+
+def test_inference_has_no_backward() -> None:
+    model = autoamp.convert(
+        nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)),
+        precision="bf16",
+        do_no_harm=False,
+    ).eval()
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+        counts, (forward, backward, _) = ran(model, lambda: model(torch.randn(4, 8)))
+    assert counts.cast_count(phase="forward") == forward > 0
+    assert backward == 0
+    assert "in each backward" not in str(autoamp.report(model))
+
+
+def test_weights_copied_anew_in_every_call() -> None:
+    model = autoamp.convert(
+        nn.Linear(8, 8), precision="bf16", do_no_harm=False, weight_copies="every call"
+    )
+
+    def step() -> None:
+        model(torch.randn(4, 8)).sum().backward()
+
+    step()
+    counts, (forward, backward, kept) = ran(model, step)
+    assert counts.refreshed == kept == 2
+    assert counts.cast_count(phase="forward") == forward
+    assert counts.cast_count(phase="backward") == backward
+    said = f"{forward} casts in each forward over the graphs, {backward} in each back"
+    assert said in str(autoamp.report(model))
