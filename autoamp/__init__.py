@@ -3,8 +3,18 @@
 The public names are listed in `__all__`; everything else may change.
 """
 
-from autoamp.api import compare, convert, explain, is_converted, report, revert, rewrite
+from autoamp.api import (
+    compare,
+    convert,
+    explain,
+    find_overflow,
+    is_converted,
+    report,
+    revert,
+    rewrite,
+)
 from autoamp.ask.comparison import Comparison
+from autoamp.ask.overflow_finding import Overflow
 from autoamp.auto.switch import disable, enable
 from autoamp.errors import (
     AutoampError,
@@ -41,6 +51,7 @@ __all__ = [
     "LossScaleReport",
     "NoLossScale",
     "OptionError",
+    "Overflow",
     "PlacementError",
     "Report",
     "Rules",
@@ -54,6 +65,7 @@ __all__ = [
     "disabled",
     "enable",
     "explain",
+    "find_overflow",
     "is_converted",
     "report",
     "revert",

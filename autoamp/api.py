@@ -13,6 +13,8 @@ from autoamp.ask.compare import compare_model
 from autoamp.ask.comparison import Comparison
 from autoamp.ask.examine import options_for
 from autoamp.ask.explain import explain_model
+from autoamp.ask.overflow import find_overflow_model
+from autoamp.ask.overflow_finding import Overflow
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
 from autoamp.model.conversion import conversion_of
@@ -205,6 +207,49 @@ def compare(
     return compare_model(
         model, args, kwargs, chosen, loss_fn=loss_fn, tolerance=tolerance
     )
+
+
+def find_overflow(
+    model: nn.Module,
+    *args: Any,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Overflow:
+    """The first number, forward or backward, that leaves the range of its dtype.
+
+    The model is called on copies of the arguments, as rewritten, node by node.  In
+    training mode, or with a `loss_fn`, the backward runs too, at the loss scale in
+    force.  Where a number leaves its range, rules are tried until one cures it.  The
+    model is left as it was, bit for bit; a copy of its weights is held meanwhile, and
+    the model's own hooks are called.
+
+    Args:
+        model: any `torch.nn.Module`, converted or not.
+        *args: the arguments of a call of the model.
+        loss_fn: gives a tensor of one element from the model's output; by default the
+            output's `loss`, or the sum of the output's float tensors.
+        options: keyword arguments of `convert`; by default those that the model was
+            converted with, and fp16 where it was not.
+        **kwargs: keyword arguments of the call.
+
+    Returns:
+        What left its range, where, by how much, and the rule that cures it.  The result
+        is falsy where nothing did, and then tells what came nearest.
+
+    Raises:
+        AutoampError: the model, an argument or an option cannot be used, or the loss is
+            no tensor of one element.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+        >>> found = autoamp.find_overflow(model, torch.full((4, 8), 1e6))
+        >>> found.kind, found.name, found.largest
+        ('input', 'input', 1000000.0)
+        >>> bool(autoamp.find_overflow(model, torch.ones(4, 8)))
+        False
+    """
+    return find_overflow_model(model, args, kwargs, options, loss_fn)
 
 
 def report(model: nn.Module) -> Report:

@@ -30,6 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"place"}),
     frozenset({"rewrite"}),
     frozenset({"pipeline"}),
+    frozenset({"ranges"}),
     frozenset({"inspect", "weights", "scaling"}),
     frozenset({"capture", "optimizer"}),
     frozenset({"model"}),

@@ -49,10 +49,12 @@ from autoamp.compat.gradients import (
     stepped_by_grad_scaler,
     unscale_and_check,
     update_scale,
+    written_in,
 )
 from autoamp.compat.hooks import (
     HOOKS,
     has_hooks,
+    hook_after_node,
     hook_gradient,
     hook_node,
     hooks_everywhere,
@@ -197,6 +199,7 @@ __all__ = [
     "hides_calls",
     "hint",
     "holders",
+    "hook_after_node",
     "hook_gradient",
     "hook_node",
     "hooks_everywhere",
