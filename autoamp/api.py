@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ def convert(
     do_no_harm: bool = True,
     strict: bool = False,
     weight_copies: str = "kept",
+    lock: str | os.PathLike[str] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
@@ -79,6 +81,10 @@ def convert(
             (C code with `w.data_ptr()`, a replayed CUDA graph), and a write by torch
             may move the weight away from that address.  "every call": each weight is
             copied at each call, and never moved.
+        lock: the path of a committed report of this model (`Report.to_json`, `autoamp
+            explain --json`).  A captured graph that is not placed as the report says
+            is warned about, once, or refused under `strict`; a further graph that the
+            report does not know is said to be unknown.
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -102,6 +108,7 @@ def convert(
         do_no_harm=do_no_harm,
         strict=strict,
         weight_copies=weight_copies,
+        lock=lock,
     )
     optimizers = _checked_optimizers(optimizer, model)
     fresh = conversion_of(model) is None
@@ -282,13 +289,14 @@ def rewrite(
     Args:
         gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
         example_inputs: one value per input of the graph.
-        **options: as for `convert`, except `backend`, `loss_scale` and
+        **options: as for `convert`, except `backend`, `lock`, `loss_scale` and
             `weight_copies`, which are for a model that is called and trained.
 
     Raises:
         AutoampError: the graph or an option cannot be used, or a pass failed.
     """
-    refused = sorted(options.keys() & {"backend", "loss_scale", "weight_copies"})
+    for_models = {"backend", "lock", "loss_scale", "weight_copies"}
+    refused = sorted(options.keys() & for_models)
     if refused:
         raise OptionError(
             f"rewrite() has no option {' or '.join(refused)}: it gives a graph, which "

@@ -28,14 +28,6 @@ from tests.small_facts import fact
 aten = torch.ops.aten
 PRECISIONS = ("fp16", "bf16")
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
-POLICY_CATEGORY = {
-    "lower_precision_fp": Category.ALLOW,
-    "fp32": Category.DENY,
-    "fp32_set_opt_dtype": Category.DENY,
-    "fp32_append_dtype": Category.DENY,
-    "promote": Category.INFER,
-    "banned": Category.DENY,
-}
 WRITTEN_BY_USER = {"to", "type_as", "_to_copy"}
 
 
@@ -286,7 +278,7 @@ STAND_STILL = {
 @pytest.mark.parametrize("name", PRECISIONS)
 @pytest.mark.parametrize("op", ACCUMULATE)
 def test_ops_said_to_accumulate_in_fp32_do(name: str, op: str) -> None:
-    assert Rules.default(name).table[f"aten::{op}"].accumulates
+    assert Rules.default(name).table[f"aten::{op}"].category is not Category.DENY
     function, expected = ACCUMULATE[op]
     got = function(torch.full((TERMS,), 0.25, dtype=LOW[name])).item()
     assert got == pytest.approx(expected, rel=torch.finfo(LOW[name]).eps)
@@ -388,12 +380,6 @@ def test_compatibility_sets_are_what_the_dispatcher_has(name: str, key: str) -> 
         "torch has added": {"aten::sin.default"},
         "torch has dropped": {"aten::linear.default"},
     }
-
-
-@pytest.mark.parametrize("name", ["torch-cuda", "torch-cpu"])
-def test_policies_name_their_categories(name: str) -> None:
-    for rule in Rules.load(name).table.values():
-        assert POLICY_CATEGORY[rule.policy] is rule.category, rule.op
 
 
 AUTOCAST_CPU = {
@@ -590,8 +576,7 @@ def test_a_file_is_read_in_full(tmp_path: Path) -> None:
         description = "mine"
         [infer]
         clamp = { reason = "r", restores_given = ["min", "max"],
-          jumps = true, accumulates = true, restores = true,
-          policy = "p",
+          jumps = true, restores = true,
           no_kernel = ["cpu"], fp32_operands = ["self"], when = [
             { test = "argument_is", argument = "min", value = 0, category = "deny",
               reason = "a" },
@@ -608,17 +593,15 @@ def test_a_file_is_read_in_full(tmp_path: Path) -> None:
         reason="r",
         origin=str(path),
         fp32_operands=("self",),
-        accumulates=True,
         restores=True,
         restores_given=("min", "max"),
         jumps=True,
         no_kernel=("cpu",),
-        policy="p",
         when=(
             Condition("argument_is", 0, Category.DENY, "a", "min"),
             Condition("exponent_outside", (-1.0, 2.5), Category.ALLOW, "b"),
         ),
-        stated=frozenset({*FACTS, "policy", "when"}),
+        stated=frozenset({*FACTS, "when"}),
     )
 
 
@@ -810,7 +793,7 @@ def test_a_rules_file_can_keep_modules_in_fp32(tmp_path: Path) -> None:
     laid = Rules.default("bf16").merge(rules)
     assert laid.keep == rules.keep
     assert pickle.loads(pickle.dumps(laid)) == laid
-    assert laid != Rules.default("bf16").merge(replace(rules, keep=()))
+    assert laid != Rules.default("bf16").merge(dataclasses.replace(rules, keep=()))
 
 
 @pytest.mark.parametrize(
