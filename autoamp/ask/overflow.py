@@ -62,9 +62,7 @@ def find_overflow_model(
     label = class_name(model)
     with examined(model, options, low) as (twin, engine):
         try:
-            bench = Bench(
-                twin, engine, call, loss_fn, trains=trains, scale=scale
-            )
+            bench = Bench(twin, engine, call, loss_fn, trains=trains, scale=scale)
             trial = bench.trial()
         except AutoampError:
             raise
@@ -137,7 +135,9 @@ class _Search:
         for power in (10, 20, 30, 40):
             scale = self.bench.scale * 2.0**-power
             trail = self.bench.trial(scale=scale).trail
-            there = [s for s in trail.steps if s.key == step.key and s.node is step.node]
+            there = [
+                s for s in trail.steps if s.key == step.key and s.node is step.node
+            ]
             sizes = [s.largest for s in there]
             if sizes and all(map(math.isfinite, sizes)):
                 return max(sizes) * 2.0**power
@@ -179,7 +179,8 @@ def _options(
         UnsupportedModelError: the model has nothing to convert.
     """
     state = conversion_of(model)
-    own = state.options if state is not None else None
+    engine = state.engine if state is not None else None
+    own = engine.options if engine is not None else None
     options = (own or Options(precision="fp16")).replace(**(given or {}))
     low, why_not = choose_precision(model, options)
     if low is None:

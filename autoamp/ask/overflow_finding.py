@@ -141,7 +141,9 @@ class Overflow:
         if self.in_fp32:
             found.append("fp32 gives an infinity or NaN there too: no rule cures that")
         elif self.rule is not None:
-            found.append(f"cure    autoamp.convert(model, {self.rule}) - tried: it cures")
+            found.append(
+                f"cure    autoamp.convert(model, {self.rule}) - tried: it cures"
+            )
         else:
             found.append("no rule was found that cures it")
         if self.direction == "backward" and self.loss_scale != 1 and not self.in_fp32:

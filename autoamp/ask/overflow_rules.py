@@ -86,9 +86,7 @@ def _of_op(name: str, records: Sequence[Rewritten]) -> int:
 
 def _of_module(path: str, records: Sequence[Rewritten]) -> int:
     inside = f"{path}."
-    return sum(
-        each == path or each.startswith(inside) for _, each in _low_ops(records)
-    )
+    return sum(each == path or each.startswith(inside) for _, each in _low_ops(records))
 
 
 def _low_ops(records: Sequence[Rewritten]) -> Iterator[tuple[str, str]]:

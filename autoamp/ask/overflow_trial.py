@@ -256,4 +256,3 @@ def _by_name(
     except (TypeError, ValueError):
         named = {f"input.{at}": value for at, value in enumerate(args)}
         return {**named, **kwargs}
-

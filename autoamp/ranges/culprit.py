@@ -38,8 +38,8 @@ def harmful(trail: Trail, loss: Step | None = None) -> Step | None:
     first = next(flows, None)
     spoiled = [step for step in ends if not step.is_finite]
     if first is None or _entered_bad(first) or (loss is not None and loss in spoiled):
-        for step in reversed(spoiled):
-            root = root_of(step)
+        for end in reversed(spoiled):
+            root = root_of(end)
             if not root.literal:
                 return root
     if first is None:
@@ -48,9 +48,10 @@ def harmful(trail: Trail, loss: Step | None = None) -> Step | None:
         # The backward of an op reads its operands and its result.
         forward = first.operands[0]
         for step in (forward, *forward.operands):
-            root = None if step.is_finite else root_of(step)
-            if root is not None and not (root.literal or root.is_given):
-                return root
+            if not step.is_finite:
+                root = root_of(step)
+                if not (root.literal or root.is_given):
+                    return root
     return first
 
 

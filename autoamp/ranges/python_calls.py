@@ -75,7 +75,7 @@ def outside_spot(value: torch.Tensor) -> Spot | None:
 
 def _name(func: Callable[..., Any]) -> str:
     """`torch.Tensor.pow`, or the bare name of a function that torch does not list."""
-    return resolve_name(func) or getattr(func, "__name__", str(func))
+    return str(resolve_name(func) or getattr(func, "__name__", func))
 
 
 def _line() -> str:

@@ -159,7 +159,7 @@ class Recorder(fx.Interpreter):
             return value.float() if value.is_floating_point() else value
 
         args, kwargs = (fx.map_arg(each, wide) for each in (n.args, n.kwargs))
-        return fx.node.map_aggregate((args, kwargs), _widened)  # type: ignore[return-value]
+        return fx.node.map_aggregate((args, kwargs), _widened)
 
     def _in_fp32(
         self, n: fx.Node, step: Step, before: tuple[Any, Any] | None
@@ -191,8 +191,9 @@ def _runs_bodies(n: fx.Node) -> bool:
 
 def _is_unset(n: fx.Node) -> bool:
     """Whether a node makes memory that nothing was written to."""
-    of_torch = isinstance(n.target, compat.OpOverload)
-    return of_torch and "empty" in base_name(n.target)
+    if not isinstance(n.target, compat.OpOverload):
+        return False
+    return "empty" in base_name(n.target)
 
 
 def _widened(value: Any) -> Any:
