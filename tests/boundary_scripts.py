@@ -16,6 +16,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
+from tests.small_models import Of
+
 Convert = Callable[[nn.Module], nn.Module]
 Seen = dict[str, Any]
 Script = Callable[[Convert], Seen]
@@ -385,16 +387,13 @@ register(
 # -- kinds of graph --------------------------------------------------------------------
 
 
-class Sparse(nn.Module):
+def Sparse(sparse: bool = True) -> Of:
     """A sparse table that is looked up with repeats."""
-
-    def __init__(self, sparse: bool = True) -> None:
-        super().__init__()
-        self.table = nn.Embedding(WIDTH, WIDTH, sparse=sparse)
-        self.fc = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.fc(self.table(ids))
+    return Of(
+        lambda m, ids: m.fc(m.table(ids)),
+        table=nn.Embedding(WIDTH, WIDTH, sparse=sparse),
+        fc=nn.Linear(WIDTH, WIDTH),
+    )
 
 
 @script

@@ -64,7 +64,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
+def fresh_dynamo(request) -> Iterator[None]:
     """Drops compiled code between tests, so that no test meets another's limits."""
     yield
     if request.node.get_closest_marker("one_model"):
@@ -76,7 +76,7 @@ def fresh_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(
     scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
+def device(request) -> Iterator[str]:
     """Where tensors are made.  Tests that use it run once on each device there is.
 
     On a CPU no default is set, as in most scripts.

@@ -83,7 +83,7 @@ def moved(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 if parameter not in made:
                     fake = on_cuda(parameter, mode)
                     made[parameter] = nn.Parameter(fake, parameter.requires_grad)
-                module._parameters[name] = made[parameter]  # type: ignore[assignment]
+                module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 made.setdefault(buffer, on_cuda(buffer, mode))

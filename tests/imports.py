@@ -59,7 +59,7 @@ def imports_of(root: Path, beside: Collection[Path] = ()) -> list[Import]:
             for name in _imported_names(node, package):
                 target = _longest_module(name, modules)
                 if target is not None:
-                    found.append(Import(source, target, node.lineno))  # type: ignore[attr-defined]
+                    found.append(Import(source, target, node.lineno))
     return found
 
 
@@ -99,7 +99,7 @@ def private_torch_uses(source: str, path: Path) -> list[PrivateUse]:
             # The import has been noted; only private parts after it are news.
             base = aliases.get(first, "")
             if base.partition(".")[0] == "torch" and not _is_private(base):
-                note(base + dot + rest, node.lineno)  # type: ignore[attr-defined]
+                note(base + dot + rest, node.lineno)
     return _outermost(list(found.values()))
 
 

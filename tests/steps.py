@@ -40,14 +40,11 @@ def mlp() -> nn.Sequential:
 
 
 def converted(model: nn.Module | None = None, **options: Any) -> nn.Module:
-    result: nn.Module = autoamp.convert(model or mlp(), **{**BF16, **options})
-    return result
+    return autoamp.convert(model or mlp(), **{**BF16, **options})
 
 
 def scaling_of(model: nn.Module) -> ModelScaling:
     state = conversion_of(model)
-    assert state is not None
-    assert state.engine is not None
     return state.engine.record.scaling
 
 
@@ -208,8 +205,7 @@ def _maker(
         matrices = made.__name__ == "Muon"
         params = [p for p in model.parameters() if p.ndim == 2 or not matrices]
         maker: Any = made
-        result: Optimizer = maker(params, **options)
-        return result
+        return maker(params, **options)
 
     return make
 

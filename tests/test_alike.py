@@ -46,7 +46,7 @@ class Broken(Small):
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def prepared(monkeypatch) -> list[Any]:
     """What the pass was run on."""
     graphs: list[Any] = []
     inner = engines.prepare
@@ -233,9 +233,9 @@ def test_a_number_is_a_models_own_wherever_it_is_held(
 
 def test_a_model_with_a_vocabulary_is_not_looked_through() -> None:
     model = Small()
-    model.words = {str(i): i for i in range(1000)}  # type: ignore[assignment]
+    model.words = {str(i): i for i in range(1000)}
     assert likeness(model, (X,), {}) is None
-    model.words = {str(i): i for i in range(10)}  # type: ignore[assignment]
+    model.words = {str(i): i for i in range(10)}
     assert likeness(model, (X,), {}) is not None
 
 
@@ -254,7 +254,7 @@ def test_hooks_and_functions_of_an_instance_are_its_own() -> None:
 def test_a_function_of_torch_is_shared_and_one_with_a_closure_is_not() -> None:
     def with_function(function: Any) -> nn.Module:
         model = Small()
-        model.function = function  # type: ignore[assignment]
+        model.function = function
         return model
 
     def made(by: float) -> Callable[[Tensor], Tensor]:
@@ -286,9 +286,7 @@ def test_what_is_left_to_python_is_in_every_report() -> None:
     assert reports[0].skipped == reports[1].skipped == reports[2].skipped
 
 
-def test_what_the_pass_fails_on_is_in_every_report(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_pass_fails_on_is_in_every_report(monkeypatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("on purpose")
 

@@ -330,9 +330,7 @@ def test_only_what_has_a_gradient_is_returned_and_used(changed: dict[str, Any]) 
     assert inside(**changed) == set()
 
 
-def test_a_placement_that_breaks_its_own_rules_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_placement_that_breaks_its_own_rules_is_refused(monkeypatch) -> None:
     graph, verdicts = written("; ".join(f"deny n{i}" for i in range(10)))
     broken = frozenset(verdicts), 0
     monkeypatch.setattr(assign_module, "least_cost", lambda problem: broken)

@@ -6,7 +6,6 @@ import copy
 import logging
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.capture import prepare
-from tests.small_models import WIDTH, mlp
+from tests.small_models import WIDTH, Of, mlp
 
 BF16 = {"precision": "bf16", "do_no_harm": False}
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def told(caplog) -> list[str]:
     """What autoamp warned of."""
     return [
         record.getMessage()
@@ -63,13 +62,11 @@ def partly_on_meta() -> nn.Module:
 
 
 def scripted() -> nn.Module:
-    module: nn.Module = torch.jit.script(nn.Linear(2, 2))
-    return module
+    return torch.jit.script(nn.Linear(2, 2))
 
 
 def compiled() -> nn.Module:
-    module: nn.Module = torch.compile(nn.Linear(2, 2), backend="eager")
-    return module
+    return torch.compile(nn.Linear(2, 2), backend="eager")
 
 
 def container() -> nn.Module:
@@ -136,9 +133,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_left_as_it_is_with_the_reason_in_the_report(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_left_as_it_is_with_the_reason_in_the_report(name: str, caplog) -> None:
     make, options, reason = LEFT_ALONE[name]
     model = make()
     x = torch.randn(3, WIDTH, dtype=dtype_of(model))
@@ -160,9 +155,7 @@ def test_left_as_it_is_with_the_reason_in_the_report(
         autoamp.report(model)
 
 
-def test_precision_that_cannot_pay_here_is_declined(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precision_that_cannot_pay_here_is_declined(caplog, monkeypatch) -> None:
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
     model, x = mlp(), torch.randn(3, WIDTH)
     contents, exact = dict(model.__dict__), model(x)
@@ -175,9 +168,7 @@ def test_precision_that_cannot_pay_here_is_declined(
     assert why in told(caplog)[0]
 
 
-def test_declined_reconversion_leaves_an_fp32_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_declined_reconversion_leaves_an_fp32_model(monkeypatch) -> None:
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
     model = mlp()
     contents = dict(model.__dict__)
@@ -189,11 +180,9 @@ def test_declined_reconversion_leaves_an_fp32_model(
     assert autoamp.report(model).skipped == []
 
 
-class Integers(nn.Module):
+def Integers() -> Of:
     """Arithmetic, none of it floating-point."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 + 1
+    return Of(lambda m, x: x * 2 + 1)
 
 
 def test_module_without_float_ops() -> None:
@@ -278,7 +267,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_bad_rules_files(name: str, tmp_path: Path) -> None:
+def test_bad_rules_files(name: str, tmp_path) -> None:
     text, message = FILES[name]
     path = tmp_path / "my.toml"
     path.write_text(text)
@@ -293,7 +282,7 @@ def test_bad_rules_files(name: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def failing_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def failing_pass(monkeypatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ArithmeticError("the bridge is out")
 
@@ -301,9 +290,7 @@ def failing_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("failing_pass")
-def test_model_runs_on_in_fp32_where_the_pass_fails(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_model_runs_on_in_fp32_where_the_pass_fails(caplog) -> None:
     model, x = mlp(), torch.randn(3, WIDTH)
     exact = model(x)
     autoamp.convert(model, **BF16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,9 +96,7 @@ def test_a_failing_peer_is_told_and_the_others_go_on() -> None:
     assert harness.rows(MLP, found)[1][3] == "failed"
 
 
-def test_the_command_writes_a_table_and_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_table_and_json(tmp_path, capsys) -> None:
     arguments = ["--quick", "--only", "mlp batch 1", "--peers", "autocast"]
     assert harness.main([*arguments, "--rounds", "1", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "cpu-quick.md").read_text()
@@ -113,9 +110,7 @@ def test_the_command_writes_a_table_and_json(
 
 
 @pytest.mark.parametrize("arguments", [["--peers", "fp33"], ["--only", "nothing"]])
-def test_an_unknown_name_is_an_error(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_name_is_an_error(arguments: list[str], capsys) -> None:
     with pytest.raises(SystemExit):
         harness.main(arguments)
     assert arguments[1] in capsys.readouterr().err
@@ -138,7 +133,7 @@ def test_capability_names_the_processor_and_torch() -> None:
 
 
 def test_a_hash_of_what_is_emitted_shows_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path, monkeypatch, capsys
 ) -> None:
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     few = ["--only", "mlp", "--graphs", "3"]

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given as sampled
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
@@ -38,7 +36,9 @@ from tests.boundary_scripts import (
     given,
     loss_of,
 )
-from tests.models import CASES, Case
+from tests.models import BY_NAME, LARGE, Case
+from tests.quick import explored, some_slow
+from tests.small_models import Of
 from tests.strategies import Program, inputs, programs, run
 from tests.test_laws import from_printed_code, text_of
 
@@ -104,13 +104,7 @@ def test_the_scale_changes_no_bit(name: str) -> None:
     same_bits(seen_by(script, converting(loss_scale=S)), unscaled)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[pytest.mark.slow] if n.startswith(SIMPLE) else [])
-        for n in SCRIPTS
-    ],
-)
+@pytest.mark.parametrize("name", some_slow(SCRIPTS, lambda n: n.startswith(SIMPLE)))
 def test_fp16_is_as_near_fp32_as_its_digits_allow(name: str) -> None:
     script = SCRIPTS[name]
     ours = seen_by(script, converting("fp16", loss_scale=S))
@@ -125,22 +119,17 @@ def check_compiled(name: str, backend: Any) -> None:
     close(scaled, unscaled, 2.0**-20)
 
 
-COMPILED = [
-    "returns_used_inside",
-    "returns_base_and_view",
-    "returns_two_views",
-    "returns_relu_",
-    "returns_changed_weight",
-    "returns_zeros_written",
-    "cache_read_after_the_call",
-]
+ALIASES = ["returns_used_inside", "returns_base_and_view", "returns_two_views"]
+WRITES = ["returns_relu_", "returns_changed_weight", "returns_zeros_written"]
+COMPILED = [*ALIASES, *WRITES, "cache_read_after_the_call"]
+SAMPLE = {"returns_base_and_view", "returns_changed_weight", COMPILED[-1]}
 
 
 def aot() -> Any:
     return lookup_backend("aot_eager")
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", some_slow(COMPILED, lambda n: n not in SAMPLE))
 def test_compiled_graphs_too(name: str) -> None:
     check_compiled(name, aot())
 
@@ -159,9 +148,7 @@ def test_inductor_too(name: str) -> None:
         ("low_weight_unscaled", lambda weight, copy, *_: low_weight(weight, copy)),
     ],
 )
-def test_the_table_can_fail(
-    name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_can_fail(name: str, broken: Any, monkeypatch) -> None:
     """A scale that is missed at one edge shows."""
     monkeypatch.setattr(edge, name, broken)
     with pytest.raises(AssertionError):
@@ -196,29 +183,20 @@ def gradients(case: Case, **options: Any) -> Seen:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-LARGE = {"gpt2", "gpt2_dropout", "llama", "bert", "t5", "vit", "whisper", "unet"}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, id=case.name, marks=[pytest.mark.slow] if case.name in LARGE else []
-        )
-        for case in CASES
-    ],
-)
-def test_models_do_not_feel_the_scale(case: Case) -> None:
+@pytest.mark.parametrize("name", some_slow(BY_NAME, LARGE.__contains__))
+def test_models_do_not_feel_the_scale(name: str) -> None:
+    case = BY_NAME[name]
     ours, expected = gradients(case, loss_scale=S), gradients(case, loss_scale="off")
-    if case.name == "t5":  # a table with three readers: their order in the sum differs
+    if name == "t5":  # a table with three readers: their order in the sum differs
         close(ours, expected, 2.0**-23)
     else:
         same_bits(ours, expected)
 
 
-def check_program(program: Program, scale: float) -> None:
+@explored(8, 200, lambda most: (programs(most=most), st.integers(-8, 20)))
+def test_random_programs_do_not_feel_the_scale(program: Program, power: int) -> None:
     seen = []
-    for loss_scale in ("off", scale):
+    for loss_scale in ("off", 2.0**power):
         torch._dynamo.reset()
         model = converting(loss_scale=loss_scale)(copy.deepcopy(program))
         seen.append(run(model, model, inputs()).gradients)
@@ -231,22 +209,6 @@ def check_program(program: Program, scale: float) -> None:
             # size of the loss's own gradient, 1 and more, and may cancel to nothing.
             error = (ours[name] - value).abs().max()
             assert error <= 2.0**-19 * value.abs().max().clamp(min=1), name
-
-
-@settings(max_examples=15)
-@sampled(programs(), st.integers(-8, 20))
-def test_random_programs_do_not_feel_the_scale(program: Program, power: int) -> None:
-    check_program(program, 2.0**power)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=200)
-@sampled(programs(most=14), st.integers(-8, 20))
-def test_random_programs_do_not_feel_the_scale_deep(
-    program: Program, power: int
-) -> None:
-    check_program(program, 2.0**power)
 
 
 # -- what scaling is for ---------------------------------------------------------------
@@ -277,11 +239,17 @@ def test_without_a_scale_they_are_lost() -> None:
     assert not any(value.any() for value in ours.values())
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied_lm", "finfo_mask", "in_place"])
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot", id="compiled")])
-def test_fp16_gradients_are_no_worse_than_grad_scalers(name: str, backend: str) -> None:
+COMPARED = ["mlp", "tied_lm", "finfo_mask", "in_place"]
+BY_COMPILER = [f"{name} compiled" for name in COMPARED]
+
+
+@pytest.mark.parametrize(
+    "name", [*COMPARED, *some_slow(BY_COMPILER, BY_COMPILER[:-1].__contains__)]
+)
+def test_fp16_gradients_are_no_worse_than_grad_scalers(name: str) -> None:
     """By half at most: a cast more or less on a gradient's way is one rounding."""
-    case = next(c for c in CASES if c.name == name)
+    name, *compiled = name.split()
+    case = BY_NAME[name]
     args, kwargs = case.inputs(0)
     exact, theirs = case.model(), case.model()
     case.loss(exact(*args, **kwargs)).backward()
@@ -292,9 +260,9 @@ def test_fp16_gradients_are_no_worse_than_grad_scalers(name: str, backend: str) 
         loss = case.loss(theirs(*args, **kwargs))
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    backend_ = aot() if backend == "aot" else backend
+    backend = aot() if compiled else "eager"
     del scaler
-    ours = gradients(case, precision="fp16", loss_scale=2.0**13, backend=backend_)
+    ours = gradients(case, precision="fp16", loss_scale=2.0**13, backend=backend)
     errors = {"ours": 0.0, "theirs": 0.0}
     for (key, p), q in zip(exact.named_parameters(), theirs.parameters(), strict=True):
         assert ours[key].dtype == torch.float32
@@ -339,7 +307,7 @@ def third_order(model: nn.Module, x: Tensor, order: int) -> Tensor:
 
 
 @pytest.mark.parametrize("conv", [False, True])
-@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("order", some_slow((2, 3), lambda order: order == 2))
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_derivatives_of_derivatives(precision: str, order: int, conv: bool) -> None:
     """Not one bit in bf16, and in fp16 nothing of the range, is lost to the scale."""
@@ -362,13 +330,11 @@ def test_derivatives_of_derivatives(precision: str, order: int, conv: bool) -> N
     assert error <= 1.5 * base
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def said(caplog) -> list[str]:
     return [r.message for r in caplog.records if "create_graph=True" in r.message]
 
 
-def test_a_compiled_model_is_differentiated_twice_from_the_next_call_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_compiled_model_is_differentiated_twice_from_the_next_call_on(caplog) -> None:
     torch._dynamo.reset()
     model = converting(loss_scale=S, backend=aot())(Net())
     exact = copy.deepcopy(Net())
@@ -392,46 +358,32 @@ def test_a_compiled_model_is_differentiated_twice_from_the_next_call_on(
     close(ours, true, EPS["bf16"])
 
 
-USES = 300
-"""Above 256, where adding 1 no longer changes a number of bf16."""
+def used_often(m: nn.Module, x: Tensor) -> Tensor:
+    """21 products of `x` with one weight, and one of 2048 `x` before them."""
+    products = [nn.functional.linear(x, m.weight) for _ in range(21)]
+    return sum(products, nn.functional.linear(2048 * x, m.weight))
 
 
-def test_a_weight_used_often_gets_every_use() -> None:
-    class Uses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((2, 2), 0.5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            total = torch.zeros_like(x)
-            for _ in range(USES):
-                total = total + nn.functional.linear(x, self.weight)
-            return total
-
-    for precision in ("bf16", "fp16"):
-        torch._dynamo.reset()
-        model = converting(precision, loss_scale=8.0)(Uses())
-        model(torch.ones(1, 2)).sum().backward()
-        assert model.weight.grad.unique().tolist() == [USES]
+def often(precision: str) -> nn.Module:
+    model = Of(used_often, weight=nn.Parameter(torch.full((2, 2), 0.5)))
+    return converting(precision, loss_scale=8.0)(model)
 
 
-def test_an_input_used_often_gets_every_use() -> None:
-    """The cast its uses share has no gradient of its own to unscale."""
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_weight_used_often_gets_every_use(precision: str) -> None:
+    """2048 + 21 is a number of neither bf16 nor fp16: its uses are summed in fp32."""
+    model = often(precision)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.unique().tolist() == [2048 + 21]
 
-    class Uses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((2, 2), 0.5))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return sum(nn.functional.linear(x, self.weight) for _ in range(20))
-
-    for precision in ("bf16", "fp16"):
-        torch._dynamo.reset()
-        model = converting(precision, loss_scale=8.0)(Uses())
-        x = torch.ones(1, 2, requires_grad=True)
-        model(x).sum().backward()
-        assert x.grad.unique().tolist() == [20]
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_input_used_often_gets_every_use(precision: str) -> None:
+    """The cast that the uses share has no gradient of its own to unscale."""
+    x = torch.ones(1, 2, requires_grad=True)
+    model = often(precision)
+    model(x).sum().backward()
+    assert x.grad.unique().tolist() == [2048 + 21]
 
 
 # -- a scale that moves ----------------------------------------------------------------
@@ -514,37 +466,30 @@ def frozen_but_input(m: Net, x: Tensor) -> Tensor:
     return m.fc.weight.detach() @ x.float()
 
 
-@pytest.mark.parametrize("bad", [1.0, 1e6, float("inf"), float("nan")])
-@pytest.mark.parametrize(
-    ("model", "args"),
-    [
-        (Net, lambda: (given(),)),
-        (lambda: Net(frozen_but_input), lambda: (given().requires_grad_(),)),
-        (lambda: Net(through_double), lambda: (given(),)),
-        (lambda: Net(half_given), lambda: (given().half().requires_grad_(),)),
-        (lambda: Net(frozen_but_input), lambda: (given().double().requires_grad_(),)),
-        (Sparse, lambda: (torch.tensor([1, 3, 3]),)),
-        (lambda: Sparse(sparse=False), lambda: (torch.tensor([1, 3, 3]),)),
-        (lambda: Net(fill_row), lambda: (given(), torch.zeros(8, 8))),
-    ],
-    ids=[
-        "plain",
-        "input",
-        "double",
-        "half",
-        "double_input",
-        "sparse",
-        "dense",
-        "written",
-    ],
-)
-def test_the_flag_is_set_by_what_is_not_finite(
-    model: Callable[[], nn.Module], args: Callable[[], tuple[Any, ...]], bad: float
-) -> None:
-    converted = converting("fp16", loss_scale=1.0)(model())
-    given_args = args()
-    flag = flags(converted, *given_args, bad=bad)
-    tensors = [*converted.parameters(), *given_args]
-    expected = [t.grad.to_dense() for t in tensors if t.is_leaf and t.grad is not None]
-    assert expected
-    assert flag == float(not all(g.isfinite().all() for g in expected))
+OVERFLOWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "plain": (Net, lambda: (given(),)),
+    "input": (lambda: Net(frozen_but_input), lambda: (given().requires_grad_(),)),
+    "double": (lambda: Net(through_double), lambda: (given(),)),
+    "half": (lambda: Net(half_given), lambda: (given().half().requires_grad_(),)),
+    "double_input": (
+        lambda: Net(frozen_but_input),
+        lambda: (given().double().requires_grad_(),),
+    ),
+    "sparse": (Sparse, lambda: (torch.tensor([1, 3, 3]),)),
+    "dense": (lambda: Sparse(sparse=False), lambda: (torch.tensor([1, 3, 3]),)),
+    "written": (lambda: Net(fill_row), lambda: (given(), torch.zeros(8, 8))),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_the_flag_is_set_by_what_is_not_finite(name: str) -> None:
+    make, args_of = OVERFLOWS[name]
+    model = converting("fp16", loss_scale=1.0)(make())
+    for bad in (1.0, 1e6, float("inf"), float("nan")):
+        model.zero_grad()
+        args = args_of()
+        flag = flags(model, *args, bad=bad)
+        tensors = [t for t in (*model.parameters(), *args) if t.is_leaf]
+        found = [t.grad.to_dense() for t in tensors if t.grad is not None]
+        assert found
+        assert flag == float(not all(g.isfinite().all() for g in found)), bad

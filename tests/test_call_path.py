@@ -55,7 +55,7 @@ class Wrapped(_Layer):
         def forward(x: Tensor, /, **given: Tensor) -> Any:
             return layer(x) * next(iter(given.values()))
 
-        self.forward = forward  # type: ignore[method-assign]
+        self.forward = forward
 
 
 class Parent(nn.Module):
@@ -159,10 +159,10 @@ class StepsAside(Model):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         own = self.__deepcopy__
-        self.__deepcopy__ = None  # type: ignore[method-assign, assignment]
+        self.__deepcopy__ = None
         made: Any = copy.deepcopy(self, memo)
-        self.__deepcopy__ = own  # type: ignore[method-assign]
-        made.__deepcopy__ = types.MethodType(own.__func__, made)  # type: ignore[attr-defined]
+        self.__deepcopy__ = own
+        made.__deepcopy__ = types.MethodType(own.__func__, made)
         return made
 
 
@@ -195,7 +195,7 @@ def of_an_instance() -> nn.Module:
         made.load_state_dict(model.state_dict())
         return made
 
-    model.__deepcopy__ = copied  # type: ignore[method-assign, assignment]
+    model.__deepcopy__ = copied
     return model
 
 
@@ -232,7 +232,6 @@ def test_deep_copies_are_converted_and_run_their_own_weights(
     other(x).sum().backward()
     assert all(p.grad is None for p in model.parameters())
     state = conversion_of(model)
-    assert state is not None
     assert state.skipped == [], "nothing is the matter"
     autoamp.revert(model)
     changed = {"__deepcopy__"} if make is StepsAside else set()
@@ -282,9 +281,7 @@ def traced(tracer: str, model: nn.Module, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("first", ["traced", "called"])
 @pytest.mark.parametrize("tracer", ["symbolic_trace", "make_fx"])
-def test_fx_traces_a_converted_child_as_it_was(
-    tracer: str, first: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fx_traces_a_converted_child_as_it_was(tracer: str, first: str, caplog) -> None:
     parent, x = Head(mlp()), torch.randn(3, WIDTH)
     expected = parent(x)
     plain = traced(tracer, parent, x)
@@ -299,20 +296,20 @@ def test_fx_traces_a_converted_child_as_it_was(
     assert sum("torch.fx has traced it" in r.message for r in caplog.records) == 1
     # The call itself is converted as before, in training too.
     parent(x).sum().backward()
-    found = parent.body[0].weight.grad  # type: ignore[index, union-attr]
+    found = parent.body[0].weight.grad
     autoamp.revert(parent.body).zero_grad()
     parent(x).sum().backward()
-    assert relative_error([found], [parent.body[0].weight.grad]) < CLOSE  # type: ignore[index, union-attr]
+    assert relative_error([found], [parent.body[0].weight.grad]) < CLOSE
 
 
 def test_a_traced_parent_trains_the_same_weights() -> None:
     parent, x = Head(convert(mlp())), torch.randn(3, WIDTH)
     graph = fx.symbolic_trace(parent)
     optimizer = torch.optim.SGD(graph.parameters(), 0.1)
-    before = parent.body[0].weight.detach().clone()  # type: ignore[index, union-attr, operator]
+    before = parent.body[0].weight.detach().clone()
     graph(x).square().sum().backward()
     optimizer.step()
-    assert not torch.equal(parent.body[0].weight, before)  # type: ignore[index, arg-type]
+    assert not torch.equal(parent.body[0].weight, before)
     assert relative_error([parent(x)], [graph(x)]) < CLOSE
 
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import pipeline
-from benchmarks.errors import relative_error
+from tests.metrics import relative_error
 
 WIDTH = 8
 
@@ -29,13 +29,12 @@ class Regions(nn.Module):
     def inner(self, x: Tensor) -> Tensor:
         if not self.branches:
             return self.dropout(self.first(x))
-        result: Tensor = torch.cond(
+        return torch.cond(
             self.turn == 1,
             lambda x: self.first(x).relu(),
             lambda x: self.second(x).tanh(),
             (x,),
         )
-        return result
 
     def outer(self, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x, use_reentrant=False).sin()
@@ -63,9 +62,7 @@ def test_regions_in_regions(branches: bool) -> None:
 
 
 @pytest.mark.parametrize("branches", [False, True])
-def test_regions_of_a_graph_the_pass_failed_on(
-    branches: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_regions_of_a_graph_the_pass_failed_on(branches: bool, monkeypatch) -> None:
     """They run as in the model: the same dropout mask twice, and branches too."""
     model, x = Regions(branches), torch.randn(4, WIDTH)
     expected = gradients(model, x)

@@ -18,7 +18,7 @@ import autoamp
 from autoamp import pipeline
 from autoamp.errors import AutoampError, CaptureError
 from autoamp.trace import lowering
-from benchmarks.errors import relative_error
+from tests.metrics import relative_error
 
 WIDTH, BATCH, STEPS = 16, 4, 5
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,8 +44,7 @@ class Layers(nn.Module):
     ) -> Tensor:
         if self.plain:
             return yes(h) if bool(self.turn) else no(h)
-        found: Tensor = torch.cond(self.turn, yes, no, (h,))
-        return found
+        return torch.cond(self.turn, yes, no, (h,))
 
     def repeat(self, body: Callable[[Tensor, Tensor], Tensor], h: Tensor) -> Tensor:
         """`body(t, h)` for t = 0, 1, ..."""
@@ -54,10 +53,9 @@ class Layers(nn.Module):
                 h = body(torch.tensor(t), h).float()
             return h
         start = torch.zeros((), dtype=torch.long)
-        found: Tensor = while_loop(
+        return while_loop(
             lambda t, h: t < STEPS, lambda t, h: (t + 1, body(t, h)), (start, h)
         )[1]
-        return found
 
 
 class Recurrent(Layers):
@@ -100,8 +98,7 @@ class Scanned(Layers):
             for now in x:
                 h, _ = step(h, now)
             return h
-        found: Tensor = scan(step, h, x)[0]
-        return found
+        return scan(step, h, x)[0]
 
 
 class Mapped(Layers):
@@ -111,8 +108,7 @@ class Mapped(Layers):
 
         if self.plain:
             return torch.stack([each(now, h) for now in x])
-        found: Tensor = map_over(each, x, h)
-        return found
+        return map_over(each, x, h)
 
 
 def given() -> tuple[Tensor, Tensor]:
@@ -234,12 +230,11 @@ def test_gradients_of_a_weight_are_summed_in_fp32_round_a_loop() -> None:
 
         def forward(self, h: Tensor) -> Tensor:
             start = torch.zeros((), dtype=torch.long)
-            found: Tensor = while_loop(
+            return while_loop(
                 lambda t, h: t < times,
                 lambda t, h: (t + 1, h + self.fc(torch.ones(1, 1))),
                 (start, h),
             )[1]
-            return found
 
     model = converted(Sum())
     model(torch.zeros(1, 1, requires_grad=True)).sum().backward()
@@ -276,7 +271,7 @@ def test_weights_are_cast_outside_a_loop_and_follow_the_optimizer() -> None:
     (graph,) = autoamp.report(model).graphs
     casts = [
         str(n.args[0])
-        for n in graph.body_1.graph.nodes  # type: ignore[union-attr]
+        for n in graph.body_1.graph.nodes
         if n.target is torch.ops.aten._to_copy.default
     ]
     assert len(casts) == 3, casts  # what goes round and one step in, the result out
@@ -286,19 +281,18 @@ def test_weights_are_cast_outside_a_loop_and_follow_the_optimizer() -> None:
 def test_the_condition_of_a_loop_stays_fp32() -> None:
     class Until(Layers):
         def forward(self, x: Tensor, h: Tensor) -> Tensor:
-            found: Tensor = while_loop(
+            return while_loop(
                 lambda h: self.second(h).sum() > -1e9,
                 lambda h: (self.first(h) - 1e9,),
                 (h,),
             )[0]
-            return found
 
     model = converted(Until())
     with torch.no_grad():
         model(*given())
     assert ("body_1", "linear.default") in low_ops(model)
     (graph,) = autoamp.report(model).graphs
-    assert "_to_copy" not in graph.body_0.code  # type: ignore[union-attr]
+    assert "_to_copy" not in graph.body_0.code
     assert not [row for row in autoamp.report(model).ops if row.body == "body_0"]
 
 
@@ -349,9 +343,7 @@ def test_a_norm_that_does_not_train_writes_nothing() -> None:
     assert ("body_0", "linear.default") in low_ops(model)
 
 
-def test_a_body_that_cannot_be_lowered_stays_fp32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_body_that_cannot_be_lowered_stays_fp32(monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise CaptureError("planted")
 
@@ -365,7 +357,7 @@ def test_a_body_that_cannot_be_lowered_stays_fp32(
     assert reason(model, "while_loop").endswith("stays as it is: planted")
 
 
-def fail_in_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_in_bodies(monkeypatch) -> None:
     through = pipeline.collect_facts
 
     def fail(gm: fx.GraphModule) -> Any:
@@ -376,9 +368,7 @@ def fail_in_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "collect_facts", fail)
 
 
-def test_a_body_that_the_pass_fails_on_stays_fp32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_body_that_the_pass_fails_on_stays_fp32(monkeypatch) -> None:
     fail_in_bodies(monkeypatch)
     model, plain = twins(Branches)
     inputs = given()
@@ -389,9 +379,7 @@ def test_a_body_that_the_pass_fails_on_stays_fp32(
     assert "planted" in reason(model, "cond")
 
 
-def test_strict_raises_where_the_pass_fails_on_a_body(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_strict_raises_where_the_pass_fails_on_a_body(monkeypatch) -> None:
     fail_in_bodies(monkeypatch)
     with pytest.raises(AutoampError, match="planted"):
         converted(Branches())(*given())

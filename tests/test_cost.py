@@ -342,11 +342,7 @@ def test_flops_can_be_asked_for_other_sizes() -> None:
     ],
 )
 def test_a_gpu_is_taken_for_the_newest_that_is_not_newer(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    low: torch.dtype,
-    name: str,
-    pays: bool,
+    monkeypatch, capability: tuple[int, int], low: torch.dtype, name: str, pays: bool
 ) -> None:
     asked = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -367,17 +363,14 @@ def test_a_gpu_is_taken_for_the_newest_that_is_not_newer(
     ],
 )
 def test_a_cpu_is_known_by_its_unit_for_the_dtype(
-    monkeypatch: pytest.MonkeyPatch,
-    units: dict[torch.dtype, str],
-    name: str,
-    pays: bool,
+    monkeypatch, units: dict[torch.dtype, str], name: str, pays: bool
 ) -> None:
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
     found = device_of(torch.device("cpu"), LOW)
     assert (found.name, found.pays) == (name, pays)
 
 
-def test_an_unknown_device_is_neutral(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_device_is_neutral(monkeypatch) -> None:
     name = "bytes only, as if low precision paid"
     assert device_of(torch.device("meta"), LOW).name == name
     # A graph made for CUDA, looked at on a machine without.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,7 @@ MODES = {mode.name: mode for mode in curves.MODES}
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_table_and_curves_that_fall(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_table_and_curves_that_fall(tmp_path, capsys) -> None:
     arguments = ["--quick", "--seeds", "1", "--processes", "1"]
     arguments += ["--modes", "autoamp bf16"]
     assert curves.main([*arguments, "--out", str(tmp_path)]) == 0
@@ -53,7 +50,7 @@ def test_modes_start_alike_and_runs_repeat() -> None:
     assert not torch.equal(*weights)
 
 
-def test_a_skipped_step_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_step_is_counted(monkeypatch) -> None:
     task = Digits(10)
     model = task.start(0)
     stepper = curves.Stepper(task, MODES["autocast fp16"], model)
@@ -120,7 +117,7 @@ def test_the_learning_rate_rises_and_falls_to_nothing() -> None:
     assert rates[1000] == 0
 
 
-def test_an_unknown_mode_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_mode_is_an_error(capsys) -> None:
     with pytest.raises(SystemExit):
         curves.main(["--modes", "fp33"])
     assert "fp33" in capsys.readouterr().err

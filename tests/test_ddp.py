@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,9 +52,7 @@ def train(rank: int, folder: str, before: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    tmp_path: Path, before: bool
-) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path, before: bool) -> None:
     mp.spawn(train, (str(tmp_path), before), nprocs=RANKS)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
     for skipped, moved, weights in results:

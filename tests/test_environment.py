@@ -84,7 +84,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("name", "value", "options"), GOOD)
 def test_good_values(name: str, value: str, options: dict[str, object]) -> None:
-    assert read({name: value}) == Settings(Options(**options))  # type: ignore[arg-type]
+    assert read({name: value}) == Settings(Options(**options))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -93,7 +93,7 @@ def test_empty_is_as_good_as_unset(name: str, value: str) -> None:
     assert read({name: value}) == Settings(Options())
 
 
-def test_all_at_once(tmp_path: Path) -> None:
+def test_all_at_once(tmp_path) -> None:
     rules = tmp_path / "my.toml"
     rules.write_text("[deny]\ntanh = 'mine'\n")
     found = read(
@@ -280,7 +280,7 @@ def test_an_op_listed_for_one_precision_is_not_for_the_other(fp16: bool) -> None
     assert f"is not in the {category} list" in message
 
 
-def test_lists_are_those_with_the_rules_file_laid_over(tmp_path: Path) -> None:
+def test_lists_are_those_with_the_rules_file_laid_over(tmp_path) -> None:
     path = tmp_path / "my.toml"
     path.write_text("[deny]\nmm = 'mine'\n[meta]\ndtype = 'bfloat16'\n")
     given = {"AUTOAMP_RULES": str(path)}
@@ -316,7 +316,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_rules_files_that_cannot_be_used(kind: str, tmp_path: Path) -> None:
+def test_rules_files_that_cannot_be_used(kind: str, tmp_path) -> None:
     make, message = FILES[kind]
     path = tmp_path / "my.toml"
     make(path)
@@ -326,16 +326,14 @@ def test_rules_files_that_cannot_be_used(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_rules_file_without_permission(tmp_path: Path) -> None:
+def test_rules_file_without_permission(tmp_path) -> None:
     path = tmp_path / "my.toml"
     path.touch(mode=0)
     assert "cannot be read (Permission denied)" in problem(AUTOAMP_RULES=str(path))
 
 
 @pytest.mark.parametrize("path", [Path("/dev/zero"), Path("/dev/stdin")])
-def test_rules_from_what_is_no_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rules_from_what_is_no_file(path: Path, monkeypatch) -> None:
     """One never ends, the other waits for somebody to write."""
 
     def endless(path: Path) -> bytes:
@@ -360,7 +358,7 @@ def test_rules_from_what_is_no_file(
         "/\x01" * 9000,
     ],
 )
-def test_directories_that_cannot_be_written(value: str, tmp_path: Path) -> None:
+def test_directories_that_cannot_be_written(value: str, tmp_path) -> None:
     (tmp_path / "file").touch()
     message = problem(AUTOAMP_REPORT_DIR=value.format(file=tmp_path / "file"))
     assert message.startswith("AUTOAMP_REPORT_DIR=")
@@ -368,7 +366,7 @@ def test_directories_that_cannot_be_written(value: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_directory_without_permission(tmp_path: Path) -> None:
+def test_directory_without_permission(tmp_path) -> None:
     tmp_path.chmod(0o500)
     assert "Permission denied" in problem(AUTOAMP_REPORT_DIR=str(tmp_path / "below"))
 
@@ -425,10 +423,8 @@ print("ran")
 """
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["AUTOAMP_RULES", pytest.param("AUTOAMP_REPORT_DIR", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["AUTOAMP_RULES", "AUTOAMP_REPORT_DIR"])
 def test_script_runs_on_in_fp32_and_says_so_once(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],

@@ -74,9 +74,7 @@ class GraphModule(torch.nn.Module):
     assert example.excerpt(graph, 2).count("\n") == 1
 
 
-def test_capability_says_plainly_when_there_are_no_bf16_units(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_capability_says_plainly_when_there_are_no_bf16_units(monkeypatch) -> None:
     monkeypatch.setattr(example, "bf16_units", list)
     assert "slower than fp32" in example.capability_line()
     monkeypatch.setattr(example, "bf16_units", lambda: ["amx_bf16"])
@@ -103,9 +101,7 @@ def test_the_demo_agrees_to_two_points_and_shows_the_graph() -> None:
     assert "within 2" in done.stdout
 
 
-def test_the_demo_fails_when_the_accuracies_part(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_fails_when_the_accuracies_part(monkeypatch, capsys) -> None:
     found = iter([99.0, 96.9])
     monkeypatch.setattr(example, "accuracy", lambda *_: next(found))
     monkeypatch.setattr(example, "show_report", lambda *_: None)
@@ -113,9 +109,7 @@ def test_the_demo_fails_when_the_accuracies_part(
     assert "MORE THAN 2" in capsys.readouterr().out
 
 
-def test_the_first_example_of_readme_runs_and_shows_bf16(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_first_example_of_readme_runs_and_shows_bf16(capsys) -> None:
     text = SCRIPT.parent.parent.joinpath("README.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(compile(blocks[0], "README.md", "exec"), {})

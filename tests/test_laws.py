@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -28,7 +27,10 @@ from autoamp.rewrite import casts
 from autoamp.rewrite.verify import Verifier
 from autoamp.rules import Category, Rule, Rules
 from autoamp.trace.normalise import normalise
+from tests.quick import explored
+from tests.small_models import Of
 from tests.strategies import (
+    ALL,
     ROWS,
     WIDTH,
     Outcome,
@@ -43,8 +45,12 @@ from tests.strategies import (
 
 pytestmark = pytest.mark.usefixtures("device")
 
-EXAMPLES = 25
-DEEP = 400
+EXAMPLES, DEEP = 15, 400
+
+
+def programs_and_choices(most: int) -> tuple[Any, ...]:
+    return programs(most=most), choices()
+
 
 # -- comparing two runs ----------------------------------------------------------------
 
@@ -99,43 +105,31 @@ def denying(model: nn.Module, *given: Any) -> Rules:
     return Rules("deny everything", table)
 
 
-def check_deny_everything(program: nn.Module) -> None:
+@explored(EXAMPLES, DEEP, lambda most: (programs(most=most),))
+def test_denied_programs_are_bit_identical(program: Program) -> None:
     rules = denying(twin(program), *inputs())
     ours, expected, gm = both(program, precision="bf16", do_no_harm=False, rules=rules)
     assert casts_of(gm) == []
     same_outcome(ours, expected)
 
 
-@settings(max_examples=EXAMPLES)
-@given(programs())
-def test_denied_programs_are_bit_identical(program: Program) -> None:
-    check_deny_everything(program)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=DEEP)
-@given(programs(most=14))
-def test_denied_programs_are_bit_identical_deep(program: Program) -> None:
-    check_deny_everything(program)
-
-
-class Noisy(nn.Module):
+def Noisy() -> Of:
     """Dropout, batch norm, noise, a residual, and a loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.drop = nn.Dropout(0.4)
-        self.drop2d = nn.Dropout2d(0.4)
-        self.fc = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.norm(self.conv(x)).relu_()
-        h = self.drop2d(h) + self.drop(h)
-        h = self.fc(h.mean((2, 3)) + 0.1 * torch.randn(x.shape[0], 4))
+    def forward(m, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.norm(m.conv(x)).relu_()
+        h = m.drop2d(h) + m.drop(h)
+        h = m.fc(h.mean((2, 3)) + 0.1 * torch.randn(x.shape[0], 4))
         return h, functional.cross_entropy(h, torch.arange(x.shape[0]) % 5)
+
+    return Of(
+        forward,
+        conv=nn.Conv2d(3, 4, 3, padding=1),
+        norm=nn.BatchNorm2d(4),
+        drop=nn.Dropout(0.4),
+        drop2d=nn.Dropout2d(0.4),
+        fc=nn.Linear(4, 5),
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -165,7 +159,10 @@ def test_law_1_can_fail() -> None:
 # -- laws 2 and 3: dtypes and structure outside ----------------------------------------
 
 
-def check_outside(program: nn.Module, options: dict[str, Any]) -> None:
+@explored(EXAMPLES, DEEP, programs_and_choices)
+def test_outputs_and_gradients_keep_dtype_and_structure(
+    program: Program, options: dict[str, Any]
+) -> None:
     ours, expected, _ = both(program, **options)
     left, left_spec = pytree.tree_flatten(ours.result)
     right, right_spec = pytree.tree_flatten(expected.result)
@@ -180,24 +177,6 @@ def check_outside(program: nn.Module, options: dict[str, Any]) -> None:
         assert ours.gradients is not None, "backward is refused, in fp32 it was not"
         assert ours.gradients.keys() == expected.gradients.keys()
         assert {g.dtype for g in ours.gradients.values()} <= {torch.float32}
-
-
-@settings(max_examples=EXAMPLES)
-@given(programs(), choices())
-def test_outputs_and_gradients_keep_dtype_and_structure(
-    program: Program, options: dict[str, Any]
-) -> None:
-    check_outside(program, options)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=DEEP)
-@given(programs(most=14), choices())
-def test_outputs_and_gradients_keep_dtype_and_structure_deep(
-    program: Program, options: dict[str, Any]
-) -> None:
-    check_outside(program, options)
 
 
 class Block(nn.Module):
@@ -269,7 +248,10 @@ def test_revert_restores_bit_for_bit() -> None:
 # -- law 6: rewriting twice, and determinism -------------------------------------------
 
 
-def check_idempotent(program: nn.Module, options: dict[str, Any]) -> None:
+@explored(EXAMPLES, DEEP, programs_and_choices)
+def test_rewriting_twice_changes_nothing(
+    program: Program, options: dict[str, Any]
+) -> None:
     once = autoamp.rewrite(capture(twin(program)), inputs(), **options)
     twice = autoamp.rewrite(once, inputs(), **options)
     assert text_of(twice) == text_of(once)
@@ -318,24 +300,6 @@ def text_of(gm: fx.GraphModule) -> list[str]:
     return lines
 
 
-@settings(max_examples=EXAMPLES)
-@given(programs(), choices())
-def test_rewriting_twice_changes_nothing(
-    program: Program, options: dict[str, Any]
-) -> None:
-    check_idempotent(program, options)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=DEEP)
-@given(programs(most=14), choices())
-def test_rewriting_twice_changes_nothing_deep(
-    program: Program, options: dict[str, Any]
-) -> None:
-    check_idempotent(program, options)
-
-
 def test_a_residual_stream_is_known_the_second_time() -> None:
     """At sizes where lowering the sums would pay, were they not told for a stream."""
 
@@ -358,36 +322,30 @@ def test_a_residual_stream_is_known_the_second_time() -> None:
         assert text_of(twice) == text_of(once)
 
 
-PRINT_CODE = """
-import warnings
-warnings.simplefilter("ignore")
-import torch, autoamp
-from tests.strategies import ALL, Program, capture, inputs
-steps = [(op, 3 * i, 5 * i + 1) for i, op in enumerate(ALL)]
-gm = autoamp.rewrite(
-    capture(Program(steps, [7, 11, 13], "mse")), inputs(grad=False),
-    precision="bf16", do_no_harm=False,
-)
-print(gm.code)
-"""
+def printed_code() -> str:
+    """The code of a program of every op there is."""
+    steps = [(op, 3 * i, 5 * i + 1) for i, op in enumerate(ALL)]
+    program = Program(steps, [7, 11, 13], "mse")
+    options = {"precision": "bf16", "do_no_harm": False}
+    with torch.device("cpu"):
+        given = inputs(grad=False)
+        return autoamp.rewrite(capture(program), given, **options).code
 
 
 def test_two_processes_write_the_same_code() -> None:
-    def printed(seed: str) -> bytes:
-        done = subprocess.run(
-            [sys.executable, "-c", PRINT_CODE],
-            cwd=Path(__file__).parents[1],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": "."},
-            capture_output=True,
-            check=False,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr.decode()
-        return done.stdout
-
-    first = printed("1")
-    assert b"_bf16 = " in first
-    assert first == printed("2")
+    script = "from tests.test_laws import printed_code; print(printed_code(), end='')"
+    other = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        cwd=Path(__file__).parents[1],
+        env={"PYTHONHASHSEED": "1", "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert other.returncode == 0, other.stderr
+    assert "_bf16 = " in other.stdout
+    assert other.stdout == printed_code()
 
 
 # -- law 7: writes and aliases mean what they meant ------------------------------------
@@ -420,22 +378,9 @@ def check_meaning(program: nn.Module, options: dict[str, Any]) -> None:
         assert error <= 3 * len(program.steps) * 2**-8 * scale, name
 
 
-@settings(max_examples=2 * EXAMPLES)
-@given(programs(exact=True), choices())
-def test_writes_and_aliases_mean_what_they_meant(
-    program: Program, options: dict[str, Any]
-) -> None:
-    check_meaning(program, options)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=DEEP)
-@given(programs(exact=True, most=14), choices())
-def test_writes_and_aliases_mean_what_they_meant_deep(
-    program: Program, options: dict[str, Any]
-) -> None:
-    check_meaning(program, options)
+test_writes_and_aliases_mean_what_they_meant = explored(
+    2 * EXAMPLES, DEEP, lambda most: (programs(exact=True, most=most), choices())
+)(check_meaning)
 
 
 class Writes(nn.Module):
@@ -554,7 +499,7 @@ def test_returned_views_share_memory_as_they_did() -> None:
     assert expected[2] == (False, False, True, True, False, False)
 
 
-def test_law_7_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_7_can_fail(monkeypatch) -> None:
     """A pass that took a write for no event would read the stale cast."""
     steps = [("linear", 1, 1), ("write_view", 1, 1), ("linear", 1, 1)]
     program = Program(steps, [2, 3, 4])

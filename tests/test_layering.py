@@ -81,7 +81,7 @@ A name covers everything below it; an entry that no line uses any more fails too
 ATTRIBUTES_ALLOWED: dict[tuple[str, str], str] = {
     ("autoamp.model.installed", "_replicate_for_data_parallel"): (
         "what nn.DataParallel calls; a method of that name is how it is met"
-    ),
+    )
 }
 """(module, attribute) to the reason why it is not in `compat`."""
 
@@ -225,7 +225,7 @@ def test_every_allowance_has_a_reason() -> None:
 # -- the checks can fail -------------------------------------------------------------
 
 
-def plant(tmp_path: Path, files: dict[str, str]) -> Path:
+def plant(tmp_path, files: dict[str, str]) -> Path:
     """A package `autoamp` with these files, and an empty `__init__.py` per folder."""
     root = tmp_path / "autoamp"
     for name, text in files.items():
@@ -250,7 +250,7 @@ LEGAL = {
 }
 
 
-def test_a_legal_tree_has_no_faults(tmp_path: Path) -> None:
+def test_a_legal_tree_has_no_faults(tmp_path) -> None:
     assert layering_faults(plant(tmp_path, LEGAL)) == []
 
 
@@ -282,9 +282,7 @@ def test_a_legal_tree_has_no_faults(tmp_path: Path) -> None:
             "same layer",
         ),
         (
-            {
-                "analyse/facts.py": "from autoamp.analyse.classify import x",
-            },
+            {"analyse/facts.py": "from autoamp.analyse.classify import x"},
             "import loop: autoamp.analyse.classify <-> autoamp.analyse.facts",
         ),
         (
@@ -301,7 +299,7 @@ def test_a_legal_tree_has_no_faults(tmp_path: Path) -> None:
         ({"newcomer.py": ""}, "add `newcomer` to LAYERS"),
     ],
 )
-def test_a_fault_is_found(tmp_path: Path, files: dict[str, str], fault: str) -> None:
+def test_a_fault_is_found(tmp_path, files: dict[str, str], fault: str) -> None:
     faults = layering_faults(plant(tmp_path, LEGAL | files))
     assert any(fault in found for found in faults), faults
 
@@ -321,7 +319,7 @@ def test_a_fault_is_found(tmp_path: Path, files: dict[str, str], fault: str) -> 
         ("import os\nos._exit\nself._torch = 1", []),
     ],
 )
-def test_a_private_name_is_found(tmp_path: Path, code: str, names: list[str]) -> None:
+def test_a_private_name_is_found(tmp_path, code: str, names: list[str]) -> None:
     path = tmp_path / "ops.py"
     path.write_text(code)
     found = [use.name for use in imports.private_torch_uses("autoamp.ops", path)]
@@ -331,18 +329,18 @@ def test_a_private_name_is_found(tmp_path: Path, code: str, names: list[str]) ->
 @pytest.mark.parametrize(
     "code", ["p._version", "node.target._schema.name", "optimizer._opt_called = True"]
 )
-def test_a_private_attribute_is_found(tmp_path: Path, code: str) -> None:
+def test_a_private_attribute_is_found(tmp_path, code: str) -> None:
     root = plant(tmp_path, {"ops.py": code, "compat.py": code})
     (fault,) = private_faults(root, ())
     assert fault.startswith("autoamp.ops:1 uses _")
 
 
-def test_an_attribute_of_ones_own_may_have_any_name(tmp_path: Path) -> None:
+def test_an_attribute_of_ones_own_may_have_any_name(tmp_path) -> None:
     root = plant(tmp_path, {"ops.py": "self._version = 1\nother._mine = 2"})
     assert private_faults(root, ()) == []
 
 
-def test_a_loop_through_a_module_beside_the_package_is_found(tmp_path: Path) -> None:
+def test_a_loop_through_a_module_beside_the_package_is_found(tmp_path) -> None:
     root = plant(tmp_path, {"auto/switch.py": "import autoamp_autoload"})
     beside = tmp_path / "autoamp_autoload.py"
     beside.write_text("def start():\n    from autoamp.auto.switch import x")
@@ -352,10 +350,9 @@ def test_a_loop_through_a_module_beside_the_package_is_found(tmp_path: Path) -> 
     ]
 
 
-def test_private_allowances_cover_and_expire(tmp_path: Path) -> None:
+def test_private_allowances_cover_and_expire(tmp_path) -> None:
     root = plant(
-        tmp_path,
-        {"ops.py": "import torch._ops", "compat.py": "import torch._guards"},
+        tmp_path, {"ops.py": "import torch._ops", "compat.py": "import torch._guards"}
     )
     assert len(private_faults(root, ())) == 1
     assert private_faults(root, {("autoamp.ops", "torch._ops")}) == []

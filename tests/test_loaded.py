@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,7 @@ def small() -> hf.GPT2LMHeadModel:
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> hf.GPT2LMHeadModel:
+def loaded(tmp_path) -> hf.GPT2LMHeadModel:
     small().save_pretrained(tmp_path)
     return hf.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
 
@@ -32,8 +30,6 @@ def refreshed_in(model: nn.Module, calls: int) -> int:
         for _ in range(calls):
             model(ids)
     state = conversion_of(model)
-    assert state is not None
-    assert state.engine is not None
     return sum(g.copies.refreshed for g in state.engine.record.graphs if g.copies)
 
 

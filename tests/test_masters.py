@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 import autoamp
 from autoamp import compat
 from autoamp.optimizer.attach import boundary_of
+from tests.small_models import Of
 
 WIDTH = 8
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -34,14 +35,11 @@ def batch(dtype: torch.dtype = BF16, rows: int = 5) -> Tensor:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    result: Tensor = model(x).float().pow(2).mean()
-    return result
+    return model(x).float().pow(2).mean()
 
 
 def masters_of(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     boundary = boundary_of(optimizer)
-    assert boundary is not None
-    assert boundary.masters is not None
     return boundary.masters.of
 
 
@@ -77,8 +75,7 @@ def saved(optimizer: Optimizer) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    state: dict[str, Any] = torch.load(file, weights_only=True)
-    return state
+    return torch.load(file, weights_only=True)
 
 
 class ByHand(Optimizer):
@@ -87,7 +84,7 @@ class ByHand(Optimizer):
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
         for group in self.param_groups:
             for p in group["params"]:
@@ -104,9 +101,7 @@ class ByHand(Optimizer):
 # -- what a user sees ------------------------------------------------------------------
 
 
-def test_without_an_optimizer_it_is_left_as_it_is(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_without_an_optimizer_it_is_left_as_it_is(caplog) -> None:
     model = mlp()
     autoamp.convert(model)
     assert "name its optimizer" in caplog.text
@@ -134,7 +129,7 @@ def test_the_parameters_stay_the_same_half_objects(dtype: torch.dtype) -> None:
         optimizer.zero_grad()
         loss_of(model, x).backward()
         optimizer.step()
-    assert not optimizer.step_was_skipped  # type: ignore[attr-defined]
+    assert not optimizer.step_was_skipped
     held = optimizer.param_groups[0]["params"]
     for mine, kept, was, ptr in zip(
         model.parameters(), held, params, memory, strict=True
@@ -142,7 +137,6 @@ def test_the_parameters_stay_the_same_half_objects(dtype: torch.dtype) -> None:
         assert mine is kept is was
         assert mine.dtype == dtype
         assert mine.data_ptr() == ptr
-        assert mine.grad is not None
         assert mine.grad.dtype == torch.float32
     assert list(optimizer.state) == params
     assert list(model.state_dict()) == keys
@@ -204,8 +198,7 @@ class Weights(nn.Module):
             setattr(self, name, nn.Parameter(value))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x @ self.a * self.b.sum()
-        return result
+        return x @ self.a * self.b.sum()
 
 
 def step_with(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
@@ -274,8 +267,6 @@ def test_a_closure_meets_the_half_parameters() -> None:
 
     first = optimizer.step(closure)
     second = optimizer.step(closure)
-    assert first is not None
-    assert second is not None
     assert second.item() < first.item()
     assert_rounded(optimizer)
 
@@ -305,7 +296,7 @@ def test_gradients_of_micro_batches_are_summed_in_fp32() -> None:
     x = torch.ones(1, 1, dtype=BF16)
     for _ in range(1000):
         model(x).sum().backward()
-    sum(model(x).sum() for _ in range(1000)).backward()  # type: ignore[union-attr]
+    sum(model(x).sum() for _ in range(1000)).backward()
     assert model.weight.grad is not None
     assert float(model.weight.grad) == 2000
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -558,8 +549,7 @@ def test_tied_and_foreign_parameters_are_saved_once() -> None:
             self.two.weight = self.one.weight
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.two(self.one(x))
-            return result
+            return self.two(self.one(x))
 
     model = Tied().bfloat16()
     temperature = nn.Parameter(torch.ones(3, dtype=BF16))
@@ -696,15 +686,10 @@ def test_gradients_of_gradients_pass_the_edge() -> None:
 
 
 def test_many_uses_of_an_fp16_weight_are_summed_in_fp32() -> None:
-    class Often(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1, dtype=FP16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.stack([x * self.weight for _ in range(40)])
-
-    model = Often()
+    model = Of(
+        lambda m, x: torch.stack([x * m.weight for _ in range(40)]),
+        weight=nn.Parameter(torch.ones(1, dtype=FP16)),
+    )
     autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1), loss_scale=1.0)
     # 2048 + 1 is 2048 in fp16.
     x = torch.full((1,), 1.0, dtype=FP16)
@@ -717,23 +702,13 @@ def test_many_uses_of_an_fp16_weight_are_summed_in_fp32() -> None:
 
 
 def test_an_output_of_one_element() -> None:
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp(FP16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.inner(x).pow(2).mean()
-            return result
-
-    model, x = Loss(), batch(FP16)
+    model, x = Of(lambda m, x: m.inner(x).pow(2).mean(), inner=mlp(FP16)), batch(FP16)
     full = copy.deepcopy(model).float()
     autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1), loss_scale=256.0)
     model(x).backward()
     full(x.float()).backward()
     got, true = model.inner[0].weight.grad, full.inner[0].weight.grad
     assert got is not None
-    assert true is not None
     assert float((got - true).norm() / true.norm()) < 0.02
 
 
@@ -807,10 +782,7 @@ def test_nothing_of_a_half_model_is_lowered() -> None:
     model, x = Wide(), batch(FP16)
     exact = model(x)
     autoamp.convert(
-        model,
-        optim.SGD(model.parameters(), lr=0.1),
-        placement="forced",
-        strict=True,
+        model, optim.SGD(model.parameters(), lr=0.1), placement="forced", strict=True
     )
     assert torch.equal(model(x), exact)
     assert autoamp.report(model).runs == 1
@@ -818,16 +790,8 @@ def test_nothing_of_a_half_model_is_lowered() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_model_half_of_which_is_half(precision: str) -> None:
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = mlp(FP16), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.head(self.body(x).float())
-            return result
-
-    model, x = Mixed(), batch(FP16)
+    parts = {"body": mlp(FP16), "head": nn.Linear(4, 2)}
+    model, x = Of(lambda m, x: m.head(m.body(x).float()), **parts), batch(FP16)
     full = copy.deepcopy(model).float()
     optimizer = optim.AdamW(model.parameters(), lr=0.01)
     autoamp.convert(model, optimizer, precision=precision, do_no_harm=False)
@@ -835,7 +799,6 @@ def test_a_model_half_of_which_is_half(precision: str) -> None:
     ((full(x.float()) ** 2).mean() * 1e-5).backward()
     got, true = model.body[0].weight.grad, full.body[0].weight.grad
     assert got is not None
-    assert true is not None
     assert float((got - true).norm() / true.norm()) < 0.03
     optimizer.step()
     assert_rounded(optimizer)
@@ -884,11 +847,9 @@ def test_revert_takes_the_masters_away(dtype: torch.dtype) -> None:
     assert KEY not in optimizer.state_dict()
     for param, value in zip(params, kept, strict=True):
         assert torch.equal(param, value)
-        assert param.grad is not None
         assert param.grad.dtype == dtype
         assert optimizer.state[param]["momentum_buffer"].dtype == dtype
     train_once(model, optimizer, batch(dtype))
-    assert params[0].grad is not None
     assert params[0].grad.dtype == dtype
 
 
@@ -912,7 +873,6 @@ def test_state_and_gradients_there_before_become_fp32() -> None:
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     train_once(model, optimizer)
     before = model[0].weight.grad
-    assert before is not None
     assert before.dtype == BF16
     autoamp.convert(model, optimizer)
     after = model[0].weight.grad
@@ -925,7 +885,7 @@ def test_state_and_gradients_there_before_become_fp32() -> None:
 
 
 def test_a_copied_optimizer_says_that_it_has_none(
-    trained: tuple[nn.Sequential, Optimizer], caplog: pytest.LogCaptureFixture
+    trained: tuple[nn.Sequential, Optimizer], caplog
 ) -> None:
     model, optimizer = trained
     caplog.set_level(logging.INFO)
@@ -983,9 +943,7 @@ def test_a_grad_scaler_steps_the_masters_too() -> None:
     assert_rounded(optimizer)
 
 
-def test_torch_without_fp32_gradients_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_torch_without_fp32_gradients_says_so(monkeypatch, caplog) -> None:
     monkeypatch.setattr(compat, "accumulate_in", lambda *_: False)
     model = mlp()
     optimizer = optim.SGD(model.parameters(), lr=1e-3)
@@ -997,7 +955,7 @@ def test_torch_without_fp32_gradients_says_so(
 
 
 @pytest.fixture
-def one_rank(tmp_path: Any) -> Iterator[None]:
+def one_rank(tmp_path) -> Iterator[None]:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
@@ -1007,9 +965,7 @@ def one_rank(tmp_path: Any) -> Iterator[None]:
 
 @pytest.mark.skipif(os.name == "nt", reason="gloo with a file store")
 @pytest.mark.usefixtures("one_rank")
-def test_under_ddp_gradients_keep_the_dtype_it_reduces(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_under_ddp_gradients_keep_the_dtype_it_reduces(caplog) -> None:
     model = nn.parallel.DistributedDataParallel(mlp())
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     autoamp.convert(model, optimizer)

@@ -94,7 +94,6 @@ def test_they_run_rewritten_graphs_and_are_counted() -> None:
         torch.testing.assert_close(found, true, rtol=0.05, atol=0.05)
         assert runs_of(model) == count
     coverage = autoamp.report(model).coverage
-    assert coverage is not None
     assert (coverage.calls, coverage.calls_aside) == (4, 0)
     with autoamp.disabled():
         assert torch.equal(model.encode(X), plain.encode(X))
@@ -177,7 +176,6 @@ def test_seen_from_the_second_call_on_in_the_automatic_mode(name: str) -> None:
     assert report.runs == 2
     assert all(row.is_low for row in report.ops if row.op == "aten::linear.default")
     coverage = report.coverage
-    assert coverage is not None
     assert (coverage.calls, coverage.calls_aside) == (2, 0)
 
 

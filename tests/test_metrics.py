@@ -12,11 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.counting import Cast
-from tests.metrics import (
-    CountingMode,
-    count_ops,
-    saved_bytes,
-)
+from tests.metrics import CountingMode, count_ops, saved_bytes
 from tests.models import BY_NAME, Case
 
 # What Dynamo itself warns of while it captures a Function, or a value crossing a break.

@@ -180,7 +180,6 @@ def test_dearer_down_casts_are_never_made_more_often(
         group, to_source=group.to_source + data.draw(st.integers(1, 9))
     )
     after = solved(replace(problem, groups=groups))
-    assert after is not None
     assert after.cost >= before.cost
     assert casts_down(problem, after.source, index) <= casts_down(
         problem, before.source, index
@@ -308,7 +307,7 @@ def test_eight_thousand_ops_are_placed_in_a_second() -> None:
 # -- these tests can fail --------------------------------------------------------------
 
 
-def test_a_forgotten_gadget_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forgotten_gadget_is_noticed(monkeypatch) -> None:
     """Without up-casts in the network the promised cost is too low."""
     problem = Problem(
         {"a": (9, 0), "b": (0, 0)},
@@ -329,7 +328,7 @@ def test_a_forgotten_gadget_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         check_optimum(problem)
 
 
-def test_settling_too_eagerly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settling_too_eagerly_is_noticed(monkeypatch) -> None:
     """With >= for > on the low side a tie goes low, not to the fewest low variables."""
     problem = Problem({"a": (3, 3), "b": (4, 2)})
     check_optimum(problem)

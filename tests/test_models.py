@@ -16,12 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from benchmarks.conformance import (
-    measure_all,
-    shortfalls,
-    table,
-    unknown_shortfalls,
-)
+from benchmarks.conformance import measure_all, shortfalls, table, unknown_shortfalls
 from tests.metrics import (
     Comparison,
     compare_with_autocast,
@@ -190,9 +185,7 @@ def test_every_promise_can_be_broken() -> None:
         device=torch.get_default_device().type,
     )
     good = dataclasses.replace(
-        record.autocast,
-        output_dtypes=record.fp32.output_dtypes,
-        runs_gained=(1, 2),
+        record.autocast, output_dtypes=record.fp32.output_dtypes, runs_gained=(1, 2)
     )
     assert not shortfalls(dataclasses.replace(record, converted=good))
     higher = copy.deepcopy(good.counts)

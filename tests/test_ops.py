@@ -113,11 +113,7 @@ def test_there_may_be_no_close_name() -> None:
         (aten.view.default, (), False),
         (aten.transpose_.default, ("self",), True),
         (aten._foreach_add_.Scalar, ("self",), False),
-        (
-            aten._native_batch_norm_legit.default,
-            ("running_mean", "running_var"),
-            False,
-        ),
+        (aten._native_batch_norm_legit.default, ("running_mean", "running_var"), False),
         (aten.batch_norm.default, ("running_mean", "running_var"), False),
     ],
 )

@@ -57,7 +57,7 @@ def load_rules(mode: str, place: Path, cwd: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def dist(tmp_path_factory) -> tuple[Path, Path]:
     """The wheel and the sdist of this checkout."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=REPO)
@@ -97,9 +97,7 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(dist: tuple[Path, Path]) -
     } <= names
 
 
-def test_installed_wheel_finds_its_rules(
-    dist: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_installed_wheel_finds_its_rules(dist: tuple[Path, Path], tmp_path) -> None:
     target = tmp_path / "target"
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps")
     run(*pip, "--target", target, dist[0], cwd=tmp_path)
@@ -109,7 +107,7 @@ def test_installed_wheel_finds_its_rules(
 
 
 def test_wheel_built_from_the_sdist_is_the_same(
-    dist: tuple[Path, Path], tmp_path: Path
+    dist: tuple[Path, Path], tmp_path
 ) -> None:
     wheel, sdist = dist
     with tarfile.open(sdist) as archive:
@@ -123,7 +121,7 @@ def test_wheel_built_from_the_sdist_is_the_same(
     assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
 
 
-def test_editable_install_finds_the_rules_of_the_checkout(tmp_path: Path) -> None:
+def test_editable_install_finds_the_rules_of_the_checkout(tmp_path) -> None:
     code = "import sys, hatchling.build as b; b.build_editable(sys.argv[1])"
     run(sys.executable, "-c", code, tmp_path, cwd=REPO)
     (wheel,) = tmp_path.glob("*.whl")

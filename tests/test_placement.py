@@ -20,6 +20,7 @@ from autoamp.place import assign as assign_module
 from autoamp.place.policies import POLICIES, project
 from autoamp.place.two_sides import Problem, energy
 from autoamp.rules import Rules
+from tests.small_models import Of
 from tests.strategies import Program, capture, choices, inputs, problems, programs
 
 
@@ -40,12 +41,7 @@ def check_law_5(found: Rewritten) -> None:
 
 
 @settings(max_examples=40)
-@given(
-    programs(),
-    choices(),
-    st.booleans(),
-    st.sampled_from(["time", "memory"]),
-)
+@given(programs(), choices(), st.booleans(), st.sampled_from(["time", "memory"]))
 def test_no_legal_placement_is_cheaper(
     program: Program, options: dict[str, Any], do_no_harm: bool, objective: str
 ) -> None:
@@ -53,7 +49,7 @@ def test_no_legal_placement_is_cheaper(
     check_law_5(rewritten(program, **options))
 
 
-def test_law_5_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_5_can_fail(monkeypatch) -> None:
     program = Program([("linear", 0, 0), ("other", 2, 2)], [3])
 
     def lazy(problem: Problem) -> tuple[frozenset[str], int | None]:
@@ -93,25 +89,26 @@ def test_another_placement_is_applied_at_its_own_cost(placement: str) -> None:
     }
 
 
-class Mixed(nn.Module):
+def Mixed() -> Of:
     """Ops that read what a product made beside an fp32 tensor from outside."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("index", torch.zeros(4, 4).long())
-
-    def forward(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        low = self.fc(x)
+    def forward(m, x: Tensor, y: Tensor) -> list[Tensor]:
+        low = m.fc(x)
         return [
             torch.atan2(y, low),
-            y.scatter_add(0, self.index, low),
+            y.scatter_add(0, m.index, low),
             low.sigmoid(),
-            low * self.scale,
-            self.norm(low),
+            low * m.scale,
+            m.norm(low),
         ]
+
+    return Of(
+        forward,
+        fc=nn.Linear(4, 4),
+        scale=nn.Parameter(torch.ones(())),
+        norm=nn.BatchNorm1d(4),
+        index=torch.zeros(4, 4).long(),
+    )
 
 
 def test_promote_is_as_wide_as_the_widest_operand_that_promotes() -> None:
@@ -180,13 +177,8 @@ def test_a_boolean_that_only_products_read_is_cast_to_low_at_once() -> None:
 # -- do no harm ------------------------------------------------------------------------
 
 
-class Wide(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.fc = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.fc(x).relu())
+def Wide(width: int) -> Of:
+    return Of(lambda m, x: m.fc(m.fc(x).relu()), fc=nn.Linear(width, width))
 
 
 def wide(width: int, **options: Any) -> Rewritten:
@@ -285,7 +277,7 @@ def test_storage_that_is_written_has_one_precision() -> None:
     ("rows", "low"), [((1,), False), ((3,), False), ((4,), True), ((2, 2), True)]
 )
 def test_few_rows_gain_nothing_on_a_cpu(
-    rows: tuple[int, ...], low: bool, monkeypatch: pytest.MonkeyPatch
+    rows: tuple[int, ...], low: bool, monkeypatch
 ) -> None:
     """A product with a vector is limited by what torch's kernels make of it."""
     units = {torch.bfloat16: "amx_bf16"}

@@ -73,11 +73,7 @@ def test_promote_is_as_wide_as_what_it_reads() -> None:
 
 
 def test_the_policies_by_name() -> None:
-    assert {
-        "tensorflow": tensorflow,
-        "promote": promote,
-        "forced": forced,
-    } == POLICIES
+    assert {"tensorflow": tensorflow, "promote": promote, "forced": forced} == POLICIES
 
 
 # -- made legal ------------------------------------------------------------------------

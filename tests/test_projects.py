@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import autoamp
+from tests.small_models import Of
 
 Convert = Callable[..., nn.Module]
 """Converts a model, given the optimizers of its script; or leaves it, for fp32."""
@@ -25,18 +26,26 @@ STEPS = 6
 EPS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
-class Script:
-    """One training script.
+Script = Callable[[Convert], Iterator[Tensor]]
+"""Gives the loss of each step of one training."""
 
-    Attributes:
-        products: matrix products, convolutions, attention and recurrent ops of its
-            models, which run low.
-    """
+SCRIPTS: dict[Script, int] = {}
+"""How many matrix products, convolutions, attention and recurrent ops each has."""
 
-    products: int
 
-    def losses(self, convert: Convert) -> Iterator[Tensor]:
-        raise NotImplementedError
+def script(products: int) -> Callable[[Script], Script]:
+    def note(losses: Script) -> Script:
+        SCRIPTS[losses] = products
+        return losses
+
+    return note
+
+
+def learn(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 def data(*shape: int, seed: int = 0) -> Tensor:
@@ -89,29 +98,27 @@ class GPT(nn.Module):
         return logits, loss
 
 
-class LanguageModel(Script):
-    products = 6
-
-    def losses(self, convert: Convert) -> Iterator[Tensor]:
-        model = GPT()
-        decayed = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() < 2]
-        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        model = convert(model, optimizer)
-        for step in range(STEPS):
-            total = torch.zeros(())
-            for part in range(2):
-                text = tokens(2, 9, below=11, seed=10 * step + part)
-                _, loss = model(text[:, :-1], text[:, 1:].contiguous())
-                (loss / 2).backward()
-                total += loss.detach() / 2
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad(set_to_none=True)
-            yield total
+@script(6)
+def language_model(convert: Convert) -> Iterator[Tensor]:
+    model = GPT()
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    model = convert(model, optimizer)
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for part in range(2):
+            text = tokens(2, 9, below=11, seed=10 * step + part)
+            _, loss = model(text[:, :-1], text[:, 1:].contiguous())
+            (loss / 2).backward()
+            total += loss.detach() / 2
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield total
 
 
 # -- a mean teacher, whose weights are swapped in between forward and backward ---------
@@ -138,255 +145,203 @@ class Average:
         return result
 
 
-class MeanTeacher(Script):
-    products = 2
-
-    def losses(self, convert: Convert) -> Iterator[Tensor]:
-        model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        average = Average(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model = convert(model, optimizer)
-        for step in range(STEPS):
-            x, wanted = data(16, 8, seed=step), data(16, 4, seed=100 + step)
-            found = model(x)
-            taught = average.call(model, x + 0.1)
-            loss = functional.mse_loss(found, wanted) + functional.mse_loss(
-                found, taught
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            average.update(model)
-            yield loss
+@script(2)
+def mean_teacher(convert: Convert) -> Iterator[Tensor]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    average = Average(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model = convert(model, optimizer)
+    for step in range(STEPS):
+        x, wanted = data(16, 8, seed=step), data(16, 4, seed=100 + step)
+        found = model(x)
+        taught = average.call(model, x + 0.1)
+        loss = functional.mse_loss(found, wanted) + functional.mse_loss(found, taught)
+        learn(optimizer, loss)
+        average.update(model)
+        yield loss
 
 
 # -- a soft prompt before a frozen model -----------------------------------------------
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention(16, 2)
-        self.norm = nn.LayerNorm(16)
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x + self.attention(x)).mean(1))
+def encoder() -> nn.Module:
+    parts = {"attention": Attention(16, 2), "norm": nn.LayerNorm(16)}
+    parts["head"] = nn.Linear(16, 3)
+    return Of(lambda m, x: m.head(m.norm(x + m.attention(x)).mean(1)), **parts)
 
 
-class SoftPrompt(Script):
-    products = 4
-
-    def losses(self, convert: Convert) -> Iterator[Tensor]:
-        model: nn.Module = Encoder().requires_grad_(False)
-        prompt = nn.Parameter(data(4, 16, seed=9))
-        optimizer = torch.optim.Adam([prompt], lr=0.1)
-        model = convert(model, optimizer)
-        for step in range(STEPS):
-            x, wanted = data(8, 5, 16, seed=step), tokens(8, below=3, seed=step)
-            joined = torch.cat([prompt.expand(8, -1, -1), x], dim=1)
-            loss = functional.cross_entropy(model(joined), wanted)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_value_([prompt], 0.5)
-            optimizer.step()
-            yield loss
+@script(4)
+def soft_prompt(convert: Convert) -> Iterator[Tensor]:
+    model = encoder().requires_grad_(False)
+    prompt = nn.Parameter(data(4, 16, seed=9))
+    optimizer = torch.optim.Adam([prompt], lr=0.1)
+    model = convert(model, optimizer)
+    for step in range(STEPS):
+        x, wanted = data(8, 5, 16, seed=step), tokens(8, below=3, seed=step)
+        joined = torch.cat([prompt.expand(8, -1, -1), x], dim=1)
+        loss = functional.cross_entropy(model(joined), wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_value_([prompt], 0.5)
+        optimizer.step()
+        yield loss
 
 
 # -- an optimizer for each parameter, stepped in the backward --------------------------
 
 
-class StepsInBackward(Script):
-    products = 3
+@script(3)
+def steps_in_backward(convert: Convert) -> Iterator[Tensor]:
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)
+    )
+    optimizers = {
+        p: torch.optim.SGD([p], lr=0.05, momentum=0.9) for p in model.parameters()
+    }
+    model = convert(model, *optimizers.values())
 
-    def losses(self, convert: Convert) -> Iterator[Tensor]:
-        model: nn.Module = nn.Sequential(
-            nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)
-        )
-        optimizers = {
-            p: torch.optim.SGD([p], lr=0.05, momentum=0.9) for p in model.parameters()
-        }
-        model = convert(model, *optimizers.values())
+    def step_one(p: Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
 
-        def step_one(p: Tensor) -> None:
-            optimizers[p].step()
-            optimizers[p].zero_grad()
-
-        for p in optimizers:
-            p.register_post_accumulate_grad_hook(step_one)
-        for step in range(STEPS):
-            x, wanted = data(16, 8, seed=step), data(16, 2, seed=50 + step)
-            loss = functional.mse_loss(model(x), wanted)
-            loss.backward()
-            yield loss
+    for p in optimizers:
+        p.register_post_accumulate_grad_hook(step_one)
+    for step in range(STEPS):
+        x, wanted = data(16, 8, seed=step), data(16, 2, seed=50 + step)
+        loss = functional.mse_loss(model(x), wanted)
+        loss.backward()
+        yield loss
 
 
 # -- a regressor on raw features, that denormalises what it predicts -------------------
 
 
-class Regressor(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.hidden, self.out = nn.Linear(8, 16), nn.Linear(16, 1)
-        self.register_buffer("mean", torch.tensor(250_000.0))
-        self.register_buffer("spread", torch.tensor(40_000.0))
+def regressor() -> nn.Module:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        y = m.out(functional.silu(m.hidden(m.norm(x))))
+        return y * m.spread + m.mean
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.out(functional.silu(self.hidden(self.norm(x))))
-        return y * self.spread + self.mean
+    layers = {"norm": nn.BatchNorm1d(8), "hidden": nn.Linear(8, 16)}
+    scale = {"mean": torch.tensor(250_000.0), "spread": torch.tensor(40_000.0)}
+    return Of(forward, **layers, out=nn.Linear(16, 1), **scale)
 
 
-class Prices(Script):
-    products = 2
-
-    def losses(self, convert: Convert) -> Iterator[Tensor]:
-        model: nn.Module = Regressor()
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        model = convert(model, optimizer)
-        for step in range(STEPS):
-            x = data(32, 8, seed=step) * 500 + 1e4
-            wanted = 250_000 + 40 * (x.mean(1, keepdim=True) - 1e4)
-            loss = functional.l1_loss(model(x), wanted) / 40_000
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss
+@script(2)
+def prices(convert: Convert) -> Iterator[Tensor]:
+    model = regressor()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model = convert(model, optimizer)
+    for step in range(STEPS):
+        x = data(32, 8, seed=step) * 500 + 1e4
+        wanted = 250_000 + 40 * (x.mean(1, keepdim=True) - 1e4)
+        loss = functional.l1_loss(model(x), wanted) / 40_000
+        yield learn(optimizer, loss)
 
 
 # -- a GAN, whose critic is frozen while the generator learns --------------------------
 
 
-class GAN(Script):
-    products = 4
-
-    def losses(self, convert: Convert) -> Iterator[Tensor]:
-        maker: nn.Module = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
-        critic: nn.Module = nn.Sequential(
-            nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)
-        )
-        makers = torch.optim.Adam(maker.parameters(), lr=1e-3, betas=(0.5, 0.9))
-        critics = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
-        maker, critic = convert(maker, makers), convert(critic, critics)
-        bce = nn.BCEWithLogitsLoss()
-        ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)
-        for step in range(STEPS):
-            made = maker(data(16, 4, seed=step))
-            real = bce(critic(data(16, 8, seed=30 + step)), ones)
-            loss = real + bce(critic(made.detach()), zeros)
-            critics.zero_grad()
-            loss.backward()
-            critics.step()
-            critic.requires_grad_(False)
-            fooled = bce(critic(made), ones)
-            makers.zero_grad()
-            fooled.backward()
-            makers.step()
-            critic.requires_grad_(True)
-            yield loss + fooled
+@script(4)
+def gan(convert: Convert) -> Iterator[Tensor]:
+    maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+    critic = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+    makers = torch.optim.Adam(maker.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    critics = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    maker, critic = convert(maker, makers), convert(critic, critics)
+    bce = nn.BCEWithLogitsLoss()
+    ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)
+    for step in range(STEPS):
+        made = maker(data(16, 4, seed=step))
+        real = bce(critic(data(16, 8, seed=30 + step)), ones)
+        loss = real + bce(critic(made.detach()), zeros)
+        critics.zero_grad()
+        loss.backward()
+        critics.step()
+        critic.requires_grad_(False)
+        fooled = bce(critic(made), ones)
+        makers.zero_grad()
+        fooled.backward()
+        makers.step()
+        critic.requires_grad_(True)
+        yield loss + fooled
 
 
 # -- sentences of several lengths ------------------------------------------------------
 
 
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, 16, padding_idx=0)
-        self.layer = nn.GRU(16, 16, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(32, 5)
-
-    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(
-            self.table(words), lengths, batch_first=True, enforce_sorted=False
-        )
-        seen, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True)
-        return self.head(seen)
+def tag(m: nn.Module, words: Tensor, lengths: Tensor) -> Tensor:
+    packed = pack_padded_sequence(
+        m.table(words), lengths, batch_first=True, enforce_sorted=False
+    )
+    seen, _ = pad_packed_sequence(m.layer(packed)[0], batch_first=True)
+    return m.head(seen)
 
 
-class Tags(Script):
-    products = 2
-
-    def losses(self, convert: Convert) -> Iterator[Tensor]:
-        model: nn.Module = Tagger()
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        model = convert(model, optimizer)
-        for step in range(STEPS):
-            lengths = tokens(6, below=8, seed=step) + 2
-            most = int(lengths.max())
-            words = tokens(6, most, below=19, seed=step) + 1
-            logits = model(words, lengths)
-            inside = torch.arange(most) < lengths[:, None]
-            loss = functional.cross_entropy(logits[inside], (words % 5)[inside])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss
+@script(2)
+def tags(convert: Convert) -> Iterator[Tensor]:
+    table = nn.Embedding(20, 16, padding_idx=0)
+    layer = nn.GRU(16, 16, batch_first=True, bidirectional=True)
+    model = Of(tag, table=table, layer=layer, head=nn.Linear(32, 5))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model = convert(model, optimizer)
+    for step in range(STEPS):
+        lengths = tokens(6, below=8, seed=step) + 2
+        most = int(lengths.max())
+        words = tokens(6, most, below=19, seed=step) + 1
+        logits = model(words, lengths)
+        inside = torch.arange(most) < lengths[:, None]
+        loss = functional.cross_entropy(logits[inside], (words % 5)[inside])
+        yield learn(optimizer, loss)
 
 
 # -- a recurrence written with while_loop ----------------------------------------------
 
 
-class Loop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.cell = nn.Linear(4, 8), nn.Linear(8, 8)
-        self.out = nn.Linear(8, 1)
+def loop(m: nn.Module, x: Tensor, steps: Tensor) -> Tensor:
+    def goes_on(i: Tensor, h: Tensor) -> Tensor:
+        return i < steps
 
-    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
-        def goes_on(i: Tensor, h: Tensor) -> Tensor:
-            return i < steps
+    def body(i: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, torch.tanh(m.cell(h))
 
-        def body(i: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-            return i + 1, torch.tanh(self.cell(h))
-
-        start = torch.zeros((), dtype=torch.int64)
-        _, h = torch._higher_order_ops.while_loop(goes_on, body, (start, self.into(x)))
-        return self.out(h)
+    start = torch.zeros((), dtype=torch.int64)
+    _, h = torch._higher_order_ops.while_loop(goes_on, body, (start, m.into(x)))
+    return m.out(h)
 
 
-class Loops(Script):
-    products = 3
-
-    def losses(self, convert: Convert) -> Iterator[Tensor]:
-        model: nn.Module = Loop()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        model = convert(model, optimizer)
-        for step in range(STEPS):
-            loss = functional.mse_loss(
-                model(data(8, 4, seed=step), torch.tensor(3)), data(8, 1, seed=step)
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss
+@script(3)
+def loops(convert: Convert) -> Iterator[Tensor]:
+    model = Of(loop, into=nn.Linear(4, 8), cell=nn.Linear(8, 8), out=nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model = convert(model, optimizer)
+    for step in range(STEPS):
+        loss = functional.mse_loss(
+            model(data(8, 4, seed=step), torch.tensor(3)), data(8, 1, seed=step)
+        )
+        yield learn(optimizer, loss)
 
 
 # -- weights that are put away between steps -------------------------------------------
 
 
-class Offloaded(Script):
-    products = 2
-
-    def losses(self, convert: Convert) -> Iterator[Tensor]:
-        model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model = convert(model, optimizer)
-        weights = list(model.parameters())
-        away: list[Tensor] = []
-        for step in range(STEPS):
-            for p, kept in zip(weights, away, strict=False):
-                p.untyped_storage().resize_(kept.numel() * kept.element_size())
-                p.data.copy_(kept)
-            x, wanted = data(16, 8, seed=step), data(16, 2, seed=70 + step)
-            loss = functional.mse_loss(model(x), wanted)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            away = [p.detach().clone() for p in weights]
-            for p in weights:
-                p.untyped_storage().resize_(0)
-            yield loss
+@script(2)
+def offloaded(convert: Convert) -> Iterator[Tensor]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model = convert(model, optimizer)
+    weights = list(model.parameters())
+    away: list[Tensor] = []
+    for step in range(STEPS):
+        for p, kept in zip(weights, away, strict=False):
+            p.untyped_storage().resize_(kept.numel() * kept.element_size())
+            p.data.copy_(kept)
+        x, wanted = data(16, 8, seed=step), data(16, 2, seed=70 + step)
+        loss = functional.mse_loss(model(x), wanted)
+        learn(optimizer, loss)
+        away = [p.detach().clone() for p in weights]
+        for p in weights:
+            p.untyped_storage().resize_(0)
+        yield loss
 
 
 # -- a model called by its methods -----------------------------------------------------
@@ -406,43 +361,24 @@ class VAE(nn.Module):
         return self.decoder(z)
 
 
-class ByMethods(Script):
-    products = 3
-
-    def losses(self, convert: Convert) -> Iterator[Tensor]:
-        model: Any = VAE()
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        model = convert(model, optimizer)
-        for step in range(STEPS):
-            x = data(16, 8, seed=step)
-            mean, log_variance = model.encode(x)
-            noise = data(16, 4, seed=200 + step)
-            found = model.decode(mean + noise * (0.5 * log_variance).exp())
-            divergence = mean.square() + log_variance.exp() - 1 - log_variance
-            loss = functional.mse_loss(found, x) + 0.05 * divergence.mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss
+@script(3)
+def by_methods(convert: Convert) -> Iterator[Tensor]:
+    model: Any = VAE()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model = convert(model, optimizer)
+    for step in range(STEPS):
+        x = data(16, 8, seed=step)
+        mean, log_variance = model.encode(x)
+        noise = data(16, 4, seed=200 + step)
+        found = model.decode(mean + noise * (0.5 * log_variance).exp())
+        divergence = mean.square() + log_variance.exp() - 1 - log_variance
+        loss = functional.mse_loss(found, x) + 0.05 * divergence.mean()
+        yield learn(optimizer, loss)
 
 
-SCRIPTS: tuple[type[Script], ...] = (
-    LanguageModel,
-    MeanTeacher,
-    SoftPrompt,
-    StepsInBackward,
-    Prices,
-    GAN,
-    Tags,
-    Loops,
-    Offloaded,
-    ByMethods,
-)
-
-
-def run(script: type[Script], convert: Convert) -> list[float]:
+def run(script: Script, convert: Convert) -> list[float]:
     torch.manual_seed(3)
-    return [float(loss.detach()) for loss in script().losses(convert)]
+    return [float(loss.detach()) for loss in script(convert)]
 
 
 def left_alone(model: nn.Module, *_: torch.optim.Optimizer) -> nn.Module:
@@ -452,7 +388,7 @@ def left_alone(model: nn.Module, *_: torch.optim.Optimizer) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
 @pytest.mark.parametrize("precision", EPS)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
-def test_follows_fp32_and_is_active(script: type[Script], precision: str) -> None:
+def test_follows_fp32_and_is_active(script: Script, precision: str) -> None:
     converted: list[nn.Module] = []
 
     def convert(model: nn.Module, *optimizers: torch.optim.Optimizer) -> nn.Module:
@@ -472,7 +408,7 @@ def test_follows_fp32_and_is_active(script: type[Script], precision: str) -> Non
         for row in autoamp.report(model).ops
         if row.op.removeprefix("aten::").partition(".")[0] in _PRODUCTS
     }
-    assert [low for *_, low in products] == [True] * script.products
+    assert [low for *_, low in products] == [True] * SCRIPTS[script]
     coverages = [autoamp.report(model).coverage for model in converted]
     assert all(c is not None and c.calls and not c.calls_aside for c in coverages)
 

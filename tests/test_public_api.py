@@ -150,7 +150,7 @@ def test_every_public_function_has_a_docstring(path: Path) -> None:
     assert undocumented(path) == []
 
 
-def test_a_missing_docstring_is_found(tmp_path: Path) -> None:
+def test_a_missing_docstring_is_found(tmp_path) -> None:
     path = tmp_path / "bare.py"
     path.write_text("def f():\n    pass\n\n\ndef _g():\n    pass\n")
     assert undocumented(path) == ["bare.py: module", "bare.py:1 f"]

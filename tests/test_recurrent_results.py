@@ -44,8 +44,7 @@ def test_results_are_those_of_torchs_own_kernels(
     shape = {"batch_first": batch_first, "bidirectional": bidirectional}
 
     def layer(dtype: torch.dtype) -> nn.Module:
-        made: nn.Module = kind(5, 4, depth, **shape, **more, dtype=dtype)
-        return made
+        return kind(5, 4, depth, **shape, **more, dtype=dtype)
 
     for dtype in (torch.float32, torch.float16):
         # Of the kernels that run: some of those for fake tensors are wrong.
@@ -78,13 +77,12 @@ class Series(nn.Module):
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.rnn(x)[0])
-        return y
+        return self.head(self.rnn(x)[0])
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_a_capture_makes_no_operation_of_a_step(
-    kind: type[nn.RNNBase], monkeypatch: pytest.MonkeyPatch
+    kind: type[nn.RNNBase], monkeypatch
 ) -> None:
     """As many for three hundred steps as for three."""
     made: list[int] = []

@@ -94,8 +94,7 @@ def in_a_checkpoint(m: Layers, x: Tensor) -> tuple[Tensor, ...]:
             y = checkpoint(lambda u: m.second(u.float()), z, use_reentrant=False)
         return z, y, torch.ones_like(z)
 
-    result: tuple[Tensor, ...] = checkpoint(body, x, use_reentrant=False)
-    return result
+    return checkpoint(body, x, use_reentrant=False)
 
 
 def branch_off(m: Layers, x: Tensor) -> tuple[Tensor, ...]:
@@ -111,8 +110,7 @@ def in_a_branch(m: Layers, x: Tensor) -> tuple[Tensor, ...]:
         with region(False):
             return z + 1, torch.zeros_like(z), m.second(t)
 
-    result: tuple[Tensor, ...] = torch.cond(x.sum() > 0, branch, branch, (x,))
-    return result
+    return torch.cond(x.sum() > 0, branch, branch, (x,))
 
 
 def read_outside(m: Layers, x: Tensor) -> tuple[Tensor, ...]:

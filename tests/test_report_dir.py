@@ -35,8 +35,7 @@ class Net(nn.Module):
         self.second = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x).relu())
-        return out
+        return self.second(self.first(x).relu())
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +49,7 @@ def x() -> Tensor:
     return torch.randn(3, WIDTH)
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def told(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
@@ -66,14 +65,13 @@ def whole(folder: Path) -> dict[str, Any]:
     for path in folder.glob("*.py"):
         ast.parse(path.read_text())
     assert (folder / "report.txt").read_text().endswith("\n")
-    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
-    return found
+    return json.loads((folder / "report.json").read_text())
 
 
 # -- what is written -------------------------------------------------------------------
 
 
-def test_graphs_before_and_after_and_the_report(tmp_path: Path, x: Tensor) -> None:
+def test_graphs_before_and_after_and_the_report(tmp_path, x: Tensor) -> None:
     root = tmp_path / "not" / "there" / "yet"
     autoamp.enable(report_dir=root, **ASKED)
     model = Net()
@@ -99,7 +97,7 @@ def test_graphs_before_and_after_and_the_report(tmp_path: Path, x: Tensor) -> No
     assert whole(first).keys() == whole(second).keys()
 
 
-def test_final_counts_when_the_mode_ends(tmp_path: Path, x: Tensor) -> None:
+def test_final_counts_when_the_mode_ends(tmp_path, x: Tensor) -> None:
     autoamp.enable(report_dir=tmp_path, **ASKED)
     model = Net()
     for _ in range(5):
@@ -118,7 +116,7 @@ def test_final_counts_when_the_mode_ends(tmp_path: Path, x: Tensor) -> None:
     ids=lambda name: ascii(name)[:12],
 )
 def test_class_names_that_are_no_file_names(
-    name: str, tmp_path: Path, x: Tensor, caplog: pytest.LogCaptureFixture
+    name: str, tmp_path, x: Tensor, caplog
 ) -> None:
     root = tmp_path / "reports"
     autoamp.enable(report_dir=root, **ASKED)
@@ -133,7 +131,7 @@ def test_class_names_that_are_no_file_names(
 
 
 def test_an_earlier_run_with_the_same_id_is_not_written_over(
-    tmp_path: Path, x: Tensor, monkeypatch: pytest.MonkeyPatch
+    tmp_path, x: Tensor, monkeypatch
 ) -> None:
     """In a container every run may be process 7 of host `worker`."""
     for _ in range(2):
@@ -146,9 +144,7 @@ def test_an_earlier_run_with_the_same_id_is_not_written_over(
         assert {path.name for path in folder.iterdir()} == ONE_GRAPH
 
 
-def test_many_threads_of_one_model(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_threads_of_one_model(tmp_path, caplog) -> None:
     autoamp.enable(report_dir=tmp_path, **ASKED)
     model, together = Net(), threading.Barrier(6)
     model(torch.randn(3, WIDTH))
@@ -173,9 +169,7 @@ def test_many_threads_of_one_model(
 
 
 @pytest.mark.parametrize("lost", ["folder", "root", "replaced"])
-def test_directory_that_vanishes(
-    lost: str, tmp_path: Path, x: Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_directory_that_vanishes(lost: str, tmp_path, x: Tensor, caplog) -> None:
     root = tmp_path / "reports"
     autoamp.enable(report_dir=root, **ASKED)
     model = Net()
@@ -191,7 +185,7 @@ def test_directory_that_vanishes(
     assert not autoamp.is_converted(model)
 
 
-def test_full_disk(tmp_path: Path, x: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk(tmp_path, x: Tensor, caplog) -> None:
     """Past the largest file a process may write, as past the end of a disk."""
     autoamp.enable(report_dir=tmp_path, **ASKED)
     model = Net()
@@ -241,13 +235,11 @@ def started(root: Path, calls: int) -> subprocess.Popen[bytes]:
         "AUTOAMP_REPORT_DIR": str(root),
     }
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(calls)],
-        env=environ,
-        stderr=subprocess.PIPE,
+        [sys.executable, "-c", SCRIPT, str(calls)], env=environ, stderr=subprocess.PIPE
     )
 
 
-def test_killed_process_leaves_what_it_captured(tmp_path: Path) -> None:
+def test_killed_process_leaves_what_it_captured(tmp_path) -> None:
     process = started(tmp_path, 1)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -257,7 +249,7 @@ def test_killed_process_leaves_what_it_captured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_at_once(tmp_path: Path) -> None:
+def test_two_processes_at_once(tmp_path) -> None:
     processes = [started(tmp_path, 6), started(tmp_path, 4)]
     errors = [process.communicate()[1].decode() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors

@@ -191,7 +191,7 @@ def step(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_planted_fault_costs_a_region(
-    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch
 ) -> None:
     x = torch.randn(4, WIDTH)
     truth, gradients = step(Net(), x)
@@ -211,16 +211,14 @@ def test_a_planted_fault_costs_a_region(
 
 @pytest.mark.parametrize("fault", FAULTS[1:], ids=lambda f: f.__name__)
 def test_strict_raises_at_once(
-    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch
 ) -> None:
     fault(monkeypatch)
     with pytest.raises(AutoampError):
         converted(Net(), strict=True)(torch.randn(4, WIDTH))
 
 
-def test_a_write_that_the_facts_miss_costs_a_region(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_write_that_the_facts_miss_costs_a_region(monkeypatch) -> None:
     class Writes(Net):
         def forward(self, x: Tensor) -> Tensor:
             h = super().forward(x).exp()
@@ -239,9 +237,7 @@ def test_a_write_that_the_facts_miss_costs_a_region(
     assert any(REPORT in why for _, why in report.skipped)
 
 
-def test_a_write_through_a_view_that_cannot_be_traced_is_not_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_write_through_a_view_that_cannot_be_traced_is_not_lost(monkeypatch) -> None:
     """The facts know nothing of the view; the verifier sees what it shows."""
 
     class Views(Net):
@@ -382,9 +378,7 @@ def test_it_ends() -> None:
     assert tries == 5
 
 
-def test_the_report_names_the_place_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_report_names_the_place_once(monkeypatch, caplog) -> None:
     in_classify(monkeypatch)
     model = converted(Net())
     with caplog.at_level(logging.WARNING):

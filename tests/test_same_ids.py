@@ -37,10 +37,7 @@ def parameter_at(places: set[int]) -> nn.Parameter | None:
 def test_an_optimizer_of_others_steps_as_it_would(kept: str) -> None:
     model = overflowed()
     held: list[Any] = []
-    if kept in (
-        "engine",
-        "both",
-    ):  # as a cycle keeps it until it is collected
+    if kept in ("engine", "both"):  # as a cycle keeps it until it is collected
         held.append(model._autoamp.engine)
     if kept in ("memory", "both"):
         held += [weight.detach() for weight in model.parameters()]

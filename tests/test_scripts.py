@@ -92,7 +92,6 @@ def test_the_work_is_done_in_low_precision(name: str, precision: str) -> None:
         ((_, why),) = report.skipped
         assert "under torch.autocast" in why
         assert "because of vmap" in why
-        assert report.coverage is not None
         assert report.coverage.calls_aside == report.coverage.calls > 0
         return
     assert found.models
@@ -172,7 +171,7 @@ def assert_same_alone(name: str, precision: str, folder: Path) -> None:
     assert low == ours(name, precision).low_flops
 
 
-def test_the_environment_alone_does_it(tmp_path: Path) -> None:
+def test_the_environment_alone_does_it(tmp_path) -> None:
     assert_same_alone("loader", "bf16", tmp_path)
 
 
@@ -180,7 +179,7 @@ def test_the_environment_alone_does_it(tmp_path: Path) -> None:
 @both
 @every
 def test_the_environment_alone_does_it_for_every_script(
-    name: str, precision: str, tmp_path: Path
+    name: str, precision: str, tmp_path
 ) -> None:
     assert_same_alone(name, precision, tmp_path)
 
@@ -209,7 +208,7 @@ def in_fp32(checkpoint: Path) -> list[float]:
 @pytest.mark.parametrize(
     "precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)]
 )
-def test_a_checkpoint_is_gone_on_from(precision: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_gone_on_from(precision: str, tmp_path) -> None:
     losses, checkpoint = resumed(precision, tmp_path)
     exact = [x for _ in range(3) for x in in_fp32(tmp_path / "exact.pt")]
     # As in `tolerance`, for two layers.
@@ -252,7 +251,6 @@ def test_calls_inside_a_users_compilation_are_counted(in_bf16: None) -> None:
     compiled = torch.compile(model, backend="aot_eager")
     compiled(torch.randn(4, 8))
     coverage = autoamp.report(model).coverage
-    assert coverage is not None
     assert coverage.flops == 2 * 4 * 8 * 8
     assert coverage.calls == 1
 
@@ -263,7 +261,6 @@ def test_where_warnings_are_errors_a_model_may_follow_another(in_bf16: None) -> 
         warnings.simplefilter("error")
         second(first(torch.randn(4, 8)))
     coverage = autoamp.report(second).coverage
-    assert coverage is not None
     assert coverage.calls_aside == 0
 
 
@@ -272,13 +269,10 @@ def test_flops_are_those_of_the_lengths_that_came(in_bf16: None) -> None:
     for length in lengths:
         model(torch.randn(length, 8))
     coverage = autoamp.report(model).coverage
-    assert coverage is not None
     assert coverage.flops == 2 * 8 * 8 * sum(lengths)
 
 
-def test_a_lone_layer_that_does_not_pay_is_no_news(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_lone_layer_that_does_not_pay_is_no_news(caplog) -> None:
     autoamp.enable(precision="fp16", do_no_harm=False)
     layer = nn.Linear(4, 4)
     try:

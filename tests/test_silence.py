@@ -92,7 +92,7 @@ class Choosy(nn.Module):
         return self.blocks[1](x) * len(word)
 
 
-def test_the_recompile_limit_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_recompile_limit_is_told(caplog) -> None:
     model = autoamp.convert(Choosy(), **OPTIONS)
     for i in range(MANY):
         model(torch.randn(2, 8), "x" * i)
@@ -146,14 +146,13 @@ def failing_on(graph: int) -> Callable[..., Any]:
     ("graph", "aside", "in_part"), [(0, 0, 3), (1, 0, 3), (-1, 3, 0)]
 )
 def test_graphs_that_stayed_fp32_are_not_counted_as_rewritten(
-    graph: int, aside: int, in_part: int, monkeypatch: pytest.MonkeyPatch
+    graph: int, aside: int, in_part: int, monkeypatch
 ) -> None:
     monkeypatch.setattr(pipeline, "normalise", failing_on(graph))
     model = autoamp.convert(Halves(), **OPTIONS)
     for _ in range(3):
         model(torch.randn(3, 8))
     coverage = autoamp.report(model).coverage
-    assert coverage is not None
     counts = (coverage.calls, coverage.calls_aside, coverage.calls_in_part)
     assert counts == (3, aside, in_part)
     said = f"{3 - aside} of 3 calls ran rewritten graphs"
@@ -161,9 +160,7 @@ def test_graphs_that_stayed_fp32_are_not_counted_as_rewritten(
     assert said + beside in str(autoamp.report(model))
 
 
-def test_what_failed_is_not_called_converted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_failed_is_not_called_converted(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, "autoamp")
     monkeypatch.setattr(pipeline, "normalise", failing_on(-1))
     autoamp.convert(Block(8), **OPTIONS)(torch.randn(2, 8))
@@ -172,9 +169,7 @@ def test_what_failed_is_not_called_converted(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_thirty_models_of_a_class_say_it_once(
-    fails: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_thirty_models_of_a_class_say_it_once(fails: bool, monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, "autoamp")
     if fails:
         monkeypatch.setattr(pipeline, "normalise", failing_on(-1))
@@ -193,9 +188,7 @@ def error_of(model: nn.Module) -> str:
 
 
 @pytest.mark.parametrize("mode", ["convert", "automatic"])
-def test_an_error_of_the_users_is_told_once(
-    mode: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_of_the_users_is_told_once(mode: str, request, caplog) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     if mode == "convert":
         autoamp.convert(model, **OPTIONS)
@@ -218,9 +211,7 @@ def test_a_source_line_is_a_line_of_code() -> None:
     assert where(node).endswith("at model.py:7: y = self.fc(x))")
 
 
-def test_a_long_first_call_shows_signs_of_life(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_first_call_shows_signs_of_life(caplog, monkeypatch) -> None:
     caplog.set_level(logging.INFO, "autoamp")
     real = pipeline.normalise
 

@@ -54,7 +54,7 @@ def test_no_folder_is_crowded() -> None:
     assert crowded(PACKAGE) == crowded(COMMANDS) == []
 
 
-def test_a_crowded_folder_is_found(tmp_path: Path) -> None:
+def test_a_crowded_folder_is_found(tmp_path) -> None:
     for number in range(FOLDER_FILES + 1):
         (tmp_path / f"m{number}.py").touch()
     assert crowded(tmp_path) == [f"{tmp_path.name}: {FOLDER_FILES + 1} files"]
@@ -77,7 +77,7 @@ def test_the_walk_found_the_package() -> None:
     assert PACKAGE / "errors.py" in FILES
 
 
-def test_long_functions_and_prints_are_found(tmp_path: Path) -> None:
+def test_long_functions_and_prints_are_found(tmp_path) -> None:
     path = tmp_path / "planted.py"
     body = "    x = 1\n" * 70
     path.write_text(f'class A:\n  def f():\n    """One\n    two."""\n{body}\nprint(1)')

@@ -16,7 +16,8 @@ from autoamp.trace import normalise as passes
 from autoamp.trace.normalise import Normalised, normalise
 from autoamp.trace.settled import spellings_of
 from autoamp.trace.spelling import Spellings
-from tests.models import CASES, Case
+from tests.models import BY_NAME, LARGE
+from tests.quick import some_slow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),
@@ -112,8 +113,9 @@ def assert_equal(model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     return sum(repeats for _, (*_, repeats) in found)
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_graphs_of_models_are_those_of_a_trace(case: Case) -> None:
+@pytest.mark.parametrize("name", some_slow(BY_NAME, LARGE.__contains__))
+def test_graphs_of_models_are_those_of_a_trace(name: str) -> None:
+    case = BY_NAME[name]
     args, kwargs = case.inputs(0)
     assert_equal(case.model(), *args, **kwargs)
 
@@ -134,7 +136,7 @@ class Stack(nn.Module):
         return x
 
 
-def test_layers_need_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_need_no_trace(monkeypatch) -> None:
     traced: list[fx.Node] = []
     inner = Spellings.adopt
 
@@ -346,9 +348,7 @@ def test_a_function_that_keeps_a_state_is_traced_each_time(
     assert len(set(factors)) == 3
 
 
-def test_where_the_short_way_fails_the_long_one_is_taken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_the_short_way_fails_the_long_one_is_taken(monkeypatch) -> None:
     ((gm, inputs),) = captured(lambda x: (x + 1) * (x + 1), torch.randn(4, 8))
 
     def fail(*_: Any) -> Any:

@@ -129,7 +129,6 @@ def check_law_9(  # noqa: PLR0917
     assert_same(dirty.records, clean)
     assert dirty.hooks == ["pre", "post"] * STEPS
     report = autoamp.report(dirty.model).loss_scale
-    assert report is not None
     assert report.scale == 2.0**14
     assert report.skipped_steps == 1
     assert len(report.skips) == 1
@@ -246,7 +245,6 @@ def test_overflow_in_one_micro_batch_skips_the_whole_step(
         assert optimizer.step_was_skipped == (step == 1)
         assert (not moved(before, model)) == (step == 1)
     report = autoamp.report(model).loss_scale
-    assert report is not None
     assert report.scale == 2.0**14
     assert report.growth_tracker == 2
 
@@ -310,7 +308,7 @@ def test_overflow_that_reaches_some_weights_only(base: nn.Module) -> None:
     for frozen in (0, 2):
         model = fresh_copy(base)
         optimizer = sgd(model)
-        for p in model[frozen].parameters():  # type: ignore[index]
+        for p in model[frozen].parameters():
             p.requires_grad_(False)
         before = weights_of(model)
         loss_of(model, 0, HUGE).backward()

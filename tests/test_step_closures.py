@@ -43,9 +43,7 @@ def test_closures_are_evaluated_once(
         calls: list[torch.Tensor] = []
 
         def closure(
-            step: int = step,
-            factor: float = factor,
-            calls: list[torch.Tensor] = calls,
+            step: int = step, factor: float = factor, calls: list[torch.Tensor] = calls
         ) -> torch.Tensor:
             assert torch.is_grad_enabled()
             optimizer.zero_grad()

@@ -46,7 +46,7 @@ STEPS = 4
 
 
 @pytest.fixture
-def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_gpu(monkeypatch) -> None:
     for module in (moves, kernel_flag, climb):
         monkeypatch.setattr(module, "free_to_read", lambda _: False)
 
@@ -146,7 +146,7 @@ def test_gradients_that_were_never_zeroed(
 
 @pytest.mark.usefixtures("as_on_gpu")
 def test_gradients_are_looked_at_only_where_they_may_be_old(
-    base: nn.Module, monkeypatch: pytest.MonkeyPatch
+    base: nn.Module, monkeypatch
 ) -> None:
     looked: list[int] = []
     real = autoamp.scaling.overflow.not_finite
@@ -223,9 +223,7 @@ def test_a_group_that_is_not_fused(base: nn.Module) -> None:
 
 
 @pytest.mark.usefixtures("as_on_gpu")
-def test_weights_added_later_have_their_first_step_with_a_wait(
-    base: nn.Module,
-) -> None:
+def test_weights_added_later_have_their_first_step_with_a_wait(base: nn.Module) -> None:
     model: Any = fresh_copy(base)
     optimizer: Any = torch.optim.SGD(
         model[0].parameters(), 0.1, momentum=0.9, fused=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +70,6 @@ def assert_converted(ours: Ran, models: int) -> None:
     """All of every model's matrix products are low, and one line says so."""
     assert len(ours.reports) == models
     for report in ours.reports:
-        assert report.coverage is not None
         assert report.coverage.share_of_calls == 1
         assert report.coverage.flops == report.coverage.low_flops > 0
     lines = [line for line in ours.lines if "the first call of" not in line[1]]
@@ -95,7 +93,6 @@ def test_a_script_trains_as_in_fp32(case: Any, precision: str) -> None:
 def test_calls_of_a_compiled_model_are_counted(name: str) -> None:
     script, arguments, _, _ = COMPILED[name]
     ours = run(script, "bf16", **arguments)
-    assert ours.reports[0].coverage is not None
     assert ours.reports[0].coverage.calls == len(ours.result["losses"])
 
 
@@ -125,7 +122,7 @@ def test_exactly_the_step_that_overflows_is_skipped(name: str) -> None:
     ],
 )
 def test_a_run_that_is_resumed_is_the_same_to_the_bit(
-    case: str, precision: str, tmp_path: Path
+    case: str, precision: str, tmp_path
 ) -> None:
     if case == "hf":
         script, half, whole = "hf_trainer", {}, {}
@@ -168,7 +165,7 @@ def test_greedy_tokens_are_those_of_fp32_as_often_as_under_autocast(
     assert_converted(ours, models)
 
 
-def test_environment_variables_convert_an_unchanged_script(tmp_path: Path) -> None:
+def test_environment_variables_convert_an_unchanged_script(tmp_path) -> None:
     script = str(FOLDER / "accelerate_loop.py")
     said, reports = run_apart(tmp_path, "bf16", script)
     lines = [line for line in said.splitlines() if "autoamp" in line]

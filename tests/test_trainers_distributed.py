@@ -16,7 +16,7 @@ BAD = 3
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def ranks(tmp_path_factory) -> Any:
     """Runs `distributed.py` under torchrun; once for each set of arguments."""
     known: dict[Any, Any] = {}
 

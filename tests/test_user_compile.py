@@ -133,7 +133,6 @@ def test_converted_model(way: Callable[..., Any], x: Tensor) -> None:
         assert rounded(compiled(x), exact)
     assert seen.low_products() == 2
     coverage = autoamp.report(model).coverage
-    assert coverage is not None
     assert coverage.share_of_calls == 1
     assert coverage.low_flops == coverage.flops == 2 * 2 * 5 * (WIDTH * 16 + 16 * 4)
 
@@ -156,9 +155,7 @@ def test_converted_module_inside(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_as_one_graph_autocast_stands_in(
-    precision: str, x: Tensor, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_as_one_graph_autocast_stands_in(precision: str, x: Tensor, caplog) -> None:
     model, seen = mlp(), Seen("aot_eager")
     exact = model(x)
     autoamp.convert(model, **{**OPTIONS, "precision": precision})

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor, fx, nn
 
 from autoamp import pipeline
@@ -18,6 +17,7 @@ from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.verify import Verifier
+from tests.quick import explored
 from tests.strategies import Program, capture, choices, inputs, programs
 
 ROWS, WIDTH = 4, 8
@@ -263,7 +263,10 @@ def test_fx_lint_and_fake_tensors_see_none_of_it() -> None:
 # -- law 4: the recount ----------------------------------------------------------------
 
 
-def check_law_4(program: nn.Module, options: dict[str, Any]) -> None:
+@explored(40, 500, lambda most: (programs(most=most), choices()))
+def test_the_emitted_graph_costs_what_was_promised(
+    program: Program, options: dict[str, Any]
+) -> None:
     low = torch.float16 if options["precision"] == "fp16" else LOW
     seen: list[tuple[int, int]] = []
 
@@ -295,24 +298,6 @@ def check_law_4(program: nn.Module, options: dict[str, Any]) -> None:
     assert after <= before
 
 
-@settings(max_examples=40)
-@given(programs(), choices())
-def test_the_emitted_graph_costs_what_was_promised(
-    program: Program, options: dict[str, Any]
-) -> None:
-    check_law_4(program, options)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@settings(max_examples=500)
-@given(programs(most=14), choices())
-def test_the_emitted_graph_costs_what_was_promised_deep(
-    program: Program, options: dict[str, Any]
-) -> None:
-    check_law_4(program, options)
-
-
 def test_one_cast_more_or_less_is_counted() -> None:
     found = rewritten()
     promised = recount(found, found.gm)
@@ -335,7 +320,7 @@ def test_an_op_in_another_precision_is_counted() -> None:
     assert recount(found, found.gm) != promised
 
 
-def test_a_wrong_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_promise_is_refused(monkeypatch) -> None:
     real = pipeline.assign
 
     def boast(*args: Any) -> Any:
@@ -347,7 +332,7 @@ def test_a_wrong_promise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         rewritten(strict=True)
 
 
-def test_a_dropped_cast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_cast_is_refused(monkeypatch) -> None:
     real = pipeline.insert_casts
 
     def careless(*args: Any) -> Any:

@@ -282,8 +282,7 @@ def test_a_number_in_a_tensor_is_not_promoted_to() -> None:
     before = graph(mul, ("relu", ATEN.relu.default, "mul"), given=scalar)
     low_mul = ("mul", ATEN.atan2.default, "low", "y")
     verify(
-        before,
-        graph(low, low_mul, up, ("relu", ATEN.relu.default, "up"), given=scalar),
+        before, graph(low, low_mul, up, ("relu", ATEN.relu.default, "up"), given=scalar)
     )
     numbers = {"x": torch.zeros(()), "y": torch.zeros(())}
     message = refused(graph(mul, given=numbers), graph(low, low_mul, given=numbers))
@@ -364,7 +363,7 @@ class _OnCuda(torch.Tensor):
         return torch.Tensor._make_subclass(cls, value)
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return torch.device("cuda")
 
 

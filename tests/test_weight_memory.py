@@ -34,7 +34,7 @@ def unwatched(model: nn.Module) -> int:
 
 def numpy_array(model: nn.Module) -> tuple[Write, Callable[[], Tensor]]:
     """Writes the first weight through a numpy view made before; reads it so, too."""
-    array = model[0].weight.detach().numpy()  # type: ignore[index]
+    array = model[0].weight.detach().numpy()
 
     def write(value: float) -> None:
         array[:] = value
@@ -43,8 +43,8 @@ def numpy_array(model: nn.Module) -> tuple[Write, Callable[[], Tensor]]:
 
 
 def dlpack_capsule(model: nn.Module) -> tuple[Write, Callable[[], Tensor]]:
-    array = np.from_dlpack(model[0].weight.detach())  # type: ignore[index]
-    other = torch.from_dlpack(model[0].weight.detach())  # type: ignore[index]
+    array = np.from_dlpack(model[0].weight.detach())
+    other = torch.from_dlpack(model[0].weight.detach())
 
     def write(value: float) -> None:
         other.fill_(value)
@@ -54,7 +54,7 @@ def dlpack_capsule(model: nn.Module) -> tuple[Write, Callable[[], Tensor]]:
 
 def from_numpy(model: nn.Module) -> tuple[Write, Callable[[], Tensor]]:
     array = np.zeros((16, WIDTH), np.float32)
-    model[0].weight = nn.Parameter(torch.from_numpy(array))  # type: ignore[index]
+    model[0].weight = nn.Parameter(torch.from_numpy(array))
 
     def write(value: float) -> None:
         array[:] = value
@@ -63,15 +63,15 @@ def from_numpy(model: nn.Module) -> tuple[Write, Callable[[], Tensor]]:
 
 
 def mapped_file(model: nn.Module) -> tuple[Write, Callable[[], Tensor]]:
-    path = Path(model.scratch) / "weights.pt"  # type: ignore[arg-type]
+    path = Path(model.scratch) / "weights.pt"
     torch.save({"w": torch.zeros(16, WIDTH)}, path)
     loaded = torch.load(path, mmap=True)["w"]
-    model[0].weight = nn.Parameter(loaded)  # type: ignore[index]
+    model[0].weight = nn.Parameter(loaded)
     return loaded.fill_, loaded.clone
 
 
 def shared_memory(model: nn.Module) -> tuple[Write, Callable[[], Tensor]]:
-    weight = model.share_memory()[0].weight  # type: ignore[index, operator]
+    weight = model.share_memory()[0].weight
     alias = weight.data
 
     def write(value: float) -> None:
@@ -121,10 +121,10 @@ HOLDERS = [
 def test_other_holders_of_the_memory_read_and_write_it(
     holder: Callable[[nn.Module], tuple[Write, Callable[[], Tensor]]],
     mode: str,
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
     model, x = mlp(), torch.randn(3, WIDTH)
-    model.scratch = str(tmp_path)  # type: ignore[assignment]
+    model.scratch = str(tmp_path)
     write, read = holder(model)
     convert(model)
     for value in (0.5, -0.25):
@@ -151,7 +151,7 @@ def test_array_made_after_the_copy_is_seen_too() -> None:
     model, x = convert(mlp()).eval(), torch.randn(3, WIDTH)
     with torch.no_grad():
         model(x)
-        array = model[0].weight.detach().numpy()  # type: ignore[index, operator, union-attr]
+        array = model[0].weight.detach().numpy()
         for value in (0.5, -0.25):
             array[:] = value
             assert error_now(model, x) < CLOSE
@@ -212,7 +212,7 @@ def test_writes_to_the_storage_are_seen(write: Callable[[Any], None]) -> None:
     with torch.no_grad():
         model(x)
         before = refreshed(model)
-        write(model[0].weight.untyped_storage())  # type: ignore[index, operator, union-attr]
+        write(model[0].weight.untyped_storage())
         assert error_now(model, x) < CLOSE
     assert refreshed(model) == before + 1
 

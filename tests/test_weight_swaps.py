@@ -35,14 +35,13 @@ from tests.test_weights import (
 
 def convert(model: nn.Module, precision: str = "bf16", **options: Any) -> nn.Module:
     given = {"loss_scale": 4.0} if precision == "fp16" else {}
-    converted: nn.Module = autoamp.convert(
+    return autoamp.convert(
         model,
         precision=precision,
         do_no_harm=False,
         strict=True,
         **{**given, **options},
     )
-    return converted
 
 
 class Recomputed(nn.Module):
@@ -128,7 +127,7 @@ def compare_gradients(
     exact = make()
     other = convert(copy.deepcopy(exact), **options)
     for model in (exact, other):
-        model._aliases = [p.data for p in model.parameters()]  # type: ignore[assignment]
+        model._aliases = [p.data for p in model.parameters()]
     x = torch.randn(3, WIDTH)
     found, expected = (
         gradients(m, x.clone().requires_grad_(), exchange, mode) for m in (other, exact)
@@ -216,11 +215,10 @@ def test_steps_reuse_the_memory_of_copies_that_nobody_holds() -> None:
 
 def test_memory_is_new_only_while_a_graph_holds_the_old() -> None:
     model, x = convert(mlp()), torch.randn(3, WIDTH, requires_grad=True)
-    weight: Any = model[2].weight  # type: ignore[index]
+    weight: Any = model[2].weight
 
     def place() -> int:
         low = low_copy(weight)
-        assert low is not None
         return low.data_ptr()
 
     loss = model(x).sum()
@@ -339,7 +337,7 @@ def test_an_overflow_before_a_swap_still_has_the_step_skipped() -> None:
         p.grad = gradient
     before = [p.detach().clone() for p in model.parameters()]
     optimizer.step()
-    assert optimizer.step_was_skipped  # type: ignore[attr-defined]
+    assert optimizer.step_was_skipped
     assert all(map(torch.equal, model.parameters(), before))
 
 
@@ -390,7 +388,7 @@ def offloaded_typed(model: nn.Module) -> None:
     """As FSDP does it, with the storage that has a dtype."""
     kept = offload(model)
     for p, value in zip(model.parameters(), kept, strict=True):
-        p._typed_storage()._resize_(value.numel())  # type: ignore[attr-defined]
+        p._typed_storage()._resize_(value.numel())
         with torch.no_grad():
             p.copy_(0.5 * value)
 
@@ -421,7 +419,7 @@ def test_the_copies_go_with_the_storage() -> None:
     model, x = convert(mlp()).eval(), torch.randn(3, WIDTH)
     with torch.no_grad():
         model(x)
-    copies = [weakref.ref(low_copy(p)) for p in model.parameters()]  # type: ignore[arg-type]
+    copies = [weakref.ref(low_copy(p)) for p in model.parameters()]
     assert all(copy() is not None for copy in copies)
     kept = offload(model)
     assert all(copy() is None for copy in copies)
@@ -491,7 +489,7 @@ def test_a_choice_that_there_is_not() -> None:
         autoamp.convert(mlp(), weight_copies="never")
 
 
-def test_a_cuda_graph_gets_copies_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_graph_gets_copies_of_its_own(monkeypatch) -> None:
     # What it captures is written again at each replay, whatever graphs hold it then.
     model, x = convert(mlp()).eval(), torch.randn(3, WIDTH)
     with torch.no_grad():

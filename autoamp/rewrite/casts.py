@@ -188,7 +188,11 @@ class _Emitter:
         makes_data = base_name(node.target) in family("factory", "noise")
         makes_data &= not is_out_variant(node.target)
         if makes_data and self.facts.nodes[node.name].makes_floats:
-            kwargs = {**kwargs, "dtype": self.low if is_low else HIGH_DTYPE}
+            given = {**kwargs, "dtype": self.low if is_low else HIGH_DTYPE}
+            # In the schema's order, as a tracer writes keywords: a second run of the
+            # pass on its own result then changes nothing.
+            order = [argument.name for argument in compat.schema(node.target).arguments]
+            kwargs = {name: given[name] for name in sorted(given, key=order.index)}
         return args, kwargs
 
     def _adapt(self, value: Any, *, cut: bool) -> Any:

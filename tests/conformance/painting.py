@@ -104,6 +104,23 @@ class Case:
         return made > 0.5 if name == "m" else made
 
 
+def cases(text: str, **more: Mapping[str, Any]) -> list[Case]:
+    """The cases written in `text`, each with a blank line before the next.
+
+    A case begins with `name: casts`, and its program follows in indented lines.
+
+    Args:
+        more: the other arguments of `Case` of those that have any, by name.
+    """
+    found = []
+    for block in text.strip().split("\n\n"):
+        head, program = block.split("\n", 1)
+        name, _, casts = head.rpartition(": ")
+        found.append(Case(name, program, int(casts), **more.pop(name, {})))
+    assert not more, f"no such case: {[*more]}"
+    return found
+
+
 class Program(nn.Module):
     """Runs the lines of a case."""
 

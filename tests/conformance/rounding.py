@@ -128,8 +128,7 @@ class Exact(fx.Interpreter):
     def _round(self, value: Tensor, exact: bool = False) -> Tensor:
         if not _is_wide(value):
             return value
-        rounded: Tensor = _Rounded.apply(value, self.noise, exact)
-        return rounded
+        return _Rounded.apply(value, self.noise, exact)
 
 
 def _round_in_place(values: Sequence[Any], noise: Noise) -> None:

@@ -18,10 +18,12 @@ What a graph of TensorFlow says with nodes that torch has not is said thus:
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tests.conformance.painting import Case
+from tests.conformance.painting import Case, cases
 
 IMAGE = (1, 2, 4, 4)
 PIXEL = (2, 2, 1, 1)
@@ -63,7 +65,7 @@ def simple(name: str, infer: str = "sqrt", **options: object) -> Case:
         clr5 = relu(unlisted)
         return clr5
     """
-    return Case(name, program, 2, **options)  # type: ignore[arg-type]
+    return Case(name, program, 2, **options)
 
 
 def already(name: str, precision: str, dtype: str) -> Case:
@@ -103,285 +105,14 @@ def list_set_get(name: str, precision: str, infer: str) -> Case:
     return Case(name, program, 2, precision)
 
 
-def no_infer_op(name: str, program: str, casts: int, **options: object) -> Case:
-    """The graph of the test of the level that treats infer ops as denied."""
-    return Case(name, program, casts, options=options)
-
-
 CPP = [
-    Case(
-        "NoOp",
-        """
-        deny1 = exp(x)
-        clr1 = relu(deny1)
-        infer1 = sqrt(clr1)
-        clr2 = relu(infer1)
-        return clr2
-        """,
-        0,
-    ),
     already("AlreadyFp16", "fp16", "float16"),
     simple("Simple"),
-    no_infer_op(
-        "NoInferOp",
-        """
-        deny1 = exp(x)
-        clr1 = relu(deny1)
-        infer1 = sqrt(clr1)
-        CLR2 = relu(infer1)
-        ALLOW1 = matmul(CLR2, CLR2)
-        CLR3 = relu(ALLOW1)
-        infer2 = log(CLR3)
-        CLR4 = relu(infer2)
-        ALLOW2 = matmul(CLR4, CLR4)
-        infer3 = tanh(ALLOW2)
-        return infer3
-        """,
-        4,
-        deny=["sqrt", "log", "tanh"],
-    ),
-    no_infer_op(
-        "NoInferOp, the level not set",
-        """
-        deny1 = exp(x)
-        clr1 = relu(deny1)
-        infer1 = sqrt(clr1)
-        CLR2 = relu(infer1)
-        ALLOW1 = matmul(CLR2, CLR2)
-        CLR3 = relu(ALLOW1)
-        INFER2 = log(CLR3)
-        CLR4 = relu(INFER2)
-        ALLOW2 = matmul(CLR4, CLR4)
-        INFER3 = tanh(ALLOW2)
-        return INFER3
-        """,
-        2,
-    ),
-    Case(
-        "BidirectionalClearChain",
-        """
-        CLR1 = relu(x)
-        CLR2 = relu(x)
-        ALLOW1 = matmul(CLR1, CLR1)
-        CLR3 = eq(CLR1, CLR2)
-        CLR4 = relu(CLR2)
-        return ALLOW1, CLR3, CLR4
-        """,
-        3,
-    ),
-    Case(
-        "PreserveFetches",
-        """
-        allow1 = matmul(x, x)
-        clr1 = relu(allow1)
-        infer1 = sqrt(clr1)
-        deny1 = exp(infer1)
-        clr2 = relu(deny1)
-        ALLOW2 = matmul(clr2, clr2)
-        clr3 = relu(ALLOW2)
-        deny2 = exp(clr3)
-        clr4 = relu(deny2)
-        return allow1, clr2, clr3, clr4
-        """,
-        2,
-        kept=frozenset({"allow1", "clr2", "clr3"}),
-    ),
-    Case(
-        "PreserveFetches, fetched and nothing else",
-        """
-        ALLOW1 = matmul(x, x)
-        CLR1 = relu(ALLOW1)
-        infer1 = sqrt(CLR1)
-        deny1 = exp(infer1)
-        CLR2 = relu(deny1)
-        ALLOW2 = matmul(CLR2, CLR2)
-        CLR3 = relu(ALLOW2)
-        deny2 = exp(CLR3)
-        clr4 = relu(deny2)
-        return ALLOW1, CLR2, CLR3, clr4
-        """,
-        7,
-        otherwise="an output keeps its dtype by a cast at the edge, so to look at a "
-        "value need not change it",
-    ),
-    Case(
-        "PreserveCPUNodes",
-        """
-        CLR1 = relu(x)
-        ALLOW1 = matmul(CLR1, CLR1)
-        INFER1 = tanh(ALLOW1)
-        allow2 = matmul(INFER1, INFER1)
-        clr2 = relu(allow2)
-        return clr2
-        """,
-        2,
-        kept=frozenset({"allow2"}),
-    ),
-    Case(
-        "PreserveIdentityAfterVariable",
-        """
-        CLR1 = alias(w)
-        ALLOW1 = matmul(x, CLR1)
-        CLR2 = clone(y)
-        ALLOW2 = matmul(x, CLR2)
-        return ALLOW1, ALLOW2
-        """,
-        5,
-        otherwise="an alias of a parameter is a view of it, not a read of a reference "
-        "variable; cast before it, the copy kept for the weight serves",
-    ),
-    Case(
-        "FusedBatchNorm",
-        """
-        ALLOW1 = conv2d(x, w)
-        FBN1 = batch_norm(ALLOW1, mean, var, b, c)
-        FBN2 = batch_norm(ALLOW1, mean, var, b, c)
-        INFER1 = add(FBN1, FBN2)
-        ALLOW2 = conv2d(INFER1, w)
-        return ALLOW2
-        """,
-        3,
-        sizes={"x": IMAGE, "w": PIXEL, **OF_CHANNELS},
-    ),
-    Case(
-        "RepeatedAndListTypeAttrs",
-        """
-        ALLOW1 = matmul(x, x)
-        CLR1 = chunk(ALLOW1, 2)
-        INFER1 = add(CLR1[0], CLR1[1])
-        ALLOW2 = matmul(INFER1, ALLOW1)
-        return ALLOW2
-        """,
-        2,
-    ),
-    Case(
-        "ExistingCast",
-        """
-        CAST1 = m.to(float32)
-        ALLOW1 = matmul(CAST1, CAST1)
-        return ALLOW1
-        """,
-        1,
-    ),
-    Case(
-        "RecurrentEdgeColorMismatch",
-        """
-        deny1 = exp(x)
-        mrg = clone(deny1)
-        infer1 = sqrt(mrg)
-        ALLOW1 = matmul(infer1, infer1)
-        nxt1 = mrg.copy_(ALLOW1)
-        infer2 = sqrt(mrg)
-        ALLOW2 = matmul(infer2, infer2)
-        nxt2 = mrg.copy_(ALLOW2)
-        return nxt2
-        """,
-        2,
-    ),
     list_set_get("TensorListSetGet", "fp16", "tanh(GET1)"),
-    Case(
-        "TensorListPushPop",
-        """
-        ALLOW1 = matmul(x, x)
-        LIST1 = stack([x, ALLOW1])
-        POP1 = unbind(LIST1)
-        INFER1 = tanh(POP1[1])
-        ALLOW2 = matmul(INFER1, INFER1)
-        LIST2 = stack([POP1[0], ALLOW2])
-        POP2 = unbind(LIST2)
-        list3 = stack([x, x])
-        pop3 = unbind(list3)
-        return POP2[1], pop3[0]
-        """,
-        2,
-    ),
-    Case(
-        "TensorListFromTensor",
-        """
-        ALLOW1 = matmul(x, x)
-        LIST1 = unbind(ALLOW1)
-        STACK1 = stack(LIST1)
-        INFER1 = tanh(STACK1)
-        ALLOW2 = matmul(INFER1, INFER1)
-        LIST2 = clone(ALLOW1)
-        SLOT = LIST2[0]
-        PUSH = SLOT.copy_(y)
-        return ALLOW2
-        """,
-        2,
-        sizes={"y": (4,)},
-    ),
-    Case(
-        "TensorListPushBackBatchAndConcatLists",
-        """
-        ALLOW1 = matmul(x, x)
-        BATCH = stack([ALLOW1, ALLOW1])
-        SPLIT = split(BATCH, 1)
-        SHAPE = reshape(SPLIT[0], (4, 4))
-        JOIN = cat([SHAPE, ALLOW1])
-        POP = chunk(JOIN, 2)
-        INFER1 = tanh(POP[1])
-        ALLOW2 = matmul(INFER1, INFER1)
-        return ALLOW2
-        """,
-        2,
-    ),
-    Case(
-        "TensorListThroughFunction",
-        """
-        ALLOW1 = matmul(x, x)
-        INFER1 = tanh(ALLOW1)
-        list1 = zeros(1, 4, 4)
-        slot1 = list1[0]
-        set1 = slot1.copy_(INFER1)
-        through = push_and_pop(list1)
-        get1 = list1[0]
-        LIST2 = zeros(1, 4, 4)
-        SLOT2 = LIST2[0]
-        SET2 = SLOT2.copy_(INFER1)
-        GET2 = LIST2[0]
-        ALLOW2 = matmul(get1, GET2)
-        return ALLOW2
-        """,
-        3,
-        functions=OPAQUE,
-    ),
-    Case(
-        "BatchMatMul",
-        """
-        ALLOW1 = bmm(x, x)
-        return ALLOW1
-        """,
-        2,
-        sizes={"x": (8, 4, 4)},
-    ),
-    Case(
-        "BatchMatMul, not on the allow list of a CUDA before 9.1",
-        """
-        unlisted = bmm(x, x)
-        return unlisted
-        """,
-        0,
-        options={"deny": ["bmm"]},
-        sizes={"x": (8, 4, 4)},
-    ),
     simple(
         "Cpu.Simple",
         otherwise="TensorFlow emulates fp16 on a CPU, in fp32 with nine casts; torch's "
         "CPU has fp16 kernels, so this is Simple",
-    ),
-    Case(
-        "Cpu.MixedFanout",
-        """
-        ALLOW1 = matmul(x, y)
-        ALLOW2 = matmul(ALLOW1, y)
-        deny = exp(ALLOW1)
-        infer = add(deny, ALLOW2)
-        return infer
-        """,
-        4,
-        otherwise="painted as TensorFlow does with its emulation of fp16 switched off, "
-        "which has ten casts",
     ),
     already("Mkl.AlreadyBf16", "bf16", "bfloat16"),
     simple("Mkl.Simple", "log", precision="bf16"),
@@ -401,18 +132,220 @@ CPP = [
         )
         for precision in ("bf16", "fp16")
     ),
-    Case(
-        "Mkl.InferFollowUpStreamDeny",
-        """
-        deny = pow(x, y)
-        infer = add(deny, b)
-        clr = relu(infer)
-        return clr
-        """,
-        0,
-        "bf16",
-    ),
 ]
+
+MORE: dict[str, dict[str, Any]] = {
+    "NoInferOp": {"options": {"deny": ["sqrt", "log", "tanh"]}},
+    "PreserveFetches": {"kept": frozenset({"allow1", "clr2", "clr3"})},
+    "PreserveFetches, fetched and nothing else": {
+        "otherwise": "an output keeps its dtype by a cast at the edge, so to look at a "
+        "value need not change it"
+    },
+    "PreserveCPUNodes": {"kept": frozenset({"allow2"})},
+    "PreserveIdentityAfterVariable": {
+        "otherwise": "an alias of a parameter is a view of it, not a read of a "
+        "reference variable; cast before it, the copy kept for the weight serves"
+    },
+    "FusedBatchNorm": {"sizes": {"x": IMAGE, "w": PIXEL, **OF_CHANNELS}},
+    "TensorListFromTensor": {"sizes": {"y": (4,)}},
+    "TensorListThroughFunction": {"functions": OPAQUE},
+    "BatchMatMul": {"sizes": {"x": (8, 4, 4)}},
+    "BatchMatMul, not on the allow list of a CUDA before 9.1": {
+        "options": {"deny": ["bmm"]},
+        "sizes": {"x": (8, 4, 4)},
+    },
+    "Cpu.MixedFanout": {
+        "otherwise": "painted as TensorFlow does with its emulation of fp16 switched "
+        "off, which has ten casts"
+    },
+    "Mkl.InferFollowUpStreamDeny": {"precision": "bf16"},
+}
+
+CPP += cases(
+    """
+NoOp: 0
+    deny1 = exp(x)
+    clr1 = relu(deny1)
+    infer1 = sqrt(clr1)
+    clr2 = relu(infer1)
+    return clr2
+
+NoInferOp: 4
+    deny1 = exp(x)
+    clr1 = relu(deny1)
+    infer1 = sqrt(clr1)
+    CLR2 = relu(infer1)
+    ALLOW1 = matmul(CLR2, CLR2)
+    CLR3 = relu(ALLOW1)
+    infer2 = log(CLR3)
+    CLR4 = relu(infer2)
+    ALLOW2 = matmul(CLR4, CLR4)
+    infer3 = tanh(ALLOW2)
+    return infer3
+
+NoInferOp, the level not set: 2
+    deny1 = exp(x)
+    clr1 = relu(deny1)
+    infer1 = sqrt(clr1)
+    CLR2 = relu(infer1)
+    ALLOW1 = matmul(CLR2, CLR2)
+    CLR3 = relu(ALLOW1)
+    INFER2 = log(CLR3)
+    CLR4 = relu(INFER2)
+    ALLOW2 = matmul(CLR4, CLR4)
+    INFER3 = tanh(ALLOW2)
+    return INFER3
+
+BidirectionalClearChain: 3
+    CLR1 = relu(x)
+    CLR2 = relu(x)
+    ALLOW1 = matmul(CLR1, CLR1)
+    CLR3 = eq(CLR1, CLR2)
+    CLR4 = relu(CLR2)
+    return ALLOW1, CLR3, CLR4
+
+PreserveFetches: 2
+    allow1 = matmul(x, x)
+    clr1 = relu(allow1)
+    infer1 = sqrt(clr1)
+    deny1 = exp(infer1)
+    clr2 = relu(deny1)
+    ALLOW2 = matmul(clr2, clr2)
+    clr3 = relu(ALLOW2)
+    deny2 = exp(clr3)
+    clr4 = relu(deny2)
+    return allow1, clr2, clr3, clr4
+
+PreserveFetches, fetched and nothing else: 7
+    ALLOW1 = matmul(x, x)
+    CLR1 = relu(ALLOW1)
+    infer1 = sqrt(CLR1)
+    deny1 = exp(infer1)
+    CLR2 = relu(deny1)
+    ALLOW2 = matmul(CLR2, CLR2)
+    CLR3 = relu(ALLOW2)
+    deny2 = exp(CLR3)
+    clr4 = relu(deny2)
+    return ALLOW1, CLR2, CLR3, clr4
+
+PreserveCPUNodes: 2
+    CLR1 = relu(x)
+    ALLOW1 = matmul(CLR1, CLR1)
+    INFER1 = tanh(ALLOW1)
+    allow2 = matmul(INFER1, INFER1)
+    clr2 = relu(allow2)
+    return clr2
+
+PreserveIdentityAfterVariable: 5
+    CLR1 = alias(w)
+    ALLOW1 = matmul(x, CLR1)
+    CLR2 = clone(y)
+    ALLOW2 = matmul(x, CLR2)
+    return ALLOW1, ALLOW2
+
+FusedBatchNorm: 3
+    ALLOW1 = conv2d(x, w)
+    FBN1 = batch_norm(ALLOW1, mean, var, b, c)
+    FBN2 = batch_norm(ALLOW1, mean, var, b, c)
+    INFER1 = add(FBN1, FBN2)
+    ALLOW2 = conv2d(INFER1, w)
+    return ALLOW2
+
+RepeatedAndListTypeAttrs: 2
+    ALLOW1 = matmul(x, x)
+    CLR1 = chunk(ALLOW1, 2)
+    INFER1 = add(CLR1[0], CLR1[1])
+    ALLOW2 = matmul(INFER1, ALLOW1)
+    return ALLOW2
+
+ExistingCast: 1
+    CAST1 = m.to(float32)
+    ALLOW1 = matmul(CAST1, CAST1)
+    return ALLOW1
+
+RecurrentEdgeColorMismatch: 2
+    deny1 = exp(x)
+    mrg = clone(deny1)
+    infer1 = sqrt(mrg)
+    ALLOW1 = matmul(infer1, infer1)
+    nxt1 = mrg.copy_(ALLOW1)
+    infer2 = sqrt(mrg)
+    ALLOW2 = matmul(infer2, infer2)
+    nxt2 = mrg.copy_(ALLOW2)
+    return nxt2
+
+TensorListPushPop: 2
+    ALLOW1 = matmul(x, x)
+    LIST1 = stack([x, ALLOW1])
+    POP1 = unbind(LIST1)
+    INFER1 = tanh(POP1[1])
+    ALLOW2 = matmul(INFER1, INFER1)
+    LIST2 = stack([POP1[0], ALLOW2])
+    POP2 = unbind(LIST2)
+    list3 = stack([x, x])
+    pop3 = unbind(list3)
+    return POP2[1], pop3[0]
+
+TensorListFromTensor: 2
+    ALLOW1 = matmul(x, x)
+    LIST1 = unbind(ALLOW1)
+    STACK1 = stack(LIST1)
+    INFER1 = tanh(STACK1)
+    ALLOW2 = matmul(INFER1, INFER1)
+    LIST2 = clone(ALLOW1)
+    SLOT = LIST2[0]
+    PUSH = SLOT.copy_(y)
+    return ALLOW2
+
+TensorListPushBackBatchAndConcatLists: 2
+    ALLOW1 = matmul(x, x)
+    BATCH = stack([ALLOW1, ALLOW1])
+    SPLIT = split(BATCH, 1)
+    SHAPE = reshape(SPLIT[0], (4, 4))
+    JOIN = cat([SHAPE, ALLOW1])
+    POP = chunk(JOIN, 2)
+    INFER1 = tanh(POP[1])
+    ALLOW2 = matmul(INFER1, INFER1)
+    return ALLOW2
+
+TensorListThroughFunction: 3
+    ALLOW1 = matmul(x, x)
+    INFER1 = tanh(ALLOW1)
+    list1 = zeros(1, 4, 4)
+    slot1 = list1[0]
+    set1 = slot1.copy_(INFER1)
+    through = push_and_pop(list1)
+    get1 = list1[0]
+    LIST2 = zeros(1, 4, 4)
+    SLOT2 = LIST2[0]
+    SET2 = SLOT2.copy_(INFER1)
+    GET2 = LIST2[0]
+    ALLOW2 = matmul(get1, GET2)
+    return ALLOW2
+
+BatchMatMul: 2
+    ALLOW1 = bmm(x, x)
+    return ALLOW1
+
+BatchMatMul, not on the allow list of a CUDA before 9.1: 0
+    unlisted = bmm(x, x)
+    return unlisted
+
+Cpu.MixedFanout: 4
+    ALLOW1 = matmul(x, y)
+    ALLOW2 = matmul(ALLOW1, y)
+    deny = exp(ALLOW1)
+    infer = add(deny, ALLOW2)
+    return infer
+
+Mkl.InferFollowUpStreamDeny: 0
+    deny = pow(x, y)
+    infer = add(deny, b)
+    clr = relu(infer)
+    return clr
+""",
+    **MORE,
+)
 
 UNARY = {
     # op: (call, lowest, highest, absolute and relative tolerance of TensorFlow's test)

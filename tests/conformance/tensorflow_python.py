@@ -6,9 +6,11 @@ gradients; here autograd makes those, in the dtypes of what it differentiates.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from tests.conformance.painting import Case
+from tests.conformance.painting import Case, cases
 from tests.conformance.tensorflow_cpp import IMAGE, OF_CHANNELS, OPAQUE, PIXEL
 
 VOLUME = (1, 2, 4, 4, 4)
@@ -128,70 +130,10 @@ PYTHON = [
     conv_bn("conv2d", IMAGE, PIXEL),
     conv_bn("conv3d", VOLUME, POINT),
     Case(
-        "test_conv3d",
-        """
-        ALLOW = conv3d(x, w)
-        return ALLOW
-        """,
-        3,
-        sizes={"x": VOLUME, "w": POINT},
-    ),
-    Case(
-        "test_conv_bn_dropout",
-        """
-        ALLOW1 = conv2d(x, w)
-        BN1 = batch_norm(ALLOW1, mean, var, b, c)
-        DROP = dropout(BN1, 0.5)
-        ADD = add(DROP, 1)
-        ALLOW2 = conv2d(ADD, v)
-        BN2 = batch_norm(ALLOW2, mean, var, b, c)
-        return BN2
-        """,
-        4,
-        sizes={"x": IMAGE, "w": PIXEL, "v": PIXEL, **OF_CHANNELS},
-    ),
-    Case(
         "test_conv_pool",
         "\n".join([*conv_pool("x", "POOL2"), "return POOL2"]),
         6,
         sizes={"x": IMAGE, "w": PIXEL, "v": PIXEL, "b": (2, 1, 1), "c": (2, 1, 1)},
-    ),
-    Case(
-        "test_depthwise_conv2d",
-        """
-        ALLOW = conv2d(x, w, groups=2)
-        return ALLOW
-        """,
-        3,
-        sizes={"x": IMAGE, "w": (2, 1, 1, 1)},
-    ),
-    Case(
-        "test_simple_loop",
-        """
-        MATMUL1 = matmul(x, w)
-        RELU1 = relu(MATMUL1)
-        MATMUL2 = matmul(RELU1, w)
-        RELU2 = relu(MATMUL2)
-        MATMUL3 = matmul(RELU2, w)
-        RELU3 = relu(MATMUL3)
-        return RELU3
-        """,
-        3,
-    ),
-    Case(
-        "test_loop_with_vars_intertwined",
-        """
-        MATMUL1 = matmul(x, w)
-        RELU1 = relu(MATMUL1)
-        MATMUL2 = matmul(y, v)
-        RELU2 = relu(MATMUL2)
-        MATMUL3 = matmul(RELU2, w)
-        RELU3 = relu(MATMUL3)
-        MATMUL4 = matmul(RELU1, v)
-        RELU4 = relu(MATMUL4)
-        return RELU4, RELU3
-        """,
-        6,
     ),
     Case(
         "test_multi_paths",
@@ -213,19 +155,6 @@ PYTHON = [
             "b": (2, 1, 1),
             "c": (2, 1, 1),
         },
-    ),
-    Case(
-        "test_multi_paths_2",
-        """
-        MATMUL1 = matmul(x, w)
-        RELU1 = relu(MATMUL1)
-        MATMUL2 = matmul(x, v)
-        RELU2 = relu(MATMUL2)
-        sum1 = add(RELU1, RELU2)
-        sum2 = add(sum1, x)
-        return sum2
-        """,
-        5,
     ),
     Case(
         "test_recurrent_lstm",
@@ -260,33 +189,84 @@ PYTHON = [
         "product, and that of the last leads to none",
     ),
     loop(8, "C | CgbgWC | g", "MERGE", 11),
-    Case(
-        "test_noninlined_funcdef",
-        """
-        MATMUL = matmul(x, w)
-        RELU = relu(MATMUL)
-        function = swish(RELU)
-        return function
-        """,
-        3,
-        functions=OPAQUE,
-    ),
-    Case(
-        "test_ingraph_train_loop",
-        """
-        MATMUL1 = matmul(x, w)
-        RELU1 = relu(MATMUL1)
-        loss1 = sum(RELU1)
-        scaled1 = mul(loss1, 0.01)
-        step1 = var.sub_(scaled1)
-        MATMUL2 = matmul(x, var)
-        RELU2 = relu(MATMUL2)
-        loss2 = sum(RELU2)
-        scaled2 = mul(loss2, 0.01)
-        step2 = var.sub_(scaled2)
-        MATMUL3 = matmul(x, var)
-        return MATMUL3
-        """,
-        7,
-    ),
 ]
+
+MORE: dict[str, dict[str, Any]] = {
+    "test_conv3d": {"sizes": {"x": VOLUME, "w": POINT}},
+    "test_conv_bn_dropout": {
+        "sizes": {"x": IMAGE, "w": PIXEL, "v": PIXEL, **OF_CHANNELS}
+    },
+    "test_depthwise_conv2d": {"sizes": {"x": IMAGE, "w": (2, 1, 1, 1)}},
+    "test_noninlined_funcdef": {"functions": OPAQUE},
+}
+
+PYTHON += cases(
+    """
+test_conv3d: 3
+    ALLOW = conv3d(x, w)
+    return ALLOW
+
+test_conv_bn_dropout: 4
+    ALLOW1 = conv2d(x, w)
+    BN1 = batch_norm(ALLOW1, mean, var, b, c)
+    DROP = dropout(BN1, 0.5)
+    ADD = add(DROP, 1)
+    ALLOW2 = conv2d(ADD, v)
+    BN2 = batch_norm(ALLOW2, mean, var, b, c)
+    return BN2
+
+test_depthwise_conv2d: 3
+    ALLOW = conv2d(x, w, groups=2)
+    return ALLOW
+
+test_simple_loop: 3
+    MATMUL1 = matmul(x, w)
+    RELU1 = relu(MATMUL1)
+    MATMUL2 = matmul(RELU1, w)
+    RELU2 = relu(MATMUL2)
+    MATMUL3 = matmul(RELU2, w)
+    RELU3 = relu(MATMUL3)
+    return RELU3
+
+test_loop_with_vars_intertwined: 6
+    MATMUL1 = matmul(x, w)
+    RELU1 = relu(MATMUL1)
+    MATMUL2 = matmul(y, v)
+    RELU2 = relu(MATMUL2)
+    MATMUL3 = matmul(RELU2, w)
+    RELU3 = relu(MATMUL3)
+    MATMUL4 = matmul(RELU1, v)
+    RELU4 = relu(MATMUL4)
+    return RELU4, RELU3
+
+test_multi_paths_2: 5
+    MATMUL1 = matmul(x, w)
+    RELU1 = relu(MATMUL1)
+    MATMUL2 = matmul(x, v)
+    RELU2 = relu(MATMUL2)
+    sum1 = add(RELU1, RELU2)
+    sum2 = add(sum1, x)
+    return sum2
+
+test_noninlined_funcdef: 3
+    MATMUL = matmul(x, w)
+    RELU = relu(MATMUL)
+    function = swish(RELU)
+    return function
+
+test_ingraph_train_loop: 7
+    MATMUL1 = matmul(x, w)
+    RELU1 = relu(MATMUL1)
+    loss1 = sum(RELU1)
+    scaled1 = mul(loss1, 0.01)
+    step1 = var.sub_(scaled1)
+    MATMUL2 = matmul(x, var)
+    RELU2 = relu(MATMUL2)
+    loss2 = sum(RELU2)
+    scaled2 = mul(loss2, 0.01)
+    step2 = var.sub_(scaled2)
+    MATMUL3 = matmul(x, var)
+    return MATMUL3
+""",
+    **MORE,
+)

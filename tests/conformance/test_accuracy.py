@@ -46,14 +46,7 @@ from autoamp.analyse import classify
 from autoamp.place.devices import Device
 from tests.conformance.accuracy_moves import TABLE, build
 from tests.conformance.exploring import explore
-from tests.conformance.graphs import (
-    TRAINED,
-    Built,
-    Recipe,
-    attributes,
-    inputs,
-    recipes,
-)
+from tests.conformance.graphs import TRAINED, Built, Recipe, attributes, inputs, recipes
 from tests.conformance.moves import F32, F64
 from tests.conformance.table import Figures
 from tests.conformance.test_random_graphs import _REFUSALS, LOW, devices, rewritten
@@ -276,11 +269,7 @@ options = st.fixed_dictionaries(
 
 
 def pair_of(
-    recipe: Recipe,
-    spread: Spreads,
-    options: dict[str, Any],
-    device: Device,
-    free: bool,
+    recipe: Recipe, spread: Spreads, options: dict[str, Any], device: Device, free: bool
 ) -> Pair:
     built = build(recipe)
     if currently_in_test_context():
@@ -321,9 +310,7 @@ def test_accuracy(shard: int, figures: Figures) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_rounding_too_early_is_found(
-    monkeypatch: pytest.MonkeyPatch, precision: str
-) -> None:
+def test_a_rounding_too_early_is_found(monkeypatch, precision: str) -> None:
     """Without the ceiling, data far from zero is rounded before a norm centres it."""
     steps = (("layer_norm", 0, (0,)), ("linear", 0, (0,)))
     recipe = Recipe(steps, (0,), everything=True)

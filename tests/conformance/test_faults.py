@@ -22,6 +22,7 @@ from autoamp import compat, pipeline
 from autoamp.capture import engine, prepare
 from autoamp.rewrite.verify import Verifier
 from tests.conformance.table import Figures
+from tests.small_models import Of
 from tests.steps import BF16, FP16, assert_same, weights_of
 
 WIDTH = 8
@@ -125,7 +126,6 @@ def test_fp16_skips_the_bad_steps_and_no_other(place: str) -> None:
         assert all(bool(p.isfinite().all()) for p in model.parameters())
     assert skipped == [step in (2, 4) for step in range(6)]
     state = autoamp.report(model).loss_scale
-    assert state is not None
     assert (state.scale, state.skipped_steps) == (2.0**13, 2)
 
 
@@ -166,16 +166,13 @@ torch.library.register_autograd(
 )
 
 
-class Fragile(nn.Module):
+def Fragile() -> Of:
     """Runs out of memory between its layers, where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 16)
-        self.second = nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(fragile(self.first(x))))
+    return Of(
+        lambda m, x: m.second(torch.tanh(fragile(m.first(x)))),
+        first=nn.Linear(WIDTH, 16),
+        second=nn.Linear(16, WIDTH),
+    )
 
 
 class Halting(torch.optim.SGD):
@@ -270,9 +267,7 @@ def by_hand(model: nn.Module) -> None:
                 weight.sub_(weight.grad, alpha=0.1)
 
 
-def test_memory_that_ends_while_weights_are_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_ends_while_weights_are_copied(monkeypatch) -> None:
     model = autoamp.convert(between(nn.GELU()), **BF16)
     x = torch.randn(4, WIDTH)
     model(x)
@@ -374,9 +369,7 @@ def test_an_interrupt_in_a_stage_reaches_the_user(
 
 
 @pytest.mark.parametrize("where", ["output_graph.OutputGraph.call_user_compiler"])
-def test_an_interrupt_in_dynamo_reaches_the_user(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_in_dynamo_reaches_the_user(where: str, monkeypatch) -> None:
     model = autoamp.convert(between(nn.GELU()), **BF16)
     x = torch.randn(4, WIDTH)
 

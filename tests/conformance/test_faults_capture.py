@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ import autoamp
 from autoamp.compat import entry
 from tests.conformance.table import Figures
 from tests.conformance.test_faults_torch import hide, trained
+from tests.small_models import Of
 from tests.steps import BF16, FP16, assert_same, loss_of, mlp, scaling_of, weights_of
 from tests.test_layers import Looping
 
@@ -48,7 +48,7 @@ def looped() -> tuple[Tensor, list[str], list[str]]:
 
 
 def test_without_a_reason_layers_are_captured_and_what_is_left_is_told(
-    monkeypatch: pytest.MonkeyPatch, figures: Figures
+    monkeypatch, figures: Figures
 ) -> None:
     """Nothing is lost: Dynamo's rules and its counters tell the same."""
     y, low, why = looped()
@@ -63,7 +63,7 @@ def test_without_a_reason_layers_are_captured_and_what_is_left_is_told(
 
 @pytest.mark.parametrize("rules", ["trace_rules", "check"])
 def test_without_rules_layers_run_in_fp32_and_it_is_told(
-    rules: str, monkeypatch: pytest.MonkeyPatch, figures: Figures
+    rules: str, monkeypatch, figures: Figures
 ) -> None:
     """What is lost: layers called from code left to Python are in no graph."""
     hide(monkeypatch, "skip_reason", rules)
@@ -76,9 +76,7 @@ def test_without_rules_layers_run_in_fp32_and_it_is_told(
     figures.count("names taken away")
 
 
-def test_without_counters_graphs_are_the_same(
-    monkeypatch: pytest.MonkeyPatch, figures: Figures
-) -> None:
+def test_without_counters_graphs_are_the_same(monkeypatch, figures: Figures) -> None:
     """What is lost: the report does not name the function that is left to Python."""
     y, low, why = looped()
     hide(monkeypatch, "skip_reason", "counters")
@@ -103,10 +101,7 @@ def swap(model: nn.Module) -> None:
     "name", ["fake_tensor_converter", "meta_converter", "describer", "lookup_tensor"]
 )
 def test_training_is_the_same_where_fakes_are_remembered(
-    name: str,
-    expected: tuple[dict[str, Tensor], int],
-    monkeypatch: pytest.MonkeyPatch,
-    figures: Figures,
+    name: str, expected: tuple[dict[str, Tensor], int], monkeypatch, figures: Figures
 ) -> None:
     """What is lost: torch refuses to swap a weight, as after its own captures."""
     free = autoamp.convert(mlp(), **BF16)
@@ -127,9 +122,7 @@ def test_training_is_the_same_where_fakes_are_remembered(
 
 
 def test_models_compile_one_at_a_time_without_dynamos_lock(
-    expected: tuple[dict[str, Tensor], int],
-    monkeypatch: pytest.MonkeyPatch,
-    figures: Figures,
+    expected: tuple[dict[str, Tensor], int], monkeypatch, figures: Figures
 ) -> None:
     """What is lost: what a user compiles in another thread may meet our limits."""
     hide(monkeypatch, "compile_lock")
@@ -169,18 +162,12 @@ def test_models_compile_one_at_a_time_without_dynamos_lock(
 # -- who traces, and who scales --------------------------------------------------------
 
 
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp()
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.body(x).relu())
+def Head() -> Of:
+    return Of(lambda m, x: m.head(m.body(x).relu()), body=mlp(), head=nn.Linear(4, 2))
 
 
 def test_fx_traces_a_converted_child_of_an_older_torch(
-    monkeypatch: pytest.MonkeyPatch, figures: Figures
+    monkeypatch, figures: Figures
 ) -> None:
     """What is lost: a `torch.export` may be called a trace of `torch.fx` as well."""
     hide(monkeypatch, "is_fx_symbolic_tracing")
@@ -212,7 +199,7 @@ def scaled(model: nn.Module) -> list[float]:
 
 
 def test_a_grad_scaler_that_shows_no_scale_is_taken_to_be_in_use(
-    monkeypatch: pytest.MonkeyPatch, figures: Figures
+    monkeypatch, figures: Figures
 ) -> None:
     """Twice scaled, every gradient here would overflow."""
     torch.manual_seed(0)
@@ -229,7 +216,7 @@ def test_a_grad_scaler_that_shows_no_scale_is_taken_to_be_in_use(
 
 
 def test_beside_a_grad_scaler_that_shows_no_scale_a_step_is_unscaled(
-    monkeypatch: pytest.MonkeyPatch, figures: Figures
+    monkeypatch, figures: Figures
 ) -> None:
     """What is lost: what is too small for fp16 in that first step, and no other."""
     hide(monkeypatch, "_scale")

@@ -18,14 +18,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat
-from autoamp.compat import (
-    capture,
-    entry,
-    gradients,
-    layers,
-    tensors,
-    tracing,
-)
+from autoamp.compat import capture, entry, gradients, layers, tensors, tracing
 from tests.conformance.table import Figures
 from tests.steps import BF16, FP16, assert_same, mlp, weights_of
 
@@ -96,10 +89,7 @@ def expected() -> tuple[dict[str, Tensor], int]:
 
 @pytest.mark.parametrize("name", ABSENT)
 def test_training_is_the_same_without(
-    name: str,
-    expected: tuple[dict[str, Tensor], int],
-    monkeypatch: pytest.MonkeyPatch,
-    figures: Figures,
+    name: str, expected: tuple[dict[str, Tensor], int], monkeypatch, figures: Figures
 ) -> None:
     hide(monkeypatch, name)
     assert_same(trained(BF16), expected)
@@ -107,9 +97,7 @@ def test_training_is_the_same_without(
 
 
 def test_make_fx_of_an_older_torch(
-    expected: tuple[dict[str, Tensor], int],
-    monkeypatch: pytest.MonkeyPatch,
-    figures: Figures,
+    expected: tuple[dict[str, Tensor], int], monkeypatch, figures: Figures
 ) -> None:
     made = []
 
@@ -236,7 +224,7 @@ def no_sources(patch: pytest.MonkeyPatch) -> None:
         def name(self) -> str:  # a method, as in older versions
             return "L['x']"
 
-    first._dynamo_source = Source()  # type: ignore[attr-defined]
+    first._dynamo_source = Source()
     assert not hasattr(second, "_dynamo_source")
     gm = torch.fx.GraphModule(nn.Module(), graph)
     assert tracing.placeholder_sources(gm) == ["L['x']", ""]
@@ -278,7 +266,6 @@ def no_entries(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_total_norm(patch: pytest.MonkeyPatch) -> None:
-    assert compat.TOTAL_NORM is not None
     assert compat.TOTAL_NORM[1] == "_get_total_norm"
     patch.setattr(compat, "TOTAL_NORM", None)
     autoamp.enable()
@@ -341,7 +328,7 @@ def test_every_name_compat_asks_for_is_taken_away_here() -> None:
 
 
 def test_ops_this_torch_lacks_are_left_out_of_the_lists(
-    monkeypatch: pytest.MonkeyPatch, figures: Figures
+    monkeypatch, figures: Figures
 ) -> None:
     """The built-in rules name them; the model runs, and says what has no rule."""
     from autoamp.rules import parse, table

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def test_all_variables_at_once(given_: dict[str, str], other: str) -> None:
 
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_script_runs_on_and_is_told_once(
-    value: str, tmp_path: Path, figures: Figures
+    value: str, tmp_path, figures: Figures
 ) -> None:
     """Every variable is hostile; the first one read is named."""
     environ = {name: value for name in VARIABLES if name != environment.ENABLE}
@@ -106,9 +105,7 @@ options = st.sampled_from(
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(options | text, max_size=6))
-def test_any_arguments_of_run(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
+def test_any_arguments_of_run(monkeypatch, arguments: list[str]) -> None:
     """Nothing is launched but this Python, with the arguments one by one."""
     launched: list[list[str]] = []
 

@@ -66,7 +66,7 @@ def hostile(name: str) -> nn.Module:
 
 
 @pytest.fixture
-def everything_logged(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+def everything_logged(caplog) -> Iterator[list[str]]:
     lines: list[str] = []
 
     class Keeps(logging.Handler):
@@ -88,7 +88,7 @@ def is_plain(text: str) -> bool:
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_names_are_shown_as_they_are(
-    kind: str, everything_logged: list[str], tmp_path: Path, figures: Figures
+    kind: str, everything_logged: list[str], tmp_path, figures: Figures
 ) -> None:
     model = autoamp.convert(hostile(NAMES[kind]), **{**BF16, "strict": False})
     model(torch.randn(2, 8)).sum().backward()
@@ -162,7 +162,6 @@ def engine_of(name: str) -> Engine:
     model = autoamp.convert(hostile(name), **BF16)
     model(torch.randn(2, 8))
     state = conversion_of(model)
-    assert state is not None
     assert state.engine is not None
     return state.engine
 
@@ -172,7 +171,7 @@ def below(folder: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_files_are_below_the_directory(kind: str, tmp_path: Path) -> None:
+def test_files_are_below_the_directory(kind: str, tmp_path) -> None:
     root = tmp_path / "reports"
     recorder = Recorder(root)
     recorder.write(engine_of(NAMES[kind]))
@@ -185,7 +184,7 @@ def test_files_are_below_the_directory(kind: str, tmp_path: Path) -> None:
         assert path.read_text(encoding="utf-8")
 
 
-def test_names_that_collide_have_places_of_their_own(tmp_path: Path) -> None:
+def test_names_that_collide_have_places_of_their_own(tmp_path) -> None:
     recorder = Recorder(tmp_path)
     engines = [engine_of(name) for name in ("a/b", "a\\b", "a b", "a_b")]
     for engine in [*engines, *engines]:
@@ -195,7 +194,7 @@ def test_names_that_collide_have_places_of_their_own(tmp_path: Path) -> None:
     assert len(below(tmp_path)) == 4 * len(engines)
 
 
-def test_what_is_there_already_is_not_written_over(tmp_path: Path) -> None:
+def test_what_is_there_already_is_not_written_over(tmp_path) -> None:
     """Whatever file, folder or link has a name that would be taken."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -217,7 +216,7 @@ def test_what_is_there_already_is_not_written_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["file", "below a file", "loop", "device", "long"])
-def test_directories_that_cannot_be(what: str, tmp_path: Path) -> None:
+def test_directories_that_cannot_be(what: str, tmp_path) -> None:
     file, loop = tmp_path / "file", tmp_path / "loop"
     file.write_text("mine")
     loop.symlink_to(loop)

@@ -19,15 +19,7 @@ from torch.utils import _pytree as pytree
 from autoamp.pipeline import Rewritten
 from autoamp.rules import Rules
 from tests.conformance import oplaws
-from tests.conformance.opinfo import (
-    OPS,
-    Case,
-    cases,
-    copied,
-    seeded,
-    title,
-    traced,
-)
+from tests.conformance.opinfo import OPS, Case, cases, copied, seeded, title, traced
 from tests.conformance.table import Figures
 
 CHAINS = 60

@@ -238,7 +238,7 @@ def first_case(name: str) -> Case:
     return next(cases(op, 1))
 
 
-def test_a_bound_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_can_fail(monkeypatch) -> None:
     """What fp32 rounds is no bound for what bf16 does."""
     case = first_case("matmul")
     oplaws.check(Call(case), case.inputs, case.finish, "bf16")

@@ -358,7 +358,7 @@ OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 DEVICE = Device("plain", 15.0, 0.3, 10.0, 100.0, True)
 
 
-def test_a_stale_cast_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_cast_is_found(monkeypatch) -> None:
     """The bits tell, with autoamp's own verifier blinded."""
     check_graph(STALE, OPTIONS, DEVICE, free=False, exact=True)
     real = casts._Emitter._in_dtype

@@ -12,6 +12,7 @@ from .case import Args, Case, distance, generator, labelled, normal, tokens
 __all__ = [
     "BY_NAME",
     "CASES",
+    "LARGE",
     "Args",
     "Case",
     "distance",
@@ -23,3 +24,7 @@ __all__ = [
 
 CASES: tuple[Case, ...] = hf.CASES + vision.CASES + sequence.CASES + odd.CASES
 BY_NAME: dict[str, Case] = {case.name: case for case in CASES}
+
+LARGE = {"gpt2", "gpt2_dropout", "llama", "t5", "vit", "whisper", "unet"}
+LARGE |= {"resnet", "convnext", "lstm", "nn_transformer"}
+"""Models that take seconds: tests of all models run these with the slow tests."""

@@ -16,11 +16,7 @@ from .case import Args, Case, distance, generator, normal
 def mlp(width: int = 32) -> nn.Module:
     """Three linear layers with GELU between them."""
     return nn.Sequential(
-        nn.Linear(width, 64),
-        nn.GELU(),
-        nn.Linear(64, 64),
-        nn.GELU(),
-        nn.Linear(64, 10),
+        nn.Linear(width, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10)
     )
 
 

@@ -204,7 +204,6 @@ def automatic(name: str, arguments: tuple[str, ...], precision: str) -> Seen:
     try:
         names, warned = run(name, arguments, nullcontext())
         seen = Seen(names["RESULT"], warned, logged=listener.heard)
-        assert switch._mode is not None
         for known in switch._mode._known.values():
             target = known.target() if known.target is not None else None
             if target is not None and known.engine is not None:

@@ -8,11 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-OPTIONS = {
-    "mixed": "no",
-    "bad": "-1",
-    **dict(a.split("=", 1) for a in sys.argv[1:]),
-}
+OPTIONS = {"mixed": "no", "bad": "-1", **dict(a.split("=", 1) for a in sys.argv[1:])}
 
 
 class Block(nn.Module):

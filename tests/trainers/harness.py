@@ -109,7 +109,7 @@ def _lines_of(name: str) -> Iterator[list[tuple[int, str]]]:
     """What is logged at INFO and above meanwhile."""
     lines: list[tuple[int, str]] = []
     handler = logging.Handler()
-    handler.emit = lambda r: lines.append((r.levelno, r.getMessage()))  # type: ignore[method-assign]
+    handler.emit = lambda r: lines.append((r.levelno, r.getMessage()))
     logger = logging.getLogger(name)
     before = logger.level
     logger.addHandler(handler)
@@ -123,7 +123,6 @@ def _lines_of(name: str) -> Iterator[list[tuple[int, str]]]:
 
 def _reports() -> list[Report]:
     """Of the models the mode has met and converted."""
-    assert switch._mode is not None
     targets = [k.target() for k in switch._mode._known.values() if k.target is not None]
     return [autoamp.report(target) for target in targets if target is not None]
 

@@ -53,9 +53,4 @@ with model.disable_adapter():
 model.save_pretrained(OPTIONS["folder"])
 losses.append(evaluate(PeftModel.from_pretrained(base(), OPTIONS["folder"])))
 
-RESULT = {
-    "losses": losses,
-    "params": named,
-    "model": model,
-    "optimizer": optimizer,
-}
+RESULT = {"losses": losses, "params": named, "model": model, "optimizer": optimizer}
