@@ -3,16 +3,7 @@
 The public names are listed in `__all__`; everything else may change.
 """
 
-from autoamp.api import (
-    compare,
-    convert,
-    explain,
-    find_overflow,
-    is_converted,
-    report,
-    revert,
-    rewrite,
-)
+from autoamp.api import convert, is_converted, report, revert, rewrite
 from autoamp.ask.comparison import Comparison
 from autoamp.ask.overflow_finding import Overflow
 from autoamp.auto.switch import disable, enable
@@ -37,6 +28,7 @@ from autoamp.loss_scale import (
     StaticLossScale,
 )
 from autoamp.model.thread import disabled
+from autoamp.questions import compare, explain, find_overflow
 from autoamp.rules import Rules
 
 __version__ = "0.1.0.dev0"

@@ -35,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"capture", "optimizer"}),
     frozenset({"model"}),
     frozenset({"ask"}),
-    frozenset({"api"}),
+    frozenset({"api", "questions"}),
     frozenset({"auto"}),
     frozenset({"__init__", "autoamp_cli"}),
     frozenset({"cli"}),

@@ -26,6 +26,7 @@ NAMES = {
     "LossScaleReport",
     "NoLossScale",
     "OptionError",
+    "Overflow",
     "PlacementError",
     "Report",
     "Rules",
@@ -39,6 +40,7 @@ NAMES = {
     "disabled",
     "enable",
     "explain",
+    "find_overflow",
     "is_converted",
     "report",
     "revert",
@@ -135,6 +137,7 @@ def undocumented(path: Path) -> list[str]:
 DOCUMENTED = [
     PACKAGE / "__init__.py",
     PACKAGE / "api.py",
+    PACKAGE / "questions.py",
     PACKAGE / "errors.py",
     PACKAGE / "options.py",
     *sorted(

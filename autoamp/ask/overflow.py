@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from autoamp.ask.examine import checked_model, examined, twin_of
 from autoamp.ask.overflow_finding import Overflow, overflow_at
-from autoamp.ask.overflow_rules import EVERYTHING, Rule, candidates
 from autoamp.ask.overflow_trial import Bench, Call, LossFn, Trial, copied, untouched
 from autoamp.ask.progress import told
 from autoamp.dtypes import parse_low_dtype
@@ -29,6 +28,7 @@ from autoamp.model.eligible import choose_precision, parameters_of
 from autoamp.options import Options
 from autoamp.plain import class_name
 from autoamp.ranges.culprit import first_out_of_range, harmful, nearest
+from autoamp.ranges.rules import EVERYTHING, Rule, candidates
 from autoamp.ranges.spot import readers, spot_of
 from autoamp.ranges.trail import Step
 
@@ -144,7 +144,7 @@ class _Search:
         return None
 
     def _cure(self, step: Step) -> Rule | None:
-        """A narrow rule under which a trial blames nothing; None where there is none."""
+        """A narrow rule under which a trial blames nothing, if there is one."""
         rule = Rule()
         for _ in range(ROUNDS):
             records = [*self.bench.placed(rule.on(self.options)).values()]

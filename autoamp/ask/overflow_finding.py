@@ -9,10 +9,10 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from autoamp.ask.overflow_rules import Rule
 from autoamp.dtypes import largest, short_name
 from autoamp.inspect.terminal.parts import as_text
 from autoamp.inspect.text import shorten
+from autoamp.ranges.rules import Rule
 from autoamp.ranges.spot import INPUT, OUTSIDE, WEIGHT, Spot
 from autoamp.ranges.trail import Step
 

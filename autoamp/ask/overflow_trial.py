@@ -135,8 +135,8 @@ class Bench:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             given = tuple(loss.shape) if isinstance(loss, Tensor) else class_name(loss)
             raise OptionError(
-                f"loss_fn is to give a tensor of one element, and gives {given}; reduce "
-                "it, as by .mean()"
+                f"loss_fn is to give a tensor of one element, and gives {given}; "
+                "reduce that, as by .mean()"
             )
         leaves = [leaf for leaf in self._shadows.values() if leaf.requires_grad]
         if loss.requires_grad and leaves:
@@ -201,7 +201,7 @@ def copied(call: Call) -> Call:
             return value.detach().clone().requires_grad_(value.requires_grad)
         try:
             return copy.deepcopy(value)
-        except Exception:  # an object that cannot be copied is passed as it is
+        except (TypeError, RuntimeError, copy.Error):  # say, an open file
             return value
 
     return pytree.tree_map(copy_of, call)  # type: ignore[no-any-return]

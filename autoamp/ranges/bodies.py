@@ -34,7 +34,7 @@ def _while_loop(
     return tuple(carried)
 
 
-def _scan(
+def _scan(  # noqa: PLR0917 (the arguments of the op follow the first two)
     make: Make,
     trail: Trail,
     body: Any,
