@@ -43,6 +43,7 @@ def convert(
     strict: bool = False,
     weight_copies: str = "kept",
     lock: str | os.PathLike[str] | None = None,
+    heal: bool = False,
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
@@ -79,6 +80,9 @@ def convert(
             explain --json`).  A captured graph that is not placed as the report says
             is warned about, once, or refused under `strict`; a further graph that the
             report does not know is said to be unknown.
+        heal: whether an op that makes step after step overflow is kept in fp32 from the
+            next call on: the model is captured again with one more `deny=` or `keep=`,
+            and a log line says which.
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -103,6 +107,7 @@ def convert(
         strict=strict,
         weight_copies=weight_copies,
         lock=lock,
+        heal=heal,
     )
     optimizers = _checked_optimizers(optimizer, model)
     fresh = conversion_of(model) is None
@@ -163,13 +168,13 @@ def rewrite(
     Args:
         gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
         example_inputs: one value per input of the graph.
-        **options: as for `convert`, except `backend`, `lock`, `loss_scale` and
+        **options: as for `convert`, except `backend`, `heal`, `lock`, `loss_scale` and
             `weight_copies`, which are for a model that is called and trained.
 
     Raises:
         AutoampError: the graph or an option cannot be used, or a pass failed.
     """
-    for_models = {"backend", "lock", "loss_scale", "weight_copies"}
+    for_models = {"backend", "heal", "lock", "loss_scale", "weight_copies"}
     refused = sorted(options.keys() & for_models)
     if refused:
         raise OptionError(

@@ -63,6 +63,7 @@ OPTIONS: dict[str, Any] = {
     "strict": False,
     "weight_copies": "kept",
     "lock": None,
+    "heal": False,
 }
 
 

@@ -31,6 +31,7 @@ from autoamp.model.conversion import (
 )
 from autoamp.model.eligible import choose_precision, own_precision, unsupported
 from autoamp.model.forward import forward_of
+from autoamp.model.heal import heal
 from autoamp.model.installed import install
 from autoamp.model.warmup import capture_now
 from autoamp.optimizer.attach import detach_from
@@ -94,7 +95,10 @@ def convert_model(
         state = install(model)
     before = state.call
     forward = forward_of(type(model), state.previous is None)
-    record = Record(label, low, new_scaling(options, scale, label))
+    scaling = new_scaling(options, scale, label)
+    if options.heal:
+        scaling.heal = heal
+    record = Record(label, low, scaling)
     state.call = CompiledCall(forward, Engine(options, record))
     state.call.engine.record.skipped += notes
     if example_inputs is not None:

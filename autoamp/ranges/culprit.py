@@ -37,14 +37,14 @@ def harmful(trail: Trail, loss: Step | None = None) -> Step | None:
     flows = (s for s in trail.steps if s.is_backward and not s.is_finite)
     first = next(flows, None)
     spoiled = [step for step in ends if not step.is_finite]
-    if first is None or _entered_bad(first) or (loss is not None and loss in spoiled):
+    if first is None or first.entered_bad or (loss is not None and loss in spoiled):
         for end in reversed(spoiled):
             root = root_of(end)
             if not root.literal:
                 return root
     if first is None:
         return None
-    if not _entered_bad(first):
+    if not first.entered_bad:
         # The backward of an op reads its operands and its result.
         forward = first.operands[0]
         for step in (forward, *forward.operands):
@@ -62,7 +62,7 @@ def born(trail: Trail) -> list[Step]:
         for step in trail.steps
         if not step.is_finite
         and not step.literal
-        and not (step.is_backward and _entered_bad(step))
+        and not (step.is_backward and step.entered_bad)
         and (step.is_backward or all(each.is_finite for each in step.operands))
     ]
 
@@ -89,7 +89,3 @@ def nearest(trail: Trail) -> tuple[float, Step] | None:
         if step.is_finite and step.largest and step.dtype.is_floating_point
     ]
     return min(found, key=lambda pair: pair[0], default=None)
-
-
-def _entered_bad(step: Step) -> bool:
-    return step.entering is not None and not math.isfinite(float(step.entering))

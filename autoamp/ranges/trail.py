@@ -77,6 +77,11 @@ class Step:
         return self.entering is not None
 
     @property
+    def entered_bad(self) -> bool:
+        """Whether a backward was given a gradient that was not finite already."""
+        return self.entering is not None and not math.isfinite(float(self.entering))
+
+    @property
     def is_cast(self) -> bool:
         """Whether the rewrite made the node."""
         return self.node is not None and is_cast(self.node)
