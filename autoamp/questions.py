@@ -131,7 +131,7 @@ def find_overflow(
         >>> found = autoamp.find_overflow(model, torch.full((4, 8), 1e6))
         >>> found.kind, found.name, found.largest
         ('input', 'input', 1000000.0)
-        >>> bool(autoamp.find_overflow(model, torch.ones(4, 8)))
+        >>> bool(autoamp.find_overflow(model, torch.ones(4, 8), loss_fn=torch.mean))
         False
     """
     return find_overflow_model(model, args, kwargs, options, loss_fn)

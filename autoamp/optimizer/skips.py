@@ -9,8 +9,7 @@ import torch
 
 from autoamp.errors import LossScaleError
 from autoamp.pipeline import Rewritten
-from autoamp.scaling.accused import accused, near
-from autoamp.scaling.blame import blame
+from autoamp.scaling.blame import accused, blame, near
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
 from autoamp.scaling.overflow import Evidence

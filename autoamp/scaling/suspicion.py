@@ -76,8 +76,8 @@ class Suspicion:
     ) -> Rule | None:
         """A rule against an op that has made steps in a row overflow, given once.
 
-        There is none against an op that computes in fp32 already, nor against a gradient
-        that a lower loss scale is to cure.
+        There is none against an op that computes in fp32 already, nor against an op
+        whose gradient a lower loss scale is to cure.
         """
         if culprit is None or self._times < REPEATED:
             return None
