@@ -222,9 +222,10 @@ def test_a_rule_is_proposed_once(caplog) -> None:
 
 
 def test_a_scale_that_is_to_fall_is_no_reason_for_a_rule(caplog) -> None:
-    training = Training(Backward, 2.0**15)
+    falling = autoamp.DynamicLossScale(2.0**15, climbs=False)
+    training = Training(Backward, 2.0**15, loss_scale=falling)
     with caplog.at_level(logging.WARNING, logger="autoamp"):
-        assert all(training.step(factor=64.0) for _ in range(6))
+        assert all(training.step(factor=16.0) for _ in range(6))
     assert "steps in a row" not in caplog.text
 
 
