@@ -21,7 +21,7 @@ from autoamp.ask.overflow_finding import Overflow, overflow_at
 from autoamp.ask.overflow_trial import Bench, Call, LossFn, Trial, copied, untouched
 from autoamp.ask.progress import told
 from autoamp.dtypes import parse_low_dtype
-from autoamp.errors import AutoampError, UnsupportedModelError
+from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
 from autoamp.loss_scale.base import INIT_SCALE
 from autoamp.model.conversion import conversion_of
 from autoamp.model.eligible import choose_precision, parameters_of
@@ -54,6 +54,10 @@ def find_overflow_model(
         OptionError: an option is unusable, or the loss is no scalar.
     """
     model = checked_model(model)
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionError(f"loss_fn={loss_fn!r} is no function of the model's output")
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionError(f"options={given!r} is no dict of options of convert()")
     call: Call = (args, dict(kwargs))
     _check_devices(model, call)
     options, low = _options(model, given)
