@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
 
 import autoamp
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
@@ -220,3 +221,46 @@ def test_an_error_of_the_loss_function_is_raised_unchanged() -> None:
     with pytest.raises(LookupError, match="the user's own"):
         autoamp.find_overflow(model, x, loss_fn=loss_fn)
     assert_as_it_was(model, before)
+
+
+# -- branches and loops ----------------------------------------------------------------
+
+
+class Bodies(nn.Module):
+    """One kind of body, in which a product overflows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def steep(y: Tensor) -> Tensor:
+            return self.layer(y) * 400 * 400 / 1e5
+
+        x = self.layer(x)
+        if self.kind == "cond":
+            return torch.cond(x.shape[0] > 1, steep, torch.sin, (x,))
+        if self.kind == "while":
+            first = torch.zeros((), dtype=torch.int64), x
+
+            def body(i: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+                return i + 1, steep(y)
+
+            return while_loop(lambda i, y: i < 2, body, first)[1]
+        if self.kind == "scan":
+
+            def combine(carry: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+                new = steep(y) + carry
+                return new, new.clone()
+
+            return scan(combine, torch.zeros(WIDTH), x)[1]
+        return torch._higher_order_ops.map(steep, x)
+
+
+@pytest.mark.parametrize("kind", ["cond", "while", "scan", "map"])
+def test_an_op_in_a_body_is_named(kind: str) -> None:
+    model = Bodies(kind).eval()
+    found = autoamp.find_overflow(model, 3 * small(4))
+    assert found.op == "aten::mul.Tensor", str(found)
+    assert "* 400 * 400" in found.source
+    assert found.rule is not None
