@@ -3,9 +3,10 @@
 The public names are listed in `__all__`; everything else may change.
 """
 
-from autoamp.api import compare, convert, explain, is_converted, report, revert, rewrite
+from autoamp.api import convert, is_converted, report, revert, rewrite
 from autoamp.ask.comparison import Comparison
 from autoamp.ask.monitor import Monitor
+from autoamp.ask.overflow_finding import Overflow
 from autoamp.auto.switch import disable, enable
 from autoamp.errors import (
     AutoampError,
@@ -28,6 +29,7 @@ from autoamp.loss_scale import (
     StaticLossScale,
 )
 from autoamp.model.thread import disabled
+from autoamp.questions import compare, explain, find_overflow
 from autoamp.rules import Rules
 
 __version__ = "0.1.0.dev0"
@@ -45,6 +47,7 @@ __all__ = [
     "Monitor",
     "NoLossScale",
     "OptionError",
+    "Overflow",
     "PlacementError",
     "Report",
     "Rules",
@@ -58,6 +61,7 @@ __all__ = [
     "disabled",
     "enable",
     "explain",
+    "find_overflow",
     "is_converted",
     "report",
     "revert",

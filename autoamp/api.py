@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autoamp import compat
-from autoamp.ask.compare import compare_model
-from autoamp.ask.comparison import Comparison
-from autoamp.ask.examine import options_for
-from autoamp.ask.explain import explain_model
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
 from autoamp.model.conversion import conversion_of
@@ -47,6 +43,7 @@ def convert(
     strict: bool = False,
     weight_copies: str = "kept",
     lock: str | os.PathLike[str] | None = None,
+    heal: bool = False,
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
@@ -83,6 +80,9 @@ def convert(
             explain --json`).  A captured graph that is not placed as the report says
             is warned about, once, or refused under `strict`; a further graph that the
             report does not know is said to be unknown.
+        heal: whether an op that makes step after step overflow is kept in fp32 from the
+            next call on: the model is captured again with one more `deny=` or `keep=`,
+            and a log line says which.
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -107,6 +107,7 @@ def convert(
         strict=strict,
         weight_copies=weight_copies,
         lock=lock,
+        heal=heal,
     )
     optimizers = _checked_optimizers(optimizer, model)
     fresh = conversion_of(model) is None
@@ -135,83 +136,6 @@ def is_converted(model: object) -> bool:
     """Whether calls of `model` go through rewritten graphs."""
     state = conversion_of(model)
     return state is not None and state.engine is not None and state.bound is not None
-
-
-def explain(
-    model: nn.Module,
-    *args: Any,
-    options: Mapping[str, Any] | None = None,
-    device: str | None = None,
-    **kwargs: Any,
-) -> Report:
-    """The report of what `convert` would do to `model`, which is not changed.
-
-    The model is called once, in fp32, on the arguments given.  A model on the meta
-    device is explained without its weights.
-
-    Args:
-        model: any `torch.nn.Module`, converted or not.
-        *args: the arguments of a call of the model.
-        options: keyword arguments of `convert`; by default those that the model was
-            converted with.
-        device: the device to explain for, which need not be here: "cuda:sm_90", or
-            sm_70, sm_75, sm_80, sm_86, sm_89 or sm_100, "cpu:amx", "cpu:avx512_bf16",
-            "cpu:plain", and "cpu" and "cuda" for this machine's.  By default, the
-            device that the model is on.
-        **kwargs: keyword arguments of the call.
-
-    Raises:
-        AutoampError: the model, an option or the device cannot be used.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
-        >>> report = autoamp.explain(model, torch.randn(32, 64), device="cuda:sm_90")
-        >>> [op.precision for op in report.ops]
-        ['fp32', 'fp32']
-    """
-    return explain_model(model, args, kwargs, options_for(model, options), device)
-
-
-def compare(
-    model: nn.Module,
-    *args: Any,
-    options: Mapping[str, Any] | None = None,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    tolerance: float | None = None,
-    **kwargs: Any,
-) -> Comparison:
-    """How far mixed precision is from fp32 on one call, node by node, and why.
-
-    The model is called on copies of the arguments, in fp32 and as rewritten, with the
-    same random numbers, and is not changed.  In training mode the backward runs too.
-    Each module with low ops is then put back into fp32 by itself.
-
-    Args:
-        model: any `torch.nn.Module`, converted or not.
-        *args: the arguments of a call of the model.
-        options: keyword arguments of `convert`; by default those that the model was
-            converted with.
-        loss_fn: gives a tensor of one element from the model's output; by default the
-            output's `loss`, or the sum of the output's float tensors.
-        tolerance: the relative error of outputs and gradients that is wanted: the
-            result then names a minimal set of modules to keep in fp32 for it.
-        **kwargs: keyword arguments of the call.
-
-    Raises:
-        AutoampError: the model or an option cannot be used, or the model would stay in
-            fp32 anyway.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
-        >>> options = {"precision": "bf16", "do_no_harm": False}
-        >>> found = autoamp.compare(model, torch.randn(32, 64), options=options)
-        >>> 0 < found.errors.output < 0.01
-        True
-    """
-    chosen = options_for(model, options)
-    return compare_model(
-        model, args, kwargs, chosen, loss_fn=loss_fn, tolerance=tolerance
-    )
 
 
 def report(model: nn.Module) -> Report:
@@ -244,13 +168,13 @@ def rewrite(
     Args:
         gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
         example_inputs: one value per input of the graph.
-        **options: as for `convert`, except `backend`, `lock`, `loss_scale` and
+        **options: as for `convert`, except `backend`, `heal`, `lock`, `loss_scale` and
             `weight_copies`, which are for a model that is called and trained.
 
     Raises:
         AutoampError: the graph or an option cannot be used, or a pass failed.
     """
-    for_models = {"backend", "lock", "loss_scale", "weight_copies"}
+    for_models = {"backend", "heal", "lock", "loss_scale", "weight_copies"}
     refused = sorted(options.keys() & for_models)
     if refused:
         raise OptionError(

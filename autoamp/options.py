@@ -54,6 +54,7 @@ class Options:
     strict: bool = False
     weight_copies: str = "kept"
     lock: SavedReport | str | os.PathLike[str] | None = None
+    heal: bool = False
     unlist: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ class Options:
         _choice("weight_copies", self.weight_copies, WEIGHT_COPIES)
         if not callable(self.backend):
             _choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
-        for name in ("do_no_harm", "strict"):
+        for name in ("do_no_harm", "strict", "heal"):
             if not isinstance(getattr(self, name), bool):
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)

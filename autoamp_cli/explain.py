@@ -42,13 +42,13 @@ def explain(
       autoamp explain models.resnet:example --device cuda:sm_90 --json precision.json
       autoamp explain models.resnet:example --dot - | dot -Tsvg > resnet.svg
     """
-    from autoamp import api
+    from autoamp import questions
     from autoamp_cli.factory import made_by
 
     options = convert_options(given)
     with asking(factory):
         made = made_by(factory)
-        report = api.explain(
+        report = questions.explain(
             made.model, *made.args, options=options, device=device, **made.kwargs
         )
         written = ((json, report.to_json), (dot, report.to_dot))

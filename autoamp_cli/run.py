@@ -36,6 +36,7 @@ def _lists(function: Any) -> Any:
 @click.option("--placement", metavar="P", help=", ".join(PLACEMENTS) + ".")
 @click.option("--do-no-harm", metavar="0|1", help="0: convert even what cannot gain.")
 @click.option("--strict", is_flag=True, help="Raise where it would fall back to fp32.")
+@click.option("--heal", is_flag=True, help="Keep ops in fp32 that overflow on and on.")
 @click.option("--weight-copies", metavar="C", help='kept or "every call".')
 @click.option("--lock", metavar="FILE", help="The report that placements must equal.")
 @click.option("--report-dir", metavar="DIR", help="Where graphs and reports go.")
@@ -44,6 +45,7 @@ def _lists(function: Any) -> Any:
 def run(
     as_module: bool,
     strict: bool,
+    heal: bool,
     script: str,
     arguments: tuple[str, ...],
     **given: str | None,
@@ -60,8 +62,8 @@ def run(
     changed = {
         f"AUTOAMP_{name.upper()}": value for name, value in given.items() if value
     }
-    if strict:
-        changed["AUTOAMP_STRICT"] = "1"
+    switches = {"AUTOAMP_STRICT": strict, "AUTOAMP_HEAL": heal}
+    changed |= {name: "1" for name, on in switches.items() if on}
     environ = {**os.environ, **_LAUNCHED, **changed}
     try:
         environment.read(environ)

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 import autoamp_cli
-from autoamp import api, options
+from autoamp import options, questions
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.rules import Category, Rules
 from autoamp_cli import words
@@ -148,13 +148,13 @@ def test_what_is_no_factory_is_named_with_its_fault(name: str) -> None:
 
 def test_options_reach_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    real: Callable[..., Any] = api.explain
+    real: Callable[..., Any] = questions.explain
 
     def explain(model: nn.Module, *args: Any, **given: Any) -> Any:
         seen.append((args, given))
         return real(model, *args, **{**given, "options": {}, "device": None})
 
-    monkeypatch.setattr(api, "explain", explain)
+    monkeypatch.setattr(questions, "explain", explain)
     given = ["--precision", "fp16", "--rules", "torch-cuda", "--placement", "forced"]
     result = call("nets:thrice", *given, "--no-do-no-harm", "--device", "cuda:sm_90")
     assert result.exit_code == 0, result.output
@@ -236,7 +236,7 @@ def timeless(text: str) -> str:
 def _explained() -> Any:
     made: Made = made_by("nets:small")
     given = {"precision": "bf16", "do_no_harm": False}
-    return api.explain(made.model, *made.args, options=given)
+    return questions.explain(made.model, *made.args, options=given)
 
 
 # -- compare ---------------------------------------------------------------------------
@@ -268,12 +268,12 @@ def test_a_tolerance_gives_a_rules_file(tmp_path: Path) -> None:
 def test_a_tolerance_that_no_set_reaches_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real: Callable[..., Any] = api.compare
+    real: Callable[..., Any] = questions.compare
 
     def out_of_reach(*args: Any, tolerance: float, **given: Any) -> Any:
         return real(*args, **given).with_keep(None, tolerance)
 
-    monkeypatch.setattr(api, "compare", out_of_reach)
+    monkeypatch.setattr(questions, "compare", out_of_reach)
     given = ("nets:small", *FORCED, "--tolerance", "1e-6", "--to-rules", "none.toml")
     missed = compared(*given)
     assert (missed.exit_code, (tmp_path / "none.toml").exists()) == (1, False)

@@ -28,6 +28,7 @@ WORDS = {
     "AUTOAMP_PLACEMENT": "optimal, tensorflow, promote, forced",
     "AUTOAMP_DO_NO_HARM": "1, true, on, 0, false, off",
     "AUTOAMP_STRICT": "1, true, on, 0, false, off",
+    "AUTOAMP_HEAL": "1, true, on, 0, false, off",
     "AUTOAMP_WEIGHT_COPIES": "kept, every call",
 }
 ALL = [

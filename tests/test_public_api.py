@@ -26,6 +26,7 @@ NAMES = {
     "LossScaleReport",
     "NoLossScale",
     "OptionError",
+    "Overflow",
     "PlacementError",
     "Report",
     "Rules",
@@ -39,6 +40,7 @@ NAMES = {
     "disabled",
     "enable",
     "explain",
+    "find_overflow",
     "is_converted",
     "report",
     "revert",
@@ -61,6 +63,7 @@ OPTIONS: dict[str, Any] = {
     "strict": False,
     "weight_copies": "kept",
     "lock": None,
+    "heal": False,
 }
 
 
@@ -135,6 +138,7 @@ def undocumented(path: Path) -> list[str]:
 DOCUMENTED = [
     PACKAGE / "__init__.py",
     PACKAGE / "api.py",
+    PACKAGE / "questions.py",
     PACKAGE / "errors.py",
     PACKAGE / "options.py",
     *sorted(

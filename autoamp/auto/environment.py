@@ -251,6 +251,7 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_DO_NO_HARM": _switch("do_no_harm"),
     "AUTOAMP_STRICT": _switch("strict"),
     "AUTOAMP_LOCK": _lock,
+    "AUTOAMP_HEAL": _switch("heal"),
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
 }
 """The variables in reading order: lists are checked against the precision."""

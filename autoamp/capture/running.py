@@ -14,7 +14,7 @@ from autoamp.scaling.backwards import watch
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
 from autoamp.scaling.leaves import Origins
-from autoamp.scaling.watch import Watched
+from autoamp.scaling.watch import watched_run
 
 
 class Local(threading.local):
@@ -81,12 +81,10 @@ def scaled(
         extra = scaling.inputs(edge.devices, tensors)
         graph_run = GraphRun(scaling, origin, leaves, extra)
         copies = () if fresh is None else fresh([args[i] for i in slots])
-        if watches and scaling.looks:
-            watched = Watched(captured.gm, graph_run.look(extra))
-            try:
-                results = watched.run(*args, *copies, *extra)
-            finally:
-                watched.env.clear()  # an error may hold `watched`, which holds inputs
+        if watches and (scaling.suspicion.watching or scaling.looks):
+            look = graph_run.look(extra) if scaling.looks else None
+            watched = watched_run(captured.gm, scaling.suspicion.trail(), look)
+            results = watched(*args, *copies, *extra)
         else:
             results = run(*args, *copies, *extra)
         watch(graph_run, results, tensors)

@@ -50,10 +50,12 @@ from autoamp.compat.gradients import (
     stepped_by_grad_scaler,
     unscale_and_check,
     update_scale,
+    written_in,
 )
 from autoamp.compat.hooks import (
     HOOKS,
     has_hooks,
+    hook_after_node,
     hook_gradient,
     hook_node,
     hooks_everywhere,

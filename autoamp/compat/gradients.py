@@ -139,6 +139,16 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def written_in(node: Any) -> list[str]:
+    """The stack of calls, outermost first, that made node `node` of autograd's graph.
+
+    Each entry is `File "model.py", line 12, in forward`, a line end, and the line.  The
+    list is empty unless `torch.autograd.set_detect_anomaly` was on.
+    """
+    metadata = getattr(node, "metadata", None)
+    return list(metadata.get("traceback_", ())) if isinstance(metadata, dict) else []
+
+
 def active_ddp_group() -> Any:
     """The process group of the DistributedDataParallel whose forward is running."""
     ddp = getattr(torch.nn.parallel, "DistributedDataParallel", None)

@@ -44,6 +44,15 @@ def hook_node(node: Any, hook: Callable[..., Any]) -> None:
     node.register_prehook(hook)
 
 
+def hook_after_node(node: Any, hook: Callable[..., Any]) -> None:
+    """Registers a hook of ours, called after node `node` of autograd's graph.
+
+    The hook is given the gradients that the node gave, and those that it was given.
+    """
+    _Ours.count += 1
+    node.register_hook(hook)
+
+
 def hooks_of_others() -> int | None:
     """How many hooks others have registered so far; None where torch does not count."""
     made = getattr(RemovableHandle, "next_id", None)

@@ -75,7 +75,7 @@ class CompiledCall:
     def __init__(self, method: Method, engine: Engine) -> None:
         self.engine = engine
         self.low = engine.record.low
-        self._method = method
+        self.method = method
         self._code = Code(method, engine)
         self._modes = self._code.called_modes  # looked at in every call
         self._by_backend: dict[int, CompiledCall] = {}
@@ -89,7 +89,7 @@ class CompiledCall:
     def renew(self, method: Method) -> None:
         """Makes `method` the code that is compiled from now on."""
         with self._lock:
-            self._method = method
+            self.method = method
             self._code.renew(method)
             self._by_backend.clear()
 
@@ -248,7 +248,7 @@ class CompiledCall:
         with self._lock:
             if backend not in self._by_backend:
                 engine = self.engine.compiled_by(USERS_BACKENDS[backend])
-                self._by_backend[backend] = CompiledCall(self._method, engine)
+                self._by_backend[backend] = CompiledCall(self.method, engine)
         return self._by_backend[backend]
 
     def _ran_nothing(self) -> None:

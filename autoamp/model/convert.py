@@ -37,7 +37,9 @@ from autoamp.optimizer.attach import detach_from
 from autoamp.optimizer.meeting import new_scaling, stop_meeting
 from autoamp.options import Options
 from autoamp.plain import class_name
+from autoamp.ranges.rules import Rule
 from autoamp.saying import say_once
+from autoamp.scaling.domain import ModelScaling
 from autoamp.weights.loaded import own_loaded_weights
 
 logger = logging.getLogger(__name__)
@@ -94,7 +96,10 @@ def convert_model(
         state = install(model)
     before = state.call
     forward = forward_of(type(model), state.previous is None)
-    record = Record(label, low, new_scaling(options, scale, label))
+    scaling = new_scaling(options, scale, label)
+    if options.heal:
+        scaling.heal = convert_again
+    record = Record(label, low, scaling)
     state.call = CompiledCall(forward, Engine(options, record))
     state.call.engine.record.skipped += notes
     if example_inputs is not None:
@@ -108,6 +113,30 @@ def convert_model(
     DECLINED.pop(model, None)
     logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
     return model
+
+
+def convert_again(scaling: ModelScaling, rule: Rule) -> None:
+    """Has the models of `scaling` captured again, at their next calls, under `rule`.
+
+    The loss scale, the optimizers and the reasons for skipped steps are kept.  Graphs
+    that a backward has yet to run through live as long as that backward needs them.
+    """
+    renewed: dict[Engine, Engine] = {}
+    for state in list(CONVERSIONS):
+        call, engine = state.call, state.engine
+        if call is None or engine is None or engine.record.scaling is not scaling:
+            continue
+        if engine not in renewed:
+            renewed[engine] = _under(rule, engine)
+        state.call = CompiledCall(call.method, renewed[engine])
+
+
+def _under(rule: Rule, engine: Engine) -> Engine:
+    old = engine.record
+    record = Record(old.label, old.low, old.scaling)
+    # Notes about graphs are made again with the graphs.
+    record.skipped += [each for each in old.skipped if each.what == old.label]
+    return Engine(rule.on(engine.options), record)
 
 
 def _with_fitting_lock(options: Options, label: str, why_not: str) -> Options:

@@ -17,8 +17,8 @@ from autoamp.loss_scale import LossScale
 from autoamp.optimizer.kernel_flag import given_flag, takes_flag
 from autoamp.optimizer.moves import move_scales
 from autoamp.optimizer.optimizers import evaluated, params_of
+from autoamp.optimizer.skips import note_skip, note_step
 from autoamp.scaling.backwards import BACKWARDS
-from autoamp.scaling.blame import blame
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
 from autoamp.scaling.overflow import Evidence, found_inf, gather
@@ -158,17 +158,20 @@ class OptimizerBoundary:
             scaling.settle(foreign=False)
             self.link(scaling)
         flag = found_inf(evidence, params, doubt)
-        if not retries and takes_flag(self.optimizer, flag):
+        by_kernel = not retries and takes_flag(self.optimizer, flag)
+        if by_kernel:
             self._unsure = evidence.live or self._unsure
-            if (self.steps + 1) % _ASK_EVERY == 0 and bool(flag):
-                self._note_skip(evidence, params)
+        if by_kernel and not self._is_due(evidence):
+            pass  # nobody waits for the device
         elif bool(flag):
             self._note_skip(evidence, params)
-        elif not evidence.runs:
-            return flag
-        elif retries:
-            self._passed += evidence.runs
-            return flag
+        else:
+            note_step(evidence.scalings)
+            if not by_kernel and not evidence.runs:
+                return flag
+            if retries:
+                self._passed += evidence.runs
+                return flag
         move_scales(evidence.runs, flag, retries)
         return flag
 
@@ -221,30 +224,17 @@ class OptimizerBoundary:
         ids = {id(p) for p in params}
         return any(run.lives_in(ids) for run in self._unsure)
 
+    def _is_due(self, evidence: Evidence) -> bool:
+        """Whether a flag that the kernel reads is read here too."""
+        watching = any(s.suspicion.watching for s in evidence.scalings)
+        return watching or (self.steps + 1) % _ASK_EVERY == 0
+
     def _note_skip(self, evidence: Evidence, params: list[torch.Tensor]) -> None:
-        """Logs why a step is skipped; raises where skipping can no longer help."""
-        why = f"step {self.steps}: {blame(evidence.runs, params)}"
-        for scaling in evidence.scalings:
-            scaling.note_skip(why)
-            loss_scale = scaling.loss_scale
-            # A backward that has lowered the scale already, in another optimizer's
-            # step, does not count: the scale may have come to the floor by that move.
-            new = [
-                run
-                for run in evidence.runs
-                if run.scaling.domain.root is scaling.domain.root
-                and not run.backward_pass.overflowed
-            ]
-            if loss_scale.at_floor and (new or not evidence.runs):
-                self.mark(True)
-                raise LossScaleError(
-                    f"{scaling.label}: gradients overflow even at the lowest loss "
-                    f"scale, {loss_scale.scale:g}, so lowering it cannot help. {why}. "
-                    "Nothing was written. Look for NaN or infinities in the data, the "
-                    "loss and the forward; keep that op in fp32 with deny=[...], or "
-                    "its module with keep=[...]; or train in bf16"
-                )
-            logger.info("autoamp: %s: skipped %s", scaling.label, why)
+        try:
+            note_skip(evidence, params, self.steps)
+        except LossScaleError:
+            self.mark(True)
+            raise
 
     def _read(self, params: list[torch.Tensor]) -> Evidence:
         """The evidence since the last step; forgets runs read by all boundaries."""

@@ -14,6 +14,8 @@ import torch
 
 from autoamp import compat
 from autoamp.loss_scale import LossScale, NoLossScale
+from autoamp.ranges.rules import Rule
+from autoamp.scaling.suspicion import Suspicion
 
 
 class ScaleDomain:
@@ -63,6 +65,9 @@ class ModelScaling:
         stepped: whether an optimizer with a boundary steps the model's weights.
         told: whether a warning has told that the script was given infinite gradients.
         skips: the reason for each skipped step.
+        suspicion: watches the runs after a skipped step.
+        heal: captures the model again under one more rule; None where the user has not
+            asked for that.
     """
 
     def __init__(
@@ -89,6 +94,8 @@ class ModelScaling:
         self.stepped = False
         self.told = False
         self.skips: list[str] = []
+        self.suspicion = Suspicion()
+        self.heal: Callable[[ModelScaling, Rule], None] | None = None
 
     @property
     def enabled(self) -> bool:
@@ -153,6 +160,11 @@ class ModelScaling:
         """Remembers why a step was skipped, the first few hundred times."""
         if len(self.skips) < 500:  # a training that skips more has other troubles
             self.skips.append(why)
+
+    def add_to_skip(self, text: str) -> None:
+        """Adds to the reason for the last skipped step."""
+        if self.skips:
+            self.skips[-1] += f"; {text}"
 
 
 _UNSCALED = NoLossScale()

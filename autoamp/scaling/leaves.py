@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.pipeline import Rewritten
 
 
 class RunsGraph(Protocol):
@@ -23,6 +24,10 @@ class RunsGraph(Protocol):
     @property
     def gm(self) -> fx.GraphModule:
         """The graph that is run."""
+
+    @property
+    def rewritten(self) -> Rewritten | None:
+        """The pass's record of the graph, or None where the pass failed."""
 
 
 class Leaves:

@@ -6,6 +6,8 @@ they do.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.graph_functions import checkpointed
+from autoamp.ranges.recorder import Recorder
+from autoamp.ranges.trail import Trail
 
 
 class Watched(fx.Interpreter):
@@ -31,13 +35,7 @@ class Watched(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node and hooks the gradient of its result, if that is fp16."""
         value = super().run_node(n)
-        if (
-            n.op == "call_function"
-            and isinstance(value, torch.Tensor)
-            and value.dtype == torch.float16
-            and value.requires_grad
-        ):
-            compat.hook_gradient(value, self._see)
+        see_gradient(self.magnitudes, n, value)
         return value
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -47,14 +45,50 @@ class Watched(fx.Interpreter):
             args = (Watched(body, self.magnitudes).run, *rest)
         return super().call_function(target, args, kwargs)
 
-    @compat.never_captured
-    def _see(self, grad: torch.Tensor | None) -> None:
-        if grad is None:  # no gradient flows back here: a later op cuts it off
-            return
-        if compat.is_batch(grad):
-            self.magnitudes.append(torch.tensor(torch.inf))
-        elif grad.numel():
-            self.magnitudes.append(grad.detach().abs().amax().float())
+
+def see_gradient(magnitudes: list[torch.Tensor], n: fx.Node, value: Any) -> None:
+    """Hooks the gradient of a node's result, if that is fp16, for its magnitude."""
+    if (
+        n.op == "call_function"
+        and isinstance(value, torch.Tensor)
+        and value.dtype == torch.float16
+        and value.requires_grad
+    ):
+        compat.hook_gradient(value, functools.partial(_see, magnitudes))
+
+
+@compat.never_captured
+def _see(magnitudes: list[torch.Tensor], grad: torch.Tensor | None) -> None:
+    if grad is None:  # no gradient flows back here: a later op cuts it off
+        return
+    if compat.is_batch(grad):
+        magnitudes.append(torch.tensor(torch.inf))
+    elif grad.numel():
+        magnitudes.append(grad.detach().abs().amax().float())
+
+
+def watched_run(
+    gm: fx.GraphModule, trail: Trail | None, magnitudes: list[torch.Tensor] | None
+) -> Callable[..., Any]:
+    """A function that runs `gm` once, node by node, and watches its numbers.
+
+    Args:
+        trail: the trail that values and gradients are to leave, if any.
+        magnitudes: a list for the magnitudes of fp16 gradients, if any.
+    """
+    also = None if magnitudes is None else functools.partial(see_gradient, magnitudes)
+    if trail is not None:
+        return Recorder(gm, trail, also=also).run
+    assert magnitudes is not None, "nothing is to be watched"
+    watched = Watched(gm, magnitudes)
+
+    def run(*args: Any) -> Any:
+        try:
+            return watched.run(*args)
+        finally:
+            watched.env.clear()  # an error may hold `watched`, which holds inputs
+
+    return run
 
 
 def can_watch(gm: fx.GraphModule) -> bool:

@@ -309,6 +309,7 @@ _NOT_OF_TORCH = {
     *("callback", "error_on_graph_break", "tensor_source", "node", "shape_env"),
     *("hint", "expr", "subs", "apply", "_get_data_attr", "__name__", "_dynamo_source"),
     "__code__",
+    "metadata",
 }
 
 

@@ -1,0 +1,137 @@
+"""The public questions, asked of a model and the inputs of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp.ask.compare import compare_model
+from autoamp.ask.comparison import Comparison
+from autoamp.ask.examine import options_for
+from autoamp.ask.explain import explain_model
+from autoamp.ask.overflow import find_overflow_model
+from autoamp.ask.overflow_finding import Overflow
+from autoamp.inspect.report import Report
+
+
+def explain(
+    model: nn.Module,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    **kwargs: Any,
+) -> Report:
+    """The report of what `convert` would do to `model`, which is not changed.
+
+    The model is called once, in fp32, on the arguments given.  A model on the meta
+    device is explained without its weights.
+
+    Args:
+        model: any `torch.nn.Module`, converted or not.
+        *args: the arguments of a call of the model.
+        options: keyword arguments of `convert`; by default those that the model was
+            converted with.
+        device: the device to explain for, which need not be here: "cuda:sm_90", or
+            sm_70, sm_75, sm_80, sm_86, sm_89 or sm_100, "cpu:amx", "cpu:avx512_bf16",
+            "cpu:plain", and "cpu" and "cuda" for this machine's.  By default, the
+            device that the model is on.
+        **kwargs: keyword arguments of the call.
+
+    Raises:
+        AutoampError: the model, an option or the device cannot be used.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> report = autoamp.explain(model, torch.randn(32, 64), device="cuda:sm_90")
+        >>> [op.precision for op in report.ops]
+        ['fp32', 'fp32']
+    """
+    return explain_model(model, args, kwargs, options_for(model, options), device)
+
+
+def compare(
+    model: nn.Module,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    tolerance: float | None = None,
+    **kwargs: Any,
+) -> Comparison:
+    """How far mixed precision is from fp32 on one call, node by node, and why.
+
+    The model is called on copies of the arguments, in fp32 and as rewritten, with the
+    same random numbers, and is not changed.  In training mode the backward runs too.
+    Each module with low ops is then put back into fp32 by itself.
+
+    Args:
+        model: any `torch.nn.Module`, converted or not.
+        *args: the arguments of a call of the model.
+        options: keyword arguments of `convert`; by default those that the model was
+            converted with.
+        loss_fn: gives a tensor of one element from the model's output; by default the
+            output's `loss`, or the sum of the output's float tensors.
+        tolerance: the relative error of outputs and gradients that is wanted: the
+            result then names a minimal set of modules to keep in fp32 for it.
+        **kwargs: keyword arguments of the call.
+
+    Raises:
+        AutoampError: the model or an option cannot be used, or the model would stay in
+            fp32 anyway.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> options = {"precision": "bf16", "do_no_harm": False}
+        >>> found = autoamp.compare(model, torch.randn(32, 64), options=options)
+        >>> 0 < found.errors.output < 0.01
+        True
+    """
+    chosen = options_for(model, options)
+    return compare_model(
+        model, args, kwargs, chosen, loss_fn=loss_fn, tolerance=tolerance
+    )
+
+
+def find_overflow(
+    model: nn.Module,
+    *args: Any,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Overflow:
+    """The first number, forward or backward, that leaves the range of its dtype.
+
+    The model is called on copies of the arguments, as rewritten, node by node.  In
+    training mode, or with a `loss_fn`, the backward runs too, at the loss scale in
+    force.  Where a number leaves its range, rules are tried until one cures it.  The
+    model is left as it was, bit for bit; a copy of its weights is held meanwhile, and
+    the model's own hooks are called.
+
+    Args:
+        model: any `torch.nn.Module`, converted or not.
+        *args: the arguments of a call of the model.
+        loss_fn: gives a tensor of one element from the model's output; by default the
+            output's `loss`, or the sum of the output's float tensors.
+        options: keyword arguments of `convert`; by default those that the model was
+            converted with, and fp16 where it was not.
+        **kwargs: keyword arguments of the call.
+
+    Returns:
+        What left its range, where, by how much, and the rule that cures it.  The result
+        is falsy where nothing did, and then tells what came nearest.
+
+    Raises:
+        AutoampError: the model, an argument or an option cannot be used, or the loss is
+            no tensor of one element.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+        >>> found = autoamp.find_overflow(model, torch.full((4, 8), 1e6))
+        >>> found.kind, found.name, found.largest
+        ('input', 'input', 1000000.0)
+        >>> bool(autoamp.find_overflow(model, torch.ones(4, 8), loss_fn=torch.mean))
+        False
+    """
+    return find_overflow_model(model, args, kwargs, options, loss_fn)

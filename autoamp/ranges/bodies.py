@@ -1,0 +1,93 @@
+"""Branches and loops run as Python would run them, so that their ops can be watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.ranges.trail import Trail
+
+Make = Callable[[fx.GraphModule], Callable[..., Any]]
+"""Gives a function that runs a body node by node."""
+
+
+def _cond(
+    make: Make, _: Trail, which: Any, yes: Any, no: Any, operands: Sequence[Any]
+) -> Any:
+    return tuple(make(yes if bool(which) else no)(*operands))
+
+
+def _while_loop(
+    make: Make,
+    _: Trail,
+    goes_on: Any,
+    body: Any,
+    carried: Sequence[Any],
+    shared: Sequence[Any] = (),
+) -> Any:
+    while bool(_one(goes_on(*carried, *shared))):
+        carried = make(body)(*carried, *shared)
+    return tuple(carried)
+
+
+def _scan(  # noqa: PLR0917 (the arguments of the op follow the first two)
+    make: Make,
+    trail: Trail,
+    body: Any,
+    carried: Sequence[Any],
+    over: Sequence[Any],
+    shared: Sequence[Any] = (),
+) -> Any:
+    count, given = len(carried), len(over[0])
+    found = []
+    for at in range(given):
+        result = make(body)(*carried, *_slices(trail, over, at), *shared)
+        carried = result[:count]
+        found.append(result[count:])
+    return (*carried, *_stacked(trail, found))
+
+
+def _map(
+    make: Make, trail: Trail, body: Any, over: Sequence[Any], shared: Sequence[Any] = ()
+) -> Any:
+    found = [
+        make(body)(*_slices(trail, over, at), *shared) for at in range(len(over[0]))
+    ]
+    return tuple(_stacked(trail, found))
+
+
+def _slices(trail: Trail, over: Sequence[Any], at: int) -> list[Any]:
+    found = []
+    for value in over:
+        part = value[at]
+        trail.renew(part, trail.maker(value))
+        found.append(part)
+    return found
+
+
+def _stacked(trail: Trail, results: Sequence[Sequence[Any]]) -> list[Any]:
+    found = []
+    for column in zip(*results, strict=True):
+        whole = torch.stack(column)
+        makers = [trail.maker(part) for part in column]
+        worst = [m for m in makers if m is not None and not m.is_finite]
+        trail.renew(whole, (worst or makers)[0])
+        found.append(whole)
+    return found
+
+
+def _one(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
+UNROLLED: Mapping[Any, Callable[..., Any]] = {
+    compat.COND: _cond,
+    compat.WHILE_LOOP: _while_loop,
+    compat.SCAN: _scan,
+    compat.MAP: _map,
+}
+"""Runs each of these ops; called with `Make`, the trail and the op's arguments."""

@@ -1,0 +1,123 @@
+"""Names the place of a node: op, module path and source line, or a weight or input."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.nodes import module_paths, source_line
+from autoamp.graph_functions import (
+    low_uses,
+    low_weight,
+    low_weight_unscaled,
+    scale_grad,
+    scaled_result,
+    unscale_grad,
+    unscale_half,
+)
+from autoamp.op_names import op_name
+from autoamp.rewrite.emitted import CAST_KIND
+
+_STANDS_FOR_ITS_OPERAND = frozenset(
+    {
+        low_uses,
+        low_weight,
+        low_weight_unscaled,
+        operator.getitem,
+        scale_grad,
+        scaled_result,
+        unscale_grad,
+        unscale_half,
+    }
+)
+
+OP, WEIGHT, INPUT, OUTSIDE = "op", "weight", "input", "outside"
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A place in a model's code.
+
+    Attributes:
+        kind: "op", "weight", "input" or "outside" (code in no captured graph).
+        op: the op's full name ("aten::exp.default"); "" for a weight or input.
+        name: the name of the weight or input; "" for an op.
+        module: the path of the innermost module; "" for the model itself.
+        source: `model.py:12: x = self.fc(x)`, or "".
+        modules: the paths of all modules around it, outermost first.
+    """
+
+    kind: str
+    op: str = ""
+    name: str = ""
+    module: str = ""
+    source: str = ""
+    modules: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind in (WEIGHT, INPUT):
+            return f"{self.kind} {self.name}"
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.op}{where}{f' ({self.source})' if self.source else ''}"
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether the rewrite made `node`: a cast, one use of a cast, or loss scaling."""
+    if node.target is operator.getitem:
+        return is_cast(node.all_input_nodes[0])
+    return CAST_KIND in node.meta or node.target in _STANDS_FOR_ITS_OPERAND
+
+
+def subject(node: fx.Node) -> fx.Node:
+    """The node whose value `node` shows: the operand of casts, the call of an item."""
+    while CAST_KIND in node.meta or node.target in _STANDS_FOR_ITS_OPERAND:
+        if not node.all_input_nodes:
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """The ops of the model that read `node`, through casts and uses of casts."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        if is_cast(user):
+            found += readers(user)
+        elif user.op != "output":
+            found.append(user)
+    return found
+
+
+def spot_of(node: fx.Node) -> Spot:
+    """The place of the op that made the value of `node`."""
+    node = subject(node)
+    if node.op in ("placeholder", "get_attr"):
+        return given_spot(node, is_weight=node.op == "get_attr")
+    paths = module_paths(node)
+    op = node.name
+    if isinstance(node.target, compat.OpOverload):
+        op = op_name(node.target)
+    elif node.op == "call_function":
+        op = getattr(node.target, "__name__", str(node.target))
+    return Spot(
+        OP,
+        op=op,
+        module=paths[-1] if paths else "",
+        source=source_line(node),
+        modules=tuple(dict.fromkeys(paths)),
+    )
+
+
+def given_spot(node: fx.Node, *, is_weight: bool) -> Spot:
+    """An input of a graph, by its path in the model or the name of the argument.
+
+    The copy of a weight goes by the weight's name.
+    """
+    copied = node.name.removesuffix("_copy")
+    known = [n for n in node.graph.nodes if n.op == node.op and n.name == copied]
+    of = known[0] if known else node
+    path = of.meta.get("autoamp_path") or of.name
+    return Spot(WEIGHT if is_weight or of is not node else INPUT, name=path)

@@ -1,0 +1,226 @@
+"""The trail of one run: each value and each gradient, with its largest magnitude.
+
+Nothing here waits for a device: magnitudes are 0-dim tensors until somebody asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoamp import compat
+from autoamp.ranges.spot import INPUT, WEIGHT, Spot, is_cast, spot_of
+
+
+class Step:
+    """One value that was computed, or one gradient that an op's backward gave.
+
+    Attributes:
+        node: the node; None for code outside of graphs.
+        dtype: the dtype computed in.
+        operands: the steps that made the operands; for a backward, the step of the op's
+            forward alone.
+        entering: for a backward, the magnitude of the gradient that it was given.
+        literal: whether an infinity is written in the call, as in a mask.
+        wide: the magnitude that the op gives in fp32, where that was asked for.
+    """
+
+    __slots__ = (
+        "_largest",
+        "_spot",
+        "dtype",
+        "entering",
+        "literal",
+        "node",
+        "operands",
+        "wide",
+    )
+
+    def __init__(
+        self,
+        node: fx.Node | None,
+        largest: torch.Tensor,
+        dtype: torch.dtype,
+        operands: Sequence[Step] = (),
+        *,
+        entering: torch.Tensor | None = None,
+        spot: Spot | None = None,
+    ) -> None:
+        """Args: `spot` is needed where there is no node, or a better name for it."""
+        self.node = node
+        self.dtype = dtype
+        self.operands = tuple(operands)
+        self.entering = entering
+        self.literal = node is not None and _writes_infinity(node)
+        self.wide: float | None = None
+        self._spot = spot
+        self._largest: torch.Tensor | float = largest
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude, or NaN; waits for the device."""
+        self._largest = float(self._largest)
+        return self._largest
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.largest)
+
+    @property
+    def is_backward(self) -> bool:
+        return self.entering is not None
+
+    @property
+    def entered_bad(self) -> bool:
+        """Whether a backward was given a gradient that was not finite already."""
+        return self.entering is not None and not math.isfinite(float(self.entering))
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the rewrite made the node."""
+        return self.node is not None and is_cast(self.node)
+
+    @property
+    def spot(self) -> Spot:
+        """The place of the op that made the value; a cast shows another op's value."""
+        if self._spot is not None:
+            return self._spot
+        if self.operands and (self.is_cast or self.is_backward):
+            return self.operands[0].spot
+        assert self.node is not None
+        return spot_of(self.node)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the value came from outside: a weight, or an input."""
+        return self.spot.kind in (WEIGHT, INPUT)
+
+    @property
+    def key(self) -> tuple[bool, Spot]:
+        """A name of the step that is the same in fp32 and in low precision."""
+        return self.is_backward, self.spot
+
+
+class Trail:
+    """The steps of one call, or of one training step, in the order of time.
+
+    Attributes:
+        steps: the values and gradients so far.
+        outputs: the steps that made the results of graphs.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.outputs: list[Step] = []
+        self._made_by = WeakIdKeyDictionary()
+        self._claimed: set[Any] = set()
+
+    def add(self, step: Step, values: Iterable[torch.Tensor] = ()) -> Step:
+        """Adds the step that made `values`."""
+        self.steps.append(step)
+        for value in values:
+            self._made_by[value] = step
+        return step
+
+    def maker(self, value: Any) -> Step | None:
+        """The step that made the tensor object `value`, if one of this trail did."""
+        found = self._made_by.get(value) if isinstance(value, torch.Tensor) else None
+        return found if isinstance(found, Step) else None
+
+    def renew(self, value: Any, step: Step | None) -> None:
+        """Makes `step` the step that made `value`, which was written to or cut out."""
+        if step is not None and isinstance(value, torch.Tensor):
+            self._made_by[value] = step
+
+    def begins(self, value: Any) -> None:
+        """Makes `value` an edge: the history before it belongs to nobody."""
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            self._claimed.add(value.grad_fn)
+
+    def claim(self, step: Step, values: Iterable[torch.Tensor]) -> None:
+        """Hears the backward of everything that was recorded since for `values`.
+
+        Nodes of autograd's graph belong to the step that made them, also where one op
+        has several such nodes.
+        """
+        pending: list[Any] = [v.grad_fn for v in values if v.requires_grad]
+        while pending:
+            node = pending.pop()
+            if node is None or node in self._claimed or _fills_a_leaf(node):
+                continue
+            self._claimed.add(node)
+            compat.hook_after_node(node, functools.partial(self._flowed, step))
+            pending += [before for before, _ in node.next_functions]
+
+    def let_go(self) -> None:
+        """Ends the run: autograd's graph is kept alive no longer."""
+        self._claimed.clear()
+
+    @compat.never_captured
+    def _flowed(self, step: Step, given: Any, entered: Any) -> None:
+        found = [g for g in floats_in(given) if g.numel()]
+        if not found:
+            return
+        self.steps.append(
+            Step(
+                step.node,
+                largest_in(found),
+                found[0].dtype,
+                [step],
+                entering=largest_in(floats_in(entered)),
+            )
+        )
+
+
+def floats_in(value: Any) -> list[torch.Tensor]:
+    """The float tensors in a value, or in a tuple or list of values."""
+    if isinstance(value, torch.Tensor):
+        is_float = value.is_floating_point() or value.is_complex()
+        return [value] if is_float and not compat.is_batch(value) else []
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in floats_in(item)]
+    return []
+
+
+def largest_in(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude in `values`, 0-dim fp64; NaN where one holds a NaN."""
+    found = [_largest(value) for value in values]
+    if not found:
+        return torch.zeros((), dtype=torch.float64)
+    if len(found) == 1:
+        return found[0]
+    return torch.stack([each.to(found[0].device) for each in found]).amax()
+
+
+@torch.no_grad()
+def _largest(value: torch.Tensor) -> torch.Tensor:
+    if value.layout == torch.sparse_coo:
+        value = value.coalesce().values()
+    elif value.layout != torch.strided:
+        value = value.values()
+    if not value.numel() or value.is_meta:
+        return torch.zeros((), dtype=torch.float64)
+    return value.detach().abs().amax().double()
+
+
+def _writes_infinity(node: fx.Node) -> bool:
+    found: list[bool] = []
+
+    def look(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            found.append(True)
+        return value
+
+    fx.node.map_aggregate((node.args, node.kwargs), look)
+    return bool(found)
+
+
+def _fills_a_leaf(node: Any) -> bool:
+    """Whether a node adds to `.grad`: it lives as long as the leaf."""
+    return "AccumulateGrad" in node.name()

@@ -1,0 +1,259 @@
+"""A skipped step is blamed on the op that overflowed; `heal` keeps it in fp32."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from autoamp.errors import LossScaleError
+
+WIDTH = 8
+
+
+def line_of(name: str) -> str:
+    """`test_blame.py:N`, the line of this file that ends in the marker of a fault."""
+    lines = Path(__file__).read_text().splitlines()
+    (found,) = [n for n, text in enumerate(lines, 1) if text.endswith(f"# {name}")]
+    return f"{Path(__file__).name}:{found}:"
+
+
+class Faulty(nn.Module):
+    """Two layers around a sub-class's fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+class Product(Faulty):
+    def middle(self, x: Tensor) -> Tensor:
+        return (x * 400) * 400 / 1e5  # product
+
+
+class Region(Faulty):
+    def middle(self, x: Tensor) -> Tensor:
+        def region(y: Tensor) -> Tensor:
+            return (self.last(y) * 400) * 400 / 1e5  # region
+
+        return checkpoint(region, x * 1.5, use_reentrant=False)
+
+
+class SecondGraph(Faulty):
+    def middle(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return (self.last(x) * 400) * 400 / 1e5  # second graph
+
+
+class Backward(Faulty):
+    """On the way back, the large factor comes before the small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steep", 2e4 * torch.eye(WIDTH))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x * 1e-5, self.steep)  # backward
+
+
+FAULTS = {
+    "product": Product,
+    "region": Region,
+    "second graph": SecondGraph,
+    "backward": Backward,
+}
+
+
+class Training:
+    """A training in fp16, one step at a time."""
+
+    def __init__(
+        self, make: Callable[[], nn.Module], scale: float, **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = model = make()
+        given: dict[str, Any] = {"precision": "fp16", "do_no_harm": False, **options}
+        given.setdefault("loss_scale", autoamp.DynamicLossScale(scale))
+        self.optimizer: Any = torch.optim.SGD(model.parameters(), 1e-3)
+        autoamp.convert(model, self.optimizer, **given)
+
+    def step(self, x: Tensor | None = None, factor: float = 1.0) -> bool:
+        """Whether the step was skipped."""
+        x = torch.randn(6, WIDTH) if x is None else x
+        self.optimizer.zero_grad()
+        (self.model(x).square().mean() * factor).backward()
+        self.optimizer.step()
+        return bool(self.optimizer.step_was_skipped)
+
+    @property
+    def skips(self) -> tuple[str, ...]:
+        return autoamp.report(self.model).loss_scale.skips
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_step_skipped_after_another_names_the_op(name: str, caplog) -> None:
+    training = Training(FAULTS[name], 2.0**12)
+    with caplog.at_level(logging.INFO, logger="autoamp"):
+        assert [training.step() for _ in range(3)] == [True] * 3
+    for why in training.skips[1:]:
+        assert line_of(name) in why
+        assert "aten::" in why
+        assert "overflowed in fp16" in why
+        assert why in caplog.text
+    assert training.skips[0].startswith("step 0: ")
+
+
+def test_the_error_at_the_floor_names_the_op() -> None:
+    scale = autoamp.DynamicLossScale(4.0, min_scale=1.0)
+    training = Training(Product, 4.0, loss_scale=scale)
+    assert training.step()
+    assert training.step()
+    with pytest.raises(LossScaleError, match=re.escape(line_of("product"))):
+        training.step()
+
+
+def test_a_module_and_its_line_are_named() -> None:
+    training = Training(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Product()), 2.0**8
+    )
+    training.step()
+    training.step()
+    assert " in 1 (" in training.skips[1]
+
+
+def test_what_is_not_the_models_fault_is_said_to_be_so() -> None:
+    training = Training(Faulty, 2.0**8)
+    assert [training.step(factor=torch.inf) for _ in range(2)] == [True] * 2
+    assert "outside of the model" in training.skips[1]
+    training = Training(Faulty, 2.0**8)
+    bad = torch.full((6, WIDTH), torch.nan)
+    assert [training.step(bad) for _ in range(2)] == [True] * 2
+    assert "input.0 holds a number that is not finite" in training.skips[1]
+
+
+def test_only_steps_after_a_skipped_step_are_watched(monkeypatch) -> None:
+    from autoamp.scaling import watch
+
+    watched: list[Any] = []
+    real = watch.Recorder
+    monkeypatch.setattr(
+        watch, "Recorder", lambda *a, **k: watched.append(a) or real(*a, **k)
+    )
+    training = Training(Faulty, 2.0**8)
+    assert not any(training.step() for _ in range(3))
+    assert watched == []
+    assert training.step(factor=1e9)
+    assert watched == []
+    assert not training.step()
+    assert len(watched) == 1
+    assert not training.step()
+    assert len(watched) == 1
+
+
+def test_a_step_that_only_just_overflowed_is_explained_by_the_next() -> None:
+    training = Training(Faulty, 2.0**16)
+    x = torch.randn(6, WIDTH)
+    while training.step(x, 1e3):
+        pass
+    count = len(training.skips)
+    assert count > 1
+    training = Training(Faulty, autoamp.report(training.model).loss_scale.scale * 2)
+    assert training.step(x, 1e3)
+    assert not training.step(x, 1e3)
+    (why,) = training.skips
+    assert "came nearest to the limit of fp16" in why
+
+
+def test_a_trail_keeps_no_values_alive() -> None:
+    training = Training(Product, 2.0**12)
+    training.step()
+    x = torch.randn(6, WIDTH)
+    gone = weakref.ref(x)
+    training.step(x)
+    del x
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_watched_step_has_the_gradients_of_any_other() -> None:
+    found = []
+    for watches in (False, True):
+        training = Training(Region, 2.0**8)
+        with torch.no_grad():
+            training.model.last.weight.mul_(1e-3)
+            training.model.last.bias.zero_()
+        record = autoamp.model.conversion.conversion_of(training.model).engine.record
+        record.scaling.suspicion.watching = watches
+        torch.manual_seed(1)
+        assert not training.step()
+        found.append([p.grad.clone() for p in training.model.parameters()])
+    for plain, watched in zip(*found, strict=True):
+        assert torch.equal(plain, watched)
+
+
+# -- heal ------------------------------------------------------------------------------
+
+
+def test_a_rule_is_proposed_once(caplog) -> None:
+    training = Training(Product, 2.0**12)
+    with caplog.at_level(logging.WARNING, logger="autoamp"):
+        assert all(training.step() for _ in range(6))
+    proposals = [m for m in caplog.messages if "steps in a row" in m]
+    assert len(proposals) == 1
+    assert re.search(r"convert\(model, (deny|keep)=\[", proposals[0])
+    assert line_of("product") in proposals[0]
+
+
+def test_a_scale_that_is_to_fall_is_no_reason_for_a_rule(caplog) -> None:
+    falling = autoamp.DynamicLossScale(2.0**15, climbs=False)
+    training = Training(Backward, 2.0**15, loss_scale=falling)
+    with caplog.at_level(logging.WARNING, logger="autoamp"):
+        assert all(training.step(factor=16.0) for _ in range(6))
+    assert "steps in a row" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["product", "region", "second graph"])
+def test_heal_trains_on(name: str, caplog) -> None:
+    training = Training(FAULTS[name], 2.0**12, heal=True)
+    with caplog.at_level(logging.WARNING, logger="autoamp"):
+        skipped = [training.step() for _ in range(8)]
+    assert skipped == [True] * 4 + [False] * 4, training.skips
+    assert caplog.text.count("captured again with") == 1
+    after = autoamp.report(training.model)
+    assert len(after.loss_scale.skips) == 4
+    assert after.loss_scale.scale == 2.0**8
+    assert any(op.precision == "fp32" for op in after.ops)
+
+
+def test_heal_reaches_deep_copies_and_is_reverted() -> None:
+    training = Training(Product, 2.0**12, heal=True)
+    twin = copy.deepcopy(training.model)
+    x = torch.ones(6, WIDTH)
+    assert not twin(1000 * x).isfinite().all()
+    for _ in range(4):
+        training.step()
+    assert twin(1000 * x).isfinite().all()
+    autoamp.revert(training.model)
+    assert not autoamp.is_converted(training.model)
+
+
+def test_heal_is_an_option() -> None:
+    with pytest.raises(autoamp.OptionError, match="heal='yes' is not True or False"):
+        autoamp.convert(Product(), heal="yes")  # type: ignore[arg-type]
