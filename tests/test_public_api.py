@@ -24,6 +24,7 @@ NAMES = {
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
+    "Monitor",
     "NoLossScale",
     "OptionError",
     "Overflow",
