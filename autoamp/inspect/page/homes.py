@@ -86,6 +86,8 @@ def tree_of(
             (inner,) = children[inner]
         here = len(groups)
         text = ".".join(inner[len(above) :]) or label
+        if text.isdigit() and above:
+            text = f"{above[-1]}.{text}"
         groups.append(Group(".".join(inner), text, parent))
         _place(nodes[inner], here, groups, group_of)
         waiting.extend((child, inner, here) for child in children[inner])

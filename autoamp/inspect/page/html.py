@@ -20,7 +20,9 @@ from autoamp.plain import plain_line
 
 SCRIPTS = (
     "data.js",
+    "text.js",
     "layout.js",
+    "stretch.js",
     "draw.js",
     "view.js",
     "state.js",

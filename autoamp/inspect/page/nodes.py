@@ -64,7 +64,7 @@ class SectionNodes:
                 "name": name,
                 "kind": self._kinds[name],
                 "op": row.op if row else _target(node),
-                "title": op_title(row.op if row else _target(node)),
+                "title": self._title(name, node, row),
                 "group": self._group_of[name],
                 "module": self.groups[self._group_of[name]].path,
                 "source": shorten(fact.source) if fact else "",
@@ -75,6 +75,14 @@ class SectionNodes:
                 "note": "" if row or cast else self._note(name),
                 "body": self._body(node),
             }
+
+    def _title(self, name: str, node: fx.Node, row: OpRow | None) -> str:
+        """The short name: that of the op, or of a weight inside its module."""
+        if self._kinds[name] not in ("weight", "constant"):
+            return op_title(row.op if row else _target(node))
+        path = self.groups[self._group_of[name]].path.replace(".", "_")
+        inner = name.lstrip("_").removeprefix(f"{path}_")
+        return inner if path else name
 
     def _kind(self, name: str) -> str:
         node = self._after.get(name) or self._before[name]

@@ -30,13 +30,20 @@ function drawLevel(parent, drawing, layout, dx, dy) {
 
 function drawEdge(parent, drawing, layout, edge, dx, dy) {
   const points = edge.points.map((p) => ({ x: p.x + dx, y: p.y + dy }));
-  if (edge.from === "in") points[0] = { x: layout.ports.in + dx, y: dy };
-  if (edge.to === "out") {
-    points[points.length - 1] = { x: layout.ports.out + dx, y: layout.h + dy };
+  if (edge.from === "in" && layout.ports.in) points[0] = { x: layout.ports.in.x + dx, y: dy };
+  if (edge.to === "out" && layout.ports.out) {
+    points[points.length - 1] = { x: layout.ports.out.x + dx, y: layout.h + dy };
+  }
+  // The edges that leave an open module start where its port meets the border.
+  const from = layout.boxes.find((box) => box.item.id === edge.from);
+  if (from?.inner?.ports.out && !edge.isFar) {
+    const x = from.x + (from.w - from.inner.w) / 2 + from.inner.ports.out.x;
+    points[0] = { x: x + dx, y: from.y + from.h + dy };
   }
   const isPort = edge.to === "out";
   const path = svg(parent, "path", {
-    class: "edge" + (isPort ? " to-port" : ""), d: smooth(points),
+    class: "edge" + (isPort ? " to-port" : "") + (edge.isFar ? " far-edge" : ""),
+    d: edge.isFar ? cornered(points) : smooth(points),
   });
   drawing.edges.push({ path, pairs: edge.pairs });
 }
@@ -51,6 +58,21 @@ function smooth(points) {
     d += "Q" + at(points[i]) + " " + at(middle(points[i], points[i + 1]));
   }
   return d + "L" + at(points[points.length - 1]);
+}
+
+/** A path along straight lines with small round corners. */
+function cornered(points) {
+  const toward = (p, q) => {
+    const length = Math.hypot(q.x - p.x, q.y - p.y) || 1;
+    const step = Math.min(6, length / 2) / length;
+    return { x: p.x + (q.x - p.x) * step, y: p.y + (q.y - p.y) * step };
+  };
+  const at = (p) => p.x.toFixed(1) + " " + p.y.toFixed(1);
+  let d = "M" + at(points[0]);
+  for (let i = 1; i < points.length - 1; i++) {
+    d += "L" + at(toward(points[i], points[i - 1])) + "Q" + at(points[i]) + " " + at(toward(points[i], points[i + 1]));
+  }
+  return d + "L" + at(points.at(-1));
 }
 
 function drawLabel(parent, { at, label }, dx, dy) {

@@ -96,11 +96,38 @@ function islandEntry(alike) {
   return h("article", { class: "island" },
     h("h4", {}, shown + times),
     h("p", { class: "note" }, size.join(" \u00b7 ")),
-    h("p", {}, h("b", {}, first.decided_by.length ? "Decided by: " : "By price: "), first.reasons.slice(0, 3).join("; ")),
-    h("p", { class: "places" }, alike.map((island) => h("button", {
+    h("p", {}, h("b", {}, first.decided_by.length ? "Decided by" : "By price")),
+    h("ul", { class: "nodes" }, examples(decided).map((n) =>
+      h("li", {}, nodeButton(n), h("span", {}, ": " + whyHigh(state.graph.nodes[n].decision))))),
+    h("p", {}, h("b", {}, alike.length > 1 ? "Places" : "Place")),
+    h("p", { class: "places" }, inOrder(alike).map(([place, island]) => h("button", {
       type: "button", class: "link place", onclick: () => goToIsland(island),
-    }, placeOf(island)))),
+    }, place))),
     alike.length === 1 ? h("details", {}, h("summary", {}, plural(decided.length, "op") + " that decided"), nodeList(decided)) : "");
+}
+
+/** The first op of each reason, at most three. */
+function examples(decided) {
+  const firsts = new Map();
+  for (const n of decided) {
+    const { heading } = state.graph.nodes[n].decision;
+    if (!firsts.has(heading)) firsts.set(heading, n);
+  }
+  return [...firsts.values()].slice(0, 3);
+}
+
+const whyHigh = ({ rule, reason }) => (reason === "by that rule" ? rule : rule + "; " + reason);
+
+/** [place, island] pairs by place, with a number where one place has several islands. */
+function inOrder(alike) {
+  const seen = new Map();
+  return alike.map((island) => [placeOf(island), island])
+    .sort(([a, one], [b, two]) => a.localeCompare(b, "en", { numeric: true }) || one.nodes[0] - two.nodes[0])
+    .map(([place, island]) => {
+      const times = (seen.get(place) ?? 0) + 1;
+      seen.set(place, times);
+      return [times > 1 ? place + " (" + times + ")" : place, island];
+    });
 }
 
 /** The deepest module that holds all of an island. */
@@ -127,9 +154,9 @@ function showLegend() {
   const list = document.getElementById("legend");
   const low = report.compute_dtype ?? "low";
   const present = new Set(state.graph.nodes.filter((n) => n[state.side]).map((n) =>
-    n.kind === "cast" ? (n.cast.every_call ? "cast" : "cast kept") : precisionClass(n[state.side].precision)));
+    n.kind === "weight" ? "weight" : n.kind === "cast" ? (n.cast.every_call ? "cast" : "cast kept") : precisionClass(n[state.side].precision)));
   const entries = [["low", low], ["fp32", "fp32"], ["other", "other float"], ["none", "not a float"],
-    ["cast", "cast"], ["cast kept", "weight cast, kept between calls"]];
+    ["weight", "weight"], ["cast", "cast"], ["cast kept", "weight cast, kept between calls"]];
   list.replaceChildren(...entries.filter(([kind]) => present.has(kind)).map(([kind, text]) =>
     h("li", {}, h("span", { class: "swatch " + kind }), text)));
 }

@@ -22,6 +22,9 @@ function h(name, attributes = {}, ...children) {
   return element;
 }
 
+/** A name that may break after its dots and underscores. */
+const breakable = (name) => name.split(/(?<=[_./:])/).flatMap((piece, i) => (i ? [h("wbr"), piece] : [piece]));
+
 function showTab(name) {
   for (const tab of TABS) {
     const button = document.getElementById("tab-" + tab);
@@ -77,7 +80,7 @@ function facts(pairs) {
   return list;
 }
 
-/** Shows the details of a node; null for none. */
+/** Fills the panel with the details of a node; null for none. */
 function showNode(node) {
   const panel = document.getElementById("node");
   panel.replaceChildren();
@@ -87,8 +90,8 @@ function showNode(node) {
   }
   const close = h("button", { type: "button", class: "close", "aria-label": "Close the details (Escape)", title: "Close (Escape)", onclick: closeNode }, "\u00d7");
   panel.append(
-    h("div", { class: "head" }, h("h2", {}, node.title === "_to_copy" ? node.cast ? node.cast.kind + " cast" : "_to_copy" : node.title), close),
-    h("p", { class: "name" }, h("code", {}, node.name)),
+    h("div", { class: "head" }, h("h2", {}, breakable(node.cast ? node.cast.kind + " cast" : node.title)), close),
+    h("p", { class: "name" }, h("code", {}, breakable(node.name))),
     chips(node),
     node.decision ? decided(node) : undecided(node),
     node.decision ? part("In " + node.decision.flip.to + " instead", ...flipped(node.decision.flip)) : "",
@@ -97,7 +100,6 @@ function showNode(node) {
     ...links(node),
   );
   panel.scrollTop = 0;
-  showTab("node");
 }
 
 /** Closes the details, and puts the focus back on the node. */
@@ -172,9 +174,9 @@ function values(node) {
 
 function where(node) {
   const group = state.graph.groups[node.group];
-  const module = group.path && h("button", { type: "button", class: "link", onclick: () => go(group) }, group.path);
+  const module = group.path && h("button", { type: "button", class: "link", onclick: () => go(group) }, breakable(group.path));
   const rows = facts([
-    ["Op", node.kind === "op" ? h("code", {}, node.op) : ""],
+    ["Op", node.kind === "op" ? h("code", {}, breakable(node.op)) : ""],
     ["Module", module],
     ["Line", node.source && h("code", { class: "lines" }, node.source)],
   ]);

@@ -38,7 +38,7 @@ function openAtFirst() {
     const next = level.flatMap((g) => g.children).filter((g) => counts[g.index].nodes);
     const grown = shown + next.reduce((sum, g) => sum + items(g), 0);
     if (grown > MOST_AT_FIRST) {
-      openWhatFits(next, items, open, shown);
+      openModules(level, items, open, shown);
       break;
     }
     for (const group of next) open.add(group.index);
@@ -47,21 +47,29 @@ function openAtFirst() {
   return open;
 }
 
-/** Opens the modules of a level that hold modules, where all of the level is too much. */
-function openWhatFits(level, items, open, shown) {
-  for (const group of level) {
-    if (!group.children.length || shown + items(group) > MOST_AT_FIRST) continue;
-    open.add(group.index);
-    shown += items(group);
-    const next = group.children.filter((g) => state.graph.sides[state.side].counts[g.index].nodes);
-    if (shown < MOST_AT_FIRST) shown = openWhatFits(next, items, open, shown);
+/**
+ * Opens the modules that hold modules, where all of a level is too much.  Of many modules
+ * side by side (the layers of a model) either all are opened or none.
+ */
+function openModules(level, items, open, shown) {
+  for (const parent of level) {
+    const inner = parent.children.filter((g) => g.children.length && items(g));
+    const size = inner.reduce((sum, g) => sum + items(g), 0);
+    if (inner.length > 3 && shown + size > MOST_AT_FIRST) continue;
+    const opened = inner.filter((group) => {
+      if (shown + items(group) > MOST_AT_FIRST) return false;
+      open.add(group.index);
+      shown += items(group);
+      return true;
+    });
+    shown = openModules(opened, items, open, shown);
   }
   return shown;
 }
 
 /** Places and draws everything anew. */
 function renew(keep) {
-  state.layouts = new Layouts(state.graph, state.side, isOpen);
+  state.layouts = new OpenLayouts(state.graph, state.side, isOpen);
   render(keep);
 }
 
@@ -115,6 +123,7 @@ function showSide(side) {
     document.getElementById("side-" + each).setAttribute("aria-pressed", String(each === side));
   }
   if (state.picked && !itemOf(state.graph, state.picked)[side]) pick(null);
+  showNode(state.picked && itemOf(state.graph, state.picked));
   renew(state.picked ?? root().children.find((g) => state.shown.has(g.id))?.id);
   showLegend();
   said.textContent = side === "before" ? "Graph before the casts" : "Graph after the casts";
@@ -159,6 +168,7 @@ function pick(id) {
   state.picked = id;
   if (id) state.at = id;
   showNode(id ? itemOf(state.graph, id) : null);
+  if (id) showTab("node");
   mark();
 }
 

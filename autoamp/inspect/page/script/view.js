@@ -24,13 +24,14 @@ function zoomBy(factor, x = canvas.clientWidth / 2, y = canvas.clientHeight / 2)
 /** Shows a rectangle of the graph whole, or from its top where that would be illegible. */
 function fitTo({ x, y, w, h }, least = LEAST_ZOOM) {
   const [width, height] = [canvas.clientWidth, canvas.clientHeight];
-  const room = 28;
-  const whole = Math.min((width - 2 * room) / w, (height - 2 * room) / h, 1.15);
+  const [room, legend] = [28, 36]; // the legend covers the bottom
+  const [inX, inY] = [width - 2 * room, height - 2 * room - legend];
+  const whole = Math.min(inX / w, inY / h, 1.15);
   view.k = Math.max(whole, least);
   view.x = (width - w * view.k) / 2 - x * view.k;
-  view.y = (height - h * view.k) / 2 - y * view.k;
-  if (h * view.k > height - 2 * room) view.y = room - y * view.k;
-  if (w * view.k > width - 2 * room) view.x = room - x * view.k;
+  view.y = (height - legend - h * view.k) / 2 - y * view.k;
+  if (h * view.k > inY) view.y = room - y * view.k;
+  if (w * view.k > inX) view.x = room - x * view.k;
   applyView();
 }
 
