@@ -3,12 +3,14 @@
 The public names are listed in `__all__`; everything else may change.
 """
 
-from autoamp.api import convert, explain, is_converted, report, revert, rewrite
+from autoamp.api import compare, convert, explain, is_converted, report, revert, rewrite
+from autoamp.ask.comparison import Comparison
 from autoamp.auto.switch import disable, enable
 from autoamp.errors import (
     AutoampError,
     CaptureError,
     CheckpointError,
+    LockError,
     LossScaleError,
     OptionError,
     PlacementError,
@@ -33,7 +35,9 @@ __all__ = [
     "AutoampError",
     "CaptureError",
     "CheckpointError",
+    "Comparison",
     "DynamicLossScale",
+    "LockError",
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
@@ -46,6 +50,7 @@ __all__ = [
     "StaticLossScale",
     "UnsupportedModelError",
     "VerificationError",
+    "compare",
     "convert",
     "disable",
     "disabled",

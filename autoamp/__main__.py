@@ -1,6 +1,6 @@
 """`python -m autoamp`, the same as the command `autoamp`."""
 
-from autoamp.cli import main
+from autoamp_cli import main
 
 if __name__ == "__main__":
     main(prog_name="autoamp")

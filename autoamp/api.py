@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import fx, nn
 
 from autoamp import compat
+from autoamp.ask.compare import compare_model
+from autoamp.ask.comparison import Comparison
 from autoamp.ask.examine import options_for
 from autoamp.ask.explain import explain_model
 from autoamp.errors import OptionError, UnsupportedModelError
@@ -43,6 +46,7 @@ def convert(
     do_no_harm: bool = True,
     strict: bool = False,
     weight_copies: str = "kept",
+    lock: str | os.PathLike[str] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
@@ -75,6 +79,10 @@ def convert(
             (C code with `w.data_ptr()`, a replayed CUDA graph), and a write by torch
             may move the weight away from that address.  "every call": each weight is
             copied at each call, and never moved.
+        lock: the path of a committed report of this model (`Report.to_json`, `autoamp
+            explain --json`).  A captured graph that is not placed as the report says
+            is warned about, once, or refused under `strict`; a further graph that the
+            report does not know is said to be unknown.
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -98,6 +106,7 @@ def convert(
         do_no_harm=do_no_harm,
         strict=strict,
         weight_copies=weight_copies,
+        lock=lock,
     )
     optimizers = _checked_optimizers(optimizer, model)
     fresh = conversion_of(model) is None
@@ -163,6 +172,48 @@ def explain(
     return explain_model(model, args, kwargs, options_for(model, options), device)
 
 
+def compare(
+    model: nn.Module,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    tolerance: float | None = None,
+    **kwargs: Any,
+) -> Comparison:
+    """How far mixed precision is from fp32 on one call, node by node, and why.
+
+    The model is called on copies of the arguments, in fp32 and as rewritten, with the
+    same random numbers, and is not changed.  In training mode the backward runs too.
+    Each module with low ops is then put back into fp32 by itself.
+
+    Args:
+        model: any `torch.nn.Module`, converted or not.
+        *args: the arguments of a call of the model.
+        options: keyword arguments of `convert`; by default those that the model was
+            converted with.
+        loss_fn: gives a tensor of one element from the model's output; by default the
+            output's `loss`, or the sum of the output's float tensors.
+        tolerance: the relative error of outputs and gradients that is wanted: the
+            result then names a minimal set of modules to keep in fp32 for it.
+        **kwargs: keyword arguments of the call.
+
+    Raises:
+        AutoampError: the model or an option cannot be used, or the model would stay in
+            fp32 anyway.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> options = {"precision": "bf16", "do_no_harm": False}
+        >>> found = autoamp.compare(model, torch.randn(32, 64), options=options)
+        >>> 0 < found.errors.output < 0.01
+        True
+    """
+    chosen = options_for(model, options)
+    return compare_model(
+        model, args, kwargs, chosen, loss_fn=loss_fn, tolerance=tolerance
+    )
+
+
 def report(model: nn.Module) -> Report:
     """The report on converted `model`, with every graph captured so far.
 
@@ -193,13 +244,14 @@ def rewrite(
     Args:
         gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
         example_inputs: one value per input of the graph.
-        **options: as for `convert`, except `backend`, `loss_scale` and
+        **options: as for `convert`, except `backend`, `lock`, `loss_scale` and
             `weight_copies`, which are for a model that is called and trained.
 
     Raises:
         AutoampError: the graph or an option cannot be used, or a pass failed.
     """
-    refused = sorted(options.keys() & {"backend", "loss_scale", "weight_copies"})
+    for_models = {"backend", "lock", "loss_scale", "weight_copies"}
+    refused = sorted(options.keys() & for_models)
     if refused:
         raise OptionError(
             f"rewrite() has no option {' or '.join(refused)}: it gives a graph, which "

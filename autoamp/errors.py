@@ -64,6 +64,10 @@ class PassError(AutoampError, RuntimeError):
         return cls(f"at {node}: {type(error).__name__}: {error}", nodes=(node,))
 
 
+class LockError(AutoampError, RuntimeError):
+    """A model is not placed as its lock, a committed report, says."""
+
+
 class LossScaleError(AutoampError, ValueError):
     """A loss scale is unusable, its state does not fit, or it reached its floor."""
 

@@ -57,96 +57,6 @@ MAYBE_ALIAS: dict[str, tuple[str, ...]] = {
 `type_as` returns its input when the dtype fits already.
 """
 
-_FILLED = ("zeros", "ones", "full", "empty")
-FACTORIES = frozenset(
-    ["aten::eye", "aten::scalar_tensor"]
-    + [f"aten::{name}" for name in _FILLED]
-    + [f"aten::{name}_like" for name in _FILLED]
-    + [f"aten::new_{name}" for name in _FILLED]
-)
-"""Ops that make a tensor from no data, in the dtype given as an argument."""
-
-NOISE = frozenset(
-    f"aten::{name}" for name in ("rand_like", "randint_like", "randn_like")
-)
-"""Ops that draw random numbers in the shape of a tensor whose data they do not read.
-
-The dtype is an argument, as for `FACTORIES`, but another dtype draws other numbers."""
-
-_COPIES = frozenset(
-    f"aten::{name}"
-    for name in (
-        "cat",
-        "channel_shuffle",
-        "clone",
-        "column_stack",
-        "concat",
-        "concatenate",
-        "constant_pad_nd",
-        "contiguous",
-        "dstack",
-        "flip",
-        "fliplr",
-        "flipud",
-        "hstack",
-        "native_channel_shuffle",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "roll",
-        "rot90",
-        "row_stack",
-        "stack",
-        "tril",
-        "triu",
-        "vstack",
-    )
-)
-"""Ops that copy each element of an operand to one place, or to none."""
-
-_REPEATS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "as_strided",
-        "broadcast_tensors",
-        "broadcast_to",
-        "embedding",
-        "expand",
-        "expand_as",
-        "gather",
-        "index",
-        "index_select",
-        "masked_select",
-        "meshgrid",
-        "repeat",
-        "repeat_interleave",
-        "take",
-        "take_along_dim",
-        "tile",
-        "unfold",
-    )
-)
-"""Ops that may show one element in several places, so that its gradient is a sum."""
-
-PROMOTING = frozenset(
-    f"aten::{name}"
-    for name in (
-        "add",
-        "addcmul",
-        "div",
-        "maximum",
-        "minimum",
-        "mul",
-        "sub",
-        "true_divide",
-        "where",
-    )
-)
-"""Ops that read low operands beside fp32 ones as they are.
-
-The kernels of these ops widen an operand as they read it: the result and every gradient
-have the bits that a cast before the op would give, and neither a cast nor a wide copy
-is made or saved (tests/test_ceiling.py)."""
-
 
 def mutated_arguments(target: OpOverload) -> tuple[str, ...]:
     """The names of the arguments that `target` writes, declared or hidden."""
@@ -200,17 +110,9 @@ def _joins(alias: Any, shared: set[str]) -> bool:
     return "*" in alias.after_set or bool((alias.before_set | alias.after_set) & shared)
 
 
-def only_moves(target: OpOverload, *, once: bool) -> bool:
-    """Whether each element of the result is an element of an operand, or a constant.
-
-    Args:
-        once: whether to require as well that no element is in two places, so that the
-            gradient of an element is no sum.
-    """
-    base = base_name(target)
-    if base in _REPEATS:
-        return not once
-    return base in _COPIES or is_view(target)
+def takes_tensors(target: OpOverload) -> bool:
+    """Whether some argument of `target` is a tensor or a list of tensors."""
+    return any("Tensor" in str(a.type) for a in compat.schema(target).arguments)
 
 
 def is_view(target: OpOverload) -> bool:

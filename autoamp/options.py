@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from autoamp.errors import OptionError, RulesError
 from autoamp.loss_scale import LOSS_SCALES, resolve_loss_scale
 from autoamp.rules import Rules
 from autoamp.rules.files import COMPLETE, TENSORFLOW
+from autoamp.saved.document import SavedReport
+from autoamp.saved.load import load
 
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
 OBJECTIVES = ("time", "memory")
@@ -26,6 +29,7 @@ class Options:
     """The options a user chose, with the names and defaults of `autoamp.convert`.
 
     Attributes:
+        lock: the report that placements are held to; a path is read when given.
         unlist: (category, op) pairs to take out of the rules.  Only the environment
             variables of the automatic mode set this field; a caller cannot.
 
@@ -49,6 +53,7 @@ class Options:
     do_no_harm: bool = True
     strict: bool = False
     weight_copies: str = "kept"
+    lock: SavedReport | str | os.PathLike[str] | None = None
     unlist: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -71,6 +76,7 @@ class Options:
         if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
             resolve_loss_scale(self.loss_scale, torch.bfloat16)  # any dtype will do
         self._check_rules()
+        object.__setattr__(self, "lock", _report(self.lock))
 
     def _check_rules(self) -> None:
         """Raises for a wrong rule here, not later.
@@ -91,6 +97,11 @@ class Options:
                 errors.append(error)
         if len(errors) == (len(LOW_DTYPES) if low is None else 1):
             raise errors[-1]
+
+    @property
+    def locked(self) -> SavedReport | None:
+        """The report that placements are held to, if there is one."""
+        return self.lock if isinstance(self.lock, SavedReport) else None
 
     def replace(self, **changes: Any) -> Options:
         """A copy with some options changed, checked like a new one.
@@ -144,6 +155,18 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         if not isinstance(item, str):
             raise OptionError(f"{name} holds {item!r}, which is not a name")
     return items
+
+
+def _report(value: Any) -> SavedReport | None:
+    """The report that `lock` names, read once, so that later changes do not matter."""
+    if value is None or isinstance(value, SavedReport):
+        return value
+    if not isinstance(value, str | os.PathLike):
+        raise OptionError(f"lock={value!r} is not the path of a saved report")
+    try:
+        return load(value)
+    except OptionError as error:
+        raise OptionError(f"lock={str(value)!r}: {error}") from None
 
 
 def _choice(name: str, value: Any, valid: tuple[str, ...], extra: str = "") -> None:

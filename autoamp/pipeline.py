@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from autoamp.analyse.classify import Classified, classify
+from autoamp.analyse.classified import Classified
+from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import Facts, collect_facts
 from autoamp.errors import CaptureError, VerificationError
 from autoamp.options import Options
@@ -27,8 +29,6 @@ from autoamp.rewrite.emitted import Cast
 from autoamp.rewrite.verify import Verifier
 from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.trace.normalise import UNTRACED, Normalised, normalise
-
-_T = TypeVar("_T")
 
 
 class Sums(NamedTuple):
@@ -46,7 +46,7 @@ class Rewritten:
     Attributes:
         gm: the rewritten graph.
         before: the ATen graph it was made from.
-        facts, classified, assignment: the facts, the verdicts and the placement.
+        classified, assignment: the facts with the verdicts, and the placement.
         casts: the casts inserted, in graph order.
         recounted: the cost of the emitted graph by an independent count.
         low: the compute dtype.
@@ -57,7 +57,6 @@ class Rewritten:
 
     gm: fx.GraphModule
     before: fx.GraphModule
-    facts: Facts
     classified: Classified
     assignment: Assignment
     casts: tuple[Cast, ...]
@@ -66,6 +65,11 @@ class Rewritten:
     seconds: dict[str, float]
     given_up: Mapping[str, str] = field(default_factory=dict)
     bodies: tuple[Rewritten, ...] = ()
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of `before`."""
+        return self.classified.facts
 
     @functools.cached_property  # thirty models that share a graph each ask
     def sums(self) -> Sums:
@@ -103,9 +107,9 @@ def rewrite_graph(
     Raises:
         AutoampError: a pass failed; the message says where.
     """
-    start = time.perf_counter()
-    normalised = normalise(gm, example_inputs)
-    seconds = {"normalise": time.perf_counter() - start}
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "normalise"):
+        normalised = normalise(gm, example_inputs)
     return rewrite_normalised(
         normalised, options, low, free_weights, seconds, price=price, device=device
     )
@@ -136,11 +140,11 @@ def rewrite_normalised(
         device=device,
     )
     bodies, left = _rewrite_bodies(normalised, inner, strict=options.strict)
-    timed = _Timer(seconds)
     where = None if device is None else device.type
-    facts = timed("facts", lambda: collect_facts(normalised.gm, where))
+    with _timed(seconds, "facts"):
+        facts = collect_facts(normalised.gm, where)
     attempt = _Attempt(
-        normalised, facts, options, low, free_weights, timed, price, device
+        normalised, facts, options, low, free_weights, seconds, price, device
     )
     found = retreating(attempt, normalised.gm.graph, strict=options.strict)
     for name, why in normalised.gm.meta.get(UNTRACED, {}).items():
@@ -157,69 +161,59 @@ class _Attempt:
     options: Options
     low: torch.dtype
     free_weights: bool
-    timed: _Timer
+    seconds: dict[str, float]
     price: PriceModel | None
     device: Device | None
 
     def __call__(self, given_up: Mapping[str, str]) -> Rewritten:
         """The rewritten graph, in which the nodes `given_up` stay fp32."""
-        before, timed = self.normalised.gm, self.timed
-        classified = timed("classify", lambda: self._classified(given_up))
-        prices = timed("price", lambda: self._prices(classified))
-        assignment = timed(
-            "place",
-            lambda: assign(
-                self.facts, classified.verdicts, prices, self.options.placement
-            ),
-        )
-        after, casts = timed(
-            "rewrite",
-            lambda: insert_casts(
-                before,
-                assignment,
-                classified.extreme,
-                self.low,
-                self.normalised.fake_mode,
-            ),
-        )
-        verifier = timed("stand in", lambda: Verifier(before))
-        counted = timed(
-            "recount",
-            lambda: verifier.recount(after, prices.ops, prices.down, prices.up),
-        )
+        before, fake_mode = self.normalised.gm, self.normalised.fake_mode
+        timed = partial(_timed, self.seconds)
+        with timed("classify"):
+            classified = self._classified(given_up)
+        with timed("price"):
+            prices = self._prices(classified)
+        with timed("place"):
+            assignment = assign(classified, prices, self.options.placement)
+        with timed("rewrite"):
+            after, casts = insert_casts(
+                before, classified, assignment, self.low, fake_mode
+            )
+        with timed("stand in"):
+            verifier = Verifier(before)
+        with timed("recount"):
+            counted = verifier.recount(after, prices.ops, prices.down, prices.up)
         if counted != assignment.cost:
             raise VerificationError(
                 f"the emitted graph costs {counted}, the placement promised "
                 f"{assignment.cost} (units of 0.1 ns); this is a bug in autoamp",
                 nodes=_not_as_promised(verifier, after, assignment),
             )
-        timed("clean up", lambda: clean_up(after))
-        timed(
-            "verify",
-            lambda: verifier.verify(
-                after, classified.pinned, classified.pinned - classified.promoted
-            ),
-        )
+        with timed("clean up"):
+            clean_up(after)
+        with timed("verify"):
+            pinned = classified.pinned
+            verifier.verify(after, pinned, pinned - classified.promoted)
         return Rewritten(
             gm=after,
             before=before,
-            facts=self.facts,
             classified=classified,
             assignment=assignment,
             casts=tuple(casts),
             recounted=counted,
             low=self.low,
-            seconds=timed.seconds,
+            seconds=self.seconds,
             given_up=dict(given_up),
         )
 
     def _classified(self, given_up: Mapping[str, str]) -> Classified:
+        rules = self.options.resolve_rules(self.low)
         return classify(
             self.normalised.gm,
             self.facts,
-            self.options.resolve_rules(self.low),
+            rules,
             self.low,
-            self.options.keep,
+            (*self.options.keep, *rules.keep),
             given_up=given_up,
             ceiling=self.options.placement != "tensorflow",
             to_the_letter=self.options.is_tensorflows,
@@ -231,8 +225,7 @@ class _Attempt:
         price: PriceModel = self.price or partial(price_graph, device=device)
         return price(
             gm,
-            self.facts,
-            classified.verdicts,
+            classified,
             objective=self.options.objective,
             do_no_harm=self.options.do_no_harm,
             free_weights=self.free_weights,
@@ -287,12 +280,8 @@ def _callers(gm: fx.GraphModule, body: str) -> list[str]:
     return [user.name for n in operands for user in n.users]
 
 
-class _Timer:
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds = seconds
-
-    def __call__(self, name: str, run: Callable[[], _T]) -> _T:
-        start = time.perf_counter()
-        result = run()
-        self.seconds[name] = time.perf_counter() - start
-        return result
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - start

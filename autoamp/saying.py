@@ -21,11 +21,6 @@ def say_once(logger: logging.Logger, level: int, text: str) -> None:
     logger.log(logging.DEBUG if again else level, "%s", text)
 
 
-def forget_what_was_said() -> None:
-    """Makes `say_once` log every text at its level once more."""
-    _said.clear()
-
-
 @contextlib.contextmanager
 def signs_of_life(
     say: Callable[[float], None], *, every: float = 2.0

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoamp.saying import forget_what_was_said
+from autoamp import saying
 from tests.steps import converted
 
 # Deadlines measure the machine; a fixed order of examples makes CI repeatable.
@@ -51,7 +51,7 @@ def fixed_seed() -> None:
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
     """What other tests were told is told again."""
-    forget_what_was_said()
+    saying._said.clear()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ Used by test_layering.py; kept apart so that the reader can be tested on planted
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,20 +35,21 @@ class PrivateUse:
         return f"{self.source}:{self.line} uses {self.name}"
 
 
-def modules_of(root: Path, beside: Iterable[Path] = ()) -> dict[str, Path]:
+def modules_of(root: Path, beside: Collection[Path] = ()) -> dict[str, Path]:
     """Module name to file, for every module of the package whose folder is `root`.
 
-    A package's own `__init__.py` goes by the package's name; a module `beside` the
-    package by its own.
+    A package's own `__init__.py` goes by the package's name; a module or package
+    `beside` the package by its own.
     """
-    found = {path.stem: path for path in beside}
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found = {path.stem: path for path in beside if not path.is_dir()}
+    for folder in (root, *(path for path in beside if path.is_dir())):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-def imports_of(root: Path, beside: Iterable[Path] = ()) -> list[Import]:
+def imports_of(root: Path, beside: Collection[Path] = ()) -> list[Import]:
     """Every import of the project's own modules, late and type-only ones too."""
     modules = modules_of(root, beside)
     found = []

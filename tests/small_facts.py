@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts, NodeFacts, Operand
 from autoamp.analyse.verdict import Mode, Verdict
 from autoamp.place.cost import Prices
@@ -27,7 +28,6 @@ def fact(name: str, *reads: str | Operand, **changed: Any) -> NodeFacts:
         "makes_others": False,
         "operands": operands,
         "mixes_floats": False,
-        "reads_others": False,
         "numel": 10,
         "read_numel": 10 * len(operands),
         "region": 0,
@@ -84,11 +84,11 @@ def prices(graph: Facts, ops: dict[str, tuple[int, int]], reward: int = 0) -> Pr
     return Prices(ops, down, up, reward, False, DEVICE)
 
 
-def graph_of(text: str) -> tuple[Facts, dict[str, Verdict]]:
+def graph_of(text: str) -> Classified:
     """Facts and verdicts of `allow a; infer b a; deny c a b`: category, name, reads."""
     nodes, verdicts = [], {}
     for line in text.split(";"):
         category, name, *reads = line.split()
         nodes.append(fact(name, *reads))
         verdicts[name] = verdict(category, ["same"] * len(reads))
-    return facts(*nodes), verdicts
+    return Classified(facts(*nodes), verdicts)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from autoamp.place.mincut import CastGroup, Problem
+from autoamp.place.two_sides import Group, Problem
 
 ROWS, WIDTH = 4, 8
 
@@ -35,8 +35,8 @@ def problems(draw: st.DrawFn, most: int = 9) -> Problem:
     costs = st.integers(0, 9)
     cast = st.one_of(st.integers(0, 6), st.integers(0, 6), st.none())
     groups = [
-        CastGroup(
-            f"g{i}",
+        Group(
+            (f"g{i}", 0, 0),
             draw(some),
             tuple(draw(st.lists(some, min_size=1, max_size=4, unique=True))),
             draw(cast),
@@ -48,8 +48,8 @@ def problems(draw: st.DrawFn, most: int = 9) -> Problem:
     few = st.lists(some, max_size=2, unique=True)
     return Problem(
         unary={name: (draw(costs), draw(costs)) for name in names},
-        pinned_high={name: f"{name} is high" for name in draw(few)},
-        pinned_low={name: f"{name} is low" for name in draw(few)},
+        at_sink={name: f"{name} is high" for name in draw(few)},
+        at_source={name: f"{name} is low" for name in draw(few)},
         groups=groups,
         ties=[(a, b, "tied") for a, b in draw(pairs)],
         follows=[(a, b, "follows") for a, b in draw(pairs)],

@@ -6,14 +6,22 @@ from typing import Any
 
 import pytest
 
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import FP32, Facts, Operand
 from autoamp.analyse.verdict import Mode, Verdict
 from autoamp.errors import PlacementError
 from autoamp.place import assign as assign_module
 from autoamp.place.assign import Assignment, assign
-from autoamp.place.mincut import CastGroup, Problem, Solution
+from autoamp.place.policies import POLICIES, project
 from autoamp.place.problem import build_problem
+from autoamp.place.two_sides import Group, Problem, energy
 from tests.small_facts import fact, facts, graph_of, prices, verdict
+
+
+def written(text: str) -> tuple[Facts, dict[str, Verdict]]:
+    """The facts and the verdicts of `graph_of(text)`, for tests that change one."""
+    graph = graph_of(text)
+    return graph.facts, dict(graph.verdicts)
 
 
 def problem_of(
@@ -22,11 +30,12 @@ def problem_of(
     returned_inside: frozenset[str] = frozenset(),
 ) -> Problem:
     costs = dict.fromkeys(verdicts, (4, 2))
-    return build_problem(graph, verdicts, prices(graph, costs), returned_inside)
+    classified = Classified(graph, verdicts)
+    return build_problem(classified, prices(graph, costs), returned_inside)
 
 
-def groups(problem: Problem) -> dict[str, CastGroup]:
-    return {group.name: group for group in problem.groups}
+def groups(problem: Problem) -> dict[tuple[str, int, int], Group]:
+    return {group.key: group for group in problem.groups}
 
 
 # -- the problem -----------------------------------------------------------------------
@@ -36,21 +45,21 @@ def test_ops_have_their_prices_and_what_comes_in_is_fp32() -> None:
     graph = facts(fact("x"), fact("conv", "x"), constants=["x"])
     problem = problem_of(graph, {"conv": verdict("allow")})
     assert problem.unary == {"conv": (4, 2), "x": (0, 0), FP32: (0, 0)}
-    assert problem.pinned_high == {
+    assert problem.at_sink == {
         "x": "comes from outside the graph in fp32",
         FP32: "is read in fp32 outside the graph",
     }
-    assert problem.pinned_low == {}
+    assert problem.at_source == {}
     assert groups(problem) == {
-        "x in region 0.0": CastGroup("x in region 0.0", "x", ("conv",), 3, 5, "x")
+        ("x", 0, 0): Group(("x", 0, 0), "x", ("conv",), 3, 5, "x must not be cast up")
     }
 
 
 def test_a_pinned_node_keeps_its_reason() -> None:
-    graph, verdicts = graph_of("deny exp; allow conv exp")
+    graph, verdicts = written("deny exp; allow conv exp")
     problem = problem_of(graph, verdicts)
-    assert problem.pinned_high["exp"] == "deny because"
-    assert "conv" not in problem.pinned_high
+    assert problem.at_sink["exp"] == "deny because"
+    assert "conv" not in problem.at_sink
 
 
 def test_readers_share_a_cast_within_a_region_and_between_writes() -> None:
@@ -65,9 +74,9 @@ def test_readers_share_a_cast_within_a_region_and_between_writes() -> None:
     verdicts = {n: verdict("allow") for n in "acd"}
     verdicts["b"] = verdict("allow", ("same", "same"))
     assert {n: g.readers for n, g in groups(problem_of(graph, verdicts)).items()} == {
-        "x in region 0.0": ("a", "b"),
-        "x in region 0.1": ("c",),
-        "x in region 1.0": ("d",),
+        ("x", 0, 0): ("a", "b"),
+        ("x", 0, 1): ("c",),
+        ("x", 1, 0): ("d",),
     }
 
 
@@ -76,8 +85,8 @@ def test_operands_by_their_modes() -> None:
     verdicts = {"op": verdict("allow", ("any", "high", "follow"))}
     problem = problem_of(graph, verdicts)
     assert {n: g.readers for n, g in groups(problem).items()} == {
-        "y in region 0.0": (FP32,),
-        "z in region 0.0": ("op",),
+        ("y", 0, 0): (FP32,),
+        ("z", 0, 0): ("op",),
     }
     assert problem.follows == [("op", "z", "reads the value at its own precision")]
 
@@ -102,35 +111,35 @@ def test_a_result_is_read_in_fp32_after_the_graph() -> None:
     )
     verdicts = {n: verdict("allow", ()) for n in "ab"}
     assert list(groups(problem_of(graph, verdicts)).values()) == [
-        CastGroup("a in region -1.-1", "a", (FP32,), 3, 5, "a"),
-        CastGroup("b in region -1.-1", "b", (FP32,), 3, 5, "b"),
+        Group(("a", -1, -1), "a", (FP32,), 3, 5, "a must not be cast up"),
+        Group(("b", -1, -1), "b", (FP32,), 3, 5, "b must not be cast up"),
     ]
 
 
 def test_what_is_moved_low_is_never_widened() -> None:
-    graph, verdicts = graph_of("allow conv; clear view conv; deny exp view")
-    assert [g.up for g in problem_of(graph, verdicts).groups] == [5, 5]
+    graph, verdicts = written("allow conv; clear view conv; deny exp view")
+    assert [g.to_sink for g in problem_of(graph, verdicts).groups] == [5, 5]
     verdicts["view"] = verdict("clear", moves=True)
-    assert [g.up for g in problem_of(graph, verdicts).groups] == [5, None]
+    assert [g.to_sink for g in problem_of(graph, verdicts).groups] == [5, None]
 
 
 @pytest.mark.parametrize("mode", ["any", "follow", "high"])
 def test_what_shows_the_bits_of_a_move_reads_them_in_fp32(mode: Mode) -> None:
-    graph, verdicts = graph_of("infer x; clear view x; infer reader view")
+    graph, verdicts = written("infer x; clear view x; infer reader view")
     verdicts["view"] = verdict("clear", moves=True)
     verdicts["reader"] = verdict("infer", [mode])
-    group = groups(problem_of(graph, verdicts))["view in region 0.0"]
-    assert (group.readers, group.up) == ((FP32,), None)
+    group = groups(problem_of(graph, verdicts))[("view", 0, 0)]
+    assert (group.readers, group.to_sink) == ((FP32,), None)
 
 
 def test_readers_of_a_returned_value_share_its_cast() -> None:
     graph = facts(fact("conv"), fact("exp", "conv"), returned=["conv"])
     verdicts = {"conv": verdict("allow", (), moves=True), "exp": verdict("deny")}
-    inside, after = "conv in region 0.0", "conv in region -1.-1"
+    inside, after = ("conv", 0, 0), ("conv", -1, -1)
     apart = groups(problem_of(graph, verdicts))
-    assert {n: g.up for n, g in apart.items()} == {inside: None, after: None}
+    assert {n: g.to_sink for n, g in apart.items()} == {inside: None, after: None}
     shared = groups(problem_of(graph, verdicts, "conv"))
-    assert {n: g.up for n, g in shared.items()} == {inside: 0, after: None}
+    assert {n: g.to_sink for n, g in shared.items()} == {inside: 0, after: None}
 
 
 def test_views_of_a_storage_that_is_written_are_tied() -> None:
@@ -174,7 +183,7 @@ def test_a_returned_view_of_another_tensor_keeps_its_dtype(outside: bool) -> Non
         outside=[1] if outside else [],
     )
     verdicts = {n: verdict("infer", ()) for n in "abc"}
-    pinned = dict(problem_of(graph, verdicts).pinned_high)
+    pinned = dict(problem_of(graph, verdicts).at_sink)
     del pinned[FP32]
     why = "is returned, or viewed by what is, and shares memory with another tensor"
     assert pinned == ({"a": why} if outside else {"a": why, "b": why})
@@ -183,7 +192,7 @@ def test_a_returned_view_of_another_tensor_keeps_its_dtype(outside: bool) -> Non
 def test_a_pin_of_what_has_no_label_is_left_out() -> None:
     """An input that is handed back: no op of ours, its dtype is the caller's."""
     graph = facts(fact("x", storage=1), returned=["x"], outside=[1])
-    assert problem_of(graph, {}).pinned_high.keys() == {FP32}
+    assert problem_of(graph, {}).at_sink.keys() == {FP32}
 
 
 # -- the assignment --------------------------------------------------------------------
@@ -196,20 +205,24 @@ def assigned(
     placement: str = "optimal",
     reward: int = 0,
 ) -> Assignment:
-    return assign(graph, verdicts, prices(graph, ops, reward), placement)
+    return assign(Classified(graph, verdicts), prices(graph, ops, reward), placement)
 
 
 CONV_ADD = "allow conv; infer add conv; deny exp add"
 
 
 def test_what_an_assignment_costs() -> None:
-    graph, verdicts = graph_of(CONV_ADD)
+    graph, verdicts = written(CONV_ADD)
     found = assigned(graph, verdicts, {"conv": (20, 5), "add": (4, 2), "exp": (6, 6)})
     assert found.low == {"conv", "add"}
     assert found.cost == found.optimal_cost == 5 + 2 + 5 + 6
     assert found.all_high_cost == 20 + 4 + 6
-    assert found.policy_costs == {"tensorflow": 18, "promote": 18, "forced": 20}
-    assert (found.facts, found.verdicts) == (graph, verdicts)
+    assert {
+        name: energy(
+            found.problem, project(found.problem, policy(Classified(graph, verdicts)))
+        )
+        for name, policy in POLICIES.items()
+    } == {"tensorflow": 18, "promote": 18, "forced": 20}
     forced = assigned(
         graph, verdicts, {"conv": (20, 5), "add": (4, 2), "exp": (6, 6)}, "forced"
     )
@@ -258,7 +271,7 @@ def test_what_an_assignment_costs() -> None:
 def test_choices_are_told_in_words(
     ops: dict[str, tuple[int, int]], reward: int, choices: list[str]
 ) -> None:
-    found = assigned(*graph_of(CONV_ADD), {**ops, "exp": (1, 1)}, reward=reward)
+    found = assigned(*written(CONV_ADD), {**ops, "exp": (1, 1)}, reward=reward)
     assert [d.choice for d in found.decisions.values()] == choices
 
 
@@ -320,9 +333,9 @@ def test_only_what_has_a_gradient_is_returned_and_used(changed: dict[str, Any]) 
 def test_a_placement_that_breaks_its_own_rules_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    graph, verdicts = graph_of("; ".join(f"deny n{i}" for i in range(10)))
-    broken = Solution(frozenset(verdicts), 0)
-    monkeypatch.setattr(assign_module, "solve", lambda problem: broken)
+    graph, verdicts = written("; ".join(f"deny n{i}" for i in range(10)))
+    broken = frozenset(verdicts), 0
+    monkeypatch.setattr(assign_module, "least_cost", lambda problem: broken)
     with pytest.raises(PlacementError) as caught:
         assigned(graph, verdicts, dict.fromkeys(verdicts, (1, 1)))
     assert str(caught.value) == (

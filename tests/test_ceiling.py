@@ -14,10 +14,10 @@ from torch.nn import functional
 from autoamp.analyse import ceiling
 from autoamp.analyse.ceiling import promotes_to_low
 from autoamp.graph_functions import low_uses
-from autoamp.ops import PROMOTING
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.rewrite.uses import Uses
+from autoamp.rules import family
 from tests import small_models
 from tests.small_models import Of
 from tests.strategies import Program, capture, choices, inputs, programs
@@ -204,7 +204,7 @@ def test_the_ceiling_is_what_holds_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "autoamp.analyse.classify.under_ceiling", lambda gm, facts, found: dict(found)
+        "autoamp.analyse.classify.under_ceiling", lambda gm, found: found
     )
     function, data = CASES[name]
     assert errors(of(function), data, torch.bfloat16).worst() > 10 * MARGIN
@@ -255,7 +255,7 @@ def test_what_is_low_is_under_the_ceiling_or_moves(
     low = torch.float16 if options["precision"] == "fp16" else torch.bfloat16
     found = rewrite_graph(capture(program), inputs(), Options(**options), low)
     facts, verdicts = found.facts, found.classified.verdicts
-    promoted = promotes_to_low(facts, verdicts)
+    promoted = promotes_to_low(found.classified)
     above = found.assignment.low - promoted
     assert all(verdicts[name].moves for name in above)
     for name in verdicts:
@@ -435,7 +435,7 @@ def test_low_branches_of_a_stream_are_cast_by_nobody() -> None:
 
 
 @pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("op", sorted(PROMOTING))
+@pytest.mark.parametrize("op", sorted(family("promoting")))
 def test_kernels_that_promote_widen_exactly(op: str, low: torch.dtype) -> None:
     """Result and gradients have the bits of the same op on operands cast before."""
     packet = getattr(ATEN, op.split("::")[1])

@@ -16,6 +16,8 @@ import torch
 from click.testing import CliRunner, Result
 
 from autoamp import cli, compat
+from autoamp.auto import environment
+from autoamp_cli.run import run as run_command
 
 AUTOAMP = [sys.executable, "-m", "autoamp"]
 
@@ -225,14 +227,14 @@ def test_bad_variables_stop_a_run_as_options_do(
 def test_other_words() -> None:
     assert call("--version").output.startswith("autoamp, version ")
     assert call("no-such-command").exit_code == 2
-    for command in ("run", "env"):
+    for command in ("run", "env", "explain", "compare", "diff", "rules"):
         assert command in call("--help").output
 
 
 def test_every_variable_has_its_option() -> None:
-    names = {"AUTOAMP_" + p.name.upper() for p in cli.run.params if p.name}
+    names = {"AUTOAMP_" + p.name.upper() for p in run_command.params if p.name}
     names -= {"AUTOAMP_SCRIPT", "AUTOAMP_ARGUMENTS", "AUTOAMP_AS_MODULE"}
-    assert names == {*cli.environment._VARIABLES, cli.environment.REPORT_DIR}
+    assert names == {*environment._VARIABLES, environment.REPORT_DIR}
 
 
 # -- env -------------------------------------------------------------------------------

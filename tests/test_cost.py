@@ -67,13 +67,13 @@ def priced(
     model = Of(function, weight).requires_grad_(train)
     gm = normalise(capture(model, len(given)), given).gm
     facts = collect_facts(gm)
-    verdicts = classify(gm, facts, RULES, LOW, ()).verdicts
+    found = classify(gm, facts, RULES, LOW, ())
     if modes:
-        verdicts = {n: replace(v, modes=modes) for n, v in verdicts.items()}
+        verdicts = {n: replace(v, modes=modes) for n, v in found.verdicts.items()}
+        found = replace(found, verdicts=verdicts)
     prices = price_graph(
         gm,
-        facts,
-        verdicts,
+        found,
         device,
         objective=objective,
         do_no_harm=do_no_harm,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import networkx as nx
@@ -14,8 +14,8 @@ from tests import imports
 
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "autoamp"
-BESIDE = (REPO / "autoamp_autoload.py",)
-"""Modules of the project that are not in the package."""
+BESIDE = (REPO / "autoamp_autoload.py", REPO / "autoamp_cli")
+"""Modules and packages of the project that are not in the package `autoamp`."""
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"plain", "saying"}),
@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compat"}),
     frozenset({"op_names"}),
     frozenset({"graph_functions", "loss_scale", "ops", "retreat"}),
-    frozenset({"rules"}),
+    frozenset({"rules", "saved"}),
     frozenset({"options"}),
     frozenset({"trace"}),
     frozenset({"analyse"}),
@@ -36,7 +36,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"ask"}),
     frozenset({"api"}),
     frozenset({"auto"}),
-    frozenset({"__init__", "cli"}),
+    frozenset({"__init__", "autoamp_cli"}),
+    frozenset({"cli"}),
     frozenset({"__main__"}),
     frozenset({"autoamp_autoload"}),
 )
@@ -123,12 +124,13 @@ def layer_of(module: str) -> int | None:
 
 def unit_of(module: str) -> str:
     """`autoamp.place.mincut` belongs to `place`; the root to `__init__`."""
-    if "." not in module and module != PACKAGE.name:
-        return module
-    return [*module.split("."), "__init__"][1]
+    top, *parts = module.split(".")
+    if top != PACKAGE.name:
+        return top
+    return [*parts, "__init__"][0]
 
 
-def layering_faults(root: Path, beside: Iterable[Path] = ()) -> list[str]:
+def layering_faults(root: Path, beside: Collection[Path] = ()) -> list[str]:
     """What is wrong with the imports of the package whose folder is `root`.
 
     Args:
@@ -181,7 +183,7 @@ def private_faults(
     root: Path,
     allowed: Iterable[tuple[str, str]],
     free: str = "compat",
-    beside: Iterable[Path] = (),
+    beside: Collection[Path] = (),
 ) -> list[str]:
     """Private torch names outside `free`, and allowances that nothing needs."""
     faults, unused = [], set(allowed)

@@ -167,7 +167,7 @@ def test_the_first_steps_are_watched_and_few_of_the_rest(
     seen = []
     for _ in range(LOOKS + 2 * LATER + 2):
         run.step()
-        seen.append(BACKWARDS.runs[-1].seen is not None)
+        seen.append(BACKWARDS.runs[-1].magnitudes is not None)
     pause = [False] * LATER
     assert seen == [True] * LOOKS + pause + [True] + pause + [True]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from dataclasses import replace
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from autoamp.errors import PlacementError
 from autoamp.place import mincut
-from autoamp.place.mincut import CastGroup, Problem, Solution, energy, solve
+from autoamp.place.mincut import ContradictionError, solve
+from autoamp.place.problem import least_cost
+from autoamp.place.two_sides import Group, Problem, Solution, energy
 from tests.strategies import problems
 
 
@@ -43,8 +46,8 @@ def brute_force(problem: Problem) -> tuple[int, frozenset[str]] | None:
 def _count(problem: Problem, low: set[str]) -> int | None:
     """The energy in the words of the design, written again for this test."""
     wrong = (
-        low & problem.pinned_high.keys()
-        or problem.pinned_low.keys() - low
+        low & problem.at_sink.keys()
+        or problem.at_source.keys() - low
         or any(len({a, b} & low) == 1 and a != b for a, b, _ in problem.ties)
         or any(a in low and b not in low for a, b, _ in problem.follows)
     )
@@ -54,9 +57,9 @@ def _count(problem: Problem, low: set[str]) -> int | None:
     for group in problem.groups:
         lows = low & set(group.readers)
         if group.value in low and lows != set(group.readers):
-            price = group.up
+            price = group.to_sink
         elif group.value not in low and lows:
-            price = group.down
+            price = group.to_source
         else:
             continue
         if price is None:
@@ -68,15 +71,15 @@ def _count(problem: Problem, low: set[str]) -> int | None:
 def solved(problem: Problem) -> Solution | None:
     try:
         return solve(problem)
-    except PlacementError:
+    except ContradictionError:
         return None
 
 
 def check_optimum(problem: Problem) -> None:
     expected, found = brute_force(problem), solved(problem)
-    assert (None if found is None else (found.cost, found.low)) == expected
+    assert (None if found is None else (found.cost, found.source)) == expected
     if found is not None:
-        assert energy(problem, found.low) == found.cost
+        assert energy(problem, found.source) == found.cost
 
 
 @settings(max_examples=200)
@@ -116,9 +119,9 @@ def plain_cut(problem: Problem) -> int | None:
     for variable, (high, low) in problem.unary.items():
         add("s", variable, high)
         add(variable, "t", low)
-    for variable in problem.pinned_high:
+    for variable in problem.at_sink:
         add(variable, "t", None)
-    for variable in problem.pinned_low:
+    for variable in problem.at_source:
         add("s", variable, None)
     for a, b, _ in problem.ties:
         add(a, b, None)
@@ -127,10 +130,10 @@ def plain_cut(problem: Problem) -> int | None:
         add(a, b, None)
     for group in problem.groups:
         for reader in group.readers:
-            add(reader, f"low {group.name}", None)
-            add(f"high {group.name}", reader, None)
-        add(f"low {group.name}", group.value, group.down)
-        add(group.value, f"high {group.name}", group.up)
+            add(reader, f"low {group.key}", None)
+            add(f"high {group.key}", reader, None)
+        add(f"low {group.key}", group.value, group.to_source)
+        add(group.value, f"high {group.key}", group.to_sink)
     cost, _ = nx.minimum_cut(graph, "s", "t")
     return None if cost >= never else int(cost)
 
@@ -171,14 +174,16 @@ def test_dearer_down_casts_are_never_made_more_often(
     assume(before is not None and problem.groups)
     index = data.draw(st.integers(0, len(problem.groups) - 1))
     group = problem.groups[index]
-    assume(group.down is not None)
+    assume(group.to_source is not None)
     groups = list(problem.groups)
-    groups[index] = replace(group, down=group.down + data.draw(st.integers(1, 9)))
+    groups[index] = replace(
+        group, to_source=group.to_source + data.draw(st.integers(1, 9))
+    )
     after = solved(replace(problem, groups=groups))
     assert after is not None
     assert after.cost >= before.cost
-    assert casts_down(problem, after.low, index) <= casts_down(
-        problem, before.low, index
+    assert casts_down(problem, after.source, index) <= casts_down(
+        problem, before.source, index
     )
 
 
@@ -189,30 +194,30 @@ def test_another_deny_never_lowers_the_cost(
 ) -> None:
     before = solved(problem)
     name = data.draw(st.sampled_from(sorted(problem.unary)))
-    after = solved(
-        replace(problem, pinned_high={**problem.pinned_high, name: "denied"})
-    )
+    after = solved(replace(problem, at_sink={**problem.at_sink, name: "denied"}))
     if before is None:
         assert after is None
     elif after is not None:
         assert after.cost >= before.cost
-        assert after.cost > before.cost or name not in before.low
+        assert after.cost > before.cost or name not in before.source
 
 
 # -- contradictions --------------------------------------------------------------------
+
+DOWN, UP = "exp must not be cast down", "conv must not be cast up"
 
 
 def test_a_contradiction_is_told_as_the_chain() -> None:
     problem = Problem(
         unary=dict.fromkeys(["conv", "relu_", "view", "argmax", "exp"], (1, 1)),
-        pinned_low={"conv": "the user allows conv2d"},
-        pinned_high={"exp": "the user denies exp"},
+        at_source={"conv": "the user allows conv2d"},
+        at_sink={"exp": "the user denies exp"},
         ties=[("relu_", "conv", "is written in place")],
-        groups=[CastGroup("view's", "exp", ("view", "argmax"), None, 3)],
+        groups=[Group(("view's", 0, 0), "exp", ("view", "argmax"), None, 3, DOWN)],
         follows=[("relu_", "view", "reads it as it is")],
     )
     with pytest.raises(PlacementError) as caught:
-        solve(problem)
+        least_cost(problem)
     assert str(caught.value) == (
         "contradictory constraints: conv must be low (the user allows conv2d); "
         "then relu_ as well (is written in place); "
@@ -225,13 +230,13 @@ def test_a_contradiction_is_told_as_the_chain() -> None:
 def test_a_chain_follows_ties_both_ways_and_casts_up() -> None:
     problem = Problem(
         unary=dict.fromkeys(["conv", "view", "relu_", "exp"], (1, 1)),
-        pinned_low={"conv": "the user allows conv2d"},
-        pinned_high={"exp": "the user denies exp"},
-        groups=[CastGroup("conv's", "conv", ("view",), 3, None)],
+        at_source={"conv": "the user allows conv2d"},
+        at_sink={"exp": "the user denies exp"},
+        groups=[Group(("conv's", 0, 0), "conv", ("view",), 3, None, UP)],
         ties=[("view", "relu_", "is written in place"), ("exp", "relu_", "views it")],
     )
     with pytest.raises(PlacementError) as caught:
-        solve(problem)
+        least_cost(problem)
     assert str(caught.value) == (
         "contradictory constraints: conv must be low (the user allows conv2d); "
         "then view as well (conv must not be cast up); "
@@ -244,7 +249,7 @@ def test_a_chain_follows_ties_both_ways_and_casts_up() -> None:
 def test_a_variable_pinned_both_ways_is_its_own_chain() -> None:
     problem = Problem({"a": (1, 1)}, {"a": "denied"}, {"a": "allowed"})
     with pytest.raises(PlacementError, match=r"a must be low \(allowed\); but a must"):
-        solve(problem)
+        least_cost(problem)
 
 
 @settings(max_examples=100)
@@ -252,7 +257,7 @@ def test_a_variable_pinned_both_ways_is_its_own_chain() -> None:
 def test_every_contradiction_has_a_chain(problem: Problem) -> None:
     if brute_force(problem) is None:
         with pytest.raises(PlacementError, match="Drop one of the two"):
-            solve(problem)
+            least_cost(problem)
 
 
 # -- size ------------------------------------------------------------------------------
@@ -282,7 +287,7 @@ def stack(layers: int) -> Problem:
                 stream = name
             chain = name
     groups = [
-        CastGroup(value, value, tuple(r), 17 + len(value), 19 + len(value))
+        Group((value, 0, 0), value, tuple(r), 17 + len(value), 19 + len(value))
         for value, r in readers.items()
     ]
     return Problem(unary, pinned, groups=groups)
@@ -295,8 +300,8 @@ def test_eight_thousand_ops_are_placed_in_a_second() -> None:
     found = solve(problem)
     seconds = time.perf_counter() - start
     print(f"{len(problem.unary)} variables placed in {seconds:.3f} s")
-    assert energy(problem, found.low) == found.cost
-    assert found.low
+    assert energy(problem, found.source) == found.cost
+    assert found.source
     assert seconds < 5  # 1 s is the aim; the rest is for a machine shared with others
 
 
@@ -308,16 +313,18 @@ def test_a_forgotten_gadget_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(
         {"a": (9, 0), "b": (0, 0)},
         {"b": "denied"},
-        groups=[CastGroup("a's", "a", ("b",), 1, 4)],
+        groups=[Group(("a's", 0, 0), "a", ("b",), 1, 4)],
     )
     check_optimum(problem)
-    real = mincut._Network._cast
+    real = mincut._Network._copy
 
-    def half(self: mincut._Network, group: CastGroup, to: str, cost: int) -> None:
-        if to == "low":
-            real(self, group, to, cost)
+    def half(
+        self: mincut._Network, group: Group, copy: tuple[str, int], price: Any
+    ) -> None:
+        if copy[0] == "source":
+            real(self, group, copy, price)
 
-    monkeypatch.setattr(mincut._Network, "_cast", half)
+    monkeypatch.setattr(mincut._Network, "_copy", half)
     with pytest.raises(AssertionError):
         check_optimum(problem)
 
@@ -330,7 +337,7 @@ def test_settling_too_eagerly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
     def eager(self: mincut._Network) -> None:
         for v in list(self.out):
             if self.source[v] >= self.sink[v] + sum(self.out[v].values()):
-                self._contract(v, low=True)
+                self._contract(v, to_source=True)
 
     monkeypatch.setattr(mincut._Network, "settle", eager)
     assert solve(problem).cost == 5

@@ -71,9 +71,13 @@ def test_wheel_holds_the_package_and_the_rules(dist: tuple[Path, Path]) -> None:
     assert {f"autoamp/_rules/{name}" for name in RULES} <= set(names)
     assert "autoamp/py.typed" in names
     tops = {name.partition("/")[0] for name in names}
-    beside = "autoamp_autoload.py"
-    assert tops == {"autoamp", beside, f"autoamp-{PROJECT['version']}.dist-info"}
-    modules = {str(p.relative_to(REPO)) for p in (REPO / "autoamp").rglob("*.py")}
+    packages, beside = {"autoamp", "autoamp_cli"}, "autoamp_autoload.py"
+    assert tops == {*packages, beside, f"autoamp-{PROJECT['version']}.dist-info"}
+    modules = {
+        str(path.relative_to(REPO))
+        for package in packages
+        for path in (REPO / package).rglob("*.py")
+    }
     modules.add(beside)
     assert modules == {name for name in names if name.endswith(".py")}
 

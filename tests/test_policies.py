@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from autoamp.place.mincut import CastGroup, Problem
+from autoamp.analyse.classified import Classified
 from autoamp.place.policies import POLICIES, forced, project, promote, tensorflow
+from autoamp.place.two_sides import Group, Problem
 from tests.small_facts import fact, facts, graph_of, verdict
 
 
@@ -39,7 +42,7 @@ from tests.small_facts import fact, facts, graph_of, verdict
     ],
 )
 def test_tensorflows_painting(graph: str, low: str) -> None:
-    assert tensorflow(*graph_of(graph)) == set(low.split())
+    assert tensorflow(graph_of(graph)) == set(low.split())
 
 
 def test_an_edge_leads_through_the_elements_of_a_tuple() -> None:
@@ -50,23 +53,23 @@ def test_an_edge_leads_through_the_elements_of_a_tuple() -> None:
         element_of={"part": "conv"},
     )
     verdicts = {"conv": verdict("allow", ()), "relu": verdict("infer")}
-    assert tensorflow(graph, verdicts) == {"conv", "relu"}
+    assert tensorflow(Classified(graph, verdicts)) == {"conv", "relu"}
 
 
 def test_what_comes_from_outside_is_no_neighbour() -> None:
     graph = facts(fact("x"), fact("relu", "x"), constants=["x"])
-    assert tensorflow(graph, {"relu": verdict("infer")}) == set()
+    assert tensorflow(Classified(graph, {"relu": verdict("infer")})) == set()
 
 
 def test_forced_lowers_allow_ops_that_may_be() -> None:
-    graph, verdicts = graph_of("allow a; allow b; infer i a; clear c a; deny d c")
-    verdicts["b"] = verdict("allow", (), pinned=True)
-    assert forced(graph, verdicts) == {"a"}
+    graph = graph_of("allow a; allow b; infer i a; clear c a; deny d c")
+    pinned = {**graph.verdicts, "b": verdict("allow", (), pinned=True)}
+    assert forced(replace(graph, verdicts=pinned)) == {"a"}
 
 
 def test_promote_is_as_wide_as_what_it_reads() -> None:
-    graph, verdicts = graph_of("allow a; infer i a; deny d i; infer j i d; infer k i")
-    assert promote(graph, verdicts) == {"a", "i", "k"}
+    graph = graph_of("allow a; infer i a; deny d i; infer j i d; infer k i")
+    assert promote(graph) == {"a", "i", "k"}
 
 
 def test_the_policies_by_name() -> None:
@@ -80,13 +83,14 @@ def test_the_policies_by_name() -> None:
 # -- made legal ------------------------------------------------------------------------
 
 COSTS = dict.fromkeys("abcd", (1, 1))
+GROUP = ("g", 0, 0)
 
 
 @pytest.mark.parametrize(
     ("problem", "low", "legal"),
     [
         (Problem(COSTS), "a c unknown", "a c"),
-        (Problem(COSTS, pinned_high={"a": "denied"}), "a c", "c"),
+        (Problem(COSTS, at_sink={"a": "denied"}), "a c", "c"),
         # A tie with one side fp32 raises the other, and what follows from that.
         (Problem(COSTS, ties=[("a", "b", "")]), "a c", "c"),
         (Problem(COSTS, ties=[("b", "a", "")]), "a c", "c"),
@@ -97,12 +101,12 @@ COSTS = dict.fromkeys("abcd", (1, 1))
         (Problem(COSTS, follows=[("a", "b", "")]), "b", "b"),
         (Problem(COSTS, follows=[("a", "b", "")]), "a b", "a b"),
         # A cast up that is forbidden raises the value, one down its low readers.
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b", "c"), 1, None)]), "a b", "b"),
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b",), 1, None)]), "a b", "a b"),
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b", "c"), None, 1)]), "b d", "d"),
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b",), None, 1)]), "a b", "a b"),
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b", "c"), 1, 1)]), "a b", "a b"),
-        (Problem(COSTS, groups=[CastGroup("g", "a", ("b", "c"), 1, 1)]), "b", "b"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b", "c"), 1, None)]), "a b", "b"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b",), 1, None)]), "a b", "a b"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b", "c"), None, 1)]), "b d", "d"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b",), None, 1)]), "a b", "a b"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b", "c"), 1, 1)]), "a b", "a b"),
+        (Problem(COSTS, groups=[Group(GROUP, "a", ("b", "c"), 1, 1)]), "b", "b"),
     ],
 )
 def test_illegal_labels_are_raised(problem: Problem, low: str, legal: str) -> None:

@@ -18,7 +18,9 @@ NAMES = {
     "AutoampError",
     "CaptureError",
     "CheckpointError",
+    "Comparison",
     "DynamicLossScale",
+    "LockError",
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
@@ -31,10 +33,12 @@ NAMES = {
     "StaticLossScale",
     "UnsupportedModelError",
     "VerificationError",
+    "compare",
     "convert",
     "disable",
     "disabled",
     "enable",
+    "explain",
     "is_converted",
     "report",
     "revert",
@@ -56,6 +60,7 @@ OPTIONS: dict[str, Any] = {
     "do_no_harm": True,
     "strict": False,
     "weight_copies": "kept",
+    "lock": None,
 }
 
 

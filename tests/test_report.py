@@ -33,8 +33,9 @@ from autoamp.inspect.terminal import fp32
 from autoamp.inspect.terminal.parts import WIDTH
 from autoamp.pipeline import Rewritten
 from autoamp.place.cost import price_graph
-from autoamp.place.mincut import Problem, energy
+from autoamp.place.policies import POLICIES, project
 from autoamp.place.problem import build_problem, promised_casts
+from autoamp.place.two_sides import Problem, energy
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -75,7 +76,7 @@ def json_of_net() -> str:
 def best_energy(rewritten: Rewritten, held: str | None = None) -> int:
     """The least energy by trying every labelling; with `held` the other way round."""
     problem = rewritten.assignment.problem
-    free = [n for n in problem.unary if n not in problem.pinned_high]
+    free = [n for n in problem.unary if n not in problem.at_sink]
     assert len(free) <= 12, "too many to try"
     was_low = held in rewritten.assignment.low
     found = []
@@ -168,27 +169,25 @@ def test_costs_are_energies_and_the_optimum_is_one() -> None:
     assert report.cost == report.optimal_cost == rewritten.recounted
     assert set(report.regret) == {"tensorflow", "promote", "forced"}
     for name, extra in report.regret.items():
-        cost = rewritten.assignment.policy_costs[name]
-        assert extra == cost - report.optimal_cost
+        problem = rewritten.assignment.problem
+        low = project(problem, POLICIES[name](rewritten.classified))
+        assert extra == energy(problem, low) - report.optimal_cost
         assert extra >= 0
 
 
 def test_estimates_hold_no_reward() -> None:
     report = net_report()
     (rewritten,) = report.rewritten
-    assignment, verdicts = rewritten.assignment, rewritten.classified.verdicts
+    assignment, classified = rewritten.assignment, rewritten.classified
     plain = price_graph(
         rewritten.before,
-        rewritten.facts,
-        verdicts,
+        classified,
         assignment.prices.device,
         objective="time",
         do_no_harm=True,
         free_weights=True,
     )
-    problem = build_problem(
-        rewritten.facts, verdicts, plain, assignment.returned_inside
-    )
+    problem = build_problem(classified, plain, assignment.returned_inside)
     (found,) = report.costs
     assert found.reward > 0
     assert found.placements[ALL_FP32].estimate == energy(problem, frozenset())
@@ -228,7 +227,7 @@ def test_flipping_a_node_costs_what_trying_every_labelling_says() -> None:
 
 
 def _can_flip(problem: Problem, name: str) -> bool:
-    return name not in problem.pinned_high and not any(
+    return name not in problem.at_sink and not any(
         reader == name for reader, _, _ in problem.follows
     )
 
@@ -404,7 +403,7 @@ def test_amounts() -> None:
     assert costs.amount(-123456, False, signed=True) == "-12.3 µs"
     assert costs.amount(0, False, signed=True) == "+0 ns"
     assert costs.amount(9999, True) == "10.0 kB"
-    assert costs.in_bytes(999) == "999 B"
+    assert costs.bytes_text(999) == "999 B"
 
 
 # -- what was not converted ------------------------------------------------------------

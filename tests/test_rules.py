@@ -28,14 +28,6 @@ from tests.small_facts import fact
 aten = torch.ops.aten
 PRECISIONS = ("fp16", "bf16")
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
-POLICY_CATEGORY = {
-    "lower_precision_fp": Category.ALLOW,
-    "fp32": Category.DENY,
-    "fp32_set_opt_dtype": Category.DENY,
-    "fp32_append_dtype": Category.DENY,
-    "promote": Category.INFER,
-    "banned": Category.DENY,
-}
 WRITTEN_BY_USER = {"to", "type_as", "_to_copy"}
 
 
@@ -73,7 +65,7 @@ def test_every_named_op_is_in_this_torch(name: str) -> None:
 @pytest.mark.skipif(OLDER_TORCH, reason="the files name ops that this torch lacks")
 @pytest.mark.parametrize("name", BUILTIN)
 def test_builtin_files_pass_the_checks_made_on_a_users_file(name: str) -> None:
-    _, rules = read(builtin_path(name), builtin=False)
+    _, rules, _ = read(builtin_path(name), builtin=False)
     assert rules == Rules.load(name).table
 
 
@@ -286,7 +278,7 @@ STAND_STILL = {
 @pytest.mark.parametrize("name", PRECISIONS)
 @pytest.mark.parametrize("op", ACCUMULATE)
 def test_ops_said_to_accumulate_in_fp32_do(name: str, op: str) -> None:
-    assert Rules.default(name).table[f"aten::{op}"].accumulates
+    assert Rules.default(name).table[f"aten::{op}"].category is not Category.DENY
     function, expected = ACCUMULATE[op]
     got = function(torch.full((TERMS,), 0.25, dtype=LOW[name])).item()
     assert got == pytest.approx(expected, rel=torch.finfo(LOW[name]).eps)
@@ -388,12 +380,6 @@ def test_compatibility_sets_are_what_the_dispatcher_has(name: str, key: str) -> 
         "torch has added": {"aten::sin.default"},
         "torch has dropped": {"aten::linear.default"},
     }
-
-
-@pytest.mark.parametrize("name", ["torch-cuda", "torch-cpu"])
-def test_policies_name_their_categories(name: str) -> None:
-    for rule in Rules.load(name).table.values():
-        assert POLICY_CATEGORY[rule.policy] is rule.category, rule.op
 
 
 AUTOCAST_CPU = {
@@ -590,8 +576,7 @@ def test_a_file_is_read_in_full(tmp_path: Path) -> None:
         description = "mine"
         [infer]
         clamp = { reason = "r", restores_given = ["min", "max"],
-          jumps = true, accumulates = true, restores = true,
-          policy = "p",
+          jumps = true, restores = true,
           no_kernel = ["cpu"], fp32_operands = ["self"], when = [
             { test = "argument_is", argument = "min", value = 0, category = "deny",
               reason = "a" },
@@ -608,17 +593,15 @@ def test_a_file_is_read_in_full(tmp_path: Path) -> None:
         reason="r",
         origin=str(path),
         fp32_operands=("self",),
-        accumulates=True,
         restores=True,
         restores_given=("min", "max"),
         jumps=True,
         no_kernel=("cpu",),
-        policy="p",
         when=(
             Condition("argument_is", 0, Category.DENY, "a", "min"),
             Condition("exponent_outside", (-1.0, 2.5), Category.ALLOW, "b"),
         ),
-        stated=frozenset({*FACTS, "policy", "when"}),
+        stated=frozenset({*FACTS, "when"}),
     )
 
 
@@ -764,7 +747,7 @@ def test_an_op_this_torch_lacks_is_left_out_of_a_builtin_file(
 ) -> None:
     path = write(tmp_path, '[deny]\nexp="r"\nnot_yet="r"\n')
     with caplog.at_level("DEBUG", logger="autoamp.rules"):
-        _, rules = read(path, builtin=True)
+        _, rules, _ = read(path, builtin=True)
     assert list(rules) == ["aten::exp"]
     assert "aten::not_yet" in caplog.text
 
@@ -800,3 +783,31 @@ def test_a_listed_in_place_op_keeps_the_facts_of_its_plain_form() -> None:
     rule = rules.lookup(aten.rrelu_.default)
     assert rule is not None
     assert (rule.category, rule.no_kernel) == (Category.ALLOW, ("cpu",))
+
+
+def test_a_rules_file_can_keep_modules_in_fp32(tmp_path: Path) -> None:
+    path = tmp_path / "keep.toml"
+    path.write_text('[keep]\nmodules = ["head", "layers.*"]\n[deny]\nexp = "large"\n')
+    rules = Rules.load(path)
+    assert rules.keep == ("head", "layers.*")
+    laid = Rules.default("bf16").merge(rules)
+    assert laid.keep == rules.keep
+    assert pickle.loads(pickle.dumps(laid)) == laid
+    assert laid != Rules.default("bf16").merge(dataclasses.replace(rules, keep=()))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('[keep]\nmodules = "head"\n', "must be a list of module paths"),
+        ("[keep]\nmodules = [1]\n", "must be a list of module paths"),
+        ('[keep]\nmodule = ["head"]\n', "unknown; use modules"),
+    ],
+)
+def test_a_wrong_list_of_modules_is_refused(
+    tmp_path: Path, text: str, fault: str
+) -> None:
+    path = tmp_path / "keep.toml"
+    path.write_text(text)
+    with pytest.raises(RulesError, match=fault):
+        Rules.load(path)

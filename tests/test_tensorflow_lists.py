@@ -278,7 +278,7 @@ def is_painted(found: Rewritten, node: str) -> bool:
     """Whether TensorFlow's passes paint `node` once nothing pins it."""
     verdicts = dict(found.classified.verdicts)
     verdicts[node] = replace(verdicts[node], pinned=False)
-    return node in tensorflow(found.facts, verdicts)
+    return node in tensorflow(replace(found.classified, verdicts=verdicts))
 
 
 @pytest.mark.parametrize("row", LISTED)
@@ -318,7 +318,7 @@ def test_nothing_else_is_pinned(program: Program) -> None:
         for verdict in found.classified.verdicts.values():
             if verdict.pinned and verdict.listed and verdict.category != "deny":
                 assert any(reason in verdict.reason for reason in reasons)
-        painted = tensorflow(found.facts, found.classified.verdicts)
-        pins = found.assignment.problem.pinned_high
+        painted = tensorflow(found.classified)
+        pins = found.assignment.pinned
         ties = {n for a, b, _ in found.assignment.problem.ties for n in (a, b)}
         assert painted - found.assignment.low <= pins.keys() | ties

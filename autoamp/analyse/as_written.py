@@ -13,10 +13,9 @@ from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.graph_functions import checkpointed
 from autoamp.op_names import base_name
 from autoamp.ops import bodies_of, is_out_variant
-from autoamp.rules import Category
+from autoamp.rules import Category, family
 from autoamp.trace.control_flow import BODY_LEFT, LOWERED_BODY
 
-CASTS = frozenset({"aten::to", "aten::_to_copy"})
 _MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
 _BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
 
@@ -32,7 +31,7 @@ def as_written(
     """
     if not isinstance(node.target, compat.OpOverload):
         return _opaque(node, fact)
-    if base_name(node.target) in CASTS:
+    if base_name(node.target) in family("cast"):
         return _user_cast(node, fact, graph, to_the_letter)
     if node.target in _BITS:
         return _left("reads the bits of its operand: another dtype has others", fact)

@@ -15,107 +15,84 @@ than three casts behind the slices.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import Facts, NodeFacts
-from autoamp.analyse.verdict import Verdict
+from autoamp.analyse.classified import Classified
+from autoamp.analyse.facts import NodeFacts
+from autoamp.analyse.verdict import CEILING, Verdict
 from autoamp.op_names import base_name
-from autoamp.ops import FACTORIES, NOISE, PROMOTING, only_moves
-from autoamp.rules import Category
-
-_AS_WIDE_AS_THE_DATA = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_fused_rms_norm",
-        "_prelu_kernel",
-        "batch_norm",
-        "group_norm",
-        "instance_norm",
-        "layer_norm",
-        "native_group_norm",
-        "native_layer_norm",
-        "prelu",
-        "rms_norm",
-    )
-)
-"""Ops whose result has the dtype of their first operand, whatever their parameters'.
-
-Kernels of norms compute in fp32 even on data that is low already; for `prelu` autocast
-itself casts the weight."""
-
-CEILING = "ceiling"
-"""The origin of verdicts on nodes that type promotion leaves fp32."""
+from autoamp.ops import is_view
+from autoamp.rules import Category, family
 
 _PROMOTE = frozenset({"same", "follow"})
 """Modes of the operands that take part in type promotion."""
 
 
-def promotes_to_low(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+def promotes_to_low(classified: Classified) -> frozenset[str]:
     """Nodes that type promotion would leave low if every allow op were low.
 
     Operands that are converted, or that promote nothing, do not count.  A node that is
     pinned to fp32 is not low, unless its result may be rounded.
     """
     low: set[str] = set()
-    for name, verdict in verdicts.items():
+    for name, verdict in classified.verdicts.items():
         if not verdict.pinned or verdict.may_round:
-            widths = {facts.producer(v) for v in _promoting(name, facts, verdict)}
+            producer = classified.facts.producer
+            widths = {producer(value) for value in _promoting(name, classified)}
             if verdict.category is Category.ALLOW or (widths and widths <= low):
                 low.add(name)
     return frozenset(low)
 
 
-def _promoting(name: str, facts: Facts, verdict: Verdict) -> list[str]:
+def _promoting(name: str, classified: Classified) -> list[str]:
     """The values that decide how wide a node's result is."""
-    fact = facts.nodes[name]
-    base = fact.op.partition(".")[0]
-    if base in FACTORIES | NOISE:  # `zeros_like` has its operand's dtype
+    fact = classified.facts.nodes[name]
+    base = fact.base
+    if base in family("factory", "noise"):  # `zeros_like` has its operand's dtype
         return [o.value for o in fact.operands]
-    read = list(zip(fact.operands, verdict.modes, strict=True))
+    read = [*classified.reads(name)]
+    # A tensor that is written to keeps its dtype.
     writes = base.endswith("_") and not base.endswith("__")
-    if writes or base in _AS_WIDE_AS_THE_DATA:  # a written tensor keeps its dtype
+    if writes or base in family("as_wide_as_its_data"):
         read = read[:1]
     return [o.value for o, mode in read if mode in _PROMOTE]
 
 
-def under_ceiling(
-    gm: fx.GraphModule, facts: Facts, verdicts: Mapping[str, Verdict]
-) -> dict[str, Verdict]:
-    """The verdicts, with nodes above the ceiling pinned or marked as moves."""
-    low = promotes_to_low(facts, verdicts)
-    moves = _moves(gm, facts, verdicts)
-    found: dict[str, Verdict] = {}
-    for name, verdict in verdicts.items():
-        if verdict.pinned or name in low or not facts.nodes[name].makes_floats:
-            found[name] = verdict
-        elif name in moves:
+def under_ceiling(gm: fx.GraphModule, classified: Classified) -> Classified:
+    """The same graph, with nodes above the ceiling pinned or marked as moves."""
+    low = promotes_to_low(classified)
+    moves = _moves(gm, classified)
+    found = dict(classified.verdicts)
+    for name, verdict in classified.verdicts.items():
+        makes_floats = classified.facts.nodes[name].makes_floats
+        if verdict.pinned or name in low or not makes_floats:
+            continue
+        if name in moves:
             found[name] = replace(verdict, moves=True)
         else:
-            found[name] = _held(name, facts, verdict, low)
-    return found
+            found[name] = _held(name, classified, low)
+    return replace(classified, verdicts=found)
 
 
-def _held(name: str, facts: Facts, verdict: Verdict, low: frozenset[str]) -> Verdict:
+def _held(name: str, classified: Classified, low: frozenset[str]) -> Verdict:
     """The verdict of a node that type promotion leaves fp32, now pinned to fp32."""
-    fact, modes = facts.nodes[name], verdict.modes
-    if fact.op.partition(".")[0] in PROMOTING:
+    facts, verdict = classified.facts, classified.verdicts[name]
+    modes = verdict.modes
+    if facts.nodes[name].base in family("promoting"):
         modes = tuple(
             "any" if mode == "same" and facts.producer(o.value) in low else mode
-            for o, mode in zip(fact.operands, modes, strict=True)
+            for o, mode in classified.reads(name)
         )
-    reason = _reason(_promoting(name, facts, verdict), facts, low)
+    reason = _reason(name, classified, low)
     if verdict.origin.endswith("="):  # the user's own list
         reason = f"{verdict.reason}; {reason}"
     return replace(verdict, pinned=True, reason=reason, origin=CEILING, modes=modes)
 
 
-def _moves(
-    gm: fx.GraphModule, facts: Facts, verdicts: Mapping[str, Verdict]
-) -> set[str]:
+def _moves(gm: fx.GraphModule, classified: Classified) -> set[str]:
     """Nodes that give the same bits whether rounding comes before or behind them.
 
     Gradients have the same bits too: where a gradient flows, each element goes to one
@@ -123,6 +100,7 @@ def _moves(
     (Each use of a weight or of its views has an autograd node of its own:
     `rewrite/uses.py`.)
     """
+    facts, verdicts = classified.facts, classified.verdicts
     reads = Counter(o.value for name in verdicts for o in facts.nodes[name].operands)
     elements: dict[str, list[str]] = {}
     for value, maker in facts.element_of.items():
@@ -146,14 +124,28 @@ def _is_move(node: fx.Node, fact: NodeFacts, verdict: Verdict) -> bool:
     if verdict.category is not Category.CLEAR:
         return False
     assert isinstance(node.target, compat.OpOverload)
-    if base_name(node.target) in FACTORIES or not fact.operands:
+    if base_name(node.target) in family("factory") or not fact.operands:
         return True  # a constant, or a mask of zeros and ones
     if not all(mode in _PROMOTE for mode in verdict.modes):
         return False
-    return only_moves(node.target, once=fact.requires_grad)
+    return _only_moves(node.target, once=fact.requires_grad)
 
 
-def _reason(promoting: list[str], facts: Facts, low: frozenset[str]) -> str:
+def _only_moves(target: compat.OpOverload, *, once: bool) -> bool:
+    """Whether each element of the result is an element of an operand, or a constant.
+
+    Args:
+        once: whether to require as well that no element is in two places, so that the
+            gradient of an element is no sum.
+    """
+    base = base_name(target)
+    if base in family("repeats"):
+        return not once
+    return base in family("copies") or is_view(target)
+
+
+def _reason(name: str, classified: Classified, low: frozenset[str]) -> str:
+    facts, promoting = classified.facts, _promoting(name, classified)
     wide = next((v for v in promoting if facts.producer(v) not in low), None)
     if wide is None:
         return "made from nothing low: type promotion leaves it fp32"

@@ -15,47 +15,22 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.as_written import as_written
-from autoamp.analyse.ceiling import CEILING, under_ceiling
+from autoamp.analyse.ceiling import under_ceiling
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.conditions import condition_holds
 from autoamp.analyse.extreme import extreme_values
 from autoamp.analyse.facts import Facts, NodeFacts, Operand
 from autoamp.analyse.literals import cut_off
 from autoamp.analyse.nodes import argument
 from autoamp.analyse.numbers import Known, known_numbers
-from autoamp.analyse.pins import LAYER_NORMS, Site, first_pin
+from autoamp.analyse.pins import Site, first_pin
 from autoamp.analyse.verdict import GAVE_UP, Mode, Verdict, all_of
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
 from autoamp.graph_functions import STATE
 from autoamp.op_names import base_name
-from autoamp.ops import FACTORIES, NOISE, is_inplace, is_pointwise, is_view
-from autoamp.rules import Category, Rule, Rules
-
-_SCALES = frozenset(f"aten::{name}" for name in ("mul", "div", "true_divide", "pow"))
-_CPU_MIXED = LAYER_NORMS | {
-    "aten::group_norm",
-    "aten::native_group_norm",
-    "aten::rms_norm",
-}
-"""Norms whose CPU kernels take fp32 parameters beside low data; CUDA's do not."""
-
-
-@dataclass(frozen=True)
-class Classified:
-    """Verdicts of a graph, in graph order, and the values a cast must saturate."""
-
-    verdicts: Mapping[str, Verdict]
-    extreme: frozenset[str]
-
-    @property
-    def pinned(self) -> frozenset[str]:
-        """The nodes that must stay fp32."""
-        return frozenset(n for n, v in self.verdicts.items() if v.pinned)
-
-    @property
-    def promoted(self) -> frozenset[str]:
-        """The nodes left to type promotion, which may widen their operands."""
-        return frozenset(n for n, v in self.verdicts.items() if v.origin == CEILING)
+from autoamp.ops import is_inplace, is_pointwise, is_view
+from autoamp.rules import Category, Rule, Rules, family
 
 
 def classify(
@@ -97,12 +72,15 @@ def classify(
             verdicts[name] = _verdict(nodes[name], fact, under)
         except Exception as error:
             raise PassError.at(name, error) from error
+    found = Classified(facts, verdicts)
     if ceiling:
-        verdicts = under_ceiling(gm, facts, verdicts)
-    extreme = extreme_values(gm, facts, verdicts, _rules_by_node(gm, rules), low)
-    for name, verdict in verdicts.items():
-        verdicts[name] = _casting_extremes(verdict, facts.nodes[name], extreme)
-    return Classified(verdicts, extreme)
+        found = under_ceiling(gm, found)
+    extreme = extreme_values(gm, found, _rules_by_node(gm, rules), low)
+    verdicts = {
+        name: _casting_extremes(verdict, facts.nodes[name], extreme)
+        for name, verdict in found.verdicts.items()
+    }
+    return Classified(facts, verdicts, extreme)
 
 
 def _casting_extremes(
@@ -115,7 +93,7 @@ def _casting_extremes(
     """
     if not any(o.is_scalar and o.value in extreme for o in fact.operands):
         return verdict
-    if fact.op.partition(".")[0].rstrip("_") in _SCALES:
+    if fact.base.rstrip("_") in family("computes_with_its_number"):
         return verdict
     modes = tuple(
         "same" if mode == "any" and o.is_scalar and o.value in extreme else mode
@@ -165,7 +143,7 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
         verdict = _by_schema(node.target, fact)
     else:
         verdict = _by_rule(rule, node, fact, under)
-    if base_name(node.target) in FACTORIES | NOISE:
+    if base_name(node.target) in family("factory", "noise"):
         verdict = replace(verdict, modes=all_of("any", fact))
     if not under.to_the_letter and cut_off(node, under.low, under.known):
         verdict = replace(verdict, moves=not verdict.pinned)
@@ -229,7 +207,8 @@ def _rule_mode(
     if fact.keeps_state and operand.argument == STATE:
         return "high"
     norm_parameter = operand.argument in ("weight", "bias")
-    if norm_parameter and fact.device == "cpu" and base_name(target) in _CPU_MIXED:
+    fp32_parameters = base_name(target) in family("fp32_parameters_on_cpu")
+    if norm_parameter and fact.device == "cpu" and fp32_parameters:
         return "high"
     return _mode(target, operand, fact)
 

@@ -15,18 +15,17 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
 from autoamp.analyse.nodes import argument, named_arguments
-from autoamp.analyse.verdict import Verdict
 from autoamp.dtypes import largest
 from autoamp.op_names import base_name
-from autoamp.rules import Category, Rule
+from autoamp.rules import Rule, family
 
 
 def extreme_values(
     gm: fx.GraphModule,
-    facts: Facts,
-    verdicts: Mapping[str, Verdict],
+    classified: Classified,
     rules: Mapping[str, Rule],
     low: torch.dtype,
 ) -> frozenset[str]:
@@ -36,12 +35,13 @@ def extreme_values(
         rules: the rule of each node that has one.
     """
     limit = largest(low)
-    products = _made_by_products(gm, verdicts)
+    facts = classified.facts
+    products = _made_by_products(gm, classified)
     found = {n.name for n in gm.graph.nodes if _is_extreme_number(gm, n, limit)}
     for node in gm.graph.nodes:
         if node.op == "call_function":
             rule = rules.get(node.name)
-            allowed = node in products and _is_allowed(node, verdicts)
+            allowed = node in products and classified.is_allowed(node.name)
             if not (allowed or _is_bounded(node, rule, limit)) and (
                 _holds_extreme(node, limit)
                 or any(n.name in found for n in _float_inputs(node, facts))
@@ -58,11 +58,6 @@ def _float_inputs(node: fx.Node, facts: Facts) -> list[fx.Node]:
         for n in node.all_input_nodes
         if n.name in facts.nodes and facts.nodes[n.name].makes_floats
     ]
-
-
-def _is_allowed(node: fx.Node, verdicts: Mapping[str, Verdict]) -> bool:
-    verdict = verdicts.get(node.name)
-    return verdict is not None and verdict.category is Category.ALLOW
 
 
 def _is_bounded(node: fx.Node, rule: Rule | None, limit: float) -> bool:
@@ -90,7 +85,7 @@ def _holds_extreme(node: fx.Node, limit: float) -> bool:
     """
     if not isinstance(node.target, compat.OpOverload):
         return False
-    if "div" in base_name(node.target):
+    if base_name(node.target).removesuffix("_") in family("division"):
         return False
     return any(
         isinstance(value, float) and math.isfinite(value) and abs(value) > limit * 0.99
@@ -119,7 +114,7 @@ def _masks_given_from_outside(
         masks: list[fx.Node] = []
         if base_name(node.target) == "aten::scaled_dot_product_attention":
             masks = [v for k, v in named_arguments(node) if k == "attn_mask" and v]
-        elif base_name(node.target) in ("aten::softmax", "aten::_softmax"):
+        elif base_name(node.target) in family("softmax"):
             scores = node.args[0]
             if isinstance(scores, fx.Node) and _is_sum(scores):
                 added = scores.all_input_nodes
@@ -129,9 +124,10 @@ def _masks_given_from_outside(
 
 
 def _is_sum(node: fx.Node) -> bool:
-    if not isinstance(node.target, compat.OpOverload):
-        return False
-    return base_name(node.target) in ("aten::add", "aten::add_")
+    target = node.target
+    return isinstance(target, compat.OpOverload) and (
+        base_name(target) in family("addition")
+    )
 
 
 def _mark_with_sources(masks: list[fx.Node], facts: Facts, extreme: set[str]) -> None:
@@ -147,13 +143,11 @@ def _mark_with_sources(masks: list[fx.Node], facts: Facts, extreme: set[str]) ->
             chain.extend(at.all_input_nodes)
 
 
-def _made_by_products(
-    gm: fx.GraphModule, verdicts: Mapping[str, Verdict]
-) -> set[fx.Node]:
+def _made_by_products(gm: fx.GraphModule, classified: Classified) -> set[fx.Node]:
     """Allow ops and all nodes that are computed from allow ops."""
     found: set[fx.Node] = set()
     for node in gm.graph.nodes:
         above = any(n in found for n in node.all_input_nodes)
-        if above or _is_allowed(node, verdicts):
+        if above or classified.is_allowed(node.name):
             found.add(node)
     return found

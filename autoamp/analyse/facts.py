@@ -55,7 +55,6 @@ class NodeFacts:
         makes_others: whether the node produces tensors that are not floats (indices).
         operands: the node's fp32 tensor operands in argument order.
         mixes_floats: whether the node reads or makes floats of another dtype.
-        reads_others: whether the node reads tensors that are not fp32 (indices, masks).
         numel: elements of the fp32 outputs, a hint where the size is symbolic.
         read_numel: elements of the fp32 operands, a hint where the size is symbolic.
         region: number of the grad-mode and autocast region that the node stands in.
@@ -75,7 +74,6 @@ class NodeFacts:
     makes_others: bool
     operands: tuple[Operand, ...]
     mixes_floats: bool
-    reads_others: bool
     numel: int
     read_numel: int
     region: int
@@ -86,6 +84,11 @@ class NodeFacts:
     source: str
     device: str
     keeps_state: bool = False
+
+    @property
+    def base(self) -> str:
+        """The op without its overload: `aten::to` for `aten::to.dtype`."""
+        return self.op.partition(".")[0]
 
     @property
     def module(self) -> str:
@@ -248,7 +251,6 @@ class _Collector:
             mixes_floats=any(
                 _is_inexact(t) and t.dtype != HIGH_DTYPE for t in (*outputs, *inputs)
             ),
-            reads_others=len(read) < len(inputs),
             numel=_numel(floats),
             read_numel=_numel(read),
             region=self.region,

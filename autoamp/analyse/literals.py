@@ -12,28 +12,13 @@ from autoamp.analyse.numbers import Known, filling, numbers
 from autoamp.dtypes import largest, short_name, smallest
 from autoamp.op_names import base_name
 from autoamp.ops import is_pointwise
-from autoamp.rules import Category
-
-_LIMITED = frozenset(
-    f"aten::{name}"
-    for name in (
-        "clamp",
-        "clip",
-        "hardtanh",
-        "masked_fill",
-        "maximum",
-        "minimum",
-        "nan_to_num",
-        "where",
-    )
-)
-"""Ops that take limits or fillings, in whichever category a user puts them."""
+from autoamp.rules import Category, family
 
 
 def scales(target: compat.OpOverload, category: Category) -> bool:
     """Whether an op computes with its numbers: none is a limit or a filling."""
-    limited = category is Category.CLEAR or base_name(target).rstrip("_") in _LIMITED
-    return is_pointwise(target) and not limited
+    limits = base_name(target).rstrip("_") in family("limits_or_fills")
+    return is_pointwise(target) and not (limits or category is Category.CLEAR)
 
 
 def literal_reason(

@@ -17,6 +17,7 @@ from autoamp import compat
 from autoamp.analyse.nodes import argument
 from autoamp.op_names import base_name
 from autoamp.ops import is_pointwise, is_random, mutates
+from autoamp.rules import family
 from autoamp.trace.normalise import NUMBER
 
 Known = Mapping[str, int | float]
@@ -30,11 +31,6 @@ _FILLERS = {
     "aten::scalar_tensor": "s",
 }
 """Ops whose result is one number throughout, and the argument that holds it."""
-
-_COPIES = frozenset(
-    f"aten::{name}" for name in ("_to_copy", "clone", "detach_", "lift_fresh_copy")
-)
-"""Ops besides views whose result holds the same numbers as their operand."""
 
 
 def known_numbers(gm: fx.GraphModule) -> Known:
@@ -89,7 +85,7 @@ def _made(node: fx.Node, known: Known) -> int | float | None:
         return None
     aliases = [r.alias_info for r in compat.schema(node.target).returns]
     views = any(alias is not None and not alias.is_write for alias in aliases)
-    if views or base_name(node.target) in _COPIES:
+    if views or base_name(node.target) in family("keeps_its_number"):
         return known[operands[0].name]
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():

@@ -18,43 +18,13 @@ from autoamp.analyse.nodes import argument, tensors_of
 from autoamp.analyse.numbers import Known
 from autoamp.analyse.verdict import BACKWARD, Verdict
 from autoamp.op_names import base_name
-from autoamp.ops import FACTORIES
-
-LAYER_NORMS = frozenset({"aten::layer_norm", "aten::native_layer_norm"})
+from autoamp.rules import family
 
 LAYER_NORM_ROWS = 256
 """Rows beyond which a sum of ones is no longer exact in bf16 (8 bits).
 
 On torch 2.13's CPU a bf16 layer norm gave 512 as the weight gradient over 16000 rows of
 ones, and an fp16 layer norm gave 4096."""
-
-_GATHERS = frozenset(
-    {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
-)
-
-_NORMS_WITH_STATISTICS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "native_layer_norm",
-        "native_group_norm",
-        "native_batch_norm",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
-        "_fused_rms_norm",
-        "_weight_norm_interface",
-        "_native_batch_norm_legit",
-        "_native_batch_norm_legit_functional",
-        "_native_batch_norm_legit_no_training",
-        "_batch_norm_impl_index",
-        "_batch_norm_no_update",
-        "_batch_norm_with_update",
-        "_batch_norm_with_update_functional",
-    )
-)
-"""Norms that give statistics after their output.
-
-For low data torch 2.13 makes the statistics in fp32 or in the low dtype, by device and
-by the dtype of the weight; fake and meta tensors get other dtypes than real ones."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +84,8 @@ def _draws(at: Site) -> str | None:
 
 
 def _made_of_no_floats(at: Site) -> str | None:
-    if at.fact.makes_floats and not at.fact.operands and at.base not in FACTORIES:
+    out_of_none = at.fact.makes_floats and not at.fact.operands
+    if out_of_none and at.base not in family("factory"):
         return (
             "makes fp32 of what is no float: its dtype is not the rewrite's to choose"
         )
@@ -134,7 +105,7 @@ def _written_outside(at: Site) -> str | None:
 
 
 def _statistics(at: Site) -> str | None:
-    if at.base in _NORMS_WITH_STATISTICS and _reads_beyond_first(at.node):
+    if at.base in family("norm_with_statistics") and _reads_beyond_first(at.node):
         return "its statistics are read, whose dtype would be the kernel's choice"
     return None
 
@@ -152,7 +123,7 @@ def _out_of_range(at: Site) -> str | None:
 
 def _sums_rows(at: Site) -> str | None:
     """The reason to pin a look-up in a trained table."""
-    if at.base in _GATHERS and at.fact.requires_grad and at.fact.operands:
+    if at.base in family("gathers_rows") and at.fact.requires_grad and at.fact.operands:
         table = at.fact.operands[0].value
         if table in at.graph.weights and at.graph.nodes[table].requires_grad:
             return (
@@ -165,7 +136,8 @@ def _sums_rows(at: Site) -> str | None:
 def _sums_over_rows(at: Site) -> str | None:
     """The reason to pin a layer norm of many rows on a CPU."""
     fact = at.fact
-    if at.base not in LAYER_NORMS or not fact.requires_grad or fact.device != "cpu":
+    sums_low = at.base in family("layer_norm") and fact.device == "cpu"
+    if not (sums_low and fact.requires_grad):
         return None
     if len(fact.operands) < 2:
         return None
@@ -189,7 +161,6 @@ class Pin:
     """One reason for a call to stay fp32.
 
     Attributes:
-        protects: a few words for the behaviour that a low call would lose or change.
         reason: gives the reason at a call, or None.
         origin: the origin of the verdicts that the pin makes.
         always: whether the pin holds also where TensorFlow's lists decide alone,
@@ -198,7 +169,6 @@ class Pin:
             widens later ops no more than the result of an unpinned call.
     """
 
-    protects: str
     reason: Callable[[Site], str | None]
     origin: str = "autoamp"
     always: bool = True
@@ -206,17 +176,17 @@ class Pin:
 
 
 PINS: tuple[Pin, ...] = (
-    Pin("modules that the user keeps in fp32", _kept),
-    Pin("the model's own autocast regions", _in_a_region),
-    Pin("the user's mixing of float dtypes", _mixes),
-    Pin("which random numbers are drawn", _draws),
-    Pin("the dtype that torch gives to floats made of none", _made_of_no_floats),
-    Pin("tensors that a function writes to unseen", _written_unseen),
-    Pin("tensors of the caller's that are written to", _written_outside),
-    Pin("statistics of norms, which kernels give in dtypes of theirs", _statistics),
-    Pin("numbers beyond the compute dtype's range", _out_of_range, always=False),
-    Pin("gradients of a table's rows", _sums_rows, BACKWARD, may_round=True),
-    Pin("gradients of a norm's weight", _sums_over_rows, BACKWARD, may_round=True),
+    Pin(_kept),  # modules that the user keeps in fp32
+    Pin(_in_a_region),  # the model's own autocast regions
+    Pin(_mixes),  # the user's mixing of float dtypes
+    Pin(_draws),  # which random numbers are drawn
+    Pin(_made_of_no_floats),  # the dtype that torch gives to floats made of none
+    Pin(_written_unseen),  # tensors that a function writes to unseen
+    Pin(_written_outside),  # tensors of the caller's that are written to
+    Pin(_statistics),  # statistics of norms, which kernels give in dtypes of theirs
+    Pin(_out_of_range, always=False),  # numbers beyond the compute dtype's range
+    Pin(_sums_rows, BACKWARD, may_round=True),  # gradients of a table's rows
+    Pin(_sums_over_rows, BACKWARD, may_round=True),  # gradients of a norm's weight
 )
 """The pins, in the order they are asked: the first with a reason decides.
 

@@ -15,10 +15,11 @@ Mode = Literal["same", "high", "any", "follow"]
 comes; "follow" is the producer's precision (an up-cast is exact, a down-cast is
 forbidden)."""
 
-
 GAVE_UP = "a failed check"
 """The origin of verdicts on nodes that a failed check keeps in fp32."""
 
+CEILING = "ceiling"
+"""The origin of verdicts on nodes that type promotion leaves fp32."""
 
 BACKWARD = "the backward"
 """The origin of verdicts on nodes that are fp32 for their backward's sake alone."""

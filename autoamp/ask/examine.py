@@ -53,7 +53,8 @@ def checked_model(model: Any) -> nn.Module:
 def options_for(model: Any, given: Mapping[str, Any] | None) -> Options:
     """The options given, over those of the model's own conversion where it has one."""
     state = conversion_of(model)
-    own = state.options if state is not None else None
+    engine = state.engine if state is not None else None
+    own = engine.options if engine is not None else None
     return (own or Options()).replace(**(given or {}))
 
 

@@ -70,8 +70,8 @@ def read(environ: Mapping[str, str]) -> Settings:
                 options = dataclasses.replace(options, **changes)
             except (AutoampError, OSError, ValueError) as error:
                 raise OptionError(_told(name, value, str(error))) from None
-    place = given.get(REPORT_DIR)
-    return Settings(options, writable(place) if place else None)
+    folder = given.get(REPORT_DIR)
+    return Settings(options, writable(folder) if folder else None)
 
 
 def _told(name: str, value: str, problem: str) -> str:
@@ -117,6 +117,10 @@ def _precision(value: str, *_: Any) -> dict[str, Any]:
 
 def _rules(value: str, *_: Any) -> dict[str, Any]:
     return {"rules": value}
+
+
+def _lock(value: str, *_: Any) -> dict[str, Any]:
+    return {"lock": value}
 
 
 def _loss_scale(value: str, *_: Any) -> dict[str, Any]:
@@ -246,6 +250,7 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_PLACEMENT": _word("placement", PLACEMENTS),
     "AUTOAMP_DO_NO_HARM": _switch("do_no_harm"),
     "AUTOAMP_STRICT": _switch("strict"),
+    "AUTOAMP_LOCK": _lock,
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
 }
 """The variables in reading order: lists are checked against the precision."""

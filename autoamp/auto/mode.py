@@ -18,12 +18,14 @@ from autoamp.auto.candidates import caller_of, choose, inside
 from autoamp.auto.environment import Settings
 from autoamp.auto.report_dir import Recorder
 from autoamp.capture.engine import Engine
+from autoamp.capture.locked import check_model
 from autoamp.model.compile_backend import GraphBackend
 from autoamp.model.conversion import conversion_of, disown, models_of
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import choose_precision
 from autoamp.model.thread import disabled
 from autoamp.optimizer.meeting import retire
+from autoamp.options import Options
 from autoamp.plain import class_name, plain
 from autoamp.saying import say_once
 
@@ -101,6 +103,15 @@ def _say_left(module: nn.Module, error: Exception) -> None:
     say_once(logger, logging.WARNING, text)
 
 
+def _with_own_lock(options: Options, target: nn.Module) -> Options:
+    """`options`, without a lock of another class: a script may have several models."""
+    lock, label = options.locked, class_name(target)
+    if lock is None or lock.model == label:
+        return options
+    say_once(logger, logging.INFO, f"autoamp: {check_model(lock, label)}")
+    return options.replace(lock=None)
+
+
 class AutomaticMode:
     """Converts each model at its first call, and remembers the decision on it."""
 
@@ -172,8 +183,8 @@ class AutomaticMode:
             return known
 
     def _reference(self, module: nn.Module) -> weakref.ref[nn.Module]:
-        place = id(module)
-        return weakref.ref(module, lambda ref: self._forget(place, ref))
+        key = id(module)
+        return weakref.ref(module, lambda ref: self._forget(key, ref))
 
     def _meet(self, module: nn.Module) -> _Known | None:
         """Decides on a module; None where it is too early to decide."""
@@ -227,10 +238,10 @@ class AutomaticMode:
         engine = state.engine if state is not None else None
         return target if engine is not None and engine in self._engines else None
 
-    def _forget(self, place: int, ref: weakref.ref[nn.Module]) -> None:
-        known = self._known.get(place)
+    def _forget(self, key: int, ref: weakref.ref[nn.Module]) -> None:
+        known = self._known.get(key)
         if known is not None and known.module is ref:
-            del self._known[place]
+            del self._known[key]
 
     def _convert(self, target: nn.Module, only_if_it_pays: bool) -> None:
         """Converts `target`, or logs why it cannot be converted."""
@@ -242,7 +253,7 @@ class AutomaticMode:
                 logger.debug("autoamp: %s: %s", class_name(target), why_not)
                 return
         try:
-            convert_model(target, options)
+            convert_model(target, _with_own_lock(options, target))
         except Exception as error:  # a script must not fail because of autoamp
             if options.strict:
                 raise

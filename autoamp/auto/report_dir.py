@@ -31,7 +31,7 @@ class Recorder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._places: weakref.WeakKeyDictionary[Engine, Path] = (
+        self._folders: weakref.WeakKeyDictionary[Engine, Path] = (
             weakref.WeakKeyDictionary()
         )
         self._written: weakref.WeakKeyDictionary[Engine, int] = (
@@ -57,19 +57,19 @@ class Recorder:
             )
 
     def _write(self, engine: Engine) -> None:
-        place = self._place(engine)
+        folder = self._folder(engine)
         first = self._written.get(engine, 0)
         for number, captured in enumerate(engine.record.graphs[first:], first):
             after = captured.gm.print_readable(print_output=False)
             before = after
             if captured.rewritten is not None:
                 before = captured.rewritten.before.print_readable(print_output=False)
-            _put(place / f"graph-{number}-before.py", _named(before))
-            _put(place / f"graph-{number}-after.py", _named(after))
+            _put(folder / f"graph-{number}-before.py", _named(before))
+            _put(folder / f"graph-{number}-after.py", _named(after))
             self._written[engine] = number + 1
         made = report_of(engine.record)
-        _put(place / "report.json", made.to_json())
-        _put(place / "report.txt", str(made) + "\n")
+        _put(folder / "report.json", made.to_json())
+        _put(folder / "report.txt", str(made) + "\n")
 
     def finish(self) -> None:
         """Writes the reports a last time; nothing is written at exit any more."""
@@ -79,22 +79,22 @@ class Recorder:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # forked: the parent writes these
             return
-        for engine in list(self._places):
+        for engine in list(self._folders):
             self.write(engine)
 
     def _begin_anew(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # another thread may have held the old one
-        self._places.clear()
+        self._folders.clear()
         self._written.clear()
 
-    def _place(self, engine: Engine) -> Path:
-        if engine not in self._places:
+    def _folder(self, engine: Engine) -> Path:
+        if engine not in self._folders:
             # Names of classes may hold anything.
             name = re.sub(r"[^A-Za-z0-9_]", "_", engine.record.label)[:60]
             host = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())[:40]
-            self._places[engine] = _new_folder(self.root, f"{name}-{host}-{self._pid}")
-        return self._places[engine]
+            self._folders[engine] = _new_folder(self.root, f"{name}-{host}-{self._pid}")
+        return self._folders[engine]
 
 
 def _named(code: str) -> str:
@@ -110,9 +110,9 @@ def _new_folder(root: Path, name: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     while True:
         with contextlib.suppress(FileExistsError):
-            place = root / f"{name}-{next(_number)}"
-            place.mkdir()
-            return place
+            folder = root / f"{name}-{next(_number)}"
+            folder.mkdir()
+            return folder
 
 
 def _put(path: Path, text: str) -> None:

@@ -48,8 +48,8 @@ def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
     Raises:
         AutoampError: an option cannot be used; nothing was changed.
     """
-    place = environment.writable(str(report_dir)) if report_dir is not None else None
-    _start(Settings(Options().replace(**options), place))
+    folder = environment.writable(str(report_dir)) if report_dir is not None else None
+    _start(Settings(Options().replace(**options), folder))
 
 
 def enable_from_environment(*stand_ins: tuple[Any, Any]) -> list[Any]:

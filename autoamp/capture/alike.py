@@ -50,11 +50,11 @@ def likeness(
     Args:
         args, kwargs: the arguments of the call.
     """
-    places: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     try:
         kept = (
             tuple(
-                (name, *_of_module(module, module is model, places))
+                (name, *_of_module(module, module is model, numbers))
                 for name, module in model.named_modules()
             ),
             tuple(map(_argument, _leaves(args, kwargs))),
@@ -65,8 +65,10 @@ def likeness(
     return kept
 
 
-def _of_module(module: nn.Module, root: bool, places: dict[int, int]) -> list[Hashable]:
-    """The key of one module; `places` numbers tensors, because they may be shared."""
+def _of_module(
+    module: nn.Module, root: bool, numbers: dict[int, int]
+) -> list[Hashable]:
+    """The key of one module; `numbers` counts tensors, because they may be shared."""
     own = module.__dict__
     is_scripted = "_parameters" not in own
     if is_scripted or (STATE in own and not root):
@@ -74,8 +76,8 @@ def _of_module(module: nn.Module, root: bool, places: dict[int, int]) -> list[Ha
     found: list[Hashable] = [weakref.ref(type(module))]
     for kind in ("_parameters", "_buffers"):
         for name, value in own[kind].items():
-            place = places.setdefault(id(value), len(places))
-            found.append((name, place, _value(value)))
+            number = numbers.setdefault(id(value), len(numbers))
+            found.append((name, number, _value(value)))
     if any(map(own.get, compat.HOOKS)):
         raise _Unlike
     for name in own:

@@ -40,14 +40,14 @@ class Code:
 
     Attributes:
         program: the method compiled by Dynamo; None before the first call.
-        seen: the modes (grad mode, inference mode, training) the method was called in
+        called_modes: grad mode, inference mode and training, as in the method's calls
             so far.
         hooked: whether modules have hooks that guards must look at.
     """
 
     def __init__(self, method: Method, engine: Engine) -> None:
         self.program: Program | None = None
-        self.seen: set[tuple[bool, bool, bool]] = set()
+        self.called_modes: set[tuple[bool, bool, bool]] = set()
         self.hooked = False
         self._method = method
         self._engine = engine
@@ -79,7 +79,7 @@ class Code:
         """Makes `method` the code that is compiled from now on."""
         self._method = method
         self.__dict__.pop("entry", None)
-        self.seen.clear()
+        self.called_modes.clear()
         self.program = None
 
     def start_afresh(self) -> None:
@@ -92,7 +92,7 @@ class Code:
         """
         if self._compilations < _MOST_COMPILATIONS and not self.has_many:
             self.compile()
-            self.seen.clear()
+            self.called_modes.clear()
 
     @property
     def has_many(self) -> bool:

@@ -17,9 +17,16 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.capture.captured import CapturedGraph, Prepared
+from autoamp.capture.locked import check_graph
 from autoamp.capture.prepare import as_it_is, prepare
 from autoamp.capture.record import Record
-from autoamp.capture.running import Local, counted, counting_sizes, scaled, unscaled
+from autoamp.capture.running import (
+    Local,
+    counting_runs,
+    counting_sizes,
+    scaled,
+    unscaled,
+)
 from autoamp.errors import AutoampError
 from autoamp.options import Options
 from autoamp.place.devices import Device
@@ -139,10 +146,13 @@ class Engine:
         kept = self.options.weight_copies == "kept"
         copies = WeightCopies(low, kept=kept) if prepared.weights else None
         captured = CapturedGraph(prepared, copies)
+        options = self.options
+        if options.locked is not None:
+            check_graph(options.locked, self.record, captured, strict=options.strict)
         for why in prepared.notes:
             self.record.note(why)
         if prepared.rewritten is None:
-            chosen = counted(self.local, prepared.run)
+            chosen = counting_runs(self.local, prepared.run)
         elif prepared.edge.devices:
             in_fp16 = low == torch.float16 and self.runs_as_is
             watches = in_fp16 and can_watch(captured.gm)

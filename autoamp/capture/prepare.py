@@ -60,7 +60,7 @@ def prepare(
     if options.backend == "eager":
         run: Callable[..., Any] = bound.forward
     else:
-        given = _given(hoisted, inputs, low, scaling.edge(edge.devices))
+        given = _given(hoisted, inputs, low, scaling.edge_inputs(edge.devices))
         run = compat.compile_with(options.backend, for_compilers(bound), given)
     return Prepared(
         rewritten,

@@ -77,7 +77,7 @@ class Program:
         call: the compiled entry, whose first argument is the model.
         stepped_aside: Dynamo no longer looks at some code of the program, so no other
             model may join.
-        seen: the modes (grad mode, inference mode, training) captured so far.
+        captured_modes: grad mode, inference mode and training, as captured so far.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Program:
         assert isinstance(entry, types.FunctionType)
         self.backend = Backend(engine)
         self.stepped_aside = False
-        self.seen: set[tuple[bool, bool, bool]] = set()
+        self.captured_modes: set[tuple[bool, bool, bool]] = set()
         self.call = compat.CompiledEntry(
             entry, self.backend, self.backend.leave, hooked=hooked
         )
@@ -100,7 +100,11 @@ class Program:
     @property
     def may_be_joined(self) -> bool:
         """Whether another model may run the graphs of this program."""
-        return bool(self.seen) and self.call.is_captured and not self.stepped_aside
+        return (
+            bool(self.captured_modes)
+            and self.call.is_captured
+            and not self.stepped_aside
+        )
 
     def tell(self, engine: Engine) -> None:
         """Records for a model the code left to Python before the model joined."""
@@ -143,7 +147,7 @@ def program_for(
         mine = Program(make(), engine, hooked=hooked)
         # This thread does not wait for a program that another thread is capturing: the
         # other may wait for this one in turn, as it does where ranks are threads.
-        if found is None or found.seen:
+        if found is None or found.captured_modes:
             _PROGRAMS[key] = mine
     return mine
 

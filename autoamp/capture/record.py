@@ -55,6 +55,8 @@ class Record:
         in_part: calls that ran rewritten graphs and graphs the pass failed on.
         lowers: some op of some graph is low.
         announced: the one log line about the conversion has been written.
+        lock_met: indices of the lock's graphs to which captured graphs were held.
+        told_of_lock: it has been said that a graph is not placed as the lock says.
     """
 
     label: str
@@ -67,6 +69,8 @@ class Record:
     in_part: int = 0
     lowers: bool = False
     announced: bool = False
+    lock_met: set[int] = field(default_factory=set)
+    told_of_lock: bool = False
 
     @property
     def runs(self) -> int:

@@ -97,7 +97,7 @@ def scaled(
     return call_scaled
 
 
-def counted(local: Local, run: Callable[..., Any]) -> Callable[..., Any]:
+def counting_runs(local: Local, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, with its runs counted in `local`."""
 
     def call(*args: Any) -> Any:

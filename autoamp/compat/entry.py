@@ -151,9 +151,9 @@ def _configure_while_compiling(  # noqa: PLR0917
     raced: Counter[types.CodeType] = Counter()
 
     def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
-        seen = len(_entries(frame.f_code))
+        entries = len(_entries(frame.f_code))
         with _lock():
-            raced[frame.f_code] += len(_entries(frame.f_code)) > seen
+            raced[frame.f_code] += len(_entries(frame.f_code)) > entries
             return call_alone(self, frame, *args, **kwargs)
 
     def call_alone(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:

@@ -47,20 +47,22 @@ def never_captured(function: _F) -> _F:
     return function
 
 
-def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def direct_apply(
+    function: type[torch.autograd.Function],
+) -> Callable[..., torch.Tensor]:
     """`function.apply` less the argument checks that only functorch transforms need.
 
     The checks take a third of the call's time; `apply` itself is used while such a
     transform is active.
     """
     never_captured(function.backward)
-    apply: Callable[..., Any] = function.apply
+    apply: Callable[..., torch.Tensor] = function.apply
     checks = getattr(torch._C, "_are_functorch_transforms_active", None)
     base = getattr(super(torch.autograd.Function, function), "apply", None)
     if checks is None or base is None:
         return apply
 
-    def direct(*args: Any) -> Any:
+    def direct(*args: Any) -> torch.Tensor:
         return apply(*args) if checks() else base(*args)
 
     return direct

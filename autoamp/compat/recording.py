@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -52,46 +53,40 @@ def without_torch_function(function: _F) -> _F:
     return cast(_F, quick)
 
 
+def _tracer() -> Any:
+    """The tracer of the trace that is running; None outside a trace."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer
+
+
 def recorded_so_far() -> fx.Node | None:
     """The last node of the trace that is running; None outside a trace."""
-    mode = get_proxy_mode()
-    if mode is None:
+    tracer = _tracer()
+    if tracer is None:
         return None
-    tracer: Any = mode.tracer
     # In torch 2.11 the result of `reversed` is iterable, but no iterator.
     return next(iter(reversed(tracer.graph.nodes)), None)
 
 
 def recorded_since(mark: fx.Node | None) -> list[fx.Node]:
     """The nodes recorded after `mark` in the trace that is running, in order."""
-    mode = get_proxy_mode()
-    found: list[fx.Node] = []
-    if mode is None or mark is None:
-        return found
-    tracer: Any = mode.tracer
-    for node in reversed(tracer.graph.nodes):
-        if node is mark:
-            break
-        found.append(node)
-    return found[::-1]
+    tracer = _tracer()
+    if tracer is None or mark is None:
+        return []
+    after = itertools.takewhile(lambda n: n is not mark, reversed(tracer.graph.nodes))
+    return [*after][::-1]
 
 
 def forget_since(mark: fx.Node | None) -> None:
     """Takes nodes recorded after node `mark` out of the trace that is running."""
-    mode = get_proxy_mode()
-    if mode is None or mark is None:
-        return
-    tracer: Any = mode.tracer
-    for node in list(reversed(tracer.graph.nodes)):
-        if node is mark:
-            return
-        tracer.graph.erase_node(node)
+    for node in reversed(recorded_since(mark)):
+        node.graph.erase_node(node)
 
 
 def recorded_proxy(tensor: torch.Tensor) -> Any:
     """The trace's record of `tensor`, or None outside a trace."""
-    mode = get_proxy_mode()
-    return None if mode is None else mode.tracer.tensor_tracker.get(tensor)
+    tracer = _tracer()
+    return None if tracer is None else tracer.tensor_tracker.get(tensor)
 
 
 def proxy_node(proxy: Any) -> fx.Node:
@@ -112,10 +107,9 @@ def record_call(
 
     `result` (fake tensors, any nesting) becomes the value of the new node.
     """
-    mode = get_proxy_mode()
-    if mode is None:
+    tracer = _tracer()
+    if tracer is None:
         return result
-    tracer: Any = mode.tracer
     proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
     proxy = tracer.create_proxy(
         "call_function", target, proxy_args, proxy_kwargs, name=name
@@ -130,7 +124,7 @@ def recorded_inputs(values: Sequence[Any]) -> Sequence[Any]:
     Recording them here is quicker: a trace that is given `values` as arguments looks at
     each many times.
     """
-    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    tracer = _tracer()
     for value in values:
         node = tracer.graph.create_node("placeholder", "given", (), {}, "given")
         proxy = fx.Proxy(node, tracer)
@@ -146,7 +140,7 @@ def record_op(target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
 
     The node is named as if it had been traced, and has the origin of node `like`.
     """
-    graph: fx.Graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
+    graph: fx.Graph = _tracer().graph
     is_op = isinstance(target, torch._ops.OpOverload)
     name = graph._target_to_str((target.overloadpacket if is_op else target).__name__)
     # The tracer is not used: it is slow, because it notes things that no pass reads.
@@ -159,13 +153,13 @@ def record_op(target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
 
 def record_value(node: fx.Node, tensor: torch.Tensor) -> None:
     """Has `tensor` stand for a node of the trace that is running."""
-    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    tracer = _tracer()
     _track(tensor, fx.Proxy(node, tracer), tracer)
 
 
 def record_as(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Has `other` stand for the node of `tensor` in the trace that is running."""
-    tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+    tracer = _tracer()
     _track(other, tracer.tensor_tracker[tensor].proxy, tracer)
 
 
@@ -189,10 +183,10 @@ def split_identity(tensor: torch.Tensor, before: Any) -> torch.Tensor:
     later use of `x` as a use of that op.  Uses of `x` stay uses of `x` when the op's
     result is another tensor object.
     """
-    mode = get_proxy_mode()
-    if mode is None:
+    tracer = _tracer()
+    if tracer is None:
         return tensor
-    tracker = mode.tracer.tensor_tracker
+    tracker = tracer.tensor_tracker
     now = tracker[tensor]
     alias = aliased(tensor)
     tracker[alias] = now
@@ -215,9 +209,8 @@ def restrided(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def module_proxy(name: str, module: fx.GraphModule) -> Any:
     """A `get_attr` of sub-graph `module`, registered as `name` in the trace."""
-    mode = get_proxy_mode()
-    if mode is None:
+    tracer = _tracer()
+    if tracer is None:
         return module
-    tracer: Any = mode.tracer
     tracer.root.register_module(name, module)
     return tracer.create_proxy("get_attr", name, (), {})

@@ -24,13 +24,13 @@ PACKED: dict[Callable[..., Any], OpOverload] = {
 }
 """Maps the functions that layers of torch.nn call to the ops for packed sequences."""
 
-_PLACE = 1
+_SIZES_AT = 1
 """The position of the tensor of batch sizes in the arguments of `PACKED`'s ops."""
 
 
 def is_packed(args: Sequence[Any]) -> bool:
     """Whether these are the arguments of a layer on a packed sequence."""
-    sizes = args[_PLACE] if len(args) > _PLACE else None
+    sizes = args[_SIZES_AT] if len(args) > _SIZES_AT else None
     return isinstance(sizes, torch.Tensor) and sizes.dtype == torch.int64
 
 
@@ -44,8 +44,8 @@ def packed_result(
     """A layer's results for packed fake tensors: one state per row, and the last."""
     *_, bidirectional = options
     states = _all(hx)
-    seen = states[0].new_zeros(data.shape[0], _width(states, bidirectional))
-    return _with_history([seen, *map(torch.zeros_like, states)], data, params)
+    output = states[0].new_zeros(data.shape[0], _width(states, bidirectional))
+    return _with_history([output, *map(torch.zeros_like, states)], data, params)
 
 
 def sequence_result(
@@ -66,10 +66,10 @@ def sequence_result(
         message = f"a recurrent layer of tensors of {sorted(map(str, dtypes))}"
         raise RuntimeError(message)
     steps, batch = (data.shape[1], data.shape[0]) if batch_first else data.shape[:2]
-    seen = states[0].new_zeros(steps, batch, _width(states, bidirectional))
+    output = states[0].new_zeros(steps, batch, _width(states, bidirectional))
     if batch_first:
-        seen = seen.transpose(0, 1)
-    return _with_history([seen, *map(torch.zeros_like, states)], data, params)
+        output = output.transpose(0, 1)
+    return _with_history([output, *map(torch.zeros_like, states)], data, params)
 
 
 def _all(hx: _States) -> list[torch.Tensor]:

@@ -30,27 +30,6 @@ from autoamp.graph_functions.traceable import (
     traced_scale_grad_apart,
 )
 
-__all__ = [
-    "FOR_COMPILERS",
-    "LEAF_FUNCTIONS",
-    "STATE",
-    "WITH_FP32_STATE",
-    "checkpoint_as_python_does",
-    "checkpointed",
-    "low_uses",
-    "low_weight",
-    "low_weight_unscaled",
-    "op_with_its_state",
-    "saturating_cast",
-    "scale_grad",
-    "scaled_result",
-    "traced_scale_grad_",
-    "traced_scale_grad_apart",
-    "unscale_grad",
-    "unscale_grad_",
-    "unscale_half",
-]
-
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
         checkpointed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoamp import compat
 from autoamp.graph_functions.edge import leaving, passed_on, scale_inside_grad
@@ -19,12 +20,12 @@ class _LowWeight(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
         ctx.dtype = weight.dtype
         return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.to(ctx.dtype), None
 
 
@@ -34,17 +35,17 @@ class LowWeightUnscaled(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        weight: torch.Tensor,
-        copy: torch.Tensor,
-        inv: torch.Tensor,
-        found_inf: torch.Tensor,
-    ) -> torch.Tensor:
+        weight: Tensor,
+        copy: Tensor,
+        inv: Tensor,
+        found_inf: Tensor,
+    ) -> Tensor:
         ctx.dtype, ctx.inv, ctx.found_inf = weight.dtype, inv, found_inf
         ctx.is_leaf = weight.is_leaf
         return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         wide = leaving(grad.to(ctx.dtype), ctx.inv, ctx.found_inf)
         if not ctx.is_leaf:
             wide = passed_on(wide, ctx.found_inf)
@@ -54,14 +55,13 @@ class LowWeightUnscaled(torch.autograd.Function):
 _apply_low_weight = compat.direct_apply(_LowWeight)
 
 
-def low_weight(weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+def low_weight(weight: Tensor, copy: Tensor) -> Tensor:
     """One use of `weight` (fp32, any shape) through `copy`, its low-precision copy.
 
     The result has the shape and dtype of `copy`; its gradient flows to `weight` in
     fp32, and none flows to `copy`.
     """
-    result: torch.Tensor = _apply_low_weight(weight, copy)
-    return result
+    return _apply_low_weight(weight, copy)
 
 
 class _LowUses(torch.autograd.Function):
@@ -73,35 +73,31 @@ class _LowUses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, copy: torch.Tensor, uses: int
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, value: Tensor, copy: Tensor, uses: int) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtype = value.dtype
         return tuple(copy.detach() for _ in range(uses))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        total: torch.Tensor | None = None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        total: Tensor | None = None
         for grad in grads:
             if grad is not None:
                 total = grad.to(ctx.dtype) if total is None else total.add_(grad)
         return total, None, None
 
 
-_apply_low_uses = compat.direct_apply(_LowUses)
+_apply_low_uses: Any = compat.direct_apply(_LowUses)
 
 
-def low_uses(
-    value: torch.Tensor, copy: torch.Tensor, uses: int
-) -> tuple[torch.Tensor, ...]:
+def low_uses(value: Tensor, copy: Tensor, uses: int) -> tuple[Tensor, ...]:
     """Several uses of `value` (fp32, any shape) through `copy`, its low-precision copy.
 
     Each of the `uses` results has the shape and dtype of `copy`.  The gradients of the
     results are summed in fp32 and flow to `value`, none to `copy`.  All gradients are
     kept until the last one arrives: for a weight, or many uses, `low_weight` is better.
     """
-    result: tuple[torch.Tensor, ...] = _apply_low_uses(value, copy, uses)
+    result: tuple[Tensor, ...] = _apply_low_uses(value, copy, uses)
     return result
 
 
@@ -109,11 +105,11 @@ _apply_low_weight_unscaled = compat.direct_apply(LowWeightUnscaled)
 
 
 def low_weight_unscaled(
-    weight: torch.Tensor,
-    copy: torch.Tensor,
-    inv_loss_scale: torch.Tensor,
-    found_inf: torch.Tensor,
-) -> torch.Tensor:
+    weight: Tensor,
+    copy: Tensor,
+    inv_loss_scale: Tensor,
+    found_inf: Tensor,
+) -> Tensor:
     """`low_weight` whose gradient is also unscaled and checked, in fp32, in one kernel.
 
     Args:
@@ -121,20 +117,17 @@ def low_weight_unscaled(
         inv_loss_scale: 1/S, 0-dim fp32.
         found_inf: one fp32 element, set to 1 where the gradient is not finite.
     """
-    result: torch.Tensor = _apply_low_weight_unscaled(
-        weight, copy, inv_loss_scale, found_inf
-    )
-    return result
+    return _apply_low_weight_unscaled(weight, copy, inv_loss_scale, found_inf)
 
 
 class _ScaledResult(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, loss_scale: torch.Tensor) -> Any:
+    def forward(ctx: Any, value: Tensor, loss_scale: Tensor) -> Any:
         ctx.dtype, ctx.loss_scale = value.dtype, loss_scale
         return value.to(torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, None]:
         if torch.is_grad_enabled():  # create_graph=True
             return scale_inside_grad(grad, ctx.loss_scale).to(ctx.dtype), None
         return _scaled_and_rounded(grad, ctx.loss_scale, ctx.dtype), None
@@ -144,9 +137,7 @@ _PIECE = 2**18
 """The number of elements of an fp32 product that fits in a core's cache."""
 
 
-def _scaled_and_rounded(
-    grad: torch.Tensor, loss_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _scaled_and_rounded(grad: Tensor, loss_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`grad` (fp32) times `loss_scale` in `dtype`, computed in fp32 and rounded once.
 
     The fp32 product is never in memory as a whole, because the gradient of the logits
@@ -170,17 +161,16 @@ def _scaled_and_rounded(
 _apply_scaled_result = compat.direct_apply(_ScaledResult)
 
 
-def scaled_result(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+def scaled_result(value: Tensor, loss_scale: Tensor) -> Tensor:
     """`value` (low precision, any shape) in fp32, to be returned from the graph.
 
     The gradient is multiplied by `loss_scale` (0-dim fp32) as it enters the graph, and
     only then rounded: the backward of `scale_grad` of a cast, in one kernel.
     """
-    result: torch.Tensor = _apply_scaled_result(value, loss_scale)
-    return result
+    return _apply_scaled_result(value, loss_scale)
 
 
-def saturating_cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def saturating_cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     """`value` in `dtype`, with finite numbers clamped to the range of `dtype`.
 
     A mask filled with `torch.finfo(torch.float32).min` would become -inf in fp16 *and*

@@ -25,11 +25,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoamp import compat
 
 
-def scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+def scale_grad(value: Tensor, loss_scale: Tensor) -> Tensor:
     """`value` itself; its gradient is multiplied by `loss_scale` on entering the graph.
 
     Args:
@@ -49,9 +50,7 @@ def scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def unscale_grad(
-    value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
-) -> torch.Tensor:
+def unscale_grad(value: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
     """An alias of `value`; its gradient is multiplied by `inv_loss_scale` on leaving.
 
     Args:
@@ -60,7 +59,7 @@ def unscale_grad(
         found_inf: one fp32 element, set to 1 where the gradient is not finite.
     """
     # `view_as` would not do: its backward reshapes, and a gradient may be sparse.
-    alias: torch.Tensor = torch.ops.aten.alias.default(value)
+    alias: Tensor = torch.ops.aten.alias.default(value)
     if alias.requires_grad:
         unscale = _unscale if value.is_leaf else _unscale_and_pass_on
         unscale_out = functools.partial(unscale, inv_loss_scale, found_inf)
@@ -68,9 +67,7 @@ def unscale_grad(
     return alias
 
 
-def unscale_grad_(
-    value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
-) -> torch.Tensor:
+def unscale_grad_(value: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
     """`unscale_grad` in place: the unscaling joins the history of `value` itself.
 
     This is for an input that the graph writes to, because writes bypass an alias.
@@ -84,14 +81,12 @@ def unscale_grad_(
     return value
 
 
-def scaled(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+def scaled(grad: Tensor, loss_scale: Tensor) -> Tensor:
     """`grad` times `loss_scale`, in the dtype of `grad`, even a 0-dim half `grad`."""
     return (grad * loss_scale).to(grad.dtype)
 
 
-def unscaled(
-    grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
-) -> torch.Tensor:
+def unscaled(grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
     """`grad` times `inv_loss_scale`, as a new tensor of the same dtype.
 
     `found_inf` is set to 1 where the product is not finite.
@@ -102,8 +97,8 @@ def unscaled(
 
 
 def _unscaled_in_place(
-    grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
-) -> torch.Tensor:
+    grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor
+) -> Tensor:
     try:
         compat.unscale_and_check(grad, inv_loss_scale, found_inf)
     except RuntimeError:
@@ -115,18 +110,14 @@ def _unscaled_in_place(
     return grad
 
 
-def plainly_unscaled(
-    grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
-) -> torch.Tensor:
+def plainly_unscaled(grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
     """`unscaled` by plain ops, which take any dtype and layout and which fuse."""
     result = scaled(grad, inv_loss_scale)
     compat.check_finite(result, found_inf)
     return result
 
 
-def leaving(
-    wide: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
-) -> torch.Tensor:
+def leaving(wide: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
     """`wide`, the gradient of an fp32 leaf, unscaled and checked.
 
     The work is done in place, because a conversion has just made `wide`, unless the
@@ -137,7 +128,7 @@ def leaving(
     return _unscaled_in_place(wide, inv_loss_scale, found_inf)
 
 
-def passed_on(grad: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
+def passed_on(grad: Tensor, found_inf: Tensor) -> Tensor:
     """`grad`, unscaled and checked, for code outside the graph: infinities become NaN.
 
     The gradient flows on to weights of no rewritten graph.  No found_inf covers these
@@ -149,7 +140,7 @@ def passed_on(grad: torch.Tensor, found_inf: torch.Tensor) -> torch.Tensor:
     return infinities_as_nan(grad)
 
 
-def infinities_as_nan(grad: torch.Tensor) -> torch.Tensor:
+def infinities_as_nan(grad: Tensor) -> Tensor:
     """`grad` with NaN for infinities; nobody clips sparse or complex gradients.
 
     Sparse and complex gradients are therefore returned unchanged.
@@ -160,23 +151,21 @@ def infinities_as_nan(grad: torch.Tensor) -> torch.Tensor:
 
 
 def unscale_inside_grad(
-    grad: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
-) -> torch.Tensor:
+    grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor
+) -> Tensor:
     """`unscaled` in differentiable form, for a backward with `create_graph=True`."""
-    result: torch.Tensor = _apply_unscale(grad, inv_loss_scale, found_inf)
-    return result
+    return _apply_unscale(grad, inv_loss_scale, found_inf)
 
 
-def scale_inside_grad(grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+def scale_inside_grad(grad: Tensor, loss_scale: Tensor) -> Tensor:
     """`grad` times `loss_scale` in differentiable form."""
-    result: torch.Tensor = _apply_scale(grad, loss_scale)
-    return result
+    return _apply_scale(grad, loss_scale)
 
 
 @compat.never_captured
 def _unscale(
-    inv_loss_scale: torch.Tensor, found_inf: torch.Tensor, grad: torch.Tensor | None
-) -> torch.Tensor | None:
+    inv_loss_scale: Tensor, found_inf: Tensor, grad: Tensor | None
+) -> Tensor | None:
     if grad is None:  # no gradient flows back here: low copies send theirs elsewhere
         return None
     if torch.is_grad_enabled():  # create_graph=True
@@ -186,14 +175,14 @@ def _unscale(
 
 @compat.never_captured
 def _unscale_and_pass_on(
-    inv_loss_scale: torch.Tensor, found_inf: torch.Tensor, grad: torch.Tensor | None
-) -> torch.Tensor | None:
+    inv_loss_scale: Tensor, found_inf: Tensor, grad: Tensor | None
+) -> Tensor | None:
     result = _unscale(inv_loss_scale, found_inf, grad)
     return None if result is None else passed_on(result, found_inf)
 
 
 @compat.never_captured
-def _scale(loss_scale: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+def _scale(loss_scale: Tensor, grad: Tensor | None) -> Tensor | None:
     if grad is None:
         return None
     if torch.is_grad_enabled():
@@ -203,76 +192,68 @@ def _scale(loss_scale: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor 
 
 @compat.never_captured
 def _scale_one(
-    loss_scale: torch.Tensor, place: int, grads: tuple[torch.Tensor | None, ...]
-) -> tuple[torch.Tensor | None, ...]:
-    """`_scale` for the gradient of result number `place` of an autograd node."""
-    grad = grads[place]
+    loss_scale: Tensor, index: int, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """`_scale` for the gradient of result number `index` of an autograd node."""
+    grad = grads[index]
     if grad is None:
         return grads
-    return (*grads[:place], _scale(loss_scale, grad), *grads[place + 1 :])
+    return (*grads[:index], _scale(loss_scale, grad), *grads[index + 1 :])
 
 
 class _Unscale(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, grad: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, grad: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
         ctx.inv, ctx.found_inf = inv, found_inf
         return unscaled(grad, inv, found_inf)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _apply_unscale_out(grad, ctx.inv, ctx.found_inf), None, None
 
 
 class UnscaleOut(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
         ctx.inv, ctx.found_inf = inv, found_inf
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _unscale(ctx.inv, ctx.found_inf, grad), None, None
 
 
 class _UnscaleInPlace(UnscaleOut):
     @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
         ctx.inv, ctx.found_inf = inv, found_inf
         ctx.mark_dirty(value)
         return value
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _unscale_and_pass_on(ctx.inv, ctx.found_inf, grad), None, None
 
 
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, grad: Tensor, loss_scale: Tensor) -> Tensor:
         ctx.loss_scale = loss_scale
         return scaled(grad, loss_scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _apply_scale_in(grad, ctx.loss_scale), None
 
 
 class ScaleIn(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, loss_scale: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, loss_scale: Tensor) -> Tensor:
         ctx.loss_scale = loss_scale
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _scale(ctx.loss_scale, grad), None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoamp import compat
 from autoamp.graph_functions.edge import leaving, unscale_grad
@@ -19,23 +20,19 @@ class _HalfLeafUnscaled(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, leaf: torch.Tensor, inv: torch.Tensor, found_inf: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, leaf: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
         ctx.inv, ctx.found_inf = inv, found_inf
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return leaving(grad.float(), ctx.inv, ctx.found_inf), None, None
 
 
 _apply_half_leaf_unscaled = compat.direct_apply(_HalfLeafUnscaled)
 
 
-def unscale_half(
-    value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
-) -> torch.Tensor:
+def unscale_half(value: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
     """One use of `value` (fp16 or bf16); its gradient is unscaled, in fp32 for a leaf.
 
     Args:
@@ -45,5 +42,4 @@ def unscale_half(
     """
     if not value.is_leaf:
         return unscale_grad(value, inv_loss_scale, found_inf)
-    result: torch.Tensor = _apply_half_leaf_unscaled(value, inv_loss_scale, found_inf)
-    return result
+    return _apply_half_leaf_unscaled(value, inv_loss_scale, found_inf)

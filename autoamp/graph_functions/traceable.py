@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from autoamp import compat
 from autoamp.graph_functions.casts import (
@@ -32,7 +33,7 @@ from autoamp.graph_functions.edge import (
 from autoamp.graph_functions.half import unscale_half
 
 
-def _leaving(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
+def _leaving(grad: Tensor, ctx: Any) -> Tensor:
     """`grad` unscaled and checked, with NaN for infinities.
 
     `edge` leaves infinities in the gradient of a leaf, but a compiler cannot tell which
@@ -43,28 +44,26 @@ def _leaving(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
 
 class _TracedScale(ScaleIn):
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return scaled(grad, ctx.loss_scale), None
 
 
 class _TracedScaleApart(_TracedScale):
     @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, loss_scale: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, loss_scale: Tensor) -> Tensor:
         ctx.loss_scale = loss_scale
         return value.clone()
 
 
 class _TracedUnscale(UnscaleOut):
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _leaving(grad, ctx), None, None
 
 
 class _TracedLowWeight(LowWeightUnscaled):
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _leaving(grad.to(ctx.dtype), ctx), None, None, None
 
 
@@ -74,33 +73,28 @@ _apply_traced_low_weight = compat.direct_apply(_TracedLowWeight)
 _apply_traced_unscale = compat.direct_apply(_TracedUnscale)
 
 
-def traced_scale_grad(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+def traced_scale_grad(value: Tensor, loss_scale: Tensor) -> Tensor:
     """As `scale_grad`, in a form AOT autograd traces."""
-    result: torch.Tensor = _apply_traced_scale(value, loss_scale)
-    return result
+    return _apply_traced_scale(value, loss_scale)
 
 
-def traced_scale_grad_apart(
-    value: torch.Tensor, loss_scale: torch.Tensor
-) -> torch.Tensor:
+def traced_scale_grad_apart(value: Tensor, loss_scale: Tensor) -> Tensor:
     """As `traced_scale_grad`, with a result in memory of its own.
 
     If several results are views of one tensor, AOT autograd makes the views anew from
     the tensor outside the graph, and any op between the tensor and its views is lost.
     """
-    result: torch.Tensor = _apply_traced_scale_apart(value, loss_scale)
-    return result
+    return _apply_traced_scale_apart(value, loss_scale)
 
 
 def traced_unscale_grad(
-    value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
-) -> torch.Tensor:
+    value: Tensor, inv_loss_scale: Tensor, found_inf: Tensor
+) -> Tensor:
     """As `unscale_grad`, in a form AOT autograd traces."""
-    result: torch.Tensor = _apply_traced_unscale(value, inv_loss_scale, found_inf)
-    return result
+    return _apply_traced_unscale(value, inv_loss_scale, found_inf)
 
 
-def traced_scale_grad_(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+def traced_scale_grad_(value: Tensor, loss_scale: Tensor) -> Tensor:
     """As `scale_grad`, for the final value of an input that the graph writes to.
 
     AOT autograd does not return such an input but writes it back outside the graph, so
@@ -112,28 +106,25 @@ def traced_scale_grad_(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.T
 
 
 def traced_unscale_grad_(
-    value: torch.Tensor, inv_loss_scale: torch.Tensor, found_inf: torch.Tensor
-) -> torch.Tensor:
+    value: Tensor, inv_loss_scale: Tensor, found_inf: Tensor
+) -> Tensor:
     """As `unscale_grad_`, in a form AOT autograd traces."""
     return value.copy_(_apply_traced_unscale(value.clone(), inv_loss_scale, found_inf))
 
 
-def traced_scaled_result(value: torch.Tensor, loss_scale: torch.Tensor) -> torch.Tensor:
+def traced_scaled_result(value: Tensor, loss_scale: Tensor) -> Tensor:
     """As `scaled_result`, in a form AOT autograd traces."""
     return traced_scale_grad(value.to(torch.float32), loss_scale)
 
 
 def traced_low_weight_unscaled(
-    weight: torch.Tensor,
-    copy: torch.Tensor,
-    inv_loss_scale: torch.Tensor,
-    found_inf: torch.Tensor,
-) -> torch.Tensor:
+    weight: Tensor,
+    copy: Tensor,
+    inv_loss_scale: Tensor,
+    found_inf: Tensor,
+) -> Tensor:
     """As `low_weight_unscaled`, in a form AOT autograd traces."""
-    result: torch.Tensor = _apply_traced_low_weight(
-        weight, copy, inv_loss_scale, found_inf
-    )
-    return result
+    return _apply_traced_low_weight(weight, copy, inv_loss_scale, found_inf)
 
 
 FOR_COMPILERS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoamp.pipeline import Rewritten
+from autoamp.place.assign import legal_energy
 from autoamp.place.cost import UNIT_NS
 from autoamp.place.policies import POLICIES, project
-from autoamp.rules import Category
 
 OURS, ALL_FP32 = "ours", "all fp32"
 
@@ -81,10 +81,9 @@ def costs_of(rewritten: Rewritten) -> Costs:
         OURS: placement(assignment.cost, assignment.low),
         ALL_FP32: placement(assignment.all_high_cost, frozenset()),
     }
-    verdicts = rewritten.classified.verdicts
     for name, policy in POLICIES.items():
-        low = project(assignment.problem, policy(rewritten.facts, verdicts))
-        placements[name] = placement(assignment.policy_costs[name], low)
+        low = project(assignment.problem, policy(rewritten.classified))
+        placements[name] = placement(legal_energy(assignment.problem, low), low)
     return Costs(
         placements=placements,
         optimal_cost=assignment.optimal_cost,
@@ -110,10 +109,8 @@ def titles(costs: Costs) -> dict[str, str]:
 
 def allow_in_fp32(rewritten: Rewritten, low: frozenset[str]) -> int:
     """The number of allow ops that are not in `low`."""
-    return sum(
-        v.category is Category.ALLOW and name not in low
-        for name, v in rewritten.classified.verdicts.items()
-    )
+    classified = rewritten.classified
+    return len({*filter(classified.is_allowed, classified.verdicts)} - low)
 
 
 def amount(units: int, in_bytes: bool, *, signed: bool = False) -> str:
@@ -134,6 +131,6 @@ def in_si(value: float, names: tuple[str, ...]) -> str:
     return f"{value:.{digits}f} {names[step]}"
 
 
-def in_bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
     """A number of bytes for a person."""
     return in_si(count, ("B", "kB", "MB", "GB"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import networkx as nx
@@ -15,10 +16,8 @@ from autoamp.dtypes import short_name
 from autoamp.graph_functions import low_uses, low_weight
 from autoamp.inspect.costs import costs_of
 from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
-
-SCHEMA = "autoamp.report"
-SCHEMA_VERSION = 1
-"""Raised when a key is removed or changes its meaning, not when a key is added."""
+from autoamp.inspect.text import portable, portable_place
+from autoamp.saved.document import SCHEMA, VERSION, SavedGraph, SavedOp
 
 _COLOURS = {"fp32": "#f4c7a1", "bf16": "#a9cdf0", "fp16": "#a9cdf0"}
 _CAST_COLOUR = "#e3e3e3"
@@ -29,20 +28,39 @@ def to_json(
     sections: Sequence[Section],
     skipped: Sequence[tuple[str, str]],
 ) -> str:
-    """The report as JSON, the same to the byte in every process.
+    """The report as JSON, the same to the byte in every process and on every machine.
 
-    Times of the pass are left out, because they differ from run to run.
+    Times of the pass are left out, because they differ from run to run.  Every key is
+    described in docs/report-schema.md.
     """
     document = {
         "schema": SCHEMA,
-        "version": SCHEMA_VERSION,
+        "version": VERSION,
         **head,
         "graphs": [_section(s) for s in sections],
         "ops": [_op(row) for s in sections for row in op_rows(s)],
-        "casts": [asdict(row) for s in sections for row in cast_rows(s)],
-        "skipped": [{"what": what, "why": why} for what, why in skipped],
+        "casts": [_cast(row) for s in sections for row in cast_rows(s)],
+        "skipped": [
+            {"what": portable_place(what), "why": portable(why)}
+            for what, why in skipped
+        ],
     }
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def saved_graph(section: Section) -> SavedGraph:
+    """A graph that is not saved yet, as it would be read back from the JSON.
+
+    The device and the casts are left out.
+    """
+    names = [field.name for field in fields(SavedOp)]
+    ops = (_op(row) for row in op_rows(section))
+    return SavedGraph(
+        graph=section.graph,
+        body=section.body,
+        device="",
+        ops=tuple(SavedOp(**{name: op[name] for name in names}) for op in ops),
+    )
 
 
 def to_networkx(sections: Sequence[Section]) -> nx.DiGraph:
@@ -95,7 +113,17 @@ def _section(section: Section) -> dict[str, Any]:
 
 
 def _op(row: OpRow) -> dict[str, Any]:
-    return {key: value for key, value in asdict(row).items() if key != "heading"}
+    found = {key: value for key, value in asdict(row).items() if key != "heading"}
+    return {
+        **found,
+        "reason": portable(row.reason),
+        "origin": os.path.basename(row.origin),
+        "source": portable_place(row.source),
+    }
+
+
+def _cast(row: CastRow) -> dict[str, Any]:
+    return {**asdict(row), "source": portable_place(row.source)}
 
 
 def _attributes(

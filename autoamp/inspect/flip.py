@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autoamp.inspect.costs import allow_in_fp32
 from autoamp.pipeline import Rewritten
-from autoamp.place.mincut import solve
-from autoamp.place.problem import promised_casts
+from autoamp.place.problem import held, least_cost, promised_casts
 
 
 @dataclass(frozen=True)
@@ -43,22 +42,17 @@ def flip(rewritten: Rewritten, name: str) -> Flip:
     """
     assignment = rewritten.assignment
     problem = assignment.problem
-    why = "asked for"
-    if name in assignment.low:
-        pins = {**problem.pinned_high, name: why}
-        solution = solve(replace(problem, pinned_high=pins))
-    else:
-        pins = {**problem.pinned_low, name: why}
-        solution = solve(replace(problem, pinned_low=pins))
+    other = held(problem, name, low=name not in assignment.low, why="asked for")
+    low, cost = least_cost(other)
     prices = assignment.prices
-    extra = solution.cost - assignment.cost
-    left = allow_in_fp32(rewritten, solution.low)
+    extra = cost - assignment.cost
+    left = allow_in_fp32(rewritten, low)
     more_left = left - allow_in_fp32(rewritten, assignment.low)
     before = promised_casts(problem, assignment.low)
-    after = promised_casts(problem, solution.low)
-    changed = assignment.low ^ solution.low
+    after = promised_casts(problem, low)
+    changed = assignment.low ^ low
     return Flip(
-        low=solution.low,
+        low=low,
         extra_cost=extra,
         extra_estimate=extra - prices.reward * more_left,
         extra_allow_in_fp32=more_left,

@@ -72,7 +72,7 @@ class Report:
         >>> options = {"precision": "bf16", "do_no_harm": False}
         >>> report = autoamp.explain(model, torch.randn(8, 64), options=options)
         >>> [(op.op, op.precision) for op in report.ops]
-        [('aten::linear', 'bf16'), ('aten::softmax.int', 'fp32')]
+        [('aten::linear.default', 'bf16'), ('aten::softmax.int', 'bf16')]
     """
 
     label: str

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoamp.analyse.ceiling import CEILING
 from autoamp.analyse.facts import Facts, NodeFacts
+from autoamp.analyse.verdict import CEILING
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.pipeline import Rewritten
 from autoamp.place.assign import Decision

@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 _SITE = re.compile(r"^.*?[/\\](?:site|dist)-packages[/\\]")
+_PLACE = re.compile(r"^(?P<path>.+?)(?P<line>:\d+: )")
+_FILE = re.compile(
+    r"(?<![\w.])(?:[A-Za-z]:)?[/\\][^\s:'\"<>|*?]*[/\\][^\s:'\"<>|*?,)]+"
+)
+_FLEETING = re.compile(r" (?:at|to) 0x[0-9a-fA-F]+|(?<=<eval_with_key>)\.\d+")
 
 
 def counted(count: int, noun: str) -> str:
@@ -18,6 +25,38 @@ def shorten(source: str) -> str:
     """`source` with its path relative to `site-packages` or the working directory."""
     shorter = _SITE.sub("", source)
     return shorter.removeprefix(os.getcwd() + os.sep)
+
+
+def portable(text: str) -> str:
+    """`text` as it reads on every machine and in every process.
+
+    A path to a file becomes relative to `site-packages`, or else to the folder that
+    holds the outermost package of the file; a memory address, and a number that FX gave
+    to generated code, is left out.
+    """
+    return _FILE.sub(lambda found: _in_package(found[0]), _FLEETING.sub("", text))
+
+
+def portable_place(source: str) -> str:
+    """`file:line: code` with its path as in `portable`, and its code as it is."""
+    place = _PLACE.match(source)
+    if place is None:
+        return portable(source)
+    path = _FLEETING.sub("", _in_package(place["path"]))
+    return f"{path}{place['line']}{source[place.end() :]}"
+
+
+@cache
+def _in_package(path: str) -> str:
+    """`package/module.py` for the path of a file of a package, else the file's name."""
+    shorter = _SITE.sub("", path)
+    if shorter != path or path.startswith("<"):
+        return shorter.replace("\\", "/")
+    parts = Path(path).absolute().parts
+    first = len(parts) - 1
+    while first > 1 and Path(*parts[:first], "__init__.py").is_file():
+        first -= 1
+    return "/".join(parts[first:])
 
 
 def op_title(op: str) -> str:

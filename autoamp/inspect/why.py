@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import OptionError, PlacementError
-from autoamp.inspect.costs import amount, in_bytes
+from autoamp.inspect.costs import amount, bytes_text
 from autoamp.inspect.flip import Flip, flip
 from autoamp.inspect.rows import OpRow, Section, cast_rows, op_rows
 from autoamp.inspect.text import counted, shorten
@@ -51,7 +51,7 @@ def explain(section: Section, name: str) -> str:
             kept = "" if cast.every_call else ", kept until the weight changes"
             return (
                 f"{name}: {article} {cast.kind} cast of {cast.value} to {cast.dtype} "
-                f"({in_bytes(cast.bytes)}{kept}), read by {readers}.\n"
+                f"({bytes_text(cast.bytes)}{kept}), read by {readers}.\n"
                 f"Its reason is the precision of those: try why({cast.value!r})."
             )
     if name not in section.rewritten.facts.nodes:
@@ -99,10 +99,8 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
 
 def _operands(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
     facts = section.rewritten.facts
-    verdict = section.rewritten.classified.verdicts[name]
     said = []
-    operands = facts.nodes[name].operands
-    for operand, mode in zip(operands, verdict.modes, strict=True):
+    for operand, mode in section.rewritten.classified.reads(name):
         maker = facts.producer(operand.value)
         held = rows[maker].precision if maker in rows else FP32
         wanted = FP32 if mode == "high" else rows[name].precision
@@ -146,7 +144,7 @@ def _listed(title: str, items: list[str]) -> Iterator[str]:
 
 def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     other = FP32 if row.is_low else section.low
-    pinned = section.rewritten.assignment.problem.pinned_high.get(row.name)
+    pinned = section.rewritten.assignment.pinned.get(row.name)
     if pinned is not None:
         yield f"  in {other}    cannot: {pinned}"
         return

@@ -15,17 +15,6 @@ from autoamp.loss_scale.base import (
 )
 from autoamp.loss_scale.dynamic import MIN_SCALE, DynamicLossScale
 
-__all__ = [
-    "INIT_SCALE",
-    "LOSS_SCALES",
-    "MIN_SCALE",
-    "DynamicLossScale",
-    "LossScale",
-    "NoLossScale",
-    "StaticLossScale",
-    "resolve_loss_scale",
-]
-
 LOSS_SCALES = ("auto", "dynamic", "off")
 """Names of loss scales; a number or a `LossScale` may be given as well."""
 

@@ -50,16 +50,16 @@ class Climb:
     Attributes:
         left: how many of the first looks are left.
         until: steps until the next look after the first ones.
-        seen: the largest fp16 gradient seen, at its true value, halved by each later
-            look that sees only smaller ones; infinite after an overflow that came after
-            the first looks.
+        largest_seen: the largest fp16 gradient seen, at its true value, halved by each
+            later look that sees only smaller ones; infinite after an overflow that came
+            after the first looks.
         lent: doublings that later looks have made.
     """
 
     def __init__(self, left: int = LOOKS) -> None:
         self.left = left
         self.until = LATER
-        self.seen = scalar(0.0)
+        self.largest_seen = scalar(0.0)
         self.lent = scalar(0.0)
 
     @property
@@ -90,7 +90,9 @@ class Climb:
         if free_to_read(found_inf) and not found_inf:
             return after
         found, lent = found_inf != 0, self.lent.to(found_inf.device)
-        self.seen = torch.where(found, torch.inf, self.seen.to(found.device))
+        self.largest_seen = torch.where(
+            found, torch.inf, self.largest_seen.to(found.device)
+        )
         self.lent = torch.where(found, 0, lent)
         back = torch.ldexp(before.to(found.device), -lent)
         return torch.where(found & (lent > 0), back, after)
@@ -122,8 +124,10 @@ class Climb:
         low = (scale * _DROP).maximum(scale.clamp(max=1.0)).clamp(min=floor)
         # `largest` may be infinite without a flag, in gradients that were thrown away.
         tells = ~found & largest.isfinite()
-        seen = self.seen.to(found.device).maximum(torch.where(tells, largest, 0))
-        self.seen = seen
+        seen = self.largest_seen.to(found.device).maximum(
+            torch.where(tells, largest, 0)
+        )
+        self.largest_seen = seen
         room = _room(scale, seen, _ROOM if self.left else _ROOM_AT_LAST)
         room = torch.where(tells, room, 0)
         if first:  # one batch is too little to climb by
@@ -132,22 +136,24 @@ class Climb:
 
     def _later(self, scale: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
         """The new scale after a later look: it follows gradients over several looks."""
-        scale, before = scale.to(largest.device), self.seen.to(largest.device)
+        scale, before = scale.to(largest.device), self.largest_seen.to(largest.device)
         tells = largest.isfinite() & (largest > 0)
-        self.seen = torch.where(tells, largest.maximum(before / 2), before)
-        room = torch.where(tells, _room(scale, self.seen, _ROOM), 0)
+        self.largest_seen = torch.where(tells, largest.maximum(before / 2), before)
+        room = torch.where(tells, _room(scale, self.largest_seen, _ROOM), 0)
         self.lent = self.lent.to(room.device) + room
         return torch.ldexp(scale, room)
 
     def heed(self, other: Climb) -> None:
         """Takes over the largest gradient that `other` saw: one scale serves both."""
-        self.seen = self.seen.maximum(other.seen.to(self.seen.device))
+        self.largest_seen = self.largest_seen.maximum(
+            other.largest_seen.to(self.largest_seen.device)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Every field, as plain Python numbers."""
         return {
             _LEFT: self.left,
-            _SEEN: float(self.seen),
+            _SEEN: float(self.largest_seen),
             _UNTIL: self.until,
             _LENT: int(self.lent),
         }
@@ -159,7 +165,7 @@ class Climb:
             return None
         climb = cls(state[_LEFT])
         climb.until = state[_UNTIL]
-        climb.seen = scalar(state[_SEEN])
+        climb.largest_seen = scalar(state[_SEEN])
         climb.lent = scalar(float(state[_LENT]))
         return climb
 

@@ -24,7 +24,7 @@ from autoamp.model.hooks import Hooks
 from autoamp.model.thread import THREAD
 from autoamp.model.users_compile import (
     ONE_GRAPH,
-    OURS,
+    RUNS_OUR_PASS,
     USERS_BACKENDS,
     traced_for_us,
     users_backend,
@@ -58,7 +58,7 @@ _MOST_IN_VAIN = 2
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _apart(
     call: CompiledCall,
-    place: int,
+    backend: int,
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -66,7 +66,7 @@ def _apart(
     method: Method | None,
 ) -> Any:
     """Makes a call met in the user's compilation, whose graph is broken around it."""
-    return call.compiled_by(place).of(method)(model, args, kwargs)
+    return call.compiled_by(backend).of(method)(model, args, kwargs)
 
 
 class CompiledCall:
@@ -77,7 +77,7 @@ class CompiledCall:
         self.low = engine.record.low
         self._method = method
         self._code = Code(method, engine)
-        self._seen = self._code.seen  # looked at in every call
+        self._modes = self._code.called_modes  # looked at in every call
         self._by_backend: dict[int, CompiledCall] = {}
         self._methods: dict[str, CompiledCall] = {}
         self._hooks = Hooks()
@@ -115,19 +115,19 @@ class CompiledCall:
             self._guard_hooks()
         inference = torch.is_inference_mode_enabled()
         mode = torch.is_grad_enabled(), inference, model.training
-        if mode in self._seen:
+        if mode in self._modes:
             return self._run(model, args, kwargs)
         with self._lock:
             program = self._code.program or self._code.joined(model, args, kwargs)
-            if mode in program.seen:
+            if mode in program.captured_modes:
                 result = self._run(model, args, kwargs)
             else:
                 with signs_of_life(self.engine.record.tell_progress):
                     result = compat.with_room(self._run, model, args, kwargs)
-            program.seen.add(mode)
+            program.captured_modes.add(mode)
             program.tell(self.engine)
             self.engine.record.announce()
-        self._seen.add(mode)
+        self._modes.add(mode)
         return result
 
     def _guard_hooks(self) -> None:
@@ -135,7 +135,7 @@ class CompiledCall:
         with self._lock:
             if self._hooks.guard():
                 self._code.hooked = True
-                self._seen.clear()
+                self._modes.clear()
                 if self._code.program is not None:
                     self._code.compile()
 
@@ -241,15 +241,15 @@ class CompiledCall:
                 self._methods[method.name] = CompiledCall(method, self.engine)
         return self._methods[method.name]
 
-    def compiled_by(self, place: int) -> CompiledCall:
-        """The entry whose graphs are compiled by `USERS_BACKENDS[place]`."""
+    def compiled_by(self, backend: int) -> CompiledCall:
+        """The entry whose graphs are compiled by `USERS_BACKENDS[backend]`."""
         if self.engine.options.backend != "eager":
             return self  # the user has named the compiler of the graphs
         with self._lock:
-            if place not in self._by_backend:
-                engine = self.engine.compiled_by(USERS_BACKENDS[place])
-                self._by_backend[place] = CompiledCall(self._method, engine)
-        return self._by_backend[place]
+            if backend not in self._by_backend:
+                engine = self.engine.compiled_by(USERS_BACKENDS[backend])
+                self._by_backend[backend] = CompiledCall(self._method, engine)
+        return self._by_backend[backend]
 
     def _ran_nothing(self) -> None:
         """Reports that a call ran no graph, and has the model compiled anew."""
@@ -291,9 +291,9 @@ class CompiledCall:
             return self.of(method)(model, args, kwargs)
         if traced_for_us():
             return entry(model, *args, **kwargs)
-        place = users_backend()
-        if place == OURS:
+        backend = users_backend()
+        if backend == RUNS_OUR_PASS:
             return entry(model, *args, **kwargs)
-        if place != ONE_GRAPH:
-            return _apart(self, place, model, args, kwargs, method=method)
+        if backend != ONE_GRAPH:
+            return _apart(self, backend, model, args, kwargs, method=method)
         return under_autocast(model, entry, unscaled_dtype(self.low), args, kwargs)

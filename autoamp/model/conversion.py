@@ -22,14 +22,13 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.record import Skipped
 from autoamp.model.calls import CompiledCall
 from autoamp.model.forward import MADE_HERE
-from autoamp.options import Options
 
 logger = logging.getLogger(__name__)
 
 REPLICATE = "_replicate_for_data_parallel"
 PICKLE, REDUCE, COPY = "__getstate__", "__reduce_ex__", "__deepcopy__"
 SCRIPT = "__prepare_scriptable__"
-OURS = (STATE, REPLICATE, PICKLE, REDUCE, COPY, SCRIPT)
+OUR_ATTRIBUTES = (STATE, REPLICATE, PICKLE, REDUCE, COPY, SCRIPT)
 """The names we set in the `__dict__` of a model, besides methods that compute."""
 
 
@@ -102,11 +101,6 @@ class Conversion:
         return self.call.engine if self.call is not None else None
 
     @property
-    def options(self) -> Options | None:
-        """The options the model was converted with; None if declined."""
-        return self.call.engine.options if self.call is not None else None
-
-    @property
     def skipped(self) -> list[Skipped]:
         """The parts that were not converted, with the reasons."""
         return self.declined if self.call is None else self.call.engine.record.skipped
@@ -134,11 +128,11 @@ def own_methods(attributes: dict[str, Any], state: Conversion) -> list[str]:
 
 def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """A copy of `state`, the `__dict__` of `model`, as it was before `install`."""
-    kept = {k: v for k, v in state.items() if k not in OURS}
+    kept = {k: v for k, v in state.items() if k not in OUR_ATTRIBUTES}
     conversion = model.__dict__.get(STATE)
     if not isinstance(conversion, Conversion):
         return kept
-    kept |= {k: v for k, v in conversion.replaced.items() if k in OURS}
+    kept |= {k: v for k, v in conversion.replaced.items() if k in OUR_ATTRIBUTES}
     if conversion.bound is None:
         return kept
     for name in own_methods(kept, conversion):

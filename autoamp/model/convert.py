@@ -15,6 +15,7 @@ from torch import nn
 
 from autoamp.capture.alike import STATE
 from autoamp.capture.engine import Engine
+from autoamp.capture.locked import check_declined, check_model, tell_of_model
 from autoamp.capture.record import Record, Skipped
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
@@ -72,6 +73,7 @@ def convert_model(
     if low is None and own is not None and not isinstance(scale, NoLossScale):
         # The model is converted for loss scaling only: none of its ops is lowered.
         low, options = own, _runs_as_it_is(options, label)
+    options = _with_fitting_lock(options, label, "" if low is not None else why_not)
     if low is None:
         if own is None:
             text = f"autoamp: {label} stays in fp32: {why_not}"
@@ -106,6 +108,27 @@ def convert_model(
     DECLINED.pop(model, None)
     logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
     return model
+
+
+def _with_fitting_lock(options: Options, label: str, why_not: str) -> Options:
+    """`options`, without their lock where it has been said not to fit the model.
+
+    Args:
+        why_not: why the model stays in fp32; "" where it is converted.
+
+    Raises:
+        LockError: the lock does not fit, under `strict`.
+    """
+    lock = options.locked
+    if lock is None:
+        return options
+    problem = (
+        check_declined(lock, label, why_not) if why_not else check_model(lock, label)
+    )
+    if not problem:
+        return options
+    tell_of_model(problem, strict=options.strict)
+    return options.replace(lock=None)
 
 
 def _with_masters(own: torch.dtype) -> str:

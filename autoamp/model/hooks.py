@@ -40,9 +40,9 @@ class Hooks:
             return False
         if added is None or compat.has_hooks(model):
             return True
-        for place, (other, _) in list(self._unhooked.items()):
+        for known_id, (other, _) in list(self._unhooked.items()):
             if other() is None:
-                self._unhooked.pop(place, None)
+                self._unhooked.pop(known_id, None)
         self._unhooked[id(model)] = weakref.ref(model), added
         return False
 

@@ -15,7 +15,7 @@ from autoamp.capture.alike import STATE
 from autoamp.model.calls import CompiledCall
 from autoamp.model.conversion import (
     COPY,
-    OURS,
+    OUR_ATTRIBUTES,
     REDUCE,
     SCRIPT,
     Conversion,
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def install(model: nn.Module) -> Conversion:
     """Puts our methods on the instance, which pass calls on until `call` is set."""
     own = model.__dict__
-    replaced = {name: own[name] for name in ("forward", *OURS) if name in own}
+    replaced = {name: own[name] for name in ("forward", *OUR_ATTRIBUTES) if name in own}
     bound = types.MethodType(make_forward(type(model), replaced.get("forward")), model)
     methods = [name for name in computing_methods(model) if name not in own]
     state = Conversion(None, replaced, bound, methods=tuple(methods))

@@ -32,10 +32,11 @@ USERS_BACKENDS: list[Callable[..., Any]] = []
 """The backends of the user's own compilations in which a converted model was met."""
 
 
-ONE_GRAPH, OURS = -1, -2
+ONE_GRAPH, RUNS_OUR_PASS = -1, -2
 """Answers in place of a position in `USERS_BACKENDS`.
 
-`ONE_GRAPH`: the graph must not be broken.  `OURS`: the backend runs our pass anyway.
+`ONE_GRAPH`: the graph must not be broken.  `RUNS_OUR_PASS`: the backend runs our pass
+anyway.
 """
 
 
@@ -43,11 +44,11 @@ ONE_GRAPH, OURS = -1, -2
 def users_backend() -> int:
     """The position in `USERS_BACKENDS` of the backend that Dynamo traces for now.
 
-    The answer may also be `ONE_GRAPH` or `OURS`.
+    The answer may also be `ONE_GRAPH` or `RUNS_OUR_PASS`.
     """
     backend, may_break = compat.tracing_backend()
     if is_ours(compat.unwrapped_backend(backend)):
-        return OURS
+        return RUNS_OUR_PASS
     if backend is None or not may_break:
         logger.warning(
             "autoamp: a converted model is called in a compilation with "
@@ -55,8 +56,8 @@ def users_backend() -> int:
             'give up fullgraph, or use torch.compile(..., backend="autoamp")'
         )
         return ONE_GRAPH
-    for place, known in enumerate(USERS_BACKENDS):
+    for index, known in enumerate(USERS_BACKENDS):
         if known is backend:
-            return place
+            return index
     USERS_BACKENDS.append(backend)
     return len(USERS_BACKENDS) - 1

@@ -21,10 +21,10 @@ def move_scales(runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None
         retries: whether the step evaluates the loss again; such a step is counted when
             it ends, by the caller.
     """
-    fresh = [run for run in runs if not run.counted]
+    fresh = [run for run in runs if not run.scale_moved]
     for scale in {id(s): s for s in (r.scaling.loss_scale for r in fresh)}.values():
-        mine = {r.backward for r in fresh if r.scaling.loss_scale is scale}
-        before = [b.counted for b in mine if b.counted is not None]
+        mine = {r.backward_pass for r in fresh if r.scaling.loss_scale is scale}
+        before = [b.moved_by for b in mine if b.moved_by is not None]
         if len(before) < len(mine):
             looks = scale.looks
             scale.update(flag)
@@ -34,7 +34,7 @@ def move_scales(runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None
         else:
             scale.correct(newly(flag, before))
         for backward in mine:
-            backward.count(flag)
+            backward.note_move(flag)
     # A step that is known to be taken is not counted.
     if not retries and not (free_to_read(flag) and not bool(flag)):
         concerned = [r.scaling.loss_scale for r in runs]
@@ -44,5 +44,5 @@ def move_scales(runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None
         return  # the rest of the backward may overflow
     clean = free_to_read(flag) and not bool(flag)
     for run in runs:
-        run.counted = True
+        run.scale_moved = True
         run.clean = clean and not run.overflowed_on_host

@@ -64,7 +64,7 @@ class OptimizerBoundary:
         scalings: the scaling of each model whose weights the optimizer was seen to
             step, in order.
         pending: saved loss scales of models that the optimizer has yet to meet.
-        seen: number of the last run whose flags were read.
+        last_read: number of the last run whose flags were read.
         steps: how often `step` was called.
         masters: the masters of the optimizer's half-precision parameters; None where
             `convert` was not given the optimizer with a model of such parameters.
@@ -79,7 +79,7 @@ class OptimizerBoundary:
         self.off = False
         self.scalings: list[ModelScaling] = []
         self.pending: list[Any] = []
-        self.seen = -1
+        self.last_read = -1
         self.steps = 0
         self.masters: Masters | None = None
         self.writes_first = True
@@ -233,7 +233,7 @@ class OptimizerBoundary:
                 run
                 for run in evidence.runs
                 if run.scaling.domain.root is scaling.domain.root
-                and not run.backward.overflowed
+                and not run.backward_pass.overflowed
             ]
             if loss_scale.at_floor and (new or not evidence.runs):
                 self.mark(True)
@@ -248,9 +248,9 @@ class OptimizerBoundary:
 
     def _read(self, params: list[torch.Tensor]) -> Evidence:
         """The evidence since the last step; forgets runs read by all boundaries."""
-        evidence = gather(params, self.seen, self.scalings)
-        self.seen = evidence.last
-        BACKWARDS.forget(min((b.seen for b in list(BOUNDARIES)), default=-1))
+        evidence = gather(params, self.last_read, self.scalings)
+        self.last_read = evidence.last
+        BACKWARDS.forget(min((b.last_read for b in list(BOUNDARIES)), default=-1))
         return evidence
 
     def finish(self, skipped: bool = False) -> None:

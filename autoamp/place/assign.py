@@ -1,18 +1,17 @@
-"""Decides the precision of every node from facts, verdicts and prices."""
+"""Decides the precision of every node of a classified graph by its prices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
-from autoamp.analyse.facts import Facts
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.verdict import Verdict
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
-from autoamp.place.mincut import Problem, energy, solve
 from autoamp.place.policies import POLICIES, project
-from autoamp.place.problem import build_problem, returned_and_used
+from autoamp.place.problem import build_problem, least_cost, returned_and_used
+from autoamp.place.two_sides import Problem, energy
 from autoamp.rules import Category
 
 
@@ -45,7 +44,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The decisions on a whole graph, immutable, with their cost and other policies'.
+    """The decisions on a whole graph, immutable, with their cost.
 
     Attributes:
         decisions: node to decision, in graph order.
@@ -56,7 +55,7 @@ class Assignment:
         all_high_cost: the total with everything in fp32.
         returned_inside: values both returned and used inside, whose inner readers must
             hang on the returned tensor.
-        problem, prices, facts, verdicts: the inputs of the decisions.
+        problem, prices: the inputs of the decisions.
     """
 
     decisions: Mapping[str, Decision]
@@ -67,52 +66,42 @@ class Assignment:
     returned_inside: frozenset[str]
     problem: Problem
     prices: Prices
-    facts: Facts
-    verdicts: Mapping[str, Verdict]
 
-    @cached_property
-    def policy_costs(self) -> Mapping[str, int]:
-        """The costs of TensorFlow's, autocast's promote and the forced policy.
-
-        Each policy is projected on the legal placements and priced alike.
-        """
-        return {
-            name: _legal_energy(
-                self.problem, project(self.problem, policy(self.facts, self.verdicts))
-            )
-            for name, policy in POLICIES.items()
-        }
+    @property
+    def pinned(self) -> Mapping[str, str]:
+        """Each node and value that must be fp32, to the reason."""
+        return self.problem.at_sink
 
 
-def assign(
-    facts: Facts, verdicts: Mapping[str, Verdict], prices: Prices, placement: str
-) -> Assignment:
+def assign(classified: Classified, prices: Prices, placement: str) -> Assignment:
     """The assignment of the chosen `placement` for one graph.
 
     Raises:
         PlacementError: the constraints contradict each other.
     """
-    returned_inside = returned_and_used(facts, verdicts)
-    problem = build_problem(facts, verdicts, prices, returned_inside)
-    best = solve(problem)
-    low = best.low
+    returned_inside = returned_and_used(classified)
+    problem = build_problem(classified, prices, returned_inside)
+    low, optimal_cost = least_cost(problem)
     if placement != "optimal":
-        low = project(problem, POLICIES[placement](facts, verdicts))
+        low = project(problem, POLICIES[placement](classified))
     return Assignment(
-        decisions=_decisions(facts, verdicts, low, problem, prices.reward > 0),
+        decisions=_decisions(classified, low, problem, prices.reward > 0),
         low=low,
-        cost=_legal_energy(problem, low),
-        optimal_cost=best.cost,
-        all_high_cost=_legal_energy(problem, frozenset()),
+        cost=legal_energy(problem, low),
+        optimal_cost=optimal_cost,
+        all_high_cost=legal_energy(problem, frozenset()),
         returned_inside=returned_inside,
         problem=problem,
         prices=prices,
-        facts=facts,
-        verdicts=verdicts,
     )
 
 
-def _legal_energy(problem: Problem, low: frozenset[str]) -> int:
+def legal_energy(problem: Problem, low: frozenset[str]) -> int:
+    """The cost of a labelling that breaks no constraint.
+
+    Raises:
+        PlacementError: the labelling breaks a constraint.
+    """
     cost = energy(problem, low)
     if cost is None:
         raise PlacementError(
@@ -124,22 +113,19 @@ def _legal_energy(problem: Problem, low: frozenset[str]) -> int:
 
 
 def _decisions(
-    facts: Facts,
-    verdicts: Mapping[str, Verdict],
-    low: frozenset[str],
-    problem: Problem,
-    rewarded: bool,
+    classified: Classified, low: frozenset[str], problem: Problem, rewarded: bool
 ) -> dict[str, Decision]:
+    pins = problem.at_sink
     decisions = {}
-    for name, verdict in verdicts.items():
-        fact = facts.nodes[name]
+    for name, verdict in classified.verdicts.items():
+        fact = classified.facts.nodes[name]
         decisions[name] = Decision(
             name=name,
             op=fact.op,
             category=verdict.category,
             low=name in low,
-            reason=_reason(verdict, problem.pinned_high.get(name)),
-            choice=_choice(verdict, name in low, name in problem.pinned_high, rewarded),
+            reason=_reason(verdict, pins.get(name)),
+            choice=_choice(verdict, name in low, name in pins, rewarded),
             origin=verdict.origin,
             module=fact.module,
             source=fact.source,

@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import Facts, NodeFacts
+from autoamp.analyse.classified import Classified
+from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.verdict import GAVE_UP, Verdict
 from autoamp.errors import PassError
-from autoamp.op_names import split_key
 from autoamp.place.devices import FEW_ROWS, NEUTRAL, Device
 from autoamp.place.flops import flops_of
-from autoamp.rules import Category
+from autoamp.rules import family
 
 UNIT_NS = 0.1
 """Nanoseconds per unit of price."""
@@ -63,8 +63,7 @@ class PriceModel(Protocol):
     def __call__(
         self,
         gm: fx.GraphModule,
-        facts: Facts,
-        verdicts: Mapping[str, Verdict],
+        classified: Classified,
         *,
         objective: str,
         do_no_harm: bool,
@@ -75,8 +74,7 @@ class PriceModel(Protocol):
 
 def price_graph(
     gm: fx.GraphModule,
-    facts: Facts,
-    verdicts: Mapping[str, Verdict],
+    classified: Classified,
     device: Device,
     *,
     objective: str,
@@ -93,6 +91,7 @@ def price_graph(
     """
     if not do_no_harm and not device.pays:
         device = NEUTRAL
+    facts, verdicts = classified.facts, classified.verdicts
     model = _Model(device, objective)
     nodes = {n.name: n for n in gm.graph.nodes}
     ops = {n: model.priced(nodes[n], facts.nodes[n], v) for n, v in verdicts.items()}
@@ -108,10 +107,9 @@ def price_graph(
     reward = 0
     if not do_no_harm:
         reward = 1 + sum(a + b for a, b in ops.values()) + 2 * sum(casts.values())
-        for name, verdict in verdicts.items():
-            if verdict.category is Category.ALLOW:
-                high, low = ops[name]
-                ops[name] = (high + reward, low)
+        for name in filter(classified.is_allowed, verdicts):
+            high, low = ops[name]
+            ops[name] = (high + reward, low)
     return Prices(ops, down, casts, reward, objective == "memory", device)
 
 
@@ -177,13 +175,13 @@ def _is_free(node: fx.Node) -> bool:
 
 def _rows(node: fx.Node, fact: NodeFacts) -> float:
     """Rows of a matrix product's first operand; infinite for any other op."""
-    _, name, _ = split_key(fact.op)
+    op = fact.base
     shape: Any = getattr(node.meta.get("val"), "shape", ())
-    if name not in ("linear", "matmul", "mm", "addmm", "mv", "addmv"):
+    if op not in family("product_of_rows"):
         return math.inf
     if len(shape) < 2:
         return 1
-    second = node.args[1 if name != "addmm" else 2] if len(node.args) > 1 else None
+    second = node.args[1 if op != "aten::addmm" else 2] if len(node.args) > 1 else None
     batched = isinstance(second, fx.Node) and len(second.meta["val"].shape) > 2
     if batched:
         return compat.hint(shape[-2])

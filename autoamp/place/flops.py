@@ -11,7 +11,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import NodeFacts
-from autoamp.op_names import split_key
+from autoamp.rules import family
 
 
 def flops_of(
@@ -24,7 +24,6 @@ def flops_of(
     Args:
         size: gives the value of a symbolic size; by default the captured value.
     """
-    _, name, _ = split_key(fact.op)
     operands: list[fx.Node] = []  # `all_input_nodes` drops repeated operands
     fx.map_arg((node.args, node.kwargs), operands.append)
     shapes = [
@@ -36,23 +35,24 @@ def flops_of(
     numel = fact.numel
     if size is not compat.hint and isinstance(result, torch.Tensor):
         numel = math.prod(size(s) for s in result.shape)
-    if name in ("linear", "matmul", "mm", "bmm", "mv", "linalg_vecdot", "dot"):
+    op = fact.base
+    if op in family("product"):
         return 2 * numel * (shapes[0][-1] if shapes and shapes[0] else 1)
-    if name in ("addmm", "baddbmm", "addmv"):
+    if op in family("product_added"):
         return 2 * numel * shapes[1][-1]
-    if name == "addbmm":
+    if op == "aten::addbmm":
         return 2 * numel * shapes[1][0] * shapes[1][-1]
-    if name == "einsum":
+    if op == "aten::einsum":
         return 2 * numel * max((s for shape in shapes for s in shape), default=1)
-    if "conv" in name and len(shapes) > 1:
-        weight = math.prod(shapes[1])
-        if "transpose" in name:
-            return 2 * math.prod(shapes[0]) * weight // max(shapes[1][0], 1)
-        return 2 * numel * weight // max(shapes[1][0], 1)
-    if "scaled_dot_product" in name and len(shapes) > 2:
+    if op in family("convolution") and len(shapes) > 1:
+        return 2 * numel * math.prod(shapes[1]) // max(shapes[1][0], 1)
+    if op in family("transposed_convolution") and len(shapes) > 1:
+        read = math.prod(shapes[0])
+        return 2 * read * math.prod(shapes[1]) // max(shapes[1][0], 1)
+    if op in family("attention") and len(shapes) > 2:
         *batch, queries, width = shapes[0]
         return 4 * math.prod(batch) * queries * shapes[1][-2] * width
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    if op in family("recurrent"):
         steps = math.prod(shapes[0][:-1])
         return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
     return 0

@@ -10,27 +10,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from autoamp.analyse.as_written import CASTS
 from autoamp.analyse.ceiling import promotes_to_low
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
-from autoamp.analyse.verdict import Verdict
-from autoamp.place.mincut import Problem
-from autoamp.rules import Category
+from autoamp.place.two_sides import Problem
+from autoamp.rules import Category, family
 
 
-def forced(_: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+def forced(classified: Classified) -> frozenset[str]:
     """Allow ops low, everything else fp32."""
-    return frozenset(
-        n for n, v in verdicts.items() if v.category is Category.ALLOW and not v.pinned
-    )
+    allowed = filter(classified.is_allowed, classified.verdicts)
+    return frozenset(allowed) - classified.pinned
 
 
-def promote(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+def promote(classified: Classified) -> frozenset[str]:
     """Autocast's rule: allow low, deny fp32, other ops as wide as their operands."""
-    return frozenset(promotes_to_low(facts, verdicts))
+    return promotes_to_low(classified)
 
 
-def tensorflow(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+def tensorflow(classified: Classified) -> frozenset[str]:
     """The painting passes of TensorFlow's grappler pass, in its order.
 
     1 allow ops; 2 deny spreads forward over deny, infer and the clear ops that lead to
@@ -42,14 +40,15 @@ def tensorflow(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
     TensorFlow may not process: it is never painted, though if it is denied it denies
     the ops after it.
     """
+    facts, verdicts = classified.facts, classified.verdicts
     kind = {
         n: v.category
         for n, v in verdicts.items()
-        if v.listed and facts.nodes[n].op and _base(facts.nodes[n].op) not in CASTS
+        if v.listed and facts.nodes[n].op and facts.nodes[n].base not in family("cast")
     }
     free = {n for n in kind if not verdicts[n].pinned}
     clear = {n for n, k in kind.items() if k is Category.CLEAR}
-    after, before = _edges(facts, verdicts)
+    after, before = _edges(classified)
     clusters = _written_together(facts, kind)
 
     denied = _denied(kind, after, before)
@@ -64,7 +63,7 @@ def tensorflow(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
                 low.add(name)
     low |= _reach(low, _either_way(after, before), between & clear)
     low |= {n for c in clusters if low & c and c <= free - denied for n in c}
-    return frozenset(low | _casts_read_low(facts, verdicts, low))
+    return frozenset(low | _casts_read_low(classified, low))
 
 
 def _denied(
@@ -92,10 +91,9 @@ def _written_together(facts: Facts, kind: Mapping[str, object]) -> list[set[str]
     return [cluster & kind.keys() for cluster in clusters.values()]
 
 
-def _casts_read_low(
-    facts: Facts, verdicts: Mapping[str, Verdict], low: Collection[str]
-) -> set[str]:
+def _casts_read_low(classified: Classified, low: Collection[str]) -> set[str]:
     """Casts of booleans or whole numbers to fp32, all of whose readers are low."""
+    facts, verdicts = classified.facts, classified.verdicts
     readers: dict[str, list[bool]] = defaultdict(list)
     for name in verdicts:
         for operand in facts.nodes[name].operands:
@@ -103,7 +101,7 @@ def _casts_read_low(
     return {
         name
         for name, verdict in verdicts.items()
-        if _base(facts.nodes[name].op) in CASTS
+        if facts.nodes[name].base in family("cast")
         and not (verdict.pinned or facts.nodes[name].operands)
         and name not in facts.returned
         and readers[name]
@@ -111,7 +109,7 @@ def _casts_read_low(
     }
 
 
-POLICIES: dict[str, Callable[[Facts, Mapping[str, Verdict]], frozenset[str]]] = {
+POLICIES: dict[str, Callable[[Classified], frozenset[str]]] = {
     "tensorflow": tensorflow,
     "promote": promote,
     "forced": forced,
@@ -120,14 +118,14 @@ POLICIES: dict[str, Callable[[Facts, Mapping[str, Verdict]], frozenset[str]]] = 
 
 def project(problem: Problem, low: Iterable[str]) -> frozenset[str]:
     """The labels nearest to `low` from below that break no constraint of `problem`."""
-    legal = {n for n in low if n in problem.unary} - problem.pinned_high.keys()
+    legal = {n for n in low if n in problem.unary} - problem.at_sink.keys()
     while True:
         wrong = {x for a, b, _ in problem.ties for x in (a, b) if _split(a, b, legal)}
         wrong |= {r for r, v, _ in problem.follows if r in legal and v not in legal}
         for group in problem.groups:
-            if group.up is None and any(r not in legal for r in group.readers):
+            if group.to_sink is None and any(r not in legal for r in group.readers):
                 wrong.add(group.value)
-            if group.down is None and group.value not in legal:
+            if group.to_source is None and group.value not in legal:
                 wrong.update(group.readers)
         wrong &= legal
         if not wrong:
@@ -140,21 +138,22 @@ def _split(a: str, b: str, legal: set[str]) -> bool:
 
 
 def _edges(
-    facts: Facts, verdicts: Mapping[str, Verdict]
+    classified: Classified,
 ) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Edges from makers to their readers, and from readers to their makers.
 
     A reader that always needs fp32 has no edge.  Each node on a written storage counts
     as a maker for the later nodes on the storage.
     """
+    facts, verdicts = classified.facts, classified.verdicts
     after: dict[str, set[str]] = defaultdict(set)
     before: dict[str, set[str]] = defaultdict(set)
     writers: dict[int, set[str]] = defaultdict(set)
-    for name, verdict in verdicts.items():
+    for name in verdicts:
         fact = facts.nodes[name]
         makers = {
             facts.producer(operand.value)
-            for operand, mode in zip(fact.operands, verdict.modes, strict=True)
+            for operand, mode in classified.reads(name)
             if mode != "high"
         }
         if fact.storage in facts.mutated:
@@ -164,11 +163,6 @@ def _edges(
             after[maker].add(name)
             before[name].add(maker)
     return after, before
-
-
-def _base(op: str) -> str:
-    """The op without its overload: `aten::to` for `aten::to.dtype`."""
-    return op.partition(".")[0]
 
 
 def _either_way(

@@ -1,25 +1,29 @@
-"""From facts, verdicts and prices to the placement problem of a graph."""
+"""From a classified graph and its prices to its placement problem, and the answer.
+
+The solver knows two sides.  Here the source side is low, and the sink side is fp32.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import FP32, Facts
-from autoamp.analyse.verdict import Verdict
+from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
-from autoamp.place.mincut import CastGroup, Problem
+from autoamp.place.mincut import ContradictionError, solve
+from autoamp.place.two_sides import Group, Problem
 
 
 def build_problem(
-    facts: Facts,
-    verdicts: Mapping[str, Verdict],
-    prices: Prices,
-    returned_inside: frozenset[str],
+    classified: Classified, prices: Prices, returned_inside: frozenset[str]
 ) -> Problem:
     """The placement problem of a graph: unary prices, pins, casts, ties."""
+    facts = classified.facts
     unary = dict(prices.ops)
-    pinned = {n: v.reason for n, v in verdicts.items() if v.pinned}
+    pinned = {n: v.reason for n, v in classified.verdicts.items() if v.pinned}
     for name in facts.constants:
         unary[name] = (0, 0)
         pinned[name] = "comes from outside the graph in fp32"
@@ -27,14 +31,45 @@ def build_problem(
     pinned[FP32] = "is read in fp32 outside the graph"
     why = "is returned, or viewed by what is, and shares memory with another tensor"
     pinned |= dict.fromkeys(_returned_aliases(facts), why)
-    groups, follows = _casts(facts, verdicts, prices, returned_inside)
+    groups, follows = _cast_groups(classified, prices, returned_inside)
     return Problem(
         unary=unary,
-        pinned_high={n: why for n, why in pinned.items() if n in unary},
+        at_sink={n: why for n, why in pinned.items() if n in unary},
         groups=groups,
         ties=_ties(facts, unary),
         follows=follows,
     )
+
+
+def held(problem: Problem, name: str, *, low: bool, why: str) -> Problem:
+    """The same problem with one node held in a precision."""
+    if low:
+        return replace(problem, at_source={**problem.at_source, name: why})
+    return replace(problem, at_sink={**problem.at_sink, name: why})
+
+
+def least_cost(problem: Problem) -> tuple[frozenset[str], int]:
+    """The nodes that are low in the placement of least cost, and that cost.
+
+    Raises:
+        PlacementError: the constraints contradict each other; the message is the chain
+            of nodes from one that must be low to one that must be fp32.
+    """
+    try:
+        solution = solve(problem)
+    except ContradictionError as error:
+        raise PlacementError(_in_words(error.chain)) from None
+    return solution.source, solution.cost
+
+
+def _in_words(chain: Sequence[tuple[str, str]]) -> str:
+    if not chain:
+        return "contradictory constraints: no legal placement exists"
+    (start, because), *steps, (end, why_not) = chain
+    said = [f"{start} must be low ({because})"]
+    said += [f"then {node} as well ({why})" for node, why in steps]
+    said.append(f"but {end} must stay fp32 ({why_not}). Drop one of the two.")
+    return f"contradictory constraints: {'; '.join(said)}"
 
 
 def promised_casts(problem: Problem, low: frozenset[str]) -> Counter[tuple[str, str]]:
@@ -46,30 +81,27 @@ def promised_casts(problem: Problem, low: frozenset[str]) -> Counter[tuple[str, 
     for group in problem.groups:
         if group.value in low:
             if any(r not in low for r in group.readers):
-                needed[group.source, "up"] += 1
+                needed[group.key[0], "up"] += 1
         elif any(r in low for r in group.readers):
-            needed[group.source, "down"] += 1
+            needed[group.key[0], "down"] += 1
     return needed
 
 
-def _casts(
-    facts: Facts,
-    verdicts: Mapping[str, Verdict],
-    prices: Prices,
-    returned_inside: frozenset[str],
-) -> tuple[list[CastGroup], list[tuple[str, str, str]]]:
+def _cast_groups(
+    classified: Classified, prices: Prices, returned_inside: frozenset[str]
+) -> tuple[list[Group], list[tuple[str, str, str]]]:
     """One group per value, region and epoch, whose readers may share a cast."""
+    facts = classified.facts
     readers: dict[tuple[str, int, int], list[str]] = defaultdict(list)
     follows: list[tuple[str, str, str]] = []
-    for name, verdict in verdicts.items():
-        fact = facts.nodes[name]
-        for operand, mode in zip(fact.operands, verdict.modes, strict=True):
+    for name in classified.verdicts:
+        for operand, mode in classified.reads(name):
             at = facts.producer(operand.value)
             # A comparison, or a cast of the user's, would show a move's rounding.
-            shows = at in verdicts and verdicts[at].moves and mode != "same"
+            shows = classified.moves(at) and mode != "same"
             if mode == "any" and not shows:
                 continue
-            key = (operand.value, fact.region, operand.epoch)
+            key = (operand.value, facts.nodes[name].region, operand.epoch)
             readers[key].append(FP32 if shows or mode == "high" else name)
             if mode == "follow":
                 follows.append((name, at, "reads the value at its own precision"))
@@ -77,27 +109,28 @@ def _casts(
         if facts.nodes[value].is_value:
             readers[(value, -1, -1)].append(FP32)
     groups = []
-    for (value, region, epoch), names in readers.items():
+    for key, names in readers.items():
+        value, region, _ = key
         maker = facts.producer(value)
         up: int | None = prices.up[value]
         if value in returned_inside and region >= 0:
             up = 0  # the up-cast that is returned serves these readers
-        elif maker in verdicts and verdicts[maker].moves:
+        elif classified.moves(maker):
             up = None  # a move may round only for low readers
         groups.append(
-            CastGroup(
-                name=f"{value} in region {region}.{epoch}",
+            Group(
+                key=key,
                 value=maker,
                 readers=tuple(dict.fromkeys(names)),
-                down=prices.down[value],
-                up=up,
-                source=value,
+                to_source=prices.down[value],
+                to_sink=up,
+                why=f"{maker} must not be cast up",
             )
         )
     return groups, follows
 
 
-def returned_and_used(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozenset[str]:
+def returned_and_used(classified: Classified) -> frozenset[str]:
     """Values returned and also read inside, where a gradient flows (Grad-CAM).
 
     If the returned tensor were an up-cast beside the inner uses, the loss would have no
@@ -105,7 +138,8 @@ def returned_and_used(facts: Facts, verdicts: Mapping[str, Verdict]) -> frozense
     returned tensor.  Low readers read the low value that the returned tensor was cast
     from, through a node whose gradient goes to the returned tensor.
     """
-    read = {o.value for n in verdicts for o in facts.nodes[n].operands}
+    facts = classified.facts
+    read = {o.value for n in classified.verdicts for o in facts.nodes[n].operands}
     return frozenset(
         v
         for v in facts.returned & read

@@ -1,8 +1,8 @@
 """Applies an assignment to a graph: casts each operand to the dtype its reader needs.
 
-An ATen graph and its `Assignment` go in; a new graph with casts comes out.  Readers of
-one value share a cast, made before the first of them, if they stand in one region (grad
-mode, autocast) and no write to the value's storage lies between them.
+A classified ATen graph and its `Assignment` go in; a new graph with casts comes out.
+Readers of one value share a cast, made before the first of them, if they stand in one
+region (grad mode, autocast) and no write to the value's storage lies between them.
 
 Before, with `linear` low and `exp` fp32:
 
@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.literals import scales
 from autoamp.analyse.verdict import GAVE_UP, Mode
@@ -31,26 +32,26 @@ from autoamp.dtypes import HIGH_DTYPE, largest
 from autoamp.errors import PassError
 from autoamp.graph_functions import WITH_FP32_STATE
 from autoamp.op_names import base_name
-from autoamp.ops import FACTORIES, NOISE, is_out_variant, is_view
+from autoamp.ops import is_out_variant, is_view
 from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Cast, Emitted, dtype_of
 from autoamp.rewrite.uses import Copies, Uses
+from autoamp.rules import family
 
 
 def insert_casts(
     gm: fx.GraphModule,
+    classified: Classified,
     assignment: Assignment,
-    extreme: frozenset[str],
     low: torch.dtype,
     fake_mode: compat.FakeTensorMode,
 ) -> tuple[fx.GraphModule, list[Cast]]:
     """A new module with `assignment` applied, and its inserted casts, in graph order.
 
     `gm` is not changed; the new module shares the parameters and sub-modules of `gm`.
-    Casts of the values in `extreme` saturate.
     """
-    emitted = Emitted(gm, assignment.facts, extreme, fake_mode)
-    emitter = _Emitter(emitted, assignment, low)
+    emitted = Emitted(gm, classified, fake_mode)
+    emitter = _Emitter(emitted, classified, assignment, low)
     for node in gm.graph.nodes:
         try:
             emitter.emit(node)
@@ -63,16 +64,21 @@ def insert_casts(
 
 class _Emitter:
     def __init__(
-        self, emitted: Emitted, assignment: Assignment, low: torch.dtype
+        self,
+        emitted: Emitted,
+        classified: Classified,
+        assignment: Assignment,
+        low: torch.dtype,
     ) -> None:
         self.emitted = emitted
         self.new = emitted.new
-        self.facts = assignment.facts
-        self.verdicts = assignment.verdicts
+        self.facts = classified.facts
+        self.verdicts = classified.verdicts
+        self.classified = classified
         self.assignment = assignment
         self.low = low
         self.copies: Copies = {}
-        self.uses = Uses(emitted, assignment, low, self.copies)
+        self.uses = Uses(emitted, classified, assignment.low, low, self.copies)
         self.returned_from: dict[str, fx.Node] = {}
 
     def emit(self, node: fx.Node) -> None:
@@ -116,9 +122,9 @@ class _Emitter:
         return new
 
     def _emit_op(self, node: fx.Node) -> fx.Node:
-        fact, verdict = self.facts.nodes[node.name], self.verdicts[node.name]
+        fact = self.facts.nodes[node.name]
         is_low = node.name in self.assignment.low
-        reads = iter(zip(fact.operands, verdict.modes, strict=True))
+        reads = self.classified.reads(node.name)
 
         def operand(leaf: fx.Node) -> fx.Node:
             if dtype_of(leaf) != HIGH_DTYPE:
@@ -179,7 +185,7 @@ class _Emitter:
             cut = not scales(node.target, self.verdicts[node.name].category)
             args = tuple(self._adapt(a, cut=cut) for a in args)
             kwargs = {k: self._adapt(v, cut=cut) for k, v in kwargs.items()}
-        makes_data = base_name(node.target) in FACTORIES | NOISE
+        makes_data = base_name(node.target) in family("factory", "noise")
         makes_data &= not is_out_variant(node.target)
         if makes_data and self.facts.nodes[node.name].makes_floats:
             kwargs = {**kwargs, "dtype": self.low if is_low else HIGH_DTYPE}

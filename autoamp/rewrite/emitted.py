@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.facts import Facts
+from autoamp.analyse.classified import Classified
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.graph_functions import low_uses, low_weight, saturating_cast
 
@@ -53,17 +53,16 @@ class Emitted:
     def __init__(
         self,
         gm: fx.GraphModule,
-        facts: Facts,
-        extreme: frozenset[str],
+        classified: Classified,
         fake_mode: compat.FakeTensorMode,
     ) -> None:
-        """Starts with an empty graph; casts of the values in `extreme` saturate."""
+        """Starts with an empty graph."""
         self.graph = fx.Graph()
         self.old = {n.name: n for n in gm.graph.nodes}
         self.new: dict[str, fx.Node] = {}
         self.casts: list[Cast] = []
-        self._facts = facts
-        self._extreme = extreme
+        self._facts = classified.facts
+        self._extreme = classified.extreme
         self._fake_mode = fake_mode
         self._fakes: dict[Any, torch.Tensor] = {}
         self._inserted: set[str] = set()

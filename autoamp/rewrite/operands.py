@@ -104,11 +104,11 @@ def _state_is_fp32(node: fx.Node, after: StandIns) -> None:
     op = op_with_its_state(node.target)
     state = [a.name for a in compat.schema(op).arguments].index("hx")
     read: list[set[torch.dtype]] = [set(), set()]
-    for place, value in enumerate(node.args):
+    for index, value in enumerate(node.args):
         operands: list[fx.Node] = []
         fx.map_arg(value, operands.append)
         floats = {d for n in operands for d in dtypes_of(after.values[n.name])}
-        read[place == state] |= {d for d in floats if d.is_floating_point}
+        read[index == state] |= {d for d in floats if d.is_floating_point}
     if read[True] != {torch.float32} or len(read[False]) > 1:
         raise VerificationError(
             f"{where(node)} reads {read[False]}, and a state of {read[True]}",

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
+from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import NodeFacts
-from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Emitted, dtype_of
 
 MANY_USES = 8
@@ -32,16 +32,21 @@ class Uses:
     """Gives each reader its use of a low copy, and repeats weight views for uses."""
 
     def __init__(
-        self, emitted: Emitted, assignment: Assignment, low: torch.dtype, copies: Copies
+        self,
+        emitted: Emitted,
+        classified: Classified,
+        lowered: frozenset[str],
+        low: torch.dtype,
+        copies: Copies,
     ) -> None:
         """Keeps `copies` itself, because the caller adds casts to it later."""
         self._emitted = emitted
-        self._facts = facts = assignment.facts
-        self._verdicts = assignment.verdicts
+        self._facts = facts = classified.facts
+        self._verdicts = classified.verdicts
         self._low = low
         self._copies = copies
         self._weight_storage = {facts.nodes[w].storage for w in facts.weights}
-        self._low_reads = _count_low_reads(assignment)
+        self._low_reads = _count_low_reads(classified, lowered)
         self._shared: dict[tuple[str, int, int], Iterator[fx.Node]] = {}
 
     def use_of_copy(
@@ -115,14 +120,14 @@ class Uses:
         return emitted.insert(old.target, args, kwargs, old.name, emitted.new[view])
 
 
-def _count_low_reads(assignment: Assignment) -> Mapping[tuple[str, int, int], int]:
+def _count_low_reads(
+    classified: Classified, lowered: frozenset[str]
+) -> Mapping[tuple[str, int, int], int]:
     """How many reads of each value, per region and epoch, are in the low dtype."""
     counts: Counter[tuple[str, int, int]] = Counter()
-    for name, verdict in assignment.verdicts.items():
-        if name not in assignment.low:
-            continue
-        fact = assignment.facts.nodes[name]
-        for operand, mode in zip(fact.operands, verdict.modes, strict=True):
+    for name in lowered & classified.verdicts.keys():
+        region = classified.facts.nodes[name].region
+        for operand, mode in classified.reads(name):
             if mode in ("same", "follow"):
-                counts[operand.value, fact.region, operand.epoch] += 1
+                counts[operand.value, region, operand.epoch] += 1
     return counts

@@ -17,9 +17,7 @@ import torch
 from torch import fx
 
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import (
-    WITH_FP32_STATE,
-)
+from autoamp.graph_functions import WITH_FP32_STATE
 from autoamp.rewrite.operands import operands_agree, read_dtypes, reads_as_it_comes
 from autoamp.rewrite.same_program import check_same_program, check_same_wiring
 from autoamp.rewrite.stale import is_cast, no_stale_casts
@@ -58,8 +56,10 @@ class Verifier:
         for node in rewritten.graph.nodes:
             _metadata_is_true(node, after)
             operands_agree(node, after, before)
-        _denied_nodes_make_fp32(rewritten, set(must_make_high), before, after)
-        _denied_nodes_read_fp32(rewritten, set(must_read_high), before, after)
+            if node.name in must_make_high:
+                _makes_as_before(node, before, after)
+            if node.name in must_read_high and not reads_as_it_comes(node):
+                _reads_as_before(node, before, after)
         no_stale_casts(self.original, rewritten, after)
         check_same_wiring(self.original, rewritten)
 
@@ -127,34 +127,23 @@ def _metadata_is_true(node: fx.Node, after: StandIns) -> None:
         )
 
 
-def _denied_nodes_make_fp32(
-    rewritten: fx.GraphModule, names: set[str], before: StandIns, after: StandIns
-) -> None:
-    for node in rewritten.graph.nodes:
-        if node.name not in names:
-            continue
-        old = dtypes_of(before.values[node.name])
-        new = dtypes_of(after.values[node.name])
-        if old != new:
-            raise VerificationError(
-                f"{where(node)} must stay fp32 but its result became {new}",
-                nodes=named(node),
-            )
+def _makes_as_before(node: fx.Node, before: StandIns, after: StandIns) -> None:
+    new = dtypes_of(after.values[node.name])
+    if dtypes_of(before.values[node.name]) != new:
+        raise VerificationError(
+            f"{where(node)} must stay fp32 but its result became {new}",
+            nodes=named(node),
+        )
 
 
-def _denied_nodes_read_fp32(
-    rewritten: fx.GraphModule, names: set[str], before: StandIns, after: StandIns
-) -> None:
-    for node in rewritten.graph.nodes:
-        if node.name not in names or reads_as_it_comes(node):
-            continue
-        old = read_dtypes(before.nodes[node.name], before)
-        new = read_dtypes(node, after)
-        if old != new:
-            raise VerificationError(
-                f"{where(node)} must stay fp32 but reads {new} where it read {old}",
-                nodes=named(node),
-            )
+def _reads_as_before(node: fx.Node, before: StandIns, after: StandIns) -> None:
+    old = read_dtypes(before.nodes[node.name], before)
+    new = read_dtypes(node, after)
+    if old != new:
+        raise VerificationError(
+            f"{where(node)} must stay fp32 but reads {new} where it read {old}",
+            nodes=named(node),
+        )
 
 
 def _is_inserted_cast(node: fx.Node, before: StandIns) -> bool:

@@ -2,9 +2,11 @@
 
 The rules themselves are data (`rules/*.toml` at the top of the repository); this
 package reads the files, lays the user's rules over the built-in ones, and looks ops up.
+Families of ops (`family("noise")`), which no set of rules changes, are data too.
 """
 
+from autoamp.rules.families import family
 from autoamp.rules.model import Category, Condition, Rule
 from autoamp.rules.table import Rules
 
-__all__ = ["Category", "Condition", "Rule", "Rules"]
+__all__ = ["Category", "Condition", "Rule", "Rules", "family"]

@@ -63,8 +63,6 @@ class Rule:
         reason: Why the op is in that category.
         origin: Where the rule came from: a file, or the name of a user's list.
         fp32_operands: Schema arguments that stay fp32 even where the op runs low.
-        accumulates: Whether the kernel accumulates in fp32, so that low operands and a
-            low result are safe.
         restores: Whether the outputs are bounded whatever the inputs, so that a cast of
             the outputs need not saturate.
         restores_given: Arguments that bound the outputs, as for `restores`, where each
@@ -76,7 +74,6 @@ class Rule:
             may be rounded and does not widen the ops that read it.
         no_kernel: Device types for which torch has no kernel in the low dtype,
             forward or backward.
-        policy: In a compatibility set, autocast's behaviour beyond the category.
         when: Conditional categories; the first whose test holds wins.
         stated: The attributes that the file or list gave itself; the others are
             taken over from the rule that this one replaces.
@@ -87,20 +84,17 @@ class Rule:
     reason: str
     origin: str
     fp32_operands: tuple[str, ...] = ()
-    accumulates: bool = False
     restores: bool = False
     restores_given: tuple[str, ...] = ()
     jumps: bool = False
     may_round: bool = False
     no_kernel: tuple[str, ...] = ()
-    policy: str = ""
     when: tuple[Condition, ...] = ()
     stated: frozenset[str] = frozenset()
 
 
 FACTS = (
     "fp32_operands",
-    "accumulates",
     "restores",
     "restores_given",
     "jumps",

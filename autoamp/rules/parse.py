@@ -7,7 +7,7 @@ import stat
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from autoamp import compat
 from autoamp.errors import RulesError
@@ -21,16 +21,32 @@ MAX_DOTS = 100
 """The most dots that a line of a rules file may have."""
 
 _META = {"dtype": ("float16", "bfloat16", "any"), "description": None}
-_FLAGS = ("accumulates", "restores", "jumps", "may_round")
+_FLAGS = ("restores", "jumps", "may_round")
 _NAMES = ("fp32_operands", "no_kernel", "restores_given")
-_ATTRIBUTES = ("reason", "policy", "when", *_FLAGS, *_NAMES)
+_ATTRIBUTES = ("reason", "when", *_FLAGS, *_NAMES)
 _CONDITION = ("test", "value", "argument", "category", "reason")
+
+_CATEGORIES = [c.value for c in Category]
 
 _log = logging.getLogger(__name__)
 
 
-def read(path: Path, *, builtin: bool) -> tuple[dict[str, str], dict[str, Rule]]:
-    """The meta table and the rules, by canonical op name, of the file at `path`.
+class Contents(NamedTuple):
+    """The contents of a rules file.
+
+    Attributes:
+        meta: the meta table.
+        rules: the rules by canonical op name.
+        keep: patterns of the module paths that stay fp32.
+    """
+
+    meta: dict[str, str]
+    rules: dict[str, Rule]
+    keep: tuple[str, ...]
+
+
+def read(path: Path, *, builtin: bool) -> Contents:
+    """The contents of the file at `path`.
 
     Args:
         path: The TOML file.
@@ -38,25 +54,37 @@ def read(path: Path, *, builtin: bool) -> tuple[dict[str, str], dict[str, Rule]]
             is then left out, since the file serves several torch versions; in a
             user's file it is an error.
     """
-    data = _load(path)
-    known = [c.value for c in Category]
+    data = load_toml(path)
     for table, entries in data.items():
-        if table != "meta" and table not in known:
-            _fail(path, table, f"no such table; use {', '.join(known)} or meta")
-        if not isinstance(entries, dict):
-            _fail(path, table, f"must be a table: write [{table}] on its own line")
-    meta = _meta(path, data.pop("meta", {}))
+        check_table(path, table, entries)
+    meta = meta_of(path, data.pop("meta", {}))
+    keep = keep_of(path, data.pop("keep", {}))
     rules: dict[str, Rule] = {}
-    for table in sorted(data, key=known.index):
-        for rule in _rules(path, Category(table), data[table], builtin):
-            if (other := rules.get(rule.op)) is not None:
-                there = f"in [{other.category}] and in [{table}]"
-                _fail(path, rule.op, f"named twice, {there}; delete one of them")
+    for table in sorted(data, key=_CATEGORIES.index):
+        for rule in rules_of(path, Category(table), data[table], builtin=builtin):
+            check_twice(path, rule, rules.get(rule.op))
             rules[rule.op] = rule
-    return meta, rules
+    return Contents(meta, rules, keep)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def check_table(path: Path, table: str, entries: object) -> None:
+    """Raises for a table that a rules file cannot have."""
+    if table not in ("meta", "keep", *_CATEGORIES):
+        known = ", ".join(_CATEGORIES)
+        _fail(path, table, f"no such table; use {known}, keep or meta")
+    if not isinstance(entries, dict):
+        _fail(path, table, f"must be a table: write [{table}] on its own line")
+
+
+def check_twice(path: Path, rule: Rule, other: Rule | None) -> None:
+    """Raises for a rule on an op on which the file has the rule `other`."""
+    if other is not None:
+        there = f"in [{other.category}] and in [{rule.category}]"
+        _fail(path, rule.op, f"named twice, {there}; delete one of them")
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """The tables of a rules file, not checked yet."""
     try:
         text = _read_bytes(path).decode("utf-8")
         _refuse_deep_keys(path, text)
@@ -101,7 +129,8 @@ def _refuse_deep_keys(path: Path, text: str) -> None:
             )
 
 
-def _meta(path: Path, meta: dict[str, Any]) -> dict[str, str]:
+def meta_of(path: Path, meta: dict[str, Any]) -> dict[str, str]:
+    """The meta table, checked, with its defaults."""
     for key, value in meta.items():
         if key not in _META:
             _fail(path, f"meta.{key}", f"unknown; use {', '.join(_META)}")
@@ -112,9 +141,21 @@ def _meta(path: Path, meta: dict[str, Any]) -> dict[str, str]:
     return {"dtype": "any", "description": "", **meta}
 
 
-def _rules(
-    path: Path, category: Category, entries: dict[str, Any], builtin: bool
+def keep_of(path: Path, table: dict[str, Any]) -> tuple[str, ...]:
+    """The patterns `modules` of table `keep`."""
+    for key in table.keys() - {"modules"}:
+        _fail(path, f"keep.{key}", "unknown; use modules")
+    modules = table.get("modules", [])
+    named = isinstance(modules, list) and all(isinstance(m, str) for m in modules)
+    if not named:
+        _fail(path, "keep.modules", f"is {modules!r}; must be a list of module paths")
+    return tuple(modules)
+
+
+def rules_of(
+    path: Path, category: Category, entries: dict[str, Any], *, builtin: bool
 ) -> Iterator[Rule]:
+    """The rules of one table; see `read` for `builtin`."""
     for written, value in entries.items():
         key = f"{category}.{written}"
         op = parse_op_name(written)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -29,11 +30,13 @@ class Rules:
         name: The name of the set in reports: `fp16`, `bf16 + my_rules.toml`.
         table: Canonical op name to rule.
         dtype: The low dtype the rules were written for, or `any`.
+        keep: Patterns of the module paths that stay fp32.
     """
 
     name: str
     table: Mapping[str, Rule]
     dtype: str = "any"
+    keep: tuple[str, ...] = ()
     _found: dict[OpOverload, Rule | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -42,13 +45,13 @@ class Rules:
         """Takes its own copy of the table, so that no one can change it later."""
         object.__setattr__(self, "table", MappingProxyType(dict(self.table)))
 
-    def __reduce__(self) -> tuple[type[Rules], tuple[str, dict[str, Rule], str]]:
+    def __reduce__(self) -> tuple[type[Rules], tuple[Any, ...]]:
         """Copies and pickles by value, which a read-only mapping cannot do itself."""
-        return type(self), (self.name, dict(self.table), self.dtype)
+        return type(self), (self.name, dict(self.table), self.dtype, self.keep)
 
     def __hash__(self) -> int:
         """Agrees with equality: equal tables have equal sizes."""
-        return hash((self.name, self.dtype, len(self.table)))
+        return hash((self.name, self.dtype, self.keep, len(self.table)))
 
     @classmethod
     def default(cls, precision: str | torch.dtype) -> Rules:
@@ -71,8 +74,8 @@ class Rules:
         if not path.is_file() and len(path.parts) == 1 and not path.suffix:
             names = ", ".join(BUILTIN)
             raise RulesError(f"{source}: neither a file nor a built-in set ({names})")
-        meta, table = read(path, builtin=False)
-        return cls(path.name, table, meta["dtype"])
+        meta, table, keep = read(path, builtin=False)
+        return cls(path.name, table, meta["dtype"], keep)
 
     def merge(self, *others: Rules) -> Rules:
         """These rules with `others` laid over them in turn; the later rule wins.
@@ -94,6 +97,7 @@ class Rules:
                 f"{merged.name} + {other.name}",
                 _lay_over(merged, other.table.values()),
                 next(iter(clash), "any"),
+                tuple(dict.fromkeys((*merged.keep, *other.keep))),
             )
         return merged
 
@@ -180,7 +184,7 @@ def _own_and_plain(name: str) -> tuple[str, ...]:
 
 @cache
 def _load_builtin(name: str) -> Rules:
-    meta, table = read(builtin_path(name), builtin=True)
+    meta, table, _ = read(builtin_path(name), builtin=True)
     return Rules(name, table, meta["dtype"])
 
 

@@ -16,7 +16,7 @@ import torch
 
 from autoamp import compat
 from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.graph_run import Backward, GraphRun
+from autoamp.scaling.graph_run import BackwardPass, GraphRun
 
 logger = logging.getLogger(__name__)
 
@@ -38,24 +38,28 @@ class Backwards:
         self._lock = threading.Lock()
 
     def note(
-        self, run: GraphRun, task: int, leaves: Sequence[torch.Tensor] = ()
+        self, run: GraphRun, backward_id: int, leaves: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Notes that backward `task` has reached `run`.
+        """Notes that backward `backward_id` has reached `run`.
 
         Args:
             leaves: the tensors whose gradients the run fills.
         """
         with self._lock:
-            if run.task != -1:
+            if run.backward_id != -1:
                 self._part(run)
             self._number += 1
-            run.number, run.task, run.backward = self._number, task, Backward()
-            run.gone, run.counted, run.clean = frozenset(), False, False
+            run.number, run.backward_id, run.backward_pass = (
+                self._number,
+                backward_id,
+                BackwardPass(),
+            )
+            run.gone, run.scale_moved, run.clean = frozenset(), False, False
             self._throw_away_older(run, leaves)
             for other in reversed(self.runs):
-                if other.task != run.task:
+                if other.backward_id != run.backward_id:
                     break
-                run.backward = other.backward
+                run.backward_pass = other.backward_pass
                 run.scaling.domain.join(other.scaling.domain)
             self.runs.append(run)
             if len(self.runs) > MOST:
@@ -86,7 +90,7 @@ class Backwards:
         """
         afresh = bool(leaves) and leaves[0].grad is None
         for other in self.runs if afresh else self.runs[-KEPT:]:
-            if other.clean or other.task == run.task or other.voided:
+            if other.clean or other.backward_id == run.backward_id or other.voided:
                 continue
             same = other.leaves is run.leaves
             if not same and other.leaves.known.isdisjoint(run.leaves.known):
@@ -105,13 +109,13 @@ class Backwards:
                 other.throw_away(leaves, in_place=False)
 
     def overflowed(self, scaling: ModelScaling) -> list[GraphRun]:
-        """Runs of a model with an overflow that is not counted yet.
+        """Runs of a model with an overflow by which no scale has moved yet.
 
         Only flags in host memory are read, because reading others would wait.
         """
         with self._lock:
             late = self.runs[-KEPT:]
-        mine = [r for r in late if r.scaling is scaling and not r.counted]
+        mine = [r for r in late if r.scaling is scaling and not r.scale_moved]
         return [run for run in mine if run.overflowed_on_host]
 
     def any_overflowed(self) -> bool:
@@ -187,11 +191,11 @@ def watch(
 
 @compat.never_captured
 def _reached(run: GraphRun, leaves: Sequence[torch.Tensor], _: torch.Tensor) -> None:
-    task = compat.backward_id()
-    if task == run.task:
+    backward_id = compat.backward_id()
+    if backward_id == run.backward_id:
         return
     run.settle()
-    BACKWARDS.note(run, task, leaves)
+    BACKWARDS.note(run, backward_id, leaves)
     run.recorded = run.recorded or torch.is_grad_enabled()
 
 
@@ -203,10 +207,10 @@ def lower_where_nobody_steps(scaling: ModelScaling) -> None:
     infinite.
     """
     for run in BACKWARDS.overflowed(scaling):
-        run.counted = True
-        if run.backward.overflowed:
+        run.scale_moved = True
+        if run.backward_pass.overflowed:
             continue  # another run of this backward has lowered the scale
-        run.backward.count(torch.ones(1))
+        run.backward_pass.note_move(torch.ones(1))
         scaling.loss_scale.update(torch.ones(1))
         if not scaling.told:
             scaling.told = True

@@ -30,8 +30,8 @@ def blame(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:
             continue
         graph = captured.gm.graph
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
-        by_id = dict(zip(run.leaves.ids, run.origin.places, strict=True))
-        weights = {inputs[place] for leaf, place in by_id.items() if leaf in bad}
+        by_id = dict(zip(run.leaves.ids, run.origin.positions, strict=True))
+        weights = {inputs[at] for leaf, at in by_id.items() if leaf in bad}
         for node in reversed(graph.nodes):
             hit = next((w for w in _read_weights(node) if w in weights), None)
             if hit is not None:

@@ -118,9 +118,9 @@ class ModelScaling:
             self.decide()
         if not self.stepped:
             self._care(self)
-        return self.edge(devices)
+        return self.edge_inputs(devices)
 
-    def edge(self, devices: Iterable[torch.device]) -> list[torch.Tensor]:
+    def edge_inputs(self, devices: Iterable[torch.device]) -> list[torch.Tensor]:
         """Loss scale, inverse and flag for each device, by what is known already."""
         loss_scale = self.loss_scale
         if self.automatic and (not self.stepped or torch.is_anomaly_enabled()):

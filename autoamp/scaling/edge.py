@@ -81,10 +81,10 @@ def scale_edge(gm: fx.GraphModule, rewritten: Rewritten) -> Edge:
     if scaling.inputs:
         gm.graph.lint()
         gm.recompile()
-    places = tuple(flow.given.index(node) for node in written)
+    positions = tuple(flow.given.index(node) for node in written)
     given = enumerate(flow.given)
     exits = tuple(i for i, node in given if flow.differentiable(node, node))
-    return Edge(tuple(scaling.inputs), places, exits)
+    return Edge(tuple(scaling.inputs), positions, exits)
 
 
 class _Scaling:
@@ -239,8 +239,8 @@ class _Scaling:
     def _settled(self, value: fx.Node) -> fx.Node:
         """The first node after all writes to `value` where grad mode is on."""
         last = max(self.flow.last_write(value), self.order[value])
-        for node, place in self.order.items():
-            if place > last and node.op != "placeholder" and self.flow.recording[node]:
+        for node, at in self.order.items():
+            if at > last and node.op != "placeholder" and self.flow.recording[node]:
                 return node
         return self.output
 

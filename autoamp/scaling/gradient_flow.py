@@ -16,8 +16,8 @@ from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, is_inplace
 from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND
 
-_CUTS = frozenset({torch.ops.aten.detach.default})
-"""Ops whose result shares memory with the operand, but passes no gradient back."""
+_CUT = torch.ops.aten.detach.default
+"""The op whose result shares memory with the operand, but passes no gradient back."""
 
 
 class GraphFlow:
@@ -25,7 +25,7 @@ class GraphFlow:
 
     Attributes:
         graph: the graph, which is about to be edited.
-        order: the place of each node in the graph before the edit.
+        order: the position of each node in the graph before the edit.
         given: the graph's inputs, without the weight copies.
         names: each tensor's node, with all nodes that stand for the same tensor.
         recording: for each node whether grad mode is on where it stands.
@@ -103,7 +103,7 @@ class GraphFlow:
 
     def viewed(self, maker: fx.Node, view: fx.Node) -> list[fx.Node]:
         """The nodes that `view`, which op `maker` made, may be a view of."""
-        if not isinstance(maker.target, OpOverload) or maker.target in _CUTS:
+        if not isinstance(maker.target, OpOverload) or maker.target is _CUT:
             return []
         sources = operands_in(maker, aliasing_arguments(maker.target))
         return [n for n in sources if self._shares(n, view)]
@@ -161,7 +161,7 @@ class GraphFlow:
             if node.name in found:
                 continue
             found.add(node.name)
-            if node.target not in _CUTS:
+            if node.target is not _CUT:
                 storage = self.storage(node)
                 sources = node.all_input_nodes
                 pending += [n for n in sources if self.storage(n) == storage]
@@ -178,14 +178,14 @@ class GraphFlow:
         return found
 
     def _writes(self) -> dict[int, dict[str, int]]:
-        """For each storage the nodes that write to it, with their places in `order`."""
-        places = {n.name: i for n, i in self.order.items()}
+        """For each storage its writing nodes, with their positions in `order`."""
+        positions = {n.name: i for n, i in self.order.items()}
         writes: dict[int, dict[str, int]] = defaultdict(dict)
         for node in self.before.nodes:
             for value in written_values(node):
                 storage = self.storage(value)
                 if storage in self.facts.mutated:
-                    writes[storage][node.name] = places[node.name]
+                    writes[storage][node.name] = positions[node.name]
         return writes
 
     def _names_of_tensors(self) -> dict[fx.Node, list[fx.Node]]:

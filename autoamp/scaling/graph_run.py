@@ -12,28 +12,28 @@ from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.leaves import Leaves, Origin
 
 
-class Backward:
+class BackwardPass:
     """One backward pass, which moves a loss scale once, however many runs it reaches.
 
     Attributes:
-        counted: the flag by which the loss scale has moved; None before.  Optimizers
+        moved_by: the flag by which the loss scale has moved; None before.  Optimizers
             that step inside the backward move the scale before all flags are known.
     """
 
-    __slots__ = ("counted",)
+    __slots__ = ("moved_by",)
 
     def __init__(self) -> None:
-        self.counted: torch.Tensor | None = None
+        self.moved_by: torch.Tensor | None = None
 
-    def count(self, flag: torch.Tensor) -> None:
+    def note_move(self, flag: torch.Tensor) -> None:
         """Notes that the loss scale has moved by `flag`."""
-        known = self.counted
-        self.counted = flag if known is None else flag.maximum(known.to(flag.device))
+        known = self.moved_by
+        self.moved_by = flag if known is None else flag.maximum(known.to(flag.device))
 
     @property
     def overflowed(self) -> bool:
         """Whether the loss scale was lowered for the backward; may wait for a GPU."""
-        return self.counted is not None and bool(self.counted)
+        return self.moved_by is not None and bool(self.moved_by)
 
 
 class GraphRun:
@@ -43,13 +43,13 @@ class GraphRun:
         found_inf: one flag per device, set by the graph's own backward.
         leaves: the leaf inputs whose `.grad` the backward fills.
         origin: the graph, and which of its inputs are leaves.
-        task: torch's id of the backward that reached the run; -1 before.
-        backward: the same backward, with the flag by which the loss scale has moved.
+        backward_id: torch's id of the backward that reached the run; -1 before.
+        backward_pass: the same backward, with the flag by which the scale has moved.
         number: the run's place in the order in which backwards reached the runs.
         gone: ids of the leaves whose gradients were thrown away after the backward.
-        counted: whether the loss scale has moved by all that the run found.
+        scale_moved: whether the loss scale has moved by all that the run found.
         clean: whether the run is known to have found nothing.
-        seen: the magnitudes of the fp16 gradients inside, at the run's loss scale, and
+        magnitudes: the sizes of the fp16 gradients inside, at the run's loss scale, and
             the inverse of that scale; None where the loss scale does not ask for them.
         recorded: whether a backward over the run was itself recorded (`create_graph`):
             then a later backward may set the flags before it gets to the outputs.
@@ -57,19 +57,19 @@ class GraphRun:
 
     __slots__ = (
         "_open",
-        "backward",
+        "backward_id",
+        "backward_pass",
         "clean",
-        "counted",
         "found_inf",
         "gone",
         "group",
         "leaves",
+        "magnitudes",
         "number",
         "origin",
         "recorded",
+        "scale_moved",
         "scaling",
-        "seen",
-        "task",
     )
 
     def __init__(
@@ -85,25 +85,25 @@ class GraphRun:
         self.leaves = leaves
         self.found_inf = edge[2::3]
         self.group = compat.active_ddp_group()
-        self.task = -1
-        self.backward = Backward()
+        self.backward_id = -1
+        self.backward_pass = BackwardPass()
         self.number = -1
         self.gone: frozenset[int] = frozenset()
-        self.counted = self.clean = self.recorded = False
+        self.scale_moved = self.clean = self.recorded = False
         self._open = edge if scaling.scalers else None
-        self.seen: tuple[list[torch.Tensor], torch.Tensor] | None = None
+        self.magnitudes: tuple[list[torch.Tensor], torch.Tensor] | None = None
 
     def look(self, edge: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A list for the magnitudes of the fp16 gradients; `edge` as in `__init__`."""
-        self.seen = [], edge[1]
-        return self.seen[0]
+        self.magnitudes = [], edge[1]
+        return self.magnitudes[0]
 
     @property
     def largest(self) -> torch.Tensor | None:
         """The largest fp16 gradient seen inside, at its true value."""
-        if self.seen is None or not self.seen[0]:
+        if self.magnitudes is None or not self.magnitudes[0]:
             return None
-        magnitudes, inverse = self.seen
+        magnitudes, inverse = self.magnitudes
         return torch.stack([m.to(inverse.device) for m in magnitudes]).amax() * inverse
 
     def settle(self) -> None:
@@ -181,10 +181,10 @@ class GraphRun:
 
 
 def largest_of(
-    backwards: set[Backward], runs: Sequence[GraphRun]
+    backwards: set[BackwardPass], runs: Sequence[GraphRun]
 ) -> torch.Tensor | None:
     """The largest fp16 gradient in `backwards`; None where some were not seen (yet)."""
-    found = [run.largest for run in runs if run.backward in backwards]
+    found = [run.largest for run in runs if run.backward_pass in backwards]
     seen = [each for each in found if each is not None]
     if compat.inside_backward() or not seen or len(seen) < len(found):
         return None

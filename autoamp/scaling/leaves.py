@@ -67,21 +67,21 @@ class Origin:
 
     Attributes:
         graph: a weak reference to the owner of the graph.
-        places: the positions of the leaves among the graph's inputs.
+        positions: the positions of the leaves among the graph's inputs.
         passes_on: whether gradients leave the graph through inputs that were computed.
     """
 
     def __init__(
-        self, graph: weakref.ref[RunsGraph], places: list[int], passes_on: bool
+        self, graph: weakref.ref[RunsGraph], positions: list[int], passes_on: bool
     ) -> None:
         self.graph = graph
-        self.places = places
+        self.positions = positions
         self.passes_on = passes_on
         self._leaves: Leaves | None = None
 
     def leaves(self, args: Sequence[Any]) -> tuple[list[torch.Tensor], Leaves]:
         """The leaves among `args`; the `Leaves` stay one object while the ids do."""
-        tensors = [args[i] for i in self.places]
+        tensors = [args[i] for i in self.positions]
         ids = list(map(id, tensors))
         known = self._leaves
         if known is None or known.stale or known.ids != ids:
@@ -114,8 +114,8 @@ class Origins:
             passes_on = not given.isdisjoint(self._exits)
             # Weights come first: runs are known by the memory of their first leaf, and
             # a caller's input may live for one run, or longer than the model.
-            places = [*self._always, *more]
-            self._known[pattern] = Origin(self._graph, places, passes_on)
+            positions = [*self._always, *more]
+            self._known[pattern] = Origin(self._graph, positions, passes_on)
         return self._known[pattern]
 
 

@@ -64,23 +64,23 @@ def gather(
     held = {id(p): p for p in params}
     runs = BACKWARDS.since(since)
     mine = [r for r in runs if _concerns(r, held, met)]
-    orphaned = {r.task for r in mine if r.is_orphaned}
-    live = [r for r in mine if r.task not in orphaned and r.lives_in(held)]
-    tasks, living = {r.task for r in mine}, {r.task for r in live}
-    filling = {r.task for r in runs if r.leaves.ids}
-    pieces = [r for r in runs if not r.leaves.ids and r.task in tasks]
-    live += [r for r in pieces if r.task in living]
+    orphaned = {r.backward_id for r in mine if r.is_orphaned}
+    live = [r for r in mine if r.backward_id not in orphaned and r.lives_in(held)]
+    passes, living = {r.backward_id for r in mine}, {r.backward_id for r in live}
+    filling = {r.backward_id for r in runs if r.leaves.ids}
+    pieces = [r for r in runs if not r.leaves.ids and r.backward_id in passes]
+    live += [r for r in pieces if r.backward_id in living]
     voided = [r for r in (*mine, *pieces) if r not in live]
     last = runs[-1].number if runs else since
-    others = [r for r in runs if r.task not in tasks]
+    others = [r for r in runs if r.backward_id not in passes]
     shards = compat.shard_groups(params)
     if shards:
         return Evidence(live, [*voided, *others], [], last, shards)
     passing = [r for r in others if r.origin.passes_on and _may_concern(r, met)]
     return Evidence(
         live,
-        [*voided, *(r for r in passing if r.task not in filling)],
-        [r for r in passing if r.task in filling],
+        [*voided, *(r for r in passing if r.backward_id not in filling)],
+        [r for r in passing if r.backward_id in filling],
         last,
     )
 

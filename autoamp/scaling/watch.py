@@ -19,13 +19,14 @@ class Watched(fx.Interpreter):
     """Runs a graph as it is, and keeps the largest number of each fp16 gradient in it.
 
     Attributes:
-        seen: one 0-dim fp32 tensor for each gradient, in the order of the backward, at
-            the scale the graph ran with; infinite where the size cannot be told.
+        magnitudes: one 0-dim fp32 tensor for each gradient, in the order of the
+            backward, at the scale the graph ran with; infinite where the size cannot be
+            told.
     """
 
-    def __init__(self, gm: fx.GraphModule, seen: list[torch.Tensor]) -> None:
+    def __init__(self, gm: fx.GraphModule, magnitudes: list[torch.Tensor]) -> None:
         super().__init__(gm)
-        self.seen = seen
+        self.magnitudes = magnitudes
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node and hooks the gradient of its result, if that is fp16."""
@@ -43,7 +44,7 @@ class Watched(fx.Interpreter):
         """Runs one call; a checkpointed region's body runs node by node as well."""
         if target is checkpointed:
             body, *rest = args
-            args = (Watched(body, self.seen).run, *rest)
+            args = (Watched(body, self.magnitudes).run, *rest)
         return super().call_function(target, args, kwargs)
 
     @compat.never_captured
@@ -51,9 +52,9 @@ class Watched(fx.Interpreter):
         if grad is None:  # no gradient flows back here: a later op cuts it off
             return
         if compat.is_batch(grad):
-            self.seen.append(torch.tensor(torch.inf))
+            self.magnitudes.append(torch.tensor(torch.inf))
         elif grad.numel():
-            self.seen.append(grad.detach().abs().amax().float())
+            self.magnitudes.append(grad.detach().abs().amax().float())
 
 
 def can_watch(gm: fx.GraphModule) -> bool:

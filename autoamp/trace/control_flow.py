@@ -31,7 +31,7 @@ BODY_LEFT = "autoamp_body_left"
 
 
 @dataclass(frozen=True)
-class Places:
+class Positions:
     """Positions among the arguments of a higher-order op.
 
     Attributes:
@@ -47,11 +47,11 @@ class Places:
     shared: int
 
 
-CONTROL_FLOW: Mapping[Any, Places] = {
-    compat.COND: Places(bodies=(1, 2), others=(), shared=3),
-    compat.WHILE_LOOP: Places(bodies=(1,), others=(0,), shared=3),
-    compat.SCAN: Places(bodies=(0,), others=(), shared=3),
-    compat.MAP: Places(bodies=(0,), others=(), shared=2),
+CONTROL_FLOW: Mapping[Any, Positions] = {
+    compat.COND: Positions(bodies=(1, 2), others=(), shared=3),
+    compat.WHILE_LOOP: Positions(bodies=(1,), others=(0,), shared=3),
+    compat.SCAN: Positions(bodies=(0,), others=(), shared=3),
+    compat.MAP: Positions(bodies=(0,), others=(), shared=2),
 }
 
 

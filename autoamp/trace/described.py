@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.trace.spelled import Place
+from autoamp.trace.spelled import OperandNumber
 
 
 class Description:
@@ -86,8 +86,8 @@ class Arguments:
         if known is None:
             raise TypeError
         self.tensors.setdefault(id(value), value)
-        place = Place([*self.tensors].index(id(value)))
-        return place, known.kind if self._any_shape else known.whole
+        operand = OperandNumber([*self.tensors].index(id(value)))
+        return operand, known.kind if self._any_shape else known.whole
 
 
 @compat.without_torch_function

@@ -20,7 +20,7 @@ from autoamp.trace.control_flow import (
     BODY_RECORDS,
     CONTROL_FLOW,
     LOWERED_BODY,
-    Places,
+    Positions,
     body_inputs,
     written_input,
 )
@@ -163,7 +163,7 @@ class Lowering(fx.Interpreter):
         return compat.record_call(target, args, kwargs, result, name)
 
     def _lower_bodies(
-        self, places: Places, args: Sequence[Any], name: str
+        self, positions: Positions, args: Sequence[Any], name: str
     ) -> tuple[Any, ...]:
         """`args` of a branch or loop, with each body lowered to an ATen graph.
 
@@ -174,8 +174,8 @@ class Lowering(fx.Interpreter):
             for value in pytree.tree_leaves(args)
         )
         found = list(args)
-        for place in places.bodies:
-            body, shared = args[place], args[places.shared]
+        for at in positions.bodies:
+            body, shared = args[at], args[positions.shared]
             try:
                 with compat.outside_trace():
                     inputs = body_inputs(body, shared, self.mode, flows)
@@ -186,7 +186,7 @@ class Lowering(fx.Interpreter):
             except CaptureError as error:
                 lowered = copy.copy(body)
                 lowered.meta = {**body.meta, BODY_LEFT: str(error)}
-            found[place] = lowered
+            found[at] = lowered
         return tuple(found)
 
     def _lowered(

@@ -25,10 +25,14 @@ class Regions:
     """The regions round the current node of a walk through a graph, in order.
 
     Example:
+        >>> graph_module = fx.symbolic_trace(torch.nn.ReLU())
         >>> regions = Regions(graph_module)
         >>> for node in graph_module.graph.nodes:
         ...     regions.follow(node)
         ...     print(node, regions.is_on)
+        input_1 None
+        relu None
+        output None
     """
 
     def __init__(self, gm: fx.GraphModule, outer: Sequence[Region] = ()) -> None:

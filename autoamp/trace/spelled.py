@@ -84,7 +84,7 @@ _OPERATORS = {
 """The ATen names of Python's operators where the two names differ."""
 
 
-class Place(NamedTuple):
+class OperandNumber(NamedTuple):
     """Stands for the operand of that number in the arguments of a spelling."""
 
     number: int
@@ -127,7 +127,7 @@ def recorded(spelling: Spelling, call: Call, like: fx.Node) -> fx.Node:
     """Records a call as its spelling in the trace that is running; gives its node."""
     args, kwargs = _mapped(
         (spelling.args, spelling.kwargs),
-        lambda v: call.nodes[v.number] if isinstance(v, Place) else v,
+        lambda v: call.nodes[v.number] if isinstance(v, OperandNumber) else v,
     )
     return compat.record_op(spelling.target, args, kwargs, like)
 
@@ -153,11 +153,11 @@ def spelling_of(call: Call, heard: compat.Heard, result: Any) -> Spelling | None
             return None
     elif target is not None and mutates(target) and _may_give(target, same):
         return None
-    places = {id(each): Place(i) for i, each in enumerate(call.operands)}
+    numbers = {id(each): OperandNumber(i) for i, each in enumerate(call.operands)}
     try:
         args, kwargs = _mapped(
             (args, kwargs),
-            lambda v: places[id(v)] if isinstance(v, torch.Tensor) else v,
+            lambda v: numbers[id(v)] if isinstance(v, torch.Tensor) else v,
         )
     except KeyError:  # a tensor that is no operand of the call
         return None
@@ -189,7 +189,7 @@ def node_of(result: Any) -> fx.Node | None:
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value` with each leaf replaced by `function` of the leaf."""
-    if isinstance(value, Place):
+    if isinstance(value, OperandNumber):
         return function(value)
     if isinstance(value, list | tuple):
         return type(value)(_mapped(v, function) for v in value)

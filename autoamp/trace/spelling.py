@@ -100,8 +100,8 @@ class Spellings:
         if len(results) != len({id(part) for part in results}):
             return None
         whole = recorded(spelling, call, node)
-        for place, part in enumerate(results):
-            element = compat.record_op(operator.getitem, (whole, place), {}, node)
+        for index, part in enumerate(results):
+            element = compat.record_op(operator.getitem, (whole, index), {}, node)
             compat.record_value(element, part)
         self._described.update((id(part), Description(part)) for part in results)
         values = [
@@ -244,8 +244,8 @@ def _share_parts(results: Sequence[Any]) -> None:
     for result in results:
         node = node_of(result)
         while node is not None and node.target is operator.getitem:
-            whole, place = cast(tuple[fx.Node, int], node.args)
+            whole, index = cast(tuple[fx.Node, int], node.args)
             values = [*whole.meta["val"]]
-            values[place] = node.meta["val"]
+            values[index] = node.meta["val"]
             whole.meta["val"] = type(whole.meta["val"])(values)
             node = whole

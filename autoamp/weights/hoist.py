@@ -125,8 +125,8 @@ class _Hoist:
         operands = call.args[1:]
         extra: list[fx.Node] = []
         casts = [n for n in hoisted.gm.graph.nodes if n.op == "placeholder"]
-        for place, copy in zip(hoisted.weights, casts[len(operands) :], strict=True):
-            weight = operands[place]
+        for at, copy in zip(hoisted.weights, casts[len(operands) :], strict=True):
+            weight = operands[at]
             if not isinstance(weight, fx.Node) or weight.op != "placeholder":
                 return  # handed a computed tensor: the region casts it itself
             extra.append(self._copy_of(weight, copy))
@@ -144,32 +144,32 @@ class _Hoist:
         All sub-graphs of one call are called with the same values, so that each of them
         gets every copy, even the condition of a loop.
         """
-        places = CONTROL_FLOW[call.target]
-        shared: Sequence[Any] = tuple(cast(Any, call.args[places.shared]))
+        positions = CONTROL_FLOW[call.target]
+        shared: Sequence[Any] = tuple(cast(Any, call.args[positions.shared]))
         copies: dict[int, fx.Node] = {}
         own: dict[int, tuple[fx.GraphModule, dict[int, fx.Node]]] = {}
-        for place in places.bodies:
-            found = self._copies_in(call.args[place], shared)
+        for body_at in positions.bodies:
+            found = self._copies_in(call.args[body_at], shared)
             if found is None:
                 continue
-            own[place] = found
+            own[body_at] = found
             for at, copy in found[1].items():
                 copies[at] = self._copy_of(shared[at], copy)
         if not copies:
             return
-        for place in (*places.bodies, *places.others):
-            body_node = call.args[place]
+        for body_at in (*positions.bodies, *positions.others):
+            body_node = call.args[body_at]
             assert isinstance(body_node, fx.Node)
             name = str(body_node.target)
-            body, known = own.get(place) or (_same(getattr(self.gm, name)), {})
+            body, known = own.get(body_at) or (_same(getattr(self.gm, name)), {})
             _take_copies(body, known, copies)
             setattr(self.gm, name, body)
-        call.update_arg(places.shared, (*shared, *copies.values()))
+        call.update_arg(positions.shared, (*shared, *copies.values()))
 
     def _copies_in(
         self, body_node: Any, shared: Sequence[Any]
     ) -> tuple[fx.GraphModule, dict[int, fx.Node]] | None:
-        """A body whose weight casts are inputs, with the inputs by place in `shared`.
+        """A body whose weight casts are inputs, each input by its position in `shared`.
 
         The result is None where the body has no weight cast, or casts a value that this
         graph computes.
@@ -181,11 +181,11 @@ class _Hoist:
         count = len(inputs) - len(hoisted.weights)
         first = count - len(shared)
         found: dict[int, fx.Node] = {}
-        for place, copy in zip(hoisted.weights, inputs[count:], strict=True):
-            weight = shared[place - first] if place >= first else None
+        for at, copy in zip(hoisted.weights, inputs[count:], strict=True):
+            weight = shared[at - first] if at >= first else None
             if not isinstance(weight, fx.Node) or weight.op != "placeholder":
                 return None
-            found[place - first] = copy
+            found[at - first] = copy
         return hoisted.gm, found
 
 

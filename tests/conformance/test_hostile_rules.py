@@ -75,10 +75,9 @@ rules = st.fixed_dictionaries(
     {},
     optional={
         "reason": quoted,
-        "accumulates": st.sampled_from(["true", "false", "1"]),
+        "restores": st.sampled_from(["true", "false", "1"]),
         "no_kernel": st.sampled_from(['["cpu"]', '"cpu"', "[1]", "[]"]),
         "fp32_operands": st.sampled_from(['["self"]', '["nothing"]', "{}"]),
-        "policy": quoted,
         "when": st.sampled_from(
             [
                 '[{test="reduces_at_least", value=9, category="deny", reason="x"}]',

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 import autoamp
 from autoamp import compat, pipeline
+from autoamp.inspect.costs import costs_of
 from autoamp.op_names import base_name
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_normalised
@@ -129,8 +130,7 @@ def check_cost(found: Rewritten) -> None:
     assert found.recounted == assignment.cost == assignment.optimal_cost
     assert cost_of(found) <= assignment.cost
     assert assignment.cost <= assignment.all_high_cost
-    for policy, cost in assignment.policy_costs.items():
-        assert assignment.cost <= cost, policy
+    assert min(costs_of(found).regret.values()) >= 0
 
 
 WIDENING = frozenset(

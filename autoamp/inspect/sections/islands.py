@@ -76,7 +76,7 @@ def _island(
     before = {a for n in names for a in flow.predecessors(n)} - inside
     after = {b for n in names for b in flow.successors(n)} - inside
     given_up = {n for n in inside if any(b not in inside for b in flow.successors(n))}
-    pinned = section.rewritten.assignment.problem.pinned_high
+    pinned = section.rewritten.assignment.pinned
     decided = [name for name in names if name in pinned]
     heard: dict[str, int] = {}
     for name in decided or names:

@@ -9,6 +9,7 @@ from autoamp.inspect.costs import costs_of
 from autoamp.inspect.rows import Section, cast_rows
 from autoamp.pipeline import Rewritten
 from autoamp.place.cost import UNIT_NS
+from autoamp.place.devices import NEUTRAL
 from autoamp.place.flops import flops_of
 from autoamp.rules import Category
 
@@ -87,11 +88,15 @@ class Prediction:
 
 
 def predict(sections: Sequence[Section]) -> Prediction | None:
-    """The prediction for all sections; None where prices count bytes, or no graph is.
+    """The prediction for all sections, if there are graphs, and prices in time.
+
+    None where low precision does not pay on the device and ops are converted all the
+    same (`do_no_harm=False`): the prices are then those of no device.
 
     A body of a loop or checkpointed region is counted as run once.
     """
-    if not sections or any(s.rewritten.assignment.prices.in_bytes for s in sections):
+    prices = [section.rewritten.assignment.prices for section in sections]
+    if not prices or any(p.in_bytes or p.device is NEUTRAL for p in prices):
         return None
     totals = {title: [0, 0, 0, 0] for title in (PRODUCTS, OTHERS, CASTS)}
     kept_fp32 = kept_placed = 0
@@ -114,13 +119,12 @@ def predict(sections: Sequence[Section]) -> Prediction | None:
         TimeOfClass(title, ops, fp32 * second, placed * second, low * second)
         for title, (ops, fp32, placed, low) in totals.items()
     )
-    device = sections[0].rewritten.assignment.prices.device.name
-    return Prediction(device, classes, kept_fp32, kept_placed)
+    return Prediction(prices[0].device.name, classes, kept_fp32, kept_placed)
 
 
 def _add_ops(rewritten: Rewritten, totals: dict[str, list[int]]) -> None:
     nodes = {n.name: n for n in rewritten.before.graph.nodes}
-    pinned = rewritten.assignment.problem.pinned_high
+    pinned = rewritten.assignment.pinned
     for name in rewritten.assignment.decisions:
         is_product = flops_of(nodes[name], rewritten.facts.nodes[name]) > 0
         total = totals[PRODUCTS if is_product else OTHERS]

@@ -9,9 +9,8 @@ import torch
 
 from autoamp.inspect.rows import Section, cast_rows
 
-FP16_MAX = torch.finfo(torch.float16).max
-FP16_LEAST = 2.0**-24
-"""The smallest positive fp16 number; half of it and less rounds to 0."""
+ROUNDING = torch.finfo(torch.float16).eps / 2
+"""The largest relative error by which fp16 rounds a number in its range."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +22,14 @@ class Range:
         too_large: how many numbers are infinite in fp16.
         lost: how many numbers other than 0 are 0 in fp16.
         count: how many numbers the weight has.
+        error: the relative error of the fp16 copy, ||copy - weight|| / ||weight||.
     """
 
     largest: float
     too_large: int
     lost: int
     count: int
+    error: float
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class WeightRow:
 
     @property
     def fits(self) -> bool:
-        """Whether no number of the weight becomes infinite, or loses all its digits."""
-        found = self.range
-        return found is None or not (
-            found.too_large or found.lost or found.largest != found.largest
-        )
+        """Whether the weight's copy has no error but that of rounding.
+
+        A few numbers near 0 that become 0 make no such error.
+        """
+        return self.range is None or self.range.error <= ROUNDING
 
 
 def ranges_of(weights: Mapping[str, torch.Tensor]) -> dict[str, Range]:
@@ -76,8 +77,14 @@ def ranges_of(weights: Mapping[str, torch.Tensor]) -> dict[str, Range]:
                 too_large=int((low.isinf() & size.isfinite()).sum()),
                 lost=int(((low == 0) & (size != 0)).sum()),
                 count=weight.numel(),
+                error=_error(low, size),
             )
     return found
+
+
+def _error(low: torch.Tensor, exact: torch.Tensor) -> float:
+    size = float(exact.double().norm())
+    return float((low.double() - exact.double()).norm()) / size if size else 0.0
 
 
 def weight_rows(

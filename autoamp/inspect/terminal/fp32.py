@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from autoamp.inspect.costs import in_bytes
+from autoamp.inspect.costs import bytes_text
 from autoamp.inspect.rows import OpRow
 from autoamp.inspect.text import counted, one_name, op_title, shorten
 
@@ -75,7 +75,7 @@ def _place(rows: Sequence[OpRow]) -> tuple[str, str]:
     times = f" x{len(rows)}" if len(rows) > 1 else ""
     module = one_name([row.module for row in rows])
     moved = sum(row.bytes for row in rows)
-    size = f", {in_bytes(moved)}" if moved else ", a view"
+    size = f", {bytes_text(moved)}" if moved else ", a view"
     where = f" in {module}" if module else ""
     what = f"{first.category} {op_title(first.op)}{times}{size}{where}"
     return what, shorten(first.source)

@@ -14,7 +14,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from autoamp.inspect.costs import OURS, Costs, amount, in_bytes, titles
+from autoamp.inspect.costs import OURS, Costs, amount, bytes_text, titles
 from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
 from autoamp.inspect.terminal.fp32 import stayed_fp32
 from autoamp.inspect.terminal.parts import plain_table
@@ -133,7 +133,7 @@ def _casts(section: Section, casts: list[CastRow]) -> Table:
     for key, name in names.items():
         chosen = [c.bytes for c in casts if (c.kind, c.every_call) == key]
         if chosen:
-            table.add_row(name, str(len(chosen)), in_bytes(sum(chosen)))
+            table.add_row(name, str(len(chosen)), bytes_text(sum(chosen)))
     if not casts:
         table.add_row("none", "0", "0 B")
     return table

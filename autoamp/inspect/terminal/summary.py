@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from autoamp.inspect.costs import in_bytes, in_si
+from autoamp.inspect.costs import bytes_text, in_si
 from autoamp.inspect.rows import CastRow, OpRow
 from autoamp.inspect.sections.dimensions import MULTIPLE, Misfit
 from autoamp.inspect.sections.prediction import Prediction
@@ -80,15 +81,15 @@ def prediction(found: Prediction) -> Iterator[RenderableType]:
     table.add_row("together", "", _seconds(found.fp32), _seconds(found.placed))
     yield Padding(table, (0, 0, 0, 2))
     share, limit = found.share_that_may_be_low, found.limit
-    bound = f"at most {limit:.1f}" if limit < 1000 else "no bound"
+    bound = f": {limit:.1f} times if these took no time" if limit < 1000 else ""
     yield _indented(
-        f"{found.speed_up:.2f} times as fast as fp32. {share:.0%} of the fp32 time is "
-        f"in ops that may be low: if these took none, {bound} times."
+        f"{found.speed_up:.2f} times as fast as fp32. Of the fp32 time {share:.0%} is "
+        f"in ops that may be low{bound}."
     )
     if found.kept_fp32:
         yield _indented(
-            f"Operands of ops with a gradient: {in_bytes(found.kept_placed)} instead "
-            f"of {in_bytes(found.kept_fp32)}."
+            f"Operands of ops with a gradient: {bytes_text(found.kept_placed)} instead "
+            f"of {bytes_text(found.kept_fp32)}."
         )
 
 
@@ -106,7 +107,7 @@ def stayed(ops: Sequence[OpRow]) -> Iterator[RenderableType]:
     for reason, rows in groups[:LISTED]:
         names = Counter(op_title(row.op) for row in rows)
         some = ", ".join(name for name, _ in names.most_common(LISTED))
-        moved = in_bytes(sum(row.bytes for row in rows))
+        moved = bytes_text(sum(row.bytes for row in rows))
         yield _line(f"• {reason}: {some} ({counted(len(rows), 'op')}, {moved})")
     if len(groups) > LISTED:
         yield _line(f"  and {counted(len(groups) - LISTED, 'more reason')}")
@@ -123,10 +124,10 @@ def largest_casts(casts: Sequence[CastRow]) -> Iterator[RenderableType]:
     largest = sorted(groups.items(), key=lambda g: -sum(c.bytes for c in g[1]))
     total = sum(cast.bytes for each in groups.values() for cast in each)
     count = sum(len(each) for each in groups.values())
-    title = f"\nCasts in each pass ({count:,}, {in_bytes(total)}), the largest first"
+    title = f"\nCasts in each pass ({count:,}, {bytes_text(total)}), the largest first"
     yield Text(title, "bold")
     for (kind, source), each in largest[:LISTED]:
-        size = in_bytes(sum(cast.bytes for cast in each))
+        size = bytes_text(sum(cast.bytes for cast in each))
         made = ", ".join(dict.fromkeys(op_title(cast.producer) for cast in each))
         where = f" at {shorten(source)}" if source else ""
         yield _line(f"• {len(each)} {kind}, {size}: {made}{where}")
@@ -139,11 +140,10 @@ def weights_out_of_range(rows: Sequence[WeightRow]) -> Iterator[RenderableType]:
         return
     title = f"\nWeights out of the range of {bad[0].dtype} ({len(bad)} of {len(rows)})"
     yield Text(title, "bold")
-    order = sorted(bad, key=lambda row: (-row.range.too_large, -row.range.lost))  # type: ignore[union-attr]
-    for row in order[:LISTED]:
+    for row in bad[:LISTED]:
         assert row.range is not None
         said = f"{row.range.lost:,} of {row.range.count:,} numbers become 0"
-        if row.range.too_large or row.range.largest != row.range.largest:
+        if row.range.too_large or not math.isfinite(row.range.largest):
             said = f"the largest magnitude is {row.range.largest:.3g}"
         yield _line(f"• {row.name}: {said}")
     if len(bad) > LISTED:

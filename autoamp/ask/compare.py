@@ -1,0 +1,296 @@
+"""`compare`: fp32 and mixed precision side by side, and the regions that cost accuracy.
+
+A stand-in of the model is called twice on the same inputs with the same random numbers:
+its graphs run once in fp32 and once as rewritten, node by node, with the real rounding.
+Then each region (the low ops of one module) is put back into fp32 by itself, to see how
+much error goes away.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autoamp import compat
+from autoamp.ask.comparison import Comparison, Errors, RegionError
+from autoamp.ask.examine import (
+    Examiner,
+    checked_model,
+    examined,
+    on_the_models_device,
+    twin_of,
+)
+from autoamp.ask.lockstep import Key, Player, Score
+from autoamp.ask.placed_anew import placed_anew
+from autoamp.ask.progress import told
+from autoamp.ask.trials import (
+    Trial,
+    errors_of,
+    floats_of,
+    node_errors,
+    relative_error,
+)
+from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.inspect.rows import OpRow
+from autoamp.model.eligible import choose_precision, parameters_of
+from autoamp.model.reporting import report_of
+from autoamp.model.warmup import capture_now, left_as_it_is
+from autoamp.options import Options
+from autoamp.pipeline import Rewritten
+from autoamp.plain import class_name
+
+LossFn = Callable[[Any], Tensor]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+FP16_SCALE = 2.0**15
+"""The largest factor on the loss while fp16 gradients are compared, so that small ones
+are not lost; gradients are divided by the factor before they are compared."""
+
+
+def compare_model(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    *,
+    loss_fn: LossFn | None = None,
+    tolerance: float | None = None,
+) -> Comparison:
+    """The errors of mixed precision on one call and its backward; see `compare`.
+
+    Raises:
+        UnsupportedModelError: the model cannot be captured, or would not be converted.
+        OptionError: `tolerance` is no positive number, or the loss is no scalar.
+    """
+    model = checked_model(model)
+    if tolerance is not None and not 0 < tolerance < math.inf:
+        raise OptionError(f"tolerance={tolerance!r} is not a positive number")
+    low, why_not = choose_precision(model, options)
+    if low is None:
+        raise UnsupportedModelError(f"{class_name(model)} stays in fp32: {why_not}")
+    call: Call = on_the_models_device(model, (args, dict(kwargs)))
+    with examined(model, options, low) as (twin, engine):
+        capture_now(twin, *copy.deepcopy(call))
+        bench = _Bench(twin, engine, call, loss_fn or default_loss)
+        rows = report_of(engine.record).ops
+        lows = _low_ops(rows)
+        fp32 = bench.trial(hears=True)
+        bench.find_scale(fp32)
+        mixed = bench.trial(fp32, hears=True)
+        errors = errors_of(mixed, fp32)
+        nodes = node_errors(rows, fp32, mixed)
+        del mixed
+        fp32.values.clear()
+        fp32.flows.clear()
+        regions = bench.regions(lows, fp32, errors)
+        autocast = bench.autocast(model, fp32)
+        label = class_name(model)
+        found = Comparison(label, low, errors, autocast, nodes, regions)
+        if tolerance is None:
+            return found
+        order = [region.module for region in regions]
+        keep = bench.smallest(order, fp32, tolerance)
+    if not keep:
+        return found.with_keep(keep, tolerance)
+    return found.with_keep(keep, tolerance, bench.errors(keep, fp32))
+
+
+def default_loss(output: Any) -> Tensor:
+    """The output's `loss` where it has one, else the sum of its float tensors."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    return torch.stack([t.float().sum() for t in floats_of(output)]).sum()
+
+
+class _Bench:
+    """Calls the stand-in again and again, always on the same inputs."""
+
+    def __init__(
+        self, twin: nn.Module, engine: Examiner, call: Call, loss_fn: LossFn
+    ) -> None:
+        """Takes a stand-in that was called once.
+
+        Args:
+            call: the arguments of each call.
+        """
+        self.twin, self.engine, self.call, self.loss_fn = twin, engine, call, loss_fn
+        graphs = [g for g in engine.record.graphs if g.rewritten is not None]
+        self.numbers = {graph.prepared: n for n, graph in enumerate(graphs)}
+        self.records = [g.rewritten for g in graphs if g.rewritten is not None]
+        self.seed = torch.get_rng_state()
+        self.scale = 1.0
+
+    def trial(
+        self, exact: Trial | None = None, keep: Collection[str] = (), *, hears: bool
+    ) -> Trial:
+        """One call and its backward, in fp32 or as rewritten.
+
+        Args:
+            exact: the trial in fp32; without it, this is that trial.
+            keep: modules that stay in fp32.
+            hears: whether the values of nodes are kept.
+        """
+        found = Trial()
+        scale = 1.0 if exact is None else self.scale
+
+        def hear(key: Key, node: fx.Node, value: Tensor, player: Player) -> None:
+            if not hears or key in found.values:
+                return
+            found.values[key] = value.detach().clone()
+            if exact is not None and value.dtype == self.engine.record.low:
+                found.added[key] = _added(node, key, player, exact)
+            if value.requires_grad:
+                compat.hook_gradient(value, partial(_keep, found.flows, key, scale))
+
+        records = self._records(keep)
+        score = Score(exact is not None, hear, self.numbers, records)
+        self.engine.play = score.play
+        self.run(self.twin, found, scale)
+        return found
+
+    def errors(self, keep: Collection[str], fp32: Trial) -> Errors:
+        """The errors with the modules `keep` in fp32."""
+        return errors_of(self.trial(fp32, keep, hears=False), fp32)
+
+    def _records(self, keep: Collection[str]) -> list[Rewritten]:
+        """The records of all graphs, placed anew where they call a module of `keep`."""
+        if not keep:
+            return self.records
+        own = self.engine.options
+        options = own.replace(keep=(*own.keep, *keep))
+        with torch.set_grad_enabled(self.twin.training):
+            return [placed_anew(record, options) for record in self.records]
+
+    def find_scale(self, fp32: Trial) -> None:
+        """Finds the loss scale of fp16: a large one at which no gradient overflows."""
+        if self.engine.record.low is not torch.float16:
+            return
+        self.scale = FP16_SCALE
+        while self.scale > 1:
+            found = self.trial(fp32, hears=False)
+            if all(bool(g.isfinite().all()) for g in found.gradients.values()):
+                return
+            self.scale /= 4
+
+    def autocast(self, model: nn.Module, fp32: Trial) -> Errors | None:
+        """The errors under `torch.autocast`; None where it raises on this model."""
+        found = Trial()
+        device = next((p.device.type for p in parameters_of(model)), "cpu")
+        try:
+            with torch.autocast(device, self.engine.record.low):
+                self.run(twin_of(model), found, self.scale)
+        except RuntimeError:
+            return None
+        return errors_of(found, fp32)
+
+    def run(self, model: nn.Module, found: Trial, scale: float) -> None:
+        """Fills `found` with the output and the gradients of one call of `model`."""
+        args, kwargs = copy.deepcopy(self.call)
+        devices = [
+            d for d in {p.device for p in model.parameters()} if d.type == "cuda"
+        ]
+        with (
+            left_as_it_is(model),
+            torch.random.fork_rng(devices=devices),
+            torch.set_grad_enabled(model.training),
+        ):
+            torch.set_rng_state(self.seed)
+            output = model(*args, **kwargs)
+            found.output = [t.detach().clone() for t in floats_of(output)]
+            if model.training:
+                found.gradients = self._gradients(model, output, scale)
+
+    def _gradients(
+        self, model: nn.Module, output: Any, scale: float
+    ) -> dict[str, Tensor]:
+        loss = self.loss_fn(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise OptionError("loss_fn gives no tensor of one element")
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if not loss.requires_grad or not named:
+            return {}
+        grads = torch.autograd.grad(
+            loss.float() * scale, [*named.values()], allow_unused=True
+        )
+        pairs = zip(named, grads, strict=True)
+        return {name: grad.float() / scale for name, grad in pairs if grad is not None}
+
+    def regions(
+        self, lows: Mapping[str, int], fp32: Trial, errors: Errors
+    ) -> list[RegionError]:
+        """Each module put back into fp32 by itself, the best first."""
+        found = []
+        for module, count in told(lows.items(), "putting modules back into fp32"):
+            there = self.errors([module], fp32)
+            gain = errors.worst - there.worst
+            found.append(RegionError(module, count, there, gain))
+        return sorted(found, key=lambda region: -region.gives_back)
+
+    def smallest(
+        self, order: Sequence[str], fp32: Trial, tolerance: float
+    ) -> tuple[str, ...] | None:
+        """A minimal set of modules in fp32 whose error is within `tolerance`.
+
+        Modules are added in `order` until the error is small enough; then each that can
+        be left out is.  None where all modules together do not suffice.
+        """
+
+        def suffices(modules: Collection[str]) -> bool:
+            return self.errors(modules, fp32).worst <= tolerance
+
+        if suffices(()):
+            return ()
+        if not suffices(order):
+            return None
+        least, most = 0, len(order)  # the first `most` modules suffice
+        while most - least > 1:
+            middle = (least + most) // 2
+            least, most = (
+                (least, middle) if suffices(order[:middle]) else (middle, most)
+            )
+        chosen = list(order[:most])
+        for module in told(order[:most], "leaving modules out again"):
+            fewer = [each for each in chosen if each != module]
+            if suffices(fewer):
+                chosen = fewer
+        return tuple(chosen)
+
+
+def _added(node: fx.Node, key: Key, player: Player, exact: Trial) -> float:
+    """The error of a low op's result on exact operands."""
+    target = node.target
+    draws = isinstance(target, compat.OpOverload) and (
+        torch.Tag.nondeterministic_seeded in target.tags
+    )
+    if key not in exact.values or draws:
+        return 0.0
+    return relative_error([player.rounded(node, exact.values)], [exact.values[key]])
+
+
+def _keep(
+    flows: dict[Key, Tensor], key: Key, scale: float, grad: Tensor | None
+) -> None:
+    if grad is not None:
+        flows[key] = grad.detach().float() / scale
+
+
+def _low_ops(rows: Sequence[OpRow]) -> dict[str, int]:
+    """How many low ops each module that calls one has, modules in it included.
+
+    `keep=` takes a module with all that is in it, too.
+    """
+    low = [row.module for row in rows if row.is_low]
+    return {
+        module: sum(
+            name == module or (bool(module) and name.startswith(f"{module}."))
+            for name in low
+        )
+        for module in dict.fromkeys(low)
+    }

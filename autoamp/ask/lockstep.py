@@ -1,0 +1,152 @@
+"""Runs a graph node by node, in fp32 or as rewritten, and hears every value of it.
+
+The rewrite keeps the names of nodes, so that the values of both runs are found by the
+same key.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autoamp.capture.captured import Prepared
+from autoamp.graph_functions import checkpointed, low_uses, low_weight
+from autoamp.pipeline import Rewritten
+from autoamp.rewrite.emitted import CAST_KIND
+
+
+class Key(NamedTuple):
+    """One node in one run of one graph.
+
+    Attributes:
+        graph: number of the captured graph.
+        body: "" or the path of the body inside the graph.
+        name: the node's name.
+        run: how often the graph, or the body, had run before.
+    """
+
+    graph: int
+    body: str
+    name: str
+    run: int
+
+
+Hear = Callable[[Key, fx.Node, torch.Tensor, "Player"], None]
+"""Is called with each float tensor that a float op makes, and the player of the op."""
+
+
+@dataclass
+class Score:
+    """How the graphs of one call are run.
+
+    Attributes:
+        is_low: whether the rewritten graphs run, or the graphs before the rewrite.
+        hear: called for each op's result.
+        numbers: the number of each captured graph.
+        records: the records of the pass, by the number of the graph.
+    """
+
+    is_low: bool
+    hear: Hear
+    numbers: Mapping[Prepared, int]
+    records: Sequence[Rewritten]
+    _runs: Counter[tuple[int, str]] = field(default_factory=Counter)
+
+    def play(self, prepared: Prepared, args: tuple[Any, ...]) -> Any:
+        """Runs one graph on the arguments of a call."""
+        number = self.numbers[prepared]
+        return self.player(self.records[number], number, "").run(*args)
+
+    def player(self, rewritten: Rewritten, graph: int, body: str) -> Player:
+        """The player of one more run of a graph or body."""
+        run = self._runs[graph, body]
+        self._runs[graph, body] += 1
+        return Player(self, rewritten, graph, body, run)
+
+
+class Player(fx.Interpreter):
+    """One run of one graph, or of one body."""
+
+    def __init__(
+        self, score: Score, rewritten: Rewritten, graph: int, body: str, run: int
+    ) -> None:
+        gm = rewritten.gm if score.is_low else rewritten.before
+        # Values are kept, because `rounded` reads values from before the casts.
+        super().__init__(gm, garbage_collect_values=False)
+        self.score = score
+        self.rewritten = rewritten
+        self.place = graph, body
+        self.run_number = run
+        children = rewritten.before.named_children()
+        records = {id(each.gm): each for each in rewritten.bodies}
+        self.bodies = {
+            name: records[id(child)] for name, child in children if id(child) in records
+        }
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one node, and lets its result be heard."""
+        value = super().run_node(n)
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if is_float and n.name in self.rewritten.assignment.decisions:
+            key = Key(*self.place, n.name, self.run_number)
+            self.score.hear(key, n, value, self)
+        return value
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """An attribute; the body of a loop or branch is the one this run asks for."""
+        record = self.bodies.get(target)
+        if record is None:
+            return super().get_attr(target, args, kwargs)
+        return record.gm if self.score.is_low else record.before
+
+    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs one call; a checkpointed region's body runs node by node as well."""
+        if target is checkpointed:
+            graph, body = self.place
+            for name, record in self.bodies.items():
+                if args[0] in (record.gm, record.before):
+                    path = f"{body}/{name}" if body else name
+                    return self.score.player(record, graph, path).run(*args[1:])
+        return super().call_function(target, args, kwargs)
+
+    def rounded(self, node: fx.Node, exact: Mapping[Key, torch.Tensor]) -> Any:
+        """The result of a low node on exact operands, which are rounded for it.
+
+        Args:
+            exact: the values of the fp32 run.
+        """
+
+        def operand(at: fx.Node) -> Any:
+            source = _before_casts(at)
+            key = Key(*self.place, source.name, self.run_number)
+            value, known = exact.get(key, self.env[source]), at.meta.get("val")
+            if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
+                return value.detach().to(known.dtype, copy=True)
+            return value
+
+        args, kwargs = map_arg(node.args, operand), map_arg(node.kwargs, operand)
+        target: Any = node.target
+        with torch.no_grad():
+            return target(*args, **kwargs)
+
+
+def _before_casts(node: fx.Node) -> fx.Node:
+    """The node whose value a cast, or one use of a cast, is made from; else `node`."""
+    while _stands_for_a_cast(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _stands_for_a_cast(node: fx.Node) -> bool:
+    """Whether a node is a cast to the low dtype, or one use of such a cast."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes[0].target is low_uses
+    is_down = node.meta.get(CAST_KIND) in ("down", "weight")
+    return is_down or node.target in (low_uses, low_weight)

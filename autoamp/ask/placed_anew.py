@@ -1,0 +1,39 @@
+"""Places captured graphs anew under other options, without capturing them again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from autoamp import compat
+from autoamp.options import Options
+from autoamp.pipeline import Rewritten, rewrite_normalised
+from autoamp.trace.normalise import Normalised
+
+
+def placed_anew(rewritten: Rewritten, options: Options) -> Rewritten:
+    """The record of the same graph, rewritten under `options`.
+
+    The caller is in the grad mode that the graph was captured in.
+    """
+    before = _before(rewritten)
+    values = [node.meta.get("val") for node in before.graph.nodes]
+    mode = compat.current_fake_mode(values)
+    assert mode is not None, "a captured graph has fake tensors"
+    found = rewrite_normalised(
+        Normalised(before, (), mode), options, rewritten.low, True, {}
+    )
+    # Bodies are found in `before` by identity, and the pass has put new ones into it.
+    return replace(found, before=before)
+
+
+def _before(rewritten: Rewritten) -> fx.GraphModule:
+    """The graph before the rewrite, with bodies as they were before it."""
+    gm = compat.graph_module(rewritten.before, rewritten.before.graph)
+    gm.meta.update(rewritten.before.meta)
+    for name, child in rewritten.before.named_children():
+        for body in rewritten.bodies:
+            if child is body.gm:
+                setattr(gm, name, _before(body))
+    return gm

@@ -1,0 +1,32 @@
+"""A progress bar on stderr for work that takes more than two seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+_T = TypeVar("_T")
+
+QUIET = 2.0
+"""Seconds before a bar is shown."""
+
+
+def told(items: Collection[_T], doing: str) -> Iterator[_T]:
+    """Yields `items`; a bar says how many are done, if that takes a while.
+
+    Args:
+        doing: the words beside the bar.
+    """
+    start = time.monotonic()
+    with Progress(
+        console=Console(stderr=True), transient=True, auto_refresh=False
+    ) as bar:
+        task = bar.add_task(doing, total=len(items), visible=False)
+        for item in items:
+            yield item
+            late = time.monotonic() - start > QUIET
+            bar.update(task, advance=1, visible=late, refresh=late)

@@ -1,0 +1,102 @@
+"""What one call and its backward gave, and how far one such trial is from another."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autoamp.ask.comparison import Errors, NodeError
+from autoamp.ask.lockstep import Key
+from autoamp.inspect.rows import OpRow
+
+Node = tuple[int, str, str]
+"""A graph's number, a body's path or "", a node's name."""
+
+
+@dataclass
+class Trial:
+    """One call and its backward.
+
+    Attributes:
+        values, flows: each node's result and its gradient.
+        added: the error that each low node adds by itself.
+        output: the float tensors of the output.
+        gradients: the gradients of the parameters, by name.
+    """
+
+    values: dict[Key, Tensor] = field(default_factory=dict)
+    flows: dict[Key, Tensor] = field(default_factory=dict)
+    added: dict[Key, float] = field(default_factory=dict)
+    output: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+def errors_of(trial: Trial, fp32: Trial) -> Errors:
+    """The errors of one trial against the trial in fp32."""
+    names = sorted(fp32.gradients.keys() & trial.gradients.keys())
+    return Errors(
+        relative_error(trial.output, fp32.output),
+        relative_error(
+            [trial.gradients[n] for n in names], [fp32.gradients[n] for n in names]
+        ),
+    )
+
+
+def relative_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    """||found - wanted|| / ||wanted|| in fp64; NaN where a NaN is in either."""
+    distance = sum(
+        float((a.double() - b.double()).square().sum())
+        for a, b in zip(found, wanted, strict=True)
+    )
+    size = sum(float(b.double().square().sum()) for b in wanted)
+    if size == 0:
+        return 0.0 if distance == 0 else math.inf
+    return math.nan if math.isnan(distance) else math.sqrt(distance / size)
+
+
+def node_errors(rows: Sequence[OpRow], fp32: Trial, mixed: Trial) -> list[NodeError]:
+    """The errors of each op in its worst run, the one that adds most first."""
+    keys: dict[Node, list[Key]] = defaultdict(list)
+    for key in mixed.values.keys() & fp32.values.keys():
+        keys[key[:3]].append(key)
+    found = []
+    for row in rows:
+        ran = keys.get((row.graph, row.body, row.name), [])
+        if not ran:
+            continue
+        flows = [k for k in ran if k in mixed.flows and k in fp32.flows]
+        found.append(
+            NodeError(
+                graph=row.graph,
+                body=row.body,
+                name=row.name,
+                op=row.op,
+                precision=row.precision,
+                module=row.module,
+                source=row.source,
+                error=max(_error(mixed.values, fp32.values, k) for k in ran),
+                added=max(mixed.added.get(k, 0.0) for k in ran),
+                gradient=max(
+                    (_error(mixed.flows, fp32.flows, k) for k in flows), default=0.0
+                ),
+            )
+        )
+    return sorted(found, key=lambda node: -node.added)
+
+
+def _error(
+    found: Mapping[Key, Tensor], wanted: Mapping[Key, Tensor], key: Key
+) -> float:
+    return relative_error([found[key]], [wanted[key]])
+
+
+def floats_of(output: Any) -> list[Tensor]:
+    """The float tensors of a pytree."""
+    leaves = pytree.tree_leaves(output)
+    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]

@@ -1,0 +1,1 @@
+"""Reports that were written to files: read back, and compared with other reports."""

@@ -1,0 +1,27 @@
+"""The command `autoamp`: a group of commands, one file each.
+
+This package stands beside the package `autoamp`, not in it, because importing any part
+of `autoamp` imports torch, and `--help` and shell completion should answer at once.  So
+each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import click
+
+from autoamp_cli.compare import compare
+from autoamp_cli.diff import diff
+from autoamp_cli.env import env
+from autoamp_cli.explain import explain
+from autoamp_cli.rules import rules
+from autoamp_cli.run import run
+
+
+@click.group()
+@click.version_option(package_name="autoamp")
+def main() -> None:
+    """Automatic mixed precision for PyTorch."""
+
+
+for _command in (compare, diff, env, explain, rules, run):
+    main.add_command(_command)

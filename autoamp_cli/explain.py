@@ -1,0 +1,69 @@
+"""`autoamp explain`: the report of what `convert` would do to a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from autoamp_cli.asked import asking, convert_options, show, with_convert_options
+from autoamp_cli.problem import Problem
+
+_PATH = click.Path(dir_okay=False, allow_dash=True)
+
+
+@click.command()
+@click.option("--json", type=_PATH, help="Write the report as JSON, to commit or diff.")
+@click.option("--dot", type=_PATH, help="Write the graphs for Graphviz.")
+@click.option("--text", is_flag=True, help="Print the report, whatever is written.")
+@click.option("--full", is_flag=True, help="Print every op and cast, not a summary.")
+@click.option("--device", metavar="NAME", help="Explain for cuda:sm_90, cpu:amx, ...")
+@with_convert_options
+@click.argument("factory", metavar="MODULE:FACTORY")
+def explain(
+    factory: str,
+    *,
+    json: str | None,
+    dot: str | None,
+    text: bool,
+    full: bool,
+    device: str | None,
+    **given: Any,
+) -> None:
+    """Prints or writes the report of a model that MODULE:FACTORY makes.
+
+    FACTORY() returns (model, args) or (model, args, kwargs); the model is called once,
+    in fp32, and is not converted.  Without a path the report is printed; - as a path is
+    stdout.  What the model itself prints goes to stderr.
+
+    \b
+    Examples:
+      autoamp explain models.resnet:example
+      autoamp explain models.resnet:example --device cuda:sm_90 --json precision.json
+      autoamp explain models.resnet:example --dot - | dot -Tsvg > resnet.svg
+    """
+    from autoamp import api
+    from autoamp_cli.factory import made_by
+
+    options = convert_options(given)
+    with asking(factory):
+        made = made_by(factory)
+        report = api.explain(
+            made.model, *made.args, options=options, device=device, **made.kwargs
+        )
+        written = ((json, report.to_json), (dot, report.to_dot))
+        texts = [(path, make()) for path, make in written if path]
+    for path, content in texts:
+        _write(path, content)
+    if full:
+        click.echo(report.full())
+    elif text or not texts:
+        show(report)
+
+
+def _write(path: str, content: str) -> None:
+    try:
+        with click.open_file(path, "w", encoding="utf-8") as file:
+            file.write(content)
+    except OSError as error:
+        raise Problem(f"{path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,74 @@
+"""`autoamp run`: a script in mixed precision, with nothing changed in the script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import click
+
+from autoamp_cli.words import PLACEMENTS
+
+_LAUNCHED = {"AUTOAMP_ENABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+
+
+def _lists(function: Any) -> Any:
+    """Adds the eight list options: add and remove for each of the four categories."""
+    for category in ("clear", "infer", "deny", "allow"):
+        for change, verb in (("remove", "to take out of"), ("add", "to put in")):
+            function = click.option(
+                f"--{category}list-{change}",
+                metavar="OPS",
+                help=f"Ops, comma-separated, {verb} the {category} list.",
+            )(function)
+    return function
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module.")
+@click.option("--precision", metavar="P", help="auto, fp16 or bf16.")
+@click.option("--rules", metavar="FILE", help="Rules laid over the built-in ones.")
+@_lists
+@click.option("--loss-scale", metavar="S", help="auto, dynamic, off or a number.")
+@click.option("--backend", metavar="B", help="eager or inductor.")
+@click.option("--placement", metavar="P", help=", ".join(PLACEMENTS) + ".")
+@click.option("--do-no-harm", metavar="0|1", help="0: convert even what cannot gain.")
+@click.option("--strict", is_flag=True, help="Raise where it would fall back to fp32.")
+@click.option("--weight-copies", metavar="C", help='kept or "every call".')
+@click.option("--lock", metavar="FILE", help="The report that placements must equal.")
+@click.option("--report-dir", metavar="DIR", help="Where graphs and reports go.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    as_module: bool,
+    strict: bool,
+    script: str,
+    arguments: tuple[str, ...],
+    **given: str | None,
+) -> None:
+    """Runs SCRIPT as `python SCRIPT ARGUMENTS...`, in mixed precision.
+
+    \b
+    Example:
+      autoamp run --precision bf16 train.py --epochs 3
+    """
+    from autoamp.auto import environment
+    from autoamp.errors import AutoampError
+
+    changed = {
+        f"AUTOAMP_{name.upper()}": value for name, value in given.items() if value
+    }
+    if strict:
+        changed["AUTOAMP_STRICT"] = "1"
+    environ = {**os.environ, **_LAUNCHED, **changed}
+    try:
+        environment.read(environ)
+    except AutoampError as error:
+        raise click.ClickException(str(error)) from None
+    # SCRIPT runs in a new process, so that Python sets `__main__`, argv and sys.path.
+    command = [sys.executable, *(["-m"] if as_module else []), script, *arguments]
+    if os.name == "nt":  # exec on Windows returns before SCRIPT ends
+        sys.exit(subprocess.call(command, env=environ))
+    os.execve(sys.executable, command, environ)
