@@ -1,7 +1,7 @@
 """Drives a headless Chromium through the DevTools protocol, over a pair of pipes.
 
-Chromium reads commands from file descriptor 3 and writes answers to 4, as JSON that ends
-with a zero byte, so that neither a driver nor a WebSocket library is needed.
+Chromium reads commands from file descriptor 3 and writes answers to 4, as JSON that
+ends with a zero byte, so that neither a driver nor a WebSocket library is needed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class Browser:
         """Loads a file and waits until the scripts of the page have run."""
         self.problems, self.requests = [], []
         self.send("Page.navigate", url=path.resolve().as_uri())
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.wait(
+            "document.readyState === 'complete' && location.href !== 'about:blank'"
+        )
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression in the page; promises are awaited.

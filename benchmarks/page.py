@@ -33,7 +33,7 @@ from .pass_time import Chain
 MOST_BYTES = 5_000_000
 MOST_FIRST_PAINT = 2.0
 MOST_OPENING = 0.3
-"""The limits: bytes of the page, seconds to the first paint, seconds to open a module."""
+"""The limits: bytes of the page, seconds to first paint, seconds to open a module."""
 
 _PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
 _DRAWN = "performance.getEntriesByName('drawn')[0]?.startTime"
@@ -41,7 +41,9 @@ _DRAWN = "performance.getEntriesByName('drawn')[0]?.startTime"
 _OPEN_ALL = """
 (async () => {
   // The second frame begins when the first, which shows the change, has been painted.
-  const frame = () => new Promise((go) => requestAnimationFrame(() => requestAnimationFrame(go)));
+  const frame = () => new Promise((go) => {
+    requestAnimationFrame(() => requestAnimationFrame(go));
+  });
   const pressed = async (id, key = "Enter") => {
     const element = document.getElementById(id);
     element.focus({ preventScroll: true });
@@ -51,7 +53,8 @@ _OPEN_ALL = """
     await frame();
     return performance.now() - start;
   };
-  const closed = () => [...document.querySelectorAll(".item.group:not(.open)")].map((e) => e.id);
+  const closed = () =>
+    [...document.querySelectorAll(".item.group:not(.open)")].map((e) => e.id);
   const times = [];
   for (const id of closed()) {
     const outer = new Set(closed());
@@ -224,8 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
     within = all(each.is_within for each in found)
     verdict = (
-        f"Limits: {MOST_BYTES / 1e6:.0f} MB, first paint {MOST_FIRST_PAINT} s, opening a "
-        f"module {MOST_OPENING} s (the longest). {'Held' if within else 'NOT held'}.\n"
+        f"Limits: {MOST_BYTES / 1e6:.0f} MB, first paint {MOST_FIRST_PAINT} s, opening "
+        f"a module {MOST_OPENING} s (the longest). {'Held' if within else 'NOT held'}.\n"
         f"First paint and drawn: medians of {options.repeats} fresh browsers, from the "
         "start of the navigation."
     )

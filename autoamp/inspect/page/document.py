@@ -92,7 +92,7 @@ def _graph(
         "groups": [asdict(group) for group in found.groups],
         "nodes": list(found.entries(flips_of(section, ops, most))),
         "islands": islands,
-        "tables": tables_of(section, ops, casts, costs, found.index),
+        "tables": tables_of(ops, casts, costs, found.index),
     }
 
 

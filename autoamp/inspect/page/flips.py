@@ -8,14 +8,14 @@ the cost of changing that op alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PlacementError
 from autoamp.inspect.flip import flip
 from autoamp.inspect.rows import OpRow, Section
-from autoamp.place.mincut import CastGroup, Problem
+from autoamp.place.two_sides import Group, Problem
 from autoamp.rules import Category
 
 MOST_WORK = 100_000
@@ -40,7 +40,7 @@ def flips_of(
     - "never": the op cannot have the other precision; `why` is the reason;
     - "unknown": the op cannot change alone, and the exact cost was not affordable.
     """
-    pinned = section.rewritten.assignment.problem.pinned_high
+    pinned = section.rewritten.assignment.pinned
     free = [row for row in rows if row.name not in pinned]
     first = sorted(free, key=lambda row: -row.bytes)[:most]
     chosen = {row.name for row in first}
@@ -126,21 +126,24 @@ class _Flipped:
         return (variable in self._low) != (variable == self._name)
 
 
-def _groups_by_variable(problem: Problem) -> Mapping[str, list[CastGroup]]:
-    found: dict[str, list[CastGroup]] = defaultdict(list)
+def _groups_by_variable(problem: Problem) -> Mapping[str, list[Group]]:
+    found: dict[str, list[Group]] = defaultdict(list)
     for group in problem.groups:
         for variable in dict.fromkeys(_variables(group)):
             found[variable].append(group)
     return found
 
 
-def _variables(group: CastGroup) -> Iterator[str]:
+def _variables(group: Group) -> Iterator[str]:
     yield group.value
     yield from group.readers
 
 
-def _cast_cost(group: CastGroup, is_low: Any) -> int | None:
-    """The cost of the cast that a labelling needs in a group; None if forbidden."""
+def _cast_cost(group: Group, is_low: Callable[[str], bool]) -> int | None:
+    """The cost of the cast that a labelling needs in a group; None if forbidden.
+
+    The source side of the problem is low (`place/problem.py`).
+    """
     if is_low(group.value):
-        return group.up if any(not is_low(r) for r in group.readers) else 0
-    return group.down if any(is_low(r) for r in group.readers) else 0
+        return group.to_sink if any(not is_low(r) for r in group.readers) else 0
+    return group.to_source if any(is_low(r) for r in group.readers) else 0

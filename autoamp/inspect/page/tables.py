@@ -20,13 +20,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoamp.inspect.costs import Costs, titles
-from autoamp.inspect.rows import CastRow, OpRow, Section
+from autoamp.inspect.rows import CastRow, OpRow
 from autoamp.inspect.terminal.fp32 import by_importance
 from autoamp.inspect.why import MEANINGS
 
 
 def tables_of(
-    section: Section,
     ops: Sequence[OpRow],
     casts: Sequence[CastRow],
     costs: Costs,
