@@ -228,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     within = all(each.is_within for each in found)
     verdict = (
         f"Limits: {MOST_BYTES / 1e6:.0f} MB, first paint {MOST_FIRST_PAINT} s, opening "
-        f"a module {MOST_OPENING} s (the longest). {'Held' if within else 'NOT held'}.\n"
+        f"a module {MOST_OPENING} s (the longest). "
+        f"{'Held' if within else 'NOT held'}.\n"
         f"First paint and drawn: medians of {options.repeats} fresh browsers, from the "
         "start of the navigation."
     )
