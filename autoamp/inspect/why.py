@@ -62,7 +62,7 @@ def explain(section: Section, name: str) -> str:
 
 
 def undecided(section: Section, name: str) -> str:
-    """Why a node has its precision about which no decision was made, as a sentence."""
+    """Why a node without a decision has its precision: a sentence but its subject."""
     facts = section.rewritten.facts
     if name in facts.constants:
         makes_floats = facts.nodes[name].makes_floats
@@ -70,7 +70,7 @@ def undecided(section: Section, name: str) -> str:
         return f"comes from outside the graph {dtype}; it is never changed."
     maker = element_of(section, name)
     if maker:
-        return f"an element of {maker}, and as precise."
+        return f"is an element of {maker}, and is as precise."
     return "neither reads nor makes fp32 tensors, so precision is no question."
 
 

@@ -15,7 +15,8 @@ The document has the keys
     node, else `operands` as indices, `values` as "bf16 [2, 8]", and `precision`),
     `decision` (null, or category, precision, rule, origin, reason, heading, listed,
     bytes, `flip` as `flips.py` describes it), `cast` (null, or kind, value, dtype,
-    bytes, every_call), `note` (a sentence for a node without a decision) and `body`
+    bytes, every_call), `note` (for a node without a decision, a sentence that begins
+    behind its subject, the node) and `body`
     (the key of the body that the node names, or "");
   - `islands`: connected fp32 ops, with `nodes`, `decided_by` (indices), `reasons`,
     `modules`, `bytes`, `casts` and `is_between`;

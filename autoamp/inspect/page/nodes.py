@@ -152,11 +152,11 @@ class SectionNodes:
 
     def _note(self, name: str) -> str:
         if self._kinds[name] == "use":
-            return "gathers the uses of a cast, so that gradients are summed in fp32."
+            return "gathers the uses of a value: their gradients are summed in fp32."
         if self._kinds[name] == "output":
-            return "what the graph returns; every float result is fp32 again."
+            return "returns the results of the graph, the floats in fp32 again."
         if self._kinds[name] == "body":
-            return "a sub-graph that its reader calls."
+            return "is a sub-graph that its reader calls."
         return undecided(self._section, name) if self._fact(name) else ""
 
     def _body(self, node: fx.Node) -> str:

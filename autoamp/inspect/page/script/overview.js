@@ -13,7 +13,7 @@ function showOverview() {
   const panel = document.getElementById("overview");
   const { raw } = state.graph;
   const { tables, compute_dtype: low } = raw;
-  panel.replaceChildren(summary(raw));
+  panel.replaceChildren(summary(raw), h("p", { class: "note" }, provenance()));
   if (tables.ops.length) {
     panel.append(table("Ops by category and precision", ["category", low, "fp32"],
       tables.ops.map((row) => [h("span", { title: row.meaning }, row.category), row.low, row.fp32])));
@@ -23,6 +23,12 @@ function showOverview() {
   }
   if (tables.ops.length) panel.append(...placements(tables));
   if (report.skipped.length) panel.append(part("Not converted", skipped()));
+}
+
+/** Where the report is from. */
+function provenance() {
+  return report.explained_for ? "Explained for " + report.explained_for + ". Nothing was converted: this is what convert() would do."
+    : "The rewritten graphs of this model ran " + plural(report.runs, "time") + ".";
 }
 
 function summary({ tables, compute_dtype: low }) {
@@ -98,7 +104,7 @@ function islandEntry(alike) {
     h("p", { class: "note" }, size.join(" \u00b7 ")),
     h("p", {}, h("b", {}, first.decided_by.length ? "Decided by" : "By price")),
     h("ul", { class: "nodes" }, examples(decided).map((n) =>
-      h("li", {}, nodeButton(n), h("span", {}, ": " + whyHigh(state.graph.nodes[n].decision))))),
+      h("li", {}, nodeButton(n), h("span", {}, " \u2013 " + whyHigh(state.graph.nodes[n].decision))))),
     h("p", {}, h("b", {}, alike.length > 1 ? "Places" : "Place")),
     h("p", { class: "places" }, inOrder(alike).map(([place, island]) => h("button", {
       type: "button", class: "link place", onclick: () => goToIsland(island),

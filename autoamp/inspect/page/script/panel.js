@@ -1,10 +1,6 @@
 // The panel beside the graph: its tabs, and the details of one node.
 
 const TABS = ["overview", "reasons", "node"];
-const MEANINGS = {
-  allow: "safe and worth it in low precision", deny: "dangerous in low precision",
-  infer: "may be low where its operands are low", clear: "no arithmetic; follows its neighbours",
-};
 const KINDS = {
   op: "op", cast: "cast", weight: "weight", input: "input", constant: "constant",
   body: "sub-graph", use: "uses of a cast", output: "output",
@@ -122,16 +118,17 @@ function chips(node) {
 }
 
 function decided({ decision }) {
+  const { meaning } = state.graph.raw.tables.ops.find((row) => row.category === decision.category);
   return part("Why " + decision.precision, facts([
     ["Decision", decision.reason],
-    ["Category", decision.category + ": " + MEANINGS[decision.category]],
+    ["Category", decision.category + ": " + meaning],
     ["Rule", decision.rule],
     ["From", decision.origin + (decision.listed ? "" : " (no rule lists this op)")],
   ]));
 }
 
 function undecided(node) {
-  if (!node.cast) return node.note ? part("Why", h("p", {}, node.note)) : "";
+  if (!node.cast) return node.note ? part("Why", h("p", {}, "This node " + node.note)) : "";
   const { kind, value, dtype, bytes, every_call: everyCall } = node.cast;
   const way = { down: "Rounds", up: "Widens", weight: "Rounds the weight" }[kind];
   const made = state.graph.nodes.find((n) => n.name === value);
@@ -154,7 +151,7 @@ function flipped(flip) {
   const ops = more ? ", and " + plural(Math.abs(more), "more allow op") + " in " + (more > 0 ? "fp32" : low) : "";
   const bound = flip.kind === "bound";
   const text = (bound ? "At most " : "") + amount(flip.extra, unit, true) + " " + kind + ops +
-    (bound ? ", if this op alone changed. Computed so because the graph is large; report.why() gives the exact cost." : ".");
+    (bound ? ", if this op alone changed. This is a bound because the graph is large; report.why() gives the exact cost." : ".");
   const casts = (list) => list.map(([value, dtype]) => value + " to " + dtype).join(", ");
   return [h("p", {}, text), facts(bound ? [] : [
     ["Casts added", casts(flip.appear)], ["Casts removed", casts(flip.vanish)],
@@ -168,7 +165,7 @@ function values(node) {
   const [before, after] = [lines(node.before), lines(node.after)];
   const code = (text) => text && h("code", { class: "lines" }, text);
   const rows = before === after ? [["Shape", code(before)]] : [["Before", code(before)], ["After", code(after)]];
-  if (node.decision?.bytes) rows.push(["Moves", inBytes(node.decision.bytes) + " in fp32"]);
+  if (node.decision?.bytes) rows.push(["Traffic", inBytes(node.decision.bytes) + " read and written in fp32"]);
   return before || after ? part("Values", facts(rows)) : "";
 }
 

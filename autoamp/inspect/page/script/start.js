@@ -3,7 +3,7 @@
 function start() {
   const title = document.getElementById("title");
   title.append(h("b", {}, "autoamp"), " " + report.model);
-  if (report.explained_for) title.append(h("small", {}, " explained for " + report.explained_for));
+  title.title = report.model;
   listenToTabs();
   showTab("overview");
   document.getElementById("help").addEventListener("click", ACTIONS["?"]);

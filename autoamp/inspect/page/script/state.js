@@ -73,14 +73,14 @@ function renew(keep) {
   render(keep);
 }
 
-/** Draws the layouts; item `keep` stays where it is in the window. */
+/** Draws the layouts; the top middle of item `keep` stays where it is in the window. */
 function render(keep) {
   const before = keep && state.shown.get(keep);
   const hadFocus = document.activeElement?.closest?.("#view");
   Object.assign(state, drawAll(viewElement, state.graph, state.side, state.layouts.of(root())));
   const after = before && state.shown.get(keep);
   if (after) {
-    view.x += (before.x - after.x) * view.k;
+    view.x += (before.x + before.w / 2 - after.x - after.w / 2) * view.k;
     view.y += (before.y - after.y) * view.k;
   }
   applyView();
@@ -101,6 +101,7 @@ function toggle(group) {
   state.layouts.forget(group);
   state.at = group.id;
   render(group.id);
+  bringIn(state.shown.get(group.id));
   said.textContent = (group.path || group.label) + (opens ? " opened" : " closed");
 }
 

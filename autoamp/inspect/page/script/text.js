@@ -44,7 +44,8 @@ function linesOf(graph, side, item) {
   if (item.kind === "use") return ["uses"];
   const values = item[side].values;
   const more = values.length > 1 ? "  +" + (values.length - 1) : "";
-  return [item.title, values.length ? values[0] + more : item.kind];
+  if (values.length) return [item.title, values[0] + more];
+  return item.title === item.kind ? [item.title] : [item.title, KINDS[item.kind]];
 }
 
 /** The lines of an item as they are drawn, and the size of its box. */

@@ -5,7 +5,7 @@ const canvas = document.getElementById("canvas");
 const viewElement = document.getElementById("view");
 const LEAST_ZOOM = 0.08;
 const MOST_ZOOM = 2.5;
-const LEGIBLE = 0.72; // below this zoom the smaller texts are hard to read
+const LEGIBLE = 0.9; // below this zoom the smaller texts are hard to read
 
 function applyView() {
   viewElement.setAttribute("transform", `translate(${view.x} ${view.y}) scale(${view.k})`);
@@ -35,16 +35,21 @@ function fitTo({ x, y, w, h }, least = LEAST_ZOOM) {
   applyView();
 }
 
-/** Moves a box into the window if it is outside, or to the middle on demand. */
+/** Moves a box into the window, no farther than it takes; or to the middle on demand. */
 function bringIn(box, { middle = false } = {}) {
   const [width, height] = [canvas.clientWidth, canvas.clientHeight];
   const [left, top] = [box.x * view.k + view.x, box.y * view.k + view.y];
   const [w, h] = [box.w * view.k, box.h * view.k];
   const room = 24;
   const isIn = left >= room && top >= room && left + w <= width - room && top + h <= height - room;
-  if (isIn && !middle) return;
-  view.x += w > width - 2 * room ? room - left : width / 2 - left - w / 2;
-  view.y += h > height - 2 * room ? room - top : height / 2 - top - h / 2;
+  if (isIn) return;
+  const move = (start, size, all) => {
+    if (size > all - 2 * room) return room - start;
+    if (middle) return all / 2 - start - size / 2;
+    return Math.max(room - start, Math.min(0, all - room - start - size));
+  };
+  view.x += move(left, w, width);
+  view.y += move(top, h, height - 36); // the legend covers the bottom
   applyView();
 }
 
