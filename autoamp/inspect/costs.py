@@ -94,6 +94,19 @@ def costs_of(rewritten: Rewritten) -> Costs:
     )
 
 
+def titles(costs: Costs) -> dict[str, str]:
+    """The title of each placement, in the order shown."""
+    known = {
+        OURS: "this one",
+        ALL_FP32: "all fp32",
+        "tensorflow": "TensorFlow's passes",
+        "promote": "autocast's type promotion",
+        "forced": "allow ops alone",
+    }
+    rest = {name: name for name in costs.placements if name not in known}
+    return {**known, **rest}
+
+
 def allow_in_fp32(rewritten: Rewritten, low: frozenset[str]) -> int:
     """The number of allow ops that are not in `low`."""
     classified = rewritten.classified

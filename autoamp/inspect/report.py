@@ -17,6 +17,9 @@ from autoamp.dtypes import short_name
 from autoamp.inspect import export, why
 from autoamp.inspect.costs import Costs, costs_of
 from autoamp.inspect.coverage import Coverage
+from autoamp.inspect.page.document import Content, document_of
+from autoamp.inspect.page.html import page_of
+from autoamp.inspect.page.writing import write_whole
 from autoamp.inspect.rows import (
     CastRow,
     OpRow,
@@ -185,6 +188,36 @@ class Report:
         text = export.to_json(head, self.sections, self.skipped)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The report as one page for a browser, which loads nothing from a network.
+
+        The page shows the graphs, before and after the casts, grouped by module, with
+        the reason and the cost of each precision.
+
+        Args:
+            path: a file that the page is written to as well, whole or not at all.
+
+        Raises:
+            OptionError: `path` cannot be written; an older file there is as it was.
+
+        Example:
+            >>> page = report.to_html("report.html")
+        """
+        content = Content(
+            label=self.label,
+            compute_dtype=self.compute_dtype,
+            runs=self.runs,
+            explained_for=self.explained_for,
+            sections=self.sections,
+            costs=self.costs,
+            islands=self.islands,
+            skipped=self.skipped,
+        )
+        text = page_of(document_of(content))
+        if path is not None:
+            write_whole(path, text)
         return text
 
     def _shares(self) -> dict[str, float | None] | None:

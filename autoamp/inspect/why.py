@@ -54,18 +54,31 @@ def explain(section: Section, name: str) -> str:
                 f"({bytes_text(cast.bytes)}{kept}), read by {readers}.\n"
                 f"Its reason is the precision of those: try why({cast.value!r})."
             )
-    fact = section.rewritten.facts.nodes.get(name)
-    if fact is None:
+    if name not in section.rewritten.facts.nodes:
         raise OptionError(_unknown(section, name, list(rows)))
-    if name in section.rewritten.facts.constants:
-        dtype = "in fp32" if fact.makes_floats else "and holds no fp32 numbers"
-        return f"{name}: comes from outside the graph {dtype}; it is never changed."
-    maker = section.rewritten.facts.element_of.get(name)
-    if maker is not None and fact.makes_floats:
-        return f"{name}: an element of {maker}, and as precise.\n" + explain(
-            section, maker
-        )
-    return f"{name}: neither reads nor makes fp32 tensors, so precision is no question."
+    maker = element_of(section, name)
+    told = f"\n{explain(section, maker)}" if maker else ""
+    return f"{name}: {undecided(section, name)}{told}"
+
+
+def undecided(section: Section, name: str) -> str:
+    """Why a node without a decision has its precision: a sentence but its subject."""
+    facts = section.rewritten.facts
+    if name in facts.constants:
+        makes_floats = facts.nodes[name].makes_floats
+        dtype = "in fp32" if makes_floats else "and holds no fp32 numbers"
+        return f"comes from outside the graph {dtype}; it is never changed."
+    maker = element_of(section, name)
+    if maker:
+        return f"is an element of {maker}, and is as precise."
+    return "neither reads nor makes fp32 tensors, so precision is no question."
+
+
+def element_of(section: Section, name: str) -> str:
+    """The node that makes the tuple of fp32 tensors that `name` is from, or ""."""
+    facts = section.rewritten.facts
+    is_float = facts.nodes[name].makes_floats
+    return facts.element_of.get(name, "") if is_float else ""
 
 
 def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:

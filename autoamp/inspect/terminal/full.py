@@ -14,7 +14,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from autoamp.inspect.costs import ALL_FP32, OURS, Costs, amount, bytes_text
+from autoamp.inspect.costs import OURS, Costs, amount, bytes_text, titles
 from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
 from autoamp.inspect.sections.cast_counts import cast_counts, counts_text
 from autoamp.inspect.terminal.fp32 import stayed_fp32
@@ -167,7 +167,7 @@ def _costs(costs: Costs) -> Iterator[RenderableType]:
     table.add_column("against this", justify="right")
     if costs.reward:
         table.add_column("allow ops left in fp32", justify="right")
-    for name, title in _titles(costs).items():
+    for name, title in titles(costs).items():
         placement = costs.placements[name]
         extra = placement.estimate - costs.ours.estimate
         cells = [
@@ -178,19 +178,6 @@ def _costs(costs: Costs) -> Iterator[RenderableType]:
         table.add_row(*cells, *[str(placement.allow_in_fp32)] * bool(costs.reward))
     yield Padding(table, (0, 0, 0, 2))
     yield _indented(_certificate(costs))
-
-
-def _titles(costs: Costs) -> dict[str, str]:
-    """The title of each placement, in the order shown."""
-    known = {
-        OURS: "this one",
-        ALL_FP32: "all fp32",
-        "tensorflow": "TensorFlow's passes",
-        "promote": "autocast's type promotion",
-        "forced": "allow ops alone",
-    }
-    rest = {name: name for name in costs.placements if name not in known}
-    return {**known, **rest}
 
 
 def _certificate(costs: Costs) -> str:

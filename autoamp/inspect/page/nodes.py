@@ -1,0 +1,206 @@
+"""One entry per node of a section, with the node's places before and after the pass."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp.analyse.nodes import tensors_of
+from autoamp.dtypes import short_name
+from autoamp.graph_functions import low_uses, low_weight
+from autoamp.inspect.page.homes import Group, homes_of, tree_of
+from autoamp.inspect.rows import CastRow, OpRow, Section
+from autoamp.inspect.text import op_title, shorten
+from autoamp.inspect.why import undecided
+
+_LATE = frozenset({"weight", "constant", "body", "cast", "use"})
+"""Kinds of nodes that are drawn where the readers of the node are drawn."""
+
+
+class SectionNodes:
+    """The nodes of one section, in the order of the page.
+
+    Attributes:
+        names: the nodes of the rewritten graph, in order, each followed by the nodes
+            that only the graph before has at that place.
+        index: node to its position in `names`.
+        groups: the boxes that the nodes are drawn in, parents before children.
+    """
+
+    def __init__(
+        self,
+        section: Section,
+        label: str,
+        ops: Sequence[OpRow],
+        casts: Sequence[CastRow],
+    ) -> None:
+        self._section = section
+        self._ops = {row.name: row for row in ops}
+        self._casts = {row.name: row for row in casts}
+        self._before = {n.name: n for n in section.rewritten.before.graph.nodes}
+        self._after = {n.name: n for n in section.rewritten.gm.graph.nodes}
+        self.names = _merged(list(self._before), list(self._after))
+        self.index = {name: place for place, name in enumerate(self.names)}
+        self._kinds = {name: self._kind(name) for name in self.names}
+        readers = self._readers()
+        homes = homes_of({n: self._module(n) for n in self.names}, readers)
+        self.groups: list[Group]
+        self.groups, self._group_of = tree_of(
+            homes, self._drawn_with_readers(readers), label
+        )
+
+    def entries(self, flips: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yields the entry of each node; `document.py` describes the keys."""
+        for name in self.names:
+            node = self._after.get(name) or self._before[name]
+            row, fact = self._ops.get(name), self._fact(name)
+            cast = self._casts.get(name)
+            yield {
+                "name": name,
+                "kind": self._kinds[name],
+                "op": row.op if row else _target(node),
+                "title": self._title(name, node, row),
+                "group": self._group_of[name],
+                "module": self.groups[self._group_of[name]].path,
+                "source": shorten(fact.source) if fact else "",
+                "before": self._side(self._before.get(name)),
+                "after": self._side(self._after.get(name)),
+                "decision": self._decision(row, flips) if row else None,
+                "cast": _cast(cast) if cast else None,
+                "note": "" if row or cast else self._note(name),
+                "body": self._body(node),
+            }
+
+    def _title(self, name: str, node: fx.Node, row: OpRow | None) -> str:
+        """The short name: that of the op, or of a weight inside its module."""
+        if self._kinds[name] not in ("weight", "constant"):
+            return op_title(row.op if row else _target(node))
+        path = self.groups[self._group_of[name]].path.replace(".", "_")
+        inner = name.lstrip("_").removeprefix(f"{path}_")
+        return inner if path else name
+
+    def _kind(self, name: str) -> str:
+        node = self._after.get(name) or self._before[name]
+        if name in self._casts:
+            return "cast"
+        if name not in self._before and node.target in (low_uses, low_weight):
+            return "use"
+        if node.op == "get_attr":
+            is_body = self._body(node) or _is_graph(node)
+            return "body" if is_body else "constant"
+        if node.op == "placeholder":
+            facts = self._section.rewritten.facts
+            return "weight" if name in facts.weights else "input"
+        return "output" if node.op == "output" else "op"
+
+    def _fact(self, name: str) -> Any:
+        return self._section.rewritten.facts.nodes.get(name)
+
+    def _module(self, name: str) -> str | None:
+        if self._kinds[name] in _LATE:
+            return None
+        fact = self._fact(name)
+        return fact.module if fact else "" if name in self._before else None
+
+    def _readers(self) -> dict[str, list[str]]:
+        found: dict[str, dict[str, None]] = defaultdict(dict)
+        for nodes in (self._before, self._after):
+            for node in nodes.values():
+                for operand in node.all_input_nodes:
+                    found[operand.name][node.name] = None
+        return {name: list(readers) for name, readers in found.items()}
+
+    def _drawn_with_readers(self, readers: Mapping[str, Sequence[str]]) -> list[str]:
+        """The nodes in graph order, but weights and casts just before a reader."""
+        place: dict[str, int] = {}
+        for name in reversed(self.names):
+            places = [place[r] for r in readers.get(name, ()) if r in place]
+            late = self._kinds[name] in _LATE and places
+            place[name] = min(places) if late else self.index[name]
+        return sorted(self.names, key=lambda name: (place[name], self.index[name]))
+
+    def _side(self, node: fx.Node | None) -> dict[str, Any] | None:
+        if node is None:
+            return None
+        value = tensors_of(node.meta.get("val"))
+        floats = [t for t in value if t.is_floating_point()]
+        return {
+            "operands": [self.index[o.name] for o in node.all_input_nodes],
+            "values": [_described(t) for t in value],
+            "precision": short_name(floats[0].dtype) if floats else "",
+        }
+
+    def _decision(self, row: OpRow, flips: Mapping[str, Any]) -> dict[str, Any]:
+        verdict = self._section.rewritten.classified.verdicts[row.name]
+        why = row.reason.removeprefix(verdict.reason).removeprefix("; ")
+        return {
+            "category": row.category,
+            "precision": row.precision,
+            "rule": verdict.reason,
+            "origin": shorten(row.origin),
+            "reason": why or "by that rule",
+            "heading": row.heading,
+            "listed": row.listed,
+            "bytes": row.bytes,
+            "flip": flips[row.name],
+        }
+
+    def _note(self, name: str) -> str:
+        if self._kinds[name] == "use":
+            return "gathers the uses of a value: their gradients are summed in fp32."
+        if self._kinds[name] == "output":
+            return "returns the results of the graph, the floats in fp32 again."
+        if self._kinds[name] == "body":
+            return "is a sub-graph that its reader calls."
+        return undecided(self._section, name) if self._fact(name) else ""
+
+    def _body(self, node: fx.Node) -> str:
+        """The key of the section of the body that `node` names, or ""."""
+        if node.op != "get_attr" or not _is_graph(node):
+            return ""
+        section, child = self._section, None
+        child = getattr(section.rewritten.gm, str(node.target), None)
+        if not any(child is body.gm for body in section.rewritten.bodies):
+            return ""
+        path = f"{section.body}/{node.target}" if section.body else str(node.target)
+        return f"{section.graph}/{path}"
+
+
+def _merged(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """The names of `after`, with those of `before` alone behind their predecessor."""
+    known = set(after)
+    behind: dict[str, list[str]] = defaultdict(list)
+    last = ""
+    for name in before:
+        if name in known:
+            last = name
+        else:
+            behind[last].append(name)
+    merged = behind[""][:]
+    for name in after:
+        merged += [name, *behind[name]]
+    return merged
+
+
+def _is_graph(node: fx.Node) -> bool:
+    owner = node.graph.owning_module
+    return isinstance(getattr(owner, str(node.target), None), fx.GraphModule)
+
+
+def _target(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _described(tensor: torch.Tensor) -> str:
+    sizes = ", ".join(str(size) for size in tensor.shape)
+    return f"{short_name(tensor.dtype)} [{sizes}]"
+
+
+def _cast(row: CastRow) -> dict[str, Any]:
+    kept = asdict(row)
+    return {key: kept[key] for key in ("kind", "value", "dtype", "bytes", "every_call")}

@@ -1,0 +1,70 @@
+// Fills the page and listens.
+
+function start() {
+  const title = document.getElementById("title");
+  title.append(h("b", {}, "autoamp"), " " + report.model);
+  title.title = report.model;
+  listenToTabs();
+  showTab("overview");
+  document.getElementById("help").addEventListener("click", ACTIONS["?"]);
+  document.getElementById("theme").addEventListener("click", switchTheme);
+  if (!report.graphs.length) return showEmpty();
+  chooseGraph();
+  listen();
+  showGraph(0);
+  showLegend();
+}
+
+/** A report without graphs: the reason, and nothing that could be switched. */
+function showEmpty() {
+  const empty = document.getElementById("empty");
+  empty.hidden = false;
+  empty.textContent = report.skipped.length ? "Not converted: the model runs in fp32."
+    : "No graph captured yet: call the model once, then ask again.";
+  for (const id of ["graph-field", "islands", "search", "expand-all", "collapse-all"]) {
+    document.getElementById(id).hidden = true;
+  }
+  document.querySelector(".switch").hidden = true;
+  document.querySelector(".zoom").hidden = true;
+  if (report.skipped.length) document.getElementById("overview").append(part("Not converted", skipped()));
+}
+
+function chooseGraph() {
+  const select = document.getElementById("graph");
+  select.append(...report.graphs.map((g, i) => h("option", { value: String(i) }, g.title)));
+  select.addEventListener("change", () => { showGraph(Number(select.value)); showLegend(); });
+}
+
+function listen() {
+  const on = (id, action) => document.getElementById(id).addEventListener("click", action);
+  on("side-before", () => showSide("before"));
+  on("side-after", () => showSide("after"));
+  on("islands", () => filterIslands(!state.islands));
+  on("expand-all", expandAll);
+  on("collapse-all", collapseAll);
+  on("zoom-in", () => zoomBy(1.25));
+  on("zoom-out", () => zoomBy(0.8));
+  on("zoom-fit", () => fitTo(whole()));
+  listenToView();
+  listenToSearch();
+  listenToKeys();
+  canvas.addEventListener("click", (event) => {
+    const element = event.target.closest(".item");
+    if (!element) {
+      if (state.picked) pick(null);
+      return;
+    }
+    const { item, isOpen: open } = state.shown.get(element.id);
+    // An open module closes by its header; a click on its ground is a click on nothing.
+    if (open && !event.target.closest(".header, .title, .chevron")) return;
+    state.at = item.id;
+    act(item);
+  });
+  canvas.addEventListener("focusin", (event) => {
+    const element = event.target.closest(".item");
+    if (element) state.at = element.id;
+  });
+}
+
+start();
+performance.mark("drawn"); // read by benchmarks/page.py
