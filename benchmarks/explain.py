@@ -1,9 +1,9 @@
 """`python -m benchmarks.explain`: CPU time of `explain`, beside the capture itself.
 
 The capture is `torch.compile(backend="eager")`'s first call, which captures the same
-graphs and makes nothing of them.  `explain` is timed with its summary as text.  Both run
-in one process on one thread, in turn; graphs are forgotten between.  Of a model of seven
-billion parameters on the meta device, `explain` alone is timed, by the clock.
+graphs and makes nothing of them.  `explain` is timed with its summary as text.  Both
+run in one process on one thread, in turn; graphs are forgotten between.  Of a model of
+seven billion parameters on the meta device, `explain` alone is timed, by the clock.
 """
 
 from __future__ import annotations
