@@ -14,7 +14,9 @@ _PATH = click.Path(dir_okay=False, allow_dash=True)
 
 @click.command()
 @click.option("--json", type=_PATH, help="Write the report as JSON, to commit or diff.")
+@click.option("--html", type=_PATH, help="Write one page that draws the graphs.")
 @click.option("--dot", type=_PATH, help="Write the graphs for Graphviz.")
+@click.option("--model-explorer", type=_PATH, help="Write the graphs for that viewer.")
 @click.option("--text", is_flag=True, help="Print the report, whatever is written.")
 @click.option("--full", is_flag=True, help="Print every op and cast, not a summary.")
 @click.option("--device", metavar="NAME", help="Explain for cuda:sm_90, cpu:amx, ...")
@@ -24,7 +26,9 @@ def explain(
     factory: str,
     *,
     json: str | None,
+    html: str | None,
     dot: str | None,
+    model_explorer: str | None,
     text: bool,
     full: bool,
     device: str | None,
@@ -40,6 +44,7 @@ def explain(
     Examples:
       autoamp explain models.resnet:example
       autoamp explain models.resnet:example --device cuda:sm_90 --json precision.json
+      autoamp explain models.resnet:example --html resnet.html
       autoamp explain models.resnet:example --dot - | dot -Tsvg > resnet.svg
     """
     from autoamp import questions
@@ -51,7 +56,12 @@ def explain(
         report = questions.explain(
             made.model, *made.args, options=options, device=device, **made.kwargs
         )
-        written = ((json, report.to_json), (dot, report.to_dot))
+        written = (
+            (json, report.to_json),
+            (html, report.to_html),
+            (dot, report.to_dot),
+            (model_explorer, report.to_model_explorer),
+        )
         texts = [(path, make()) for path, make in written if path]
     for path, content in texts:
         _write(path, content)

@@ -17,8 +17,8 @@ from torch import nn
 
 import autoamp
 from autoamp.errors import OptionError, PlacementError
+from autoamp.inspect import writing
 from autoamp.inspect.flip import flip
-from autoamp.inspect.page import writing
 from autoamp.inspect.page.flips import flips_of
 from autoamp.inspect.page.homes import MOST_NODES
 from autoamp.inspect.report import Report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,11 @@ class Coverage:
     def share_of_flops(self) -> float | None:
         """The share of flops in low precision, 0 to 1; None where `flops` is 0."""
         return self.low_flops / self.flops if self.flops else None
+
+    def counts_and_shares(self) -> dict[str, float | None]:
+        """Every attribute and share by its name."""
+        shares = {n: getattr(self, n) for n in ("share_of_calls", "share_of_flops")}
+        return {**asdict(self), **shares}
 
 
 def coverage_of(

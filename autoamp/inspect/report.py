@@ -14,12 +14,11 @@ from rich.text import Text
 from torch import fx
 
 from autoamp.dtypes import short_name
-from autoamp.inspect import export, why
+from autoamp.inspect import export, model_explorer, why
 from autoamp.inspect.costs import Costs, costs_of
 from autoamp.inspect.coverage import Coverage
-from autoamp.inspect.page.document import Content, document_of
+from autoamp.inspect.page.document import document_of
 from autoamp.inspect.page.html import page_of
-from autoamp.inspect.page.writing import write_whole
 from autoamp.inspect.rows import (
     CastRow,
     OpRow,
@@ -37,6 +36,7 @@ from autoamp.inspect.sections.weights import Range, WeightRow, weight_rows
 from autoamp.inspect.terminal import full, state, summary
 from autoamp.inspect.terminal.parts import as_text, recording
 from autoamp.inspect.text import counted
+from autoamp.inspect.writing import written
 from autoamp.pipeline import Rewritten
 from autoamp.place.policies import POLICIES
 
@@ -180,15 +180,12 @@ class Report:
             "runs": self.runs,
             "unwatched": self.unwatched,
             "loss_scale": asdict(self.loss_scale) if self.loss_scale else None,
-            "coverage": self._shares(),
+            "coverage": self.coverage.counts_and_shares() if self.coverage else None,
             "cost": self.cost,
             "optimal_cost": self.optimal_cost,
             "regret": self.regret,
         }
-        text = export.to_json(head, self.sections, self.skipped)
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return written(export.to_json(head, self.sections, self.skipped), path)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as one page for a browser, which loads nothing from a network.
@@ -203,29 +200,27 @@ class Report:
             OptionError: `path` cannot be written; an older file there is as it was.
 
         Example:
-            >>> page = report.to_html("report.html")
+            >>> import os, tempfile
+            >>> report = autoamp.explain(torch.nn.Linear(8, 8), torch.ones(4, 8))
+            >>> path = os.path.join(tempfile.mkdtemp(), "report.html")
+            >>> page = report.to_html(path)
         """
-        content = Content(
-            label=self.label,
-            compute_dtype=self.compute_dtype,
-            runs=self.runs,
-            explained_for=self.explained_for,
-            sections=self.sections,
-            costs=self.costs,
-            islands=self.islands,
-            skipped=self.skipped,
-        )
-        text = page_of(document_of(content))
-        if path is not None:
-            write_whole(path, text)
-        return text
+        return written(page_of(document_of(self)), path)
 
-    def _shares(self) -> dict[str, float | None] | None:
-        found = self.coverage
-        if found is None:
-            return None
-        shares = {n: getattr(found, n) for n in ("share_of_calls", "share_of_flops")}
-        return {**asdict(found), **shares}
+    def to_model_explorer(self, path: str | Path | None = None) -> str:
+        """The graphs for Model Explorer, a viewer of model graphs; as JSON.
+
+        Modules are layers; colours are precisions; the graph before the casts and the
+        graph after are side by side.  `model-explorer FILE` opens the file (of the
+        package ai-edge-model-explorer).
+
+        Args:
+            path: a file that the JSON is written to as well, whole or not at all.
+
+        Raises:
+            OptionError: `path` cannot be written; an older file there is as it was.
+        """
+        return written(model_explorer.to_model_explorer(document_of(self)), path)
 
     def to_networkx(self) -> nx.DiGraph:
         """The rewritten graphs as one `networkx.DiGraph`; casts are nodes in it."""
@@ -295,7 +290,7 @@ class Report:
         if self.explained_for:
             return
         if self.coverage is not None and self.coverage.calls:
-            yield state.covered(self._shares() or {})
+            yield state.covered(self.coverage.counts_and_shares())
         if self.unwatched:
             yield state.copied_anew(self.unwatched)
         if self.loss_scale is not None:

@@ -26,8 +26,8 @@ The document has the keys
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Protocol
 
 from autoamp.inspect.costs import Costs
 from autoamp.inspect.page.flips import MOST_WORK, flips_of
@@ -41,21 +41,28 @@ SCHEMA = "autoamp.page"
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True)
-class Content:
-    """The parts of a report that the page shows; the names are those of `Report`."""
+class Shown(Protocol):
+    """The parts of a `Report` that are shown."""
 
-    label: str
-    compute_dtype: str | None
-    runs: int
-    explained_for: str
-    sections: Sequence[Section]
-    costs: Sequence[Costs]
-    islands: Sequence[Island]
-    skipped: Sequence[tuple[str, str]]
+    @property
+    def label(self) -> str: ...
+    @property
+    def compute_dtype(self) -> str | None: ...
+    @property
+    def runs(self) -> int: ...
+    @property
+    def explained_for(self) -> str: ...
+    @property
+    def sections(self) -> Sequence[Section]: ...
+    @property
+    def costs(self) -> Sequence[Costs]: ...
+    @property
+    def islands(self) -> Sequence[Island]: ...
+    @property
+    def skipped(self) -> Sequence[tuple[str, str]]: ...
 
 
-def document_of(content: Content) -> dict[str, Any]:
+def document_of(content: Shown) -> dict[str, Any]:
     """The document of a report, the same in every process."""
     nodes = sum(len(s.rewritten.before.graph.nodes) for s in content.sections)
     # Each section gets its share of the solved placements, so that a report of many
@@ -76,9 +83,7 @@ def document_of(content: Content) -> dict[str, Any]:
     }
 
 
-def _graph(
-    content: Content, section: Section, costs: Costs, most: int
-) -> dict[str, Any]:
+def _graph(content: Shown, section: Section, costs: Costs, most: int) -> dict[str, Any]:
     ops, casts = op_rows(section), cast_rows(section)
     found = SectionNodes(section, content.label, ops, casts)
     islands = [

@@ -33,8 +33,15 @@ def write_whole(path: str | Path, text: str) -> Path:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise OptionError(
-            f"path={str(path)!r}: the page cannot be written there: "
+            f"path={str(path)!r}: the file cannot be written there: "
             f"{error.strerror or error}. Pass a path in a folder that exists and may "
             "be written to"
         ) from error
     return target
+
+
+def written(text: str, path: str | Path | None) -> str:
+    """`text`, also written whole to `path` where one is given."""
+    if path is not None:
+        write_whole(path, text)
+    return text
