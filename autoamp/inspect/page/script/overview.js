@@ -35,11 +35,12 @@ function summary({ tables, compute_dtype: low }) {
   const sum = (rows, key) => rows.reduce((total, row) => total + row[key], 0);
   const [lowOps, highOps] = [sum(tables.ops, "low"), sum(tables.ops, "fp32")];
   const every = tables.casts.filter((row) => row.every_call);
+  const islands = state.graph.raw.islands.filter((i) => i.is_between).length;
   const share = lowOps + highOps ? Math.round((100 * lowOps) / (lowOps + highOps)) : 0;
   return h("div", { class: "summary" },
     figure(share + "%", "of float ops in " + low, plural(lowOps, "op") + " of " + (lowOps + highOps).toLocaleString("en")),
     figure(sum(every, "count").toLocaleString("en"), "casts per call", inBytes(sum(every, "bytes")) + " written"),
-    figure(state.graph.raw.islands.filter((i) => i.is_between).length.toLocaleString("en"), "fp32 islands", plural(highOps, "op") + " in fp32"));
+    figure(islands.toLocaleString("en"), islands === 1 ? "fp32 island" : "fp32 islands", plural(highOps, "op") + " in fp32"));
 }
 
 const figure = (number, title, sub) =>
