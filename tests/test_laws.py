@@ -365,7 +365,8 @@ def alias_relations(values: Any, given: tuple[Tensor, ...]) -> list[tuple[bool, 
     """Which outputs share storage with which inputs and other outputs."""
     tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
     tensors += list(given)
-    storages = [t.untyped_storage().data_ptr() for t in tensors]
+    # Not by addresses: all storages without bytes have the address 0.
+    storages = [t.untyped_storage()._cdata for t in tensors]
     return [tuple(a == b for b in storages) for a in storages]
 
 

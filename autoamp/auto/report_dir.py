@@ -69,7 +69,7 @@ class Recorder:
             self._written[engine] = number + 1
         made = report_of(engine.record)
         _put(folder / "report.json", made.to_json())
-        _put(folder / "report.txt", str(made) + "\n")
+        _put(folder / "report.txt", f"{made}\n\n{made.full()}\n")
 
     def finish(self) -> None:
         """Writes the reports a last time; nothing is written at exit any more."""

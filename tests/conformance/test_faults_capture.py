@@ -20,7 +20,6 @@ import autoamp
 from autoamp.compat import entry
 from tests.conformance.table import Figures
 from tests.conformance.test_faults_torch import hide, trained
-from tests.small_models import Of
 from tests.steps import BF16, FP16, assert_same, loss_of, mlp, scaling_of, weights_of
 from tests.test_layers import Looping
 
@@ -162,8 +161,15 @@ def test_models_compile_one_at_a_time_without_dynamos_lock(
 # -- who traces, and who scales --------------------------------------------------------
 
 
-def Head() -> Of:
-    return Of(lambda m, x: m.head(m.body(x).relu()), body=mlp(), head=nn.Linear(4, 2))
+class Head(nn.Module):
+    """Not an `Of`: `torch.fx` traces no `*args`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x).relu())
 
 
 def test_fx_traces_a_converted_child_of_an_older_torch(

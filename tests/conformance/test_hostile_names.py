@@ -202,7 +202,7 @@ def test_what_is_there_already_is_not_written_over(tmp_path) -> None:
     root.mkdir()
     recorder = Recorder(root)
     engine = engine_of("a")
-    (first,) = [recorder._place(engine)]
+    (first,) = [recorder._folder(engine)]
     stem, _, number = first.name.rpartition("-")
     (root / f"{stem}-{int(number) + 1}").symlink_to(victim)
     (root / f"{stem}-{int(number) + 2}").write_text("mine")
@@ -210,7 +210,7 @@ def test_what_is_there_already_is_not_written_over(tmp_path) -> None:
     other = engine_of("a")
     recorder.write(other)
     recorder.finish()
-    assert recorder._place(other).name == f"{stem}-{int(number) + 4}"
+    assert recorder._folder(other).name == f"{stem}-{int(number) + 4}"
     assert victim.read_text() == "mine"
     assert not (tmp_path / "nowhere").exists()
 
