@@ -108,6 +108,22 @@ def test_nothing_out_of_range_is_as_informative() -> None:
     assert f"{found.limit / found.largest:.3g} times below the limit" in found.headline
 
 
+def test_a_mask_of_the_lowest_number_is_not_near_its_limit() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            lowest = torch.finfo(x.dtype).min
+            return self.fc(x).masked_fill(x > 0, lowest).softmax(-1)
+
+    found = autoamp.find_overflow(Masked(), small(4))
+    assert not found
+    assert found.op != "aten::masked_fill.Scalar"
+    assert found.largest < 100
+
+
 def test_bf16_has_the_range_of_fp32() -> None:
     options = {"precision": "bf16"}
     found = autoamp.find_overflow(Noisy(), small(4), options=options)

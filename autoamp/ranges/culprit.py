@@ -82,10 +82,14 @@ def first_out_of_range(
 
 
 def nearest(trail: Trail) -> tuple[float, Step] | None:
-    """The finite value nearest to its dtype's limit: limit over magnitude, and step."""
+    """The finite value nearest to its dtype's limit: limit over magnitude, and step.
+
+    A value of the very limit is a mask's, filled with `torch.finfo(dtype).min`.
+    """
     found = [
         (largest(step.dtype) / step.largest, step)
         for step in trail.steps
         if step.is_finite and step.largest and step.dtype.is_floating_point
+        if step.largest < largest(step.dtype)
     ]
     return min(found, key=lambda pair: pair[0], default=None)
