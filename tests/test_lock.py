@@ -17,7 +17,6 @@ from autoamp.auto import environment
 from autoamp.errors import LockError, OptionError
 from autoamp.options import Options
 from autoamp.saved.load import load
-from autoamp.saying import forget_what_was_said
 from tests.small_models import Of
 
 
@@ -42,11 +41,6 @@ class Broken(Net):
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 X = torch.ones(4, 8)
-
-
-@pytest.fixture(autouse=True)
-def said_anew() -> None:
-    forget_what_was_said()
 
 
 def lock_of(model: nn.Module, path: Path, *calls: torch.Tensor, **options: Any) -> str:
