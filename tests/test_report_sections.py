@@ -141,3 +141,14 @@ def test_a_notebook_gets_the_summary_as_html() -> None:
     page = explained(Nasty(8, 8), torch.randn(4, 8), precision="bf16")._repr_html_()
     assert "<pre" in page
     assert "<script>" not in page
+
+
+def test_a_weight_whose_memory_is_gone_is_not_read() -> None:
+    """The process would end with a segmentation fault."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    autoamp.convert(model, precision="fp16", do_no_harm=False)
+    model(torch.ones(4, 256))
+    model[0].weight.untyped_storage().resize_(0)  # as offloading does
+    model[1].weight.untyped_storage().resize_(4)
+    rows = {row.name: row.range for row in autoamp.report(model).weights}
+    assert {name for name, found in rows.items() if found} == {"0.bias", "1.bias"}

@@ -48,8 +48,8 @@ def in_facts(patch: pytest.MonkeyPatch) -> None:
     """No write is seen: what is cast before it is read after it."""
     real = pipeline.collect_facts
 
-    def blind(gm: fx.GraphModule) -> Any:
-        found = real(gm)
+    def blind(gm: fx.GraphModule, *given: Any) -> Any:
+        found = real(gm, *given)
         nodes = {
             name: dataclasses.replace(
                 fact,

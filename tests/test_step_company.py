@@ -337,6 +337,7 @@ def test_runs_of_dead_weights_concern_nobody() -> None:
 
 def test_runs_are_bounded_without_steps_and_none_is_lost(monkeypatch) -> None:
     monkeypatch.setattr(backwards, "MOST", 32)
+    monkeypatch.setattr(BACKWARDS, "runs", [])  # other tests' models may be alive
     model = converted()
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     loss_of(model, 0, HUGE).backward()

@@ -125,7 +125,10 @@ def detach_from(model: torch.nn.Module) -> None:
     An optimizer that also holds another converted model's weights is met again at its
     next step.
     """
-    held = {id(p): p for p in torch.nn.Module.parameters(model)}
+    # Not by `parameters()`: a module may have no hash, or `parameters` of its own.
+    modules = compat.modules_of(model)
+    values = [p for each in modules for p in compat.parameters_here(each).values()]
+    held = {id(p): p for p in values if p is not None}
     # Otherwise the hook, kept for another model, would find past runs of this model's
     # and meet the optimizer again.
     BACKWARDS.drop(held)

@@ -67,7 +67,7 @@ def ranges_of(weights: Mapping[str, torch.Tensor]) -> dict[str, Range]:
     """The magnitudes of fp32 weights that hold data; one pass over each weight."""
     found: dict[str, Range] = {}
     for name, weight in weights.items():
-        if weight.dtype != torch.float32 or weight.is_meta or not weight.numel():
+        if weight.dtype != torch.float32 or not _holds_data(weight):
             continue
         with torch.no_grad():
             size = weight.detach().abs()
@@ -80,6 +80,16 @@ def ranges_of(weights: Mapping[str, torch.Tensor]) -> dict[str, Range]:
                 error=_error(low, size),
             )
     return found
+
+
+def _holds_data(weight: torch.Tensor) -> bool:
+    """Whether the elements may be read: an offloaded weight's memory is gone."""
+    if weight.is_meta or not weight.numel():
+        return False
+    steps = zip(weight.shape, weight.stride(), strict=True)
+    last = weight.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    held: int = weight.untyped_storage().nbytes()
+    return held >= (last + 1) * weight.element_size()
 
 
 def _error(low: torch.Tensor, exact: torch.Tensor) -> float:
