@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoamp.errors import RulesError
+from autoamp.rules.files import is_builtin
 from autoamp.rules.model import Category, Rule
 from autoamp.rules.parse import (
     check_table,
@@ -78,6 +79,7 @@ class _Search:
 
     def __init__(self, path: Path, places: dict[_Place, int]) -> None:
         self.path = path
+        self.is_builtin = is_builtin(path)  # may name ops of a newer torch
         self.places = places
         self.faults: list[Fault] = []
         self.rules: dict[str, Rule] = {}
@@ -103,7 +105,7 @@ class _Search:
                     self._add(Category(table), {written: value})
 
     def _add(self, category: Category, entry: dict[str, Any]) -> None:
-        for rule in rules_of(self.path, category, entry, builtin=False):
+        for rule in rules_of(self.path, category, entry, builtin=self.is_builtin):
             check_twice(self.path, rule, self.rules.get(rule.op))
             self.rules[rule.op] = rule
 

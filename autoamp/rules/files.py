@@ -38,3 +38,8 @@ def directory(candidates: tuple[Path, ...] = _CANDIDATES) -> Path:
 def builtin_path(name: str) -> Path:
     """The file of the built-in rule set `name`."""
     return directory() / f"{name}.toml"
+
+
+def is_builtin(path: Path) -> bool:
+    """Whether `path` is the file of a built-in rule set."""
+    return path.resolve().parent == directory() and path.stem in BUILTIN
