@@ -170,7 +170,7 @@ class Browser:
         """Sends a command and returns the answer.
 
         Raises:
-            BrowserError: the command failed, or no answer came in 60 s.
+            BrowserError: the command failed, or no answer came in 240 s.
         """
         self._next += 1
         number = self._next
@@ -192,8 +192,8 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._received:
-            if not select.select([self._reads], [], [], 60)[0]:
-                raise BrowserError("no answer in 60 s")
+            if not select.select([self._reads], [], [], 240)[0]:
+                raise BrowserError("no answer in 240 s")
             read = os.read(self._reads, 1 << 20)
             if not read:
                 raise BrowserError("the browser ended")

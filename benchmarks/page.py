@@ -55,12 +55,21 @@ _OPEN_ALL = """
   };
   const closed = () =>
     [...document.querySelectorAll(".item.group:not(.open)")].map((e) => e.id);
+  // Of each module the median of three, because other programs run on the machine too.
+  const opened = async (id) => {
+    const found = [];
+    for (let i = 0; i < 3; i++) {
+      if (i) await pressed(id);
+      found.push(await pressed(id));
+    }
+    return found.sort((a, b) => a - b)[1];
+  };
   const times = [];
   for (const id of closed()) {
     const outer = new Set(closed());
-    times.push(await pressed(id));
+    times.push(await opened(id));
     for (const inner of closed().filter((each) => !outer.has(each)).slice(0, 4)) {
-      times.push(await pressed(inner));
+      times.push(await opened(inner));
     }
     await pressed(id);
   }
@@ -84,8 +93,8 @@ class Measured:
         first_paint, drawn: median seconds from navigation to the first contentful
             paint, and to the end of the script that draws the graph.
         opened: the number of modules that were opened, one after another.
-        opening, longest: median and longest seconds from a key to the frame that shows
-            a module open.
+        opening, longest: the median and the longest, over the modules, of the seconds
+            from a key to the frame that shows the module open (a median of three).
         all_open, items: seconds until every module is open, and the items then shown.
     """
 
@@ -231,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"a module {MOST_OPENING} s (the longest). "
         f"{'Held' if within else 'NOT held'}.\n"
         f"First paint and drawn: medians of {options.repeats} fresh browsers, from the "
-        "start of the navigation."
+        "start of the navigation. Opening: for each module the median of three."
     )
     where = f"{capability('cpu')}; {_version()}, headless, 1440 x 900"
     table = report.markdown(HEADER, [_row(each) for each in found])

@@ -92,7 +92,10 @@ function precisionClass(precision) {
   return precision === "bf16" || precision === "fp16" ? "low" : "other";
 }
 
-const plural = (n, noun) => n.toLocaleString("en") + " " + noun + (n === 1 ? "" : "s");
+// One format for all numbers, since `toLocaleString` makes a new one at each call.
+const numbers = new Intl.NumberFormat("en");
+const grouped = (n) => numbers.format(n);
+const plural = (n, noun) => grouped(n) + " " + noun + (n === 1 ? "" : "s");
 
 /** A number with three figures and the unit that fits: 1.25 ms, 4.1 kB. */
 function inUnits(value, units) {

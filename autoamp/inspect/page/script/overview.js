@@ -3,7 +3,7 @@
 function table(caption, headers, rows) {
   const numeric = (cell) => typeof cell === "number" || /^[+\u2212]?[\d.,]+(\u00a0|$)/.test(cell);
   const cell = (value, i) => h(i ? "td" : "th", { class: numeric(value) && i ? "number" : "", ...(i ? {} : { scope: "row" }) },
-    typeof value === "number" ? value.toLocaleString("en") : value);
+    typeof value === "number" ? grouped(value) : value);
   return h("table", {}, h("caption", {}, caption),
     h("thead", {}, h("tr", {}, headers.map((text, i) => h("th", { scope: "col", class: i ? "number" : "" }, text)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell)))));
@@ -38,9 +38,9 @@ function summary({ tables, compute_dtype: low }) {
   const islands = state.graph.raw.islands.filter((i) => i.is_between).length;
   const share = lowOps + highOps ? Math.round((100 * lowOps) / (lowOps + highOps)) : 0;
   return h("div", { class: "summary" },
-    figure(share + "%", "of float ops in " + low, plural(lowOps, "op") + " of " + (lowOps + highOps).toLocaleString("en")),
-    figure(sum(every, "count").toLocaleString("en"), "casts per call", inBytes(sum(every, "bytes")) + " written"),
-    figure(islands.toLocaleString("en"), islands === 1 ? "fp32 island" : "fp32 islands", plural(highOps, "op") + " in fp32"));
+    figure(share + "%", "of float ops in " + low, plural(lowOps, "op") + " of " + grouped(lowOps + highOps)),
+    figure(grouped(sum(every, "count")), "casts per call", inBytes(sum(every, "bytes")) + " written"),
+    figure(grouped(islands), islands === 1 ? "fp32 island" : "fp32 islands", plural(highOps, "op") + " in fp32"));
 }
 
 const figure = (number, title, sub) =>
@@ -59,11 +59,11 @@ function placements({ placements: rows, unit, device, cost, optimal_cost: best, 
     ...(rewarded ? [row.allow_in_fp32] : [])]);
   const units = unit === "bytes" ? "bytes" : "units of 0.1 ns";
   const least = cost === best ? "the least of all legal placements"
-    : (cost - best).toLocaleString("en") + " above the least of all legal placements";
+    : grouped(cost - best) + " above the least of all legal placements";
   const counted = cost === again ? "; a recount over the rewritten graph agrees"
-    : "; BUT a recount over the rewritten graph gave " + again.toLocaleString("en");
+    : "; BUT a recount over the rewritten graph gave " + grouped(again);
   return [table(kind, headers, cells),
-    h("p", { class: "note" }, `Prices of ${device}. The cost of this placement, ${cost.toLocaleString("en")} ${units}` +
+    h("p", { class: "note" }, `Prices of ${device}. The cost of this placement, ${grouped(cost)} ${units}` +
       `${rewarded ? " with rewards for converted allow ops" : ""}, is ${least}${counted}.`)];
 }
 

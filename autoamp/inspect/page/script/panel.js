@@ -61,7 +61,7 @@ function nodeList(indices, textOf = () => undefined) {
   add(indices.slice(0, MOST_LISTED));
   const rest = indices.slice(MOST_LISTED);
   if (!rest.length) return list;
-  const more = h("button", { type: "button", class: "more" }, "show " + rest.length.toLocaleString("en") + " more");
+  const more = h("button", { type: "button", class: "more" }, "show " + grouped(rest.length) + " more");
   more.addEventListener("click", () => { more.remove(); add(rest); });
   return h("div", {}, list, more);
 }
