@@ -44,6 +44,7 @@ def convert(
     weight_copies: str = "kept",
     lock: str | os.PathLike[str] | None = None,
     heal: bool = False,
+    fuse: bool | Sequence[str] = True,
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
@@ -83,6 +84,10 @@ def convert(
         heal: whether an op that makes step after step overflow is kept in fp32 from the
             next call on: the model is captured again with one more `deny=` or `keep=`,
             and a log line says which.
+        fuse: whether a chain of calls that torch has one kernel for runs as that kernel
+            (a GELU or a norm written out), which computes in fp32 inside; or the names
+            of the kernels that replace nothing: "gelu", "gelu_tanh", "silu", "mish",
+            "softmax", "log_softmax", "layer_norm", "rms_norm".
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -108,6 +113,7 @@ def convert(
         weight_copies=weight_copies,
         lock=lock,
         heal=heal,
+        fuse=fuse,
     )
     optimizers = _checked_optimizers(optimizer, model)
     fresh = conversion_of(model) is None

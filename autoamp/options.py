@@ -12,6 +12,7 @@ import torch
 
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
 from autoamp.errors import OptionError, RulesError
+from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.loss_scale import LOSS_SCALES, resolve_loss_scale
 from autoamp.rules import Rules
 from autoamp.rules.files import COMPLETE, TENSORFLOW
@@ -30,6 +31,7 @@ class Options:
 
     Attributes:
         lock: the report that placements are held to; a path is read when given.
+        fuse: whether kernels replace chains of calls, or the kernels that do not.
         unlist: (category, op) pairs to take out of the rules.  Only the environment
             variables of the automatic mode set this field; a caller cannot.
 
@@ -55,6 +57,7 @@ class Options:
     weight_copies: str = "kept"
     lock: SavedReport | str | os.PathLike[str] | None = None
     heal: bool = False
+    fuse: bool | Sequence[str] = True
     unlist: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,6 +77,10 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)
+        if not isinstance(self.fuse, bool):
+            object.__setattr__(self, "fuse", _strings("fuse", self.fuse))
+            for name in self.left_kernels:
+                _choice("fuse", name, KERNEL_NAMES, "or True or False")
         if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
             resolve_loss_scale(self.loss_scale, torch.bfloat16)  # any dtype will do
         self._check_rules()
@@ -103,6 +110,17 @@ class Options:
     def locked(self) -> SavedReport | None:
         """The report that placements are held to, if there is one."""
         return self.lock if isinstance(self.lock, SavedReport) else None
+
+    @property
+    def left_kernels(self) -> tuple[str, ...]:
+        """The names of kernels that replace no chain.
+
+        All kernels are left out where TensorFlow's lists decide, since TensorFlow's
+        pass replaces nothing.
+        """
+        if not self.fuse or self.placement == "tensorflow":
+            return KERNEL_NAMES
+        return () if isinstance(self.fuse, bool) else tuple(self.fuse)
 
     def replace(self, **changes: Any) -> Options:
         """A copy with some options changed, checked like a new one.

@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"op_names"}),
     frozenset({"graph_functions", "loss_scale", "ops", "retreat"}),
     frozenset({"rules", "saved"}),
+    frozenset({"kernels"}),
     frozenset({"options"}),
     frozenset({"trace"}),
     frozenset({"analyse"}),
@@ -51,6 +52,7 @@ Inside a sub-package modules may import each other as long as they make no loop.
 APART = (
     ("rewrite.casts", "rewrite.emitted", "rewrite.uses"),
     ("rewrite.cleanup",),
+    ("rewrite.fuse",),
     (
         "rewrite.operands",
         "rewrite.same_program",

@@ -6,10 +6,12 @@ widest operand, so an op that reads the caller's data, a parameter, a buffer or 
 result of a denied op is fp32, and so are its readers until the next allow op.  Below
 that ceiling placement is free; an op above the ceiling stays fp32.
 
-One more kind of node may be low: a *move* (a view, a `cat`, a constant), where every
-reader of the result would round the result in any case.  Rounding commutes with moving,
-so that the numbers are the same to the bit, and one cast before three slices is cheaper
-than three casts behind the slices.
+Two more kinds of node may be low where every reader of the result would round the
+result in any case.  A *move* (a view, a `cat`, a constant): rounding commutes with
+moving, so that the numbers are the same to the bit, and one cast before three slices is
+cheaper than three casts behind the slices.  A *kernel* that stands for calls which
+widen (a GELU written with `pow`) and that reads low values: the kernel computes in fp32
+and rounds its result, as the readers of the calls' result would.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ def promotes_to_low(classified: Classified) -> frozenset[str]:
     """
     low: set[str] = set()
     for name, verdict in classified.verdicts.items():
+        if classified.facts.nodes[name].widens:
+            continue
         if not verdict.pinned or verdict.may_round:
             producer = classified.facts.producer
             widths = {producer(value) for value in _promoting(name, classified)}
@@ -64,7 +68,7 @@ def _promoting(name: str, classified: Classified) -> list[str]:
 def under_ceiling(gm: fx.GraphModule, classified: Classified) -> Classified:
     """The same graph, with nodes above the ceiling pinned or marked as moves."""
     low = promotes_to_low(classified)
-    moves = _moves(gm, classified)
+    moves = _moves(gm, classified, low)
     found = dict(classified.verdicts)
     for name, verdict in classified.verdicts.items():
         makes_floats = classified.facts.nodes[name].makes_floats
@@ -92,8 +96,8 @@ def _held(name: str, classified: Classified, low: frozenset[str]) -> Verdict:
     return replace(verdict, pinned=True, reason=reason, origin=CEILING, modes=modes)
 
 
-def _moves(gm: fx.GraphModule, classified: Classified) -> set[str]:
-    """Nodes that give the same bits whether rounding comes before or behind them.
+def _moves(gm: fx.GraphModule, classified: Classified, low: frozenset[str]) -> set[str]:
+    """Nodes that round nothing their readers would not round, if all of these are low.
 
     Gradients have the same bits too: where a gradient flows, each element goes to one
     place and is read once there, since gradients are summed on the fp32 side of a cast.
@@ -115,9 +119,18 @@ def _moves(gm: fx.GraphModule, classified: Classified) -> set[str]:
         once = all(
             reads[v] <= 1 or facts.nodes[v].storage in of_weights for v in values
         )
-        if _is_move(node, fact, verdict) and (once or not fact.requires_grad):
+        rounds_last = fact.widens and _reads_low(fact, classified, low)
+        moves = rounds_last or _is_move(node, fact, verdict)
+        if moves and (once or not fact.requires_grad):
             found.add(node.name)
     return found
+
+
+def _reads_low(fact: NodeFacts, classified: Classified, low: frozenset[str]) -> bool:
+    """Whether type promotion has the values low that decide how wide a node is."""
+    producer = classified.facts.producer
+    promoting = _promoting(fact.name, classified)
+    return bool(promoting) and all(producer(v) in low for v in promoting)
 
 
 def _is_move(node: fx.Node, fact: NodeFacts, verdict: Verdict) -> bool:
@@ -147,6 +160,8 @@ def _only_moves(target: compat.OpOverload, *, once: bool) -> bool:
 def _reason(name: str, classified: Classified, low: frozenset[str]) -> str:
     facts, promoting = classified.facts, _promoting(name, classified)
     wide = next((v for v in promoting if facts.producer(v) not in low), None)
+    if wide is None and facts.nodes[name].widens:
+        return "stands for calls that type promotion leaves fp32, and is read in fp32"
     if wide is None:
         return "made from nothing low: type promotion leaves it fp32"
     what = "which is fp32"

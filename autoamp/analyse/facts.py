@@ -17,6 +17,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import (
+    KERNEL,
+    ForChain,
     module_paths,
     named_arguments,
     source_line,
@@ -65,6 +67,7 @@ class NodeFacts:
         source: the user's source line, or "".
         device: device type.
         keeps_state: whether the node's state, and so its results, are always fp32.
+        chain: the calls that the node stands for, if it is not a call of the model's.
     """
 
     name: str
@@ -84,6 +87,12 @@ class NodeFacts:
     source: str
     device: str
     keeps_state: bool = False
+    chain: ForChain | None = None
+
+    @property
+    def widens(self) -> bool:
+        """Whether the result counts as fp32 for type promotion, whatever is read."""
+        return self.chain is not None and self.chain.widens
 
     @property
     def base(self) -> str:
@@ -158,10 +167,6 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return compat.storage_id(tensor)
-
-
 class _Collector:
     """Walks the graph once, in order."""
 
@@ -210,7 +215,7 @@ class _Collector:
 
     def _constant(self, node: fx.Node) -> None:
         tensors = tensors_of(node.meta.get("val"))
-        self.outside.update(_storage(t) for t in tensors)
+        self.outside.update(compat.storage_id(t) for t in tensors)
         if tensors:
             self.constants.add(node.name)
         needs_grad = bool(node.meta.get("autoamp_requires_grad"))
@@ -256,11 +261,12 @@ class _Collector:
             region=self.region,
             autocast=self.autocasts.is_on,
             requires_grad=node.name in self.grad_needed,
-            storage=_storage(outputs[0]) if single and outputs else -1,
+            storage=compat.storage_id(outputs[0]) if single and outputs else -1,
             modules=module_paths(node),
             source=source_line(node),
             device=device,
             keeps_state=node.target in WITH_FP32_STATE and device == "cpu",
+            chain=node.meta.get(KERNEL),
         )
 
     def _operands(
@@ -279,7 +285,7 @@ class _Collector:
                     continue
                 inputs.append(tensor)
                 if tensor.dtype == HIGH_DTYPE:
-                    epoch = self.writes.get(_storage(tensor), 0)
+                    epoch = self.writes.get(compat.storage_id(tensor), 0)
                     operands.append(Operand(leaf.name, name, tensor.dim() == 0, epoch))
         return tuple(operands), inputs
 
@@ -287,7 +293,7 @@ class _Collector:
         opaque = isinstance(node.target, compat.HigherOrderOperator)
         for value in written_values(node):
             for tensor in tensors_of(value.meta.get("val")):
-                storage = _storage(tensor)
+                storage = compat.storage_id(tensor)
                 self.writes[storage] += 1
                 if opaque or self.nodes[node.name].storage != storage:
                     self.opaque_writes.add(storage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,25 @@ from autoamp import compat
 from autoamp.ops import bodies_of, has_effect, mutated_arguments
 from autoamp.trace.control_flow import LOWERED_BODY
 from autoamp.trace.normalise import module_path
+
+KERNEL = "autoamp_kernel"
+"""In the `meta` of a node that stands for several calls: a `ForChain`."""
+
+
+@dataclass(frozen=True)
+class ForChain:
+    """What is known of the calls that one kernel stands for.
+
+    Attributes:
+        kernel: the name of the kernel in `kernels/table.py`.
+        calls: how many calls the model made.
+        widens: whether type promotion would leave the result of the calls fp32, because
+            one of the calls is denied or is a cast to fp32.
+    """
+
+    kernel: str
+    calls: int
+    widens: bool
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

@@ -55,11 +55,17 @@ class Site:
         return base_name(self.node.target)
 
 
-def _kept(at: Site) -> str | None:
-    for pattern in at.keep:
-        if any(fnmatch.fnmatchcase(m, pattern) for m in at.fact.modules or ("",)):
-            return f"kept in fp32 by keep={pattern!r}"
+def kept_by(keep: Sequence[str], modules: Sequence[str]) -> str | None:
+    """The first of the user's patterns that keeps a call in these modules in fp32."""
+    for pattern in keep:
+        if any(fnmatch.fnmatchcase(m, pattern) for m in modules or ("",)):
+            return pattern
     return None
+
+
+def _kept(at: Site) -> str | None:
+    pattern = kept_by(at.keep, at.fact.modules)
+    return None if pattern is None else f"kept in fp32 by keep={pattern!r}"
 
 
 def _in_a_region(at: Site) -> str | None:

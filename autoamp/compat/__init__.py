@@ -32,6 +32,7 @@ from autoamp.compat.device import (
     autocast_state,
     cpu_low_precision_units,
     in_autocast,
+    on_real_numbers,
 )
 from autoamp.compat.entry import CompiledEntry, never_a_graph_by_itself
 from autoamp.compat.gradients import (

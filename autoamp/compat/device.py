@@ -57,6 +57,18 @@ def autocast_off() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def on_real_numbers() -> Iterator[None]:
+    """A region that computes with its own tensors: no gradients, modes or autocast.
+
+    The modes are those of the caller: fake tensors, a trace, a count of flops.
+    """
+    found = getattr(torch.utils._python_dispatch, "_disable_current_modes", None)
+    modes_off = contextlib.nullcontext if found is None else found
+    with modes_off(), torch._C.DisableTorchFunction(), torch.no_grad(), autocast_off():
+        yield
+
+
 class AutocastState(NamedTuple):
     """What a region of `torch.autocast` comes to on this machine."""
 

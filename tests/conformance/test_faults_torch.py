@@ -44,6 +44,7 @@ ABSENT = (
     "fast_detach",
     "real_recompile",
     "next_id",
+    "_disable_current_modes",
 )
 """What a model that trains meets."""
 

@@ -1,0 +1,77 @@
+"""The kernels that replace chains of calls: one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of one tensor that torch has a kernel for.
+
+    Attributes:
+        name: the name by which `fuse=` leaves the kernel out.
+        op: the kernel.
+        takes: what the kernel takes after the tensor: "dimension" (the last), "sizes"
+            (of the last dimension), "weight" and "bias" (both may be None), "epsilon".
+        keywords: the keyword arguments.
+    """
+
+    name: str
+    op: Callable[..., Any]
+    takes: tuple[str, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the kernel computes rows, and not each element by itself."""
+        return bool(self.takes)
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """The tensors that the kernel takes besides its data."""
+        return tuple(name for name in self.takes if name in ("weight", "bias"))
+
+    def arguments(
+        self, size: int, weight: Any = None, bias: Any = None, epsilon: float = 0.0
+    ) -> tuple[Any, ...]:
+        """The positional arguments after the tensor, whose last dimension is `size`."""
+        every = {
+            "dimension": -1,
+            "sizes": [size],
+            "weight": weight,
+            "bias": bias,
+            "epsilon": epsilon,
+        }
+        return tuple(every[name] for name in self.takes)
+
+    def __call__(self, data: Tensor, *given: Any) -> Tensor:
+        """The kernel's result; `given` are the later arguments of `arguments`."""
+        arguments = self.arguments(data.shape[-1], *given)
+        return self.op(data, *arguments, **self.keywords)  # type: ignore[no-any-return]
+
+
+_NORM = ("sizes", "weight", "bias", "epsilon")
+_RMS = ("sizes", "weight", "epsilon")
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("gelu", _ATEN.gelu.default),
+    Kernel("gelu_tanh", _ATEN.gelu.default, keywords={"approximate": "tanh"}),
+    Kernel("silu", _ATEN.silu.default),
+    Kernel("mish", _ATEN.mish.default),
+    Kernel("softmax", _ATEN.softmax.int, ("dimension",)),
+    Kernel("log_softmax", _ATEN.log_softmax.int, ("dimension",)),
+    Kernel("layer_norm", _ATEN.layer_norm.default, _NORM),
+    Kernel("rms_norm", _ATEN.rms_norm.default, _RMS),
+)
+"""Each computes in fp32 inside, and reads and writes 16 bits where it runs low."""
+
+KERNEL_NAMES: tuple[str, ...] = tuple(kernel.name for kernel in KERNELS)
+"""The names that `fuse=` takes."""

@@ -1,0 +1,176 @@
+"""Replaces the chains of a graph by the kernels that compute the same."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.nodes import KERNEL, ForChain, module_paths
+from autoamp.analyse.pins import kept_by
+from autoamp.kernels.chains import Chain, chains_in, is_cast
+from autoamp.kernels.recognise import Recognised, recognised
+from autoamp.rules import Category, Rules
+from autoamp.trace.normalise import Normalised
+from autoamp.trace.regions import Regions
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user has said of ops, modules and kernels.
+
+    Attributes:
+        rules: the rules in force.
+        low: the compute dtype.
+        keep: the user's module-path patterns.
+        leave: names of kernels that replace nothing.
+    """
+
+    rules: Rules
+    low: torch.dtype
+    keep: Sequence[str]
+    leave: Collection[str]
+
+    def allow(self, chain: Chain) -> bool:
+        """Whether the user has said nothing of any call of a chain.
+
+        A rule of the user's about `tanh` is about each `tanh`, so that none may vanish
+        in a kernel; a module that stays fp32 stays as it is.
+        """
+        built_in = Rules.default(self.low)
+        return not any(
+            self.rules.lookup(node.target) != built_in.lookup(node.target)
+            or kept_by(self.keep, module_paths(node))
+            for node in chain.nodes
+        )
+
+    def widens(self, node: fx.Node) -> bool:
+        """Whether type promotion leaves the result of a call fp32 whatever it reads."""
+        rule = self.rules.lookup(node.target)
+        if rule is None or is_cast(node):
+            return True
+        device = node.meta["val"].device.type
+        return rule.category is Category.DENY or any(
+            case.category is Category.DENY
+            and (case.test != "device_is" or case.value == device)
+            for case in rule.when
+        )
+
+
+def fuse(normalised: Normalised, wishes: Wishes) -> Normalised | None:
+    """The graph with a kernel for each chain that torch has one for.
+
+    Returns:
+        None where no chain is replaced; `normalised` is not changed.
+    """
+    gm, mode = normalised.gm, normalised.fake_mode
+    found = _replaceable(gm, mode, wishes)
+    if not found:
+        return None
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, values))
+    for replacement in found:
+        _replace(graph, replacement, values, mode)
+    fused = compat.graph_module(gm, graph)
+    fused.meta = dict(gm.meta)
+    return replace(normalised, gm=fused)
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    """A chain, the kernel for it, the kernel's fake result, and the note to leave."""
+
+    chain: Chain
+    kernel: Recognised
+    value: torch.Tensor
+    note: ForChain
+
+
+def _replaceable(
+    gm: fx.GraphModule, mode: compat.FakeTensorMode, wishes: Wishes
+) -> list[_Replacement]:
+    """The chains to replace; no two share a call."""
+    taken: set[fx.Node] = set()
+    in_regions: set[fx.Node] | None = None
+    found = []
+    for chain in itertools.chain.from_iterable(chains_in(gm.graph)):
+        if not taken.isdisjoint(chain.nodes) or not wishes.allow(chain):
+            continue
+        if in_regions is None:
+            in_regions = _in_regions(gm)
+        if not in_regions.isdisjoint(chain.nodes):
+            continue
+        replacement = _replacement(chain, mode, wishes)
+        if replacement is not None:
+            taken.update(chain.nodes)
+            found.append(replacement)
+    return found
+
+
+def _in_regions(gm: fx.GraphModule) -> set[fx.Node]:
+    """The calls in autocast regions of the model's own, which run as they are."""
+    regions = Regions(gm)
+    found = set()
+    for node in gm.graph.nodes:
+        regions.follow(node)
+        if regions.is_on is not None:
+            found.add(node)
+    return found
+
+
+def _replacement(
+    chain: Chain, mode: compat.FakeTensorMode, wishes: Wishes
+) -> _Replacement | None:
+    """The kernel for a chain; None where there is none, or where it lies otherwise.
+
+    A result with other strides than the chain's could not be viewed as the chain's is.
+    """
+    kernel = recognised(chain)
+    if kernel is None or kernel.kernel.name in wishes.leave:
+        return None
+    expected = chain.result.meta["val"]
+    with mode, compat.outside_trace(), torch.no_grad():
+        value = kernel(chain.data.meta["val"], [n.meta["val"] for n in chain.vectors])
+    if value.shape != expected.shape or value.stride() != expected.stride():
+        return None
+    widens = any(map(wishes.widens, chain.nodes))
+    note = ForChain(kernel.kernel.name, len(chain.nodes), widens)
+    return _Replacement(chain, kernel, value, note)
+
+
+def _replace(
+    graph: fx.Graph,
+    replacement: _Replacement,
+    values: Mapping[fx.Node, fx.Node],
+    mode: compat.FakeTensorMode,
+) -> None:
+    """Puts a kernel in the place of a chain's copy in `graph`.
+
+    Args:
+        values: each node of the graph that was copied to its copy.
+    """
+    chain, found = replacement.chain, replacement.kernel
+    result = values[chain.result]
+    vectors = [values[n] for n in chain.vectors]
+    weight = None if found.weight is None else vectors[found.weight]
+    bias = None if found.bias is None else vectors[found.bias]
+    size = chain.data.meta["val"].shape[-1]
+    kernel = found.kernel
+    with graph.inserting_before(result):
+        if weight is not None and found.plus_one:
+            added = graph.call_function(torch.ops.aten.add.Tensor, (weight, 1))
+            with mode, compat.outside_trace(), torch.no_grad():
+                added.meta = {**result.meta, "val": weight.meta["val"] + 1}
+            weight = added
+        rest = kernel.arguments(size, weight, bias, found.epsilon)
+        args = (values[chain.data], *rest)
+        node = graph.call_function(kernel.op, args, dict(kernel.keywords))
+    node.meta = {**result.meta, "val": replacement.value, KERNEL: replacement.note}
+    result.replace_all_uses_with(node)
+    for each in reversed(chain.nodes):
+        graph.erase_node(values[each])
