@@ -17,7 +17,6 @@ from autoamp.analyse.classified import Classified
 from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import Facts, collect_facts
 from autoamp.errors import CaptureError, VerificationError
-from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.options import Options
 from autoamp.place.assign import Assignment, assign
 from autoamp.place.cost import PriceModel, Prices, price_graph
@@ -27,7 +26,7 @@ from autoamp.retreat import kept_for, retreating
 from autoamp.rewrite.casts import insert_casts
 from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.emitted import Cast
-from autoamp.rewrite.fuse import Wishes, fuse
+from autoamp.rewrite.fuse import fuse
 from autoamp.rewrite.verify import Verifier
 from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.trace.normalise import UNTRACED, Normalised, normalise
@@ -153,24 +152,13 @@ def rewrite_normalised(
         return retreating(attempt, graph.gm.graph, strict=options.strict)
 
     with _timed(seconds, "kernels"):
-        fused = _fused(normalised, options, low)
+        fused = fuse(normalised, options, low)
     found = rewrite(fused or normalised)
     if fused is not None and not found.assignment.low:
         found = rewrite(normalised)  # a graph that stays fp32 keeps its very numbers
     for name, why in normalised.gm.meta.get(UNTRACED, {}).items():
         left[name] = kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
     return replace(found, bodies=bodies, given_up={**left, **found.given_up})
-
-
-def _fused(
-    normalised: Normalised, options: Options, low: torch.dtype
-) -> Normalised | None:
-    """The graph with kernels for its chains; None where no chain is replaced."""
-    leave = options.left_kernels
-    if len(leave) == len(KERNEL_NAMES):
-        return None
-    rules = options.resolve_rules(low)
-    return fuse(normalised, Wishes(rules, low, (*options.keep, *rules.keep), leave))
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ OPTIONS: dict[str, Any] = {
     "weight_copies": "kept",
     "lock": None,
     "heal": False,
+    "fuse": True,
 }
 
 

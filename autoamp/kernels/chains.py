@@ -6,7 +6,7 @@ weight and bias of a norm).  Nothing outside a chain reads what is made inside i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ def chains_in(graph: fx.Graph) -> Iterator[list[Chain]]:
     breaks = [i for node, i in order.items() if _orders(node)]
     ends: set[fx.Node] = set()
     for node in graph.nodes:
-        if _is_of(node, "notices_a_chain"):
+        if _is_of(node, family("notices_a_chain")):
             ends |= _reached_from(node)
     for end in sorted(ends, key=order.__getitem__, reverse=True):
         found = [
@@ -77,15 +77,15 @@ def chains_in(graph: fx.Graph) -> Iterator[list[Chain]]:
 
 def is_cast(node: fx.Node) -> bool:
     """Whether a call is the user's cast from fp32 to fp32, which changes nothing."""
-    return _is_of(node, "cast") and all(
+    return _is_of(node, family("cast")) and all(
         _dtype(n) == HIGH_DTYPE for n in (node, *node.all_input_nodes)
     )
 
 
-def _is_of(node: fx.Node, name: str) -> bool:
+def _is_of(node: fx.Node, ops: Collection[str]) -> bool:
     if not isinstance(node.target, compat.OpOverload):
         return False
-    return base_name(node.target) in family(name)
+    return base_name(node.target) in ops
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
@@ -99,7 +99,9 @@ def _shape(node: fx.Node) -> tuple[Any, ...]:
 
 def _may_join(node: fx.Node) -> bool:
     """Whether a call is a smooth function of elements or rows, in fp32."""
-    return _dtype(node) == HIGH_DTYPE and (_is_of(node, "in_chains") or is_cast(node))
+    return _dtype(node) == HIGH_DTYPE and (
+        _is_of(node, family("in_chains")) or is_cast(node)
+    )
 
 
 def _reached_from(node: fx.Node) -> set[fx.Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,26 +14,27 @@ from autoamp.analyse.nodes import KERNEL, ForChain, module_paths
 from autoamp.analyse.pins import kept_by
 from autoamp.kernels.chains import Chain, chains_in, is_cast
 from autoamp.kernels.recognise import Recognised, recognised
+from autoamp.kernels.table import KERNEL_NAMES
+from autoamp.options import Options
 from autoamp.rules import Category, Rules
 from autoamp.trace.normalise import Normalised
 from autoamp.trace.regions import Regions
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the user has said of ops, modules and kernels.
+class _Wishes:
+    """The rules in force, and what the user has said of modules and kernels.
 
     Attributes:
-        rules: the rules in force.
-        low: the compute dtype.
-        keep: the user's module-path patterns.
+        rules, built_in: the rules in force, and those that nobody changed.
+        keep: the user's patterns of modules that stay fp32.
         leave: names of kernels that replace nothing.
     """
 
     rules: Rules
-    low: torch.dtype
+    built_in: Rules
     keep: Sequence[str]
-    leave: Collection[str]
+    leave: Sequence[str]
 
     def allow(self, chain: Chain) -> bool:
         """Whether the user has said nothing of any call of a chain.
@@ -41,15 +42,14 @@ class Wishes:
         A rule of the user's about `tanh` is about each `tanh`, so that none may vanish
         in a kernel; a module that stays fp32 stays as it is.
         """
-        built_in = Rules.default(self.low)
         return not any(
-            self.rules.lookup(node.target) != built_in.lookup(node.target)
+            self.rules.lookup(node.target) != self.built_in.lookup(node.target)
             or kept_by(self.keep, module_paths(node))
             for node in chain.nodes
         )
 
     def widens(self, node: fx.Node) -> bool:
-        """Whether type promotion leaves the result of a call fp32 whatever it reads."""
+        """Whether type promotion may leave a call's result fp32 whatever it reads."""
         rule = self.rules.lookup(node.target)
         if rule is None or is_cast(node):
             return True
@@ -61,13 +61,21 @@ class Wishes:
         )
 
 
-def fuse(normalised: Normalised, wishes: Wishes) -> Normalised | None:
+def fuse(
+    normalised: Normalised, options: Options, low: torch.dtype
+) -> Normalised | None:
     """The graph with a kernel for each chain that torch has one for.
 
     Returns:
         None where no chain is replaced; `normalised` is not changed.
     """
+    leave = options.left_kernels
+    if len(leave) == len(KERNEL_NAMES):
+        return None
     gm, mode = normalised.gm, normalised.fake_mode
+    rules = options.resolve_rules(low)
+    keep = (*options.keep, *rules.keep)
+    wishes = _Wishes(rules, Rules.default(low), keep, leave)
     found = _replaceable(gm, mode, wishes)
     if not found:
         return None
@@ -92,7 +100,7 @@ class _Replacement:
 
 
 def _replaceable(
-    gm: fx.GraphModule, mode: compat.FakeTensorMode, wishes: Wishes
+    gm: fx.GraphModule, mode: compat.FakeTensorMode, wishes: _Wishes
 ) -> list[_Replacement]:
     """The chains to replace; no two share a call."""
     taken: set[fx.Node] = set()
@@ -124,7 +132,7 @@ def _in_regions(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _replacement(
-    chain: Chain, mode: compat.FakeTensorMode, wishes: Wishes
+    chain: Chain, mode: compat.FakeTensorMode, wishes: _Wishes
 ) -> _Replacement | None:
     """The kernel for a chain; None where there is none, or where it lies otherwise.
 
