@@ -11,7 +11,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.capture.captured import Prepared
 from autoamp.capture.for_compilers import for_compilers
-from autoamp.graph_functions import checkpoint_as_python_does
+from autoamp.graph_functions import checkpoint_as_python_does, own_kernels
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.place.devices import Device
@@ -56,6 +56,8 @@ def prepare(
         hoisted = with_casts_inside(rewritten)
     bound = hoisted.gm
     edge = scale_edge(bound, rewritten) if scaling.enabled else Edge()
+    if options.backend == "eager" and rewritten.sums.low and options.fuse:
+        own_kernels(bound)
     compat.make_code(bound)
     if options.backend == "eager":
         run: Callable[..., Any] = bound.forward

@@ -19,6 +19,7 @@ from autoamp.graph_functions.casts import (
 from autoamp.graph_functions.checkpoints import checkpoint_as_python_does, checkpointed
 from autoamp.graph_functions.edge import scale_grad, unscale_grad, unscale_grad_
 from autoamp.graph_functions.half import unscale_half
+from autoamp.graph_functions.norms import own_kernels, rms_norm
 from autoamp.graph_functions.states import (
     STATE,
     WITH_FP32_STATE,
@@ -36,6 +37,7 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         low_uses,
         low_weight,
         low_weight_unscaled,
+        rms_norm,
         saturating_cast,
         scaled_result,
         scale_grad,
