@@ -21,8 +21,8 @@ class _RmsNorm(torch.autograd.Function):
 
     With `g` the gradient of the result, `d` the length of a row and
     `c = sum(g * weight * x)` over the row, the gradient of `x` is
-    `r * g * weight - x * r ** 3 * c / d`, and that of `weight` is the sum of `g * x * r`
-    over the rows.  Kept for the backward: `x`, and one number for each row.
+    `r * g * weight - x * r ** 3 * c / d`, and that of `weight` is the sum over the rows
+    of `g * x * r`.  Kept for the backward: `x`, and one number for each row.
     """
 
     @staticmethod

@@ -68,6 +68,9 @@ class OpRow:
         listed: whether any rule knows the op.
         bytes: fp32 bytes that the op reads and writes; 0 for a view.
         heading: the reason without the details of this op, to group ops by.
+        kernel: the name of the kernel, where the op stands for a chain of the model's
+            calls (`fuse=`), else "".
+        calls: the number of the model's calls that the op stands for.
     """
 
     graph: int
@@ -83,6 +86,8 @@ class OpRow:
     listed: bool
     bytes: int
     heading: str
+    kernel: str = ""
+    calls: int = 1
 
     @property
     def is_low(self) -> bool:
@@ -138,7 +143,7 @@ def op_rows(section: Section) -> list[OpRow]:
     rows = []
     for name, decision in rewritten.assignment.decisions.items():
         reason, heading = _reason(section, decision)
-        target = targets[name]
+        target, fact = targets[name], rewritten.facts.nodes[name]
         rows.append(
             OpRow(
                 graph=section.graph,
@@ -152,8 +157,10 @@ def op_rows(section: Section) -> list[OpRow]:
                 module=decision.module,
                 source=decision.source,
                 listed=decision.listed,
-                bytes=_bytes_moved(rewritten, rewritten.facts.nodes[name]),
+                bytes=_bytes_moved(rewritten, fact),
                 heading=heading,
+                kernel=fact.chain.kernel if fact.chain else "",
+                calls=fact.chain.calls if fact.chain else 1,
             )
         )
     return rows

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _SITE = re.compile(r"^.*?[/\\](?:site|dist)-packages[/\\]")
 _PLACE = re.compile(r"^(?P<path>.+?)(?P<line>:\d+: )")
@@ -14,6 +16,21 @@ _FILE = re.compile(
     r"(?<![\w.])(?:[A-Za-z]:)?[/\\][^\s:'\"<>|*?]*[/\\][^\s:'\"<>|*?,)]+"
 )
 _FLEETING = re.compile(r" (?:at|to) 0x[0-9a-fA-F]+|(?<=<eval_with_key>)\.\d+")
+
+
+def kernels_text(ops: Iterable[Any]) -> list[str]:
+    """A line on the chains that run as kernels; no line where there are none.
+
+    Args:
+        ops: rows of ops, with `kernel` and `calls`.
+    """
+    fused = [row for row in ops if row.kernel]
+    if not fused:
+        return []
+    names = Counter(row.kernel for row in fused)
+    named = ", ".join(f"{name} ({count:,})" for name, count in names.most_common())
+    calls = counted(sum(row.calls for row in fused), "op")
+    return [f"{calls} of the model run as {counted(len(fused), 'kernel')}: {named}."]
 
 
 def counted(count: int, noun: str) -> str:

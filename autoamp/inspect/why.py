@@ -88,6 +88,10 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
     yield f"  rule       {verdict.reason} (from {shorten(row.origin)})"
     why = row.reason.removeprefix(verdict.reason).removeprefix("; ")
     yield f"  decision   {row.precision}{': ' if why else ', by that rule'}{why}"
+    if row.kernel:
+        calls = counted(row.calls, "op")
+        left = f"fuse={[row.kernel]!r} leaves them as they are"
+        yield f"  stands for {calls} of the model, as one kernel ({left})"
     if row.module:
         yield f"  module     {row.module}"
     if row.source:

@@ -43,21 +43,17 @@ class Recognised:
     Attributes:
         kernel: the kernel.
         weight, bias: positions among the chain's vectors; None where there is none.
-        plus_one: whether the weight is one vector plus 1.
         epsilon: the small number, 0.0 for a kernel without one.
     """
 
     kernel: Kernel
     weight: int | None = None
     bias: int | None = None
-    plus_one: bool = False
     epsilon: float = 0.0
 
     def __call__(self, data: Tensor, vectors: Sequence[Tensor]) -> Tensor:
         """The kernel's result on the inputs of the chain."""
         weight = None if self.weight is None else vectors[self.weight]
-        if weight is not None and self.plus_one:
-            weight = weight + 1
         bias = None if self.bias is None else vectors[self.bias]
         return self.kernel(data, weight, bias, self.epsilon)
 
@@ -194,10 +190,8 @@ def _candidates(
             continue
         for epsilon in small if "epsilon" in kernel.takes else (0.0,):
             for names in itertools.permutations(kernel.vectors, vectors):
-                place = dict(zip(names, range(vectors), strict=True))
-                weight, bias = place.get("weight"), place.get("bias")
-                for plus_one in (False, True)[: 1 if weight is None else 2]:
-                    yield Recognised(kernel, weight, bias, plus_one, epsilon)
+                at = dict(zip(names, range(vectors), strict=True))
+                yield Recognised(kernel, at.get("weight"), at.get("bias"), epsilon)
 
 
 def _agree(found: Tensor, expected: Tensor, data: Tensor, size: int) -> bool:

@@ -83,7 +83,7 @@ def fuse(
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, values))
     for replacement in found:
-        _replace(graph, replacement, values, mode)
+        _replace(graph, replacement, values)
     fused = compat.graph_module(gm, graph)
     fused.meta = dict(gm.meta)
     return replace(normalised, gm=fused)
@@ -155,7 +155,6 @@ def _replace(
     graph: fx.Graph,
     replacement: _Replacement,
     values: Mapping[fx.Node, fx.Node],
-    mode: compat.FakeTensorMode,
 ) -> None:
     """Puts a kernel in the place of a chain's copy in `graph`.
 
@@ -170,11 +169,6 @@ def _replace(
     size = chain.data.meta["val"].shape[-1]
     kernel = found.kernel
     with graph.inserting_before(result):
-        if weight is not None and found.plus_one:
-            added = graph.call_function(torch.ops.aten.add.Tensor, (weight, 1))
-            with mode, compat.outside_trace(), torch.no_grad():
-                added.meta = {**result.meta, "val": weight.meta["val"] + 1}
-            weight = added
         rest = kernel.arguments(size, weight, bias, found.epsilon)
         args = (values[chain.data], *rest)
         node = graph.call_function(kernel.op, args, dict(kernel.keywords))

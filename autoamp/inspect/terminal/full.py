@@ -19,7 +19,7 @@ from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
 from autoamp.inspect.sections.cast_counts import cast_counts, counts_text
 from autoamp.inspect.terminal.fp32 import stayed_fp32
 from autoamp.inspect.terminal.parts import plain_table
-from autoamp.inspect.text import counted, op_title, shorten
+from autoamp.inspect.text import counted, kernels_text, op_title, shorten
 
 _LISTED = 8
 _REWARD_NOTE = (
@@ -72,6 +72,7 @@ def _head(
     lines = [
         f"{low_ops:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
         counts_text(cast_counts(sections), low),
+        *kernels_text(ops),
         f"{graphs} captured; rewritten graphs ran {counted(runs, 'time')}.",
     ]
     if runs == 0:

@@ -19,7 +19,7 @@ from autoamp.inspect.sections.prediction import Prediction
 from autoamp.inspect.sections.weights import WeightRow
 from autoamp.inspect.terminal.fp32 import by_importance
 from autoamp.inspect.terminal.parts import plain_table
-from autoamp.inspect.text import counted, one_name, op_title, shorten
+from autoamp.inspect.text import counted, kernels_text, one_name, op_title, shorten
 
 LISTED = 3
 """Entries of each list; the rest are counted."""
@@ -28,7 +28,7 @@ LISTED = 3
 def head(
     title: str, ops: Sequence[OpRow], counts: CastCounts, low: str, ran: str
 ) -> Text:
-    """How much is low, in two or three lines.
+    """How much is low, in a few lines.
 
     Args:
         title: the first line.
@@ -39,6 +39,7 @@ def head(
     lines = (
         f"{is_low:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
         counts_text(counts, low),
+        *kernels_text(ops),
         ran,
     )
     return Text.assemble((title, "bold"), "".join(f"\n{line}" for line in lines))

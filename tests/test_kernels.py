@@ -1,0 +1,395 @@
+"""Chains that run as one kernel: found however they are spelled, and as true."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import autoamp
+from autoamp.graph_functions import rms_norm
+from autoamp.kernels.chains import chains_in
+from autoamp.kernels.recognise import recognised
+from autoamp.kernels.table import KERNEL_NAMES
+from tests.metrics import relative_error
+from tests.small_models import Of
+
+C = math.sqrt(2 / math.pi)
+WIDTH = 32
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    mean = x.mean(-1, keepdim=True)
+    return mean, (x - mean).pow(2).mean(-1, keepdim=True)
+
+
+def standard(x: Tensor, eps: float = 1e-5) -> Tensor:
+    mean, variance = moments(x)
+    return (x - mean) / torch.sqrt(variance + eps)
+
+
+def exps(x: Tensor) -> Tensor:
+    return torch.exp(x - x.amax(-1, keepdim=True))
+
+
+def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+SPELLINGS: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    # the GELU of GPT-2, as transformers writes it: NewGELUActivation
+    "gelu_new": (
+        "gelu_tanh",
+        lambda x: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.044715 * torch.pow(x, 3.0)))),
+    ),
+    # transformers' FastGELUActivation
+    "gelu_fast": (
+        "gelu_tanh",
+        lambda x: 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))),
+    ),
+    # BLOOM's, with a constant of eight digits
+    "gelu_bloom": (
+        "gelu_tanh",
+        lambda x: x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))),
+    ),
+    "gelu_by_sigmoid": (
+        "gelu_tanh",
+        lambda x: x * torch.sigmoid(2 * C * (x + 0.044715 * x**3)),
+    ),
+    "gelu_erf": ("gelu", lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))),
+    "gelu_erf_last": ("gelu", lambda x: (torch.erf(x * 2**-0.5) + 1) * x / 2),
+    "swish": ("silu", lambda x: x * torch.sigmoid(x)),
+    "swish_by_exp": ("silu", lambda x: x / (1 + torch.exp(-x))),
+    "mish": ("mish", lambda x: x * torch.tanh(F.softplus(x))),
+    "softmax": ("softmax", lambda x: exps(x) / exps(x).sum(-1, keepdim=True)),
+    "softmax_unshifted": (
+        "softmax",
+        lambda x: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True),
+    ),
+    "log_softmax": (
+        "log_softmax",
+        lambda x: x - torch.logsumexp(x, -1, keepdim=True),
+    ),
+    "layer_norm": ("layer_norm", lambda x, w, b: w * standard(x) + b),
+    "layer_norm_var": (
+        "layer_norm",
+        lambda x, w, b: (
+            (x - x.mean(-1, keepdim=True))
+            * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-12)
+            * w
+            + b
+        ),
+    ),
+    "layer_norm_squares": (
+        "layer_norm",
+        lambda x: (
+            (x - x.mean(-1, keepdim=True))
+            / (
+                x.square().mean(-1, keepdim=True)
+                - x.mean(-1, keepdim=True).square()
+                + 1e-5
+            ).sqrt()
+        ),
+    ),
+    # Llama's and T5's norms
+    "rms_llama": ("rms_norm", lambda x, w: w * rms(x.float()).to(torch.float32)),
+    # Gemma's: the weight is around 0
+    "rms_gemma": ("rms_norm", lambda x, w: rms(x.float()) * (1.0 + w.float())),
+    "rms_by_division": (
+        "rms_norm",
+        lambda x, w: w * x / torch.sqrt((x * x).sum(-1, keepdim=True) / WIDTH + 1e-5),
+    ),
+    "rms_by_power": (
+        "rms_norm",
+        lambda x: x * (x.square().mean(-1, keepdim=True) + 1e-6).pow(-0.5),
+    ),
+}
+"""How libraries and people write what torch has one kernel for."""
+
+OTHERS: dict[str, Callable[..., Tensor]] = {
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu_of_another_constant": lambda x: (
+        0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3)))
+    ),
+    "half_a_gelu": lambda x: x * (1 + torch.tanh(C * (x + 0.044715 * x**3))),
+    "std_unbiased": lambda x, w, b: (
+        w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + b
+    ),
+    "eps_outside": lambda x: x / (torch.sqrt(x.square().mean(-1, keepdim=True)) + 1e-2),
+    "another_dimension": lambda x: (
+        x * torch.rsqrt(x.square().mean(-2, keepdim=True) + 1e-6)
+    ),
+    "softmax_of_another_dimension": lambda x: (
+        torch.exp(x) / torch.exp(x).sum(1, keepdim=True)
+    ),
+    "softmax_off_by_one": lambda x: (
+        torch.exp(x) / (1 + torch.exp(x).sum(-1, keepdim=True))
+    ),
+    "sum_for_mean": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
+    "limited": lambda x: rms(x.clamp(-3, 3)),
+    "weight_twice": lambda x, w: w * (w * rms(x)),
+}
+"""Functions that look like kernels and are none, from their first op to the last."""
+
+
+def tensors(function: Callable[..., Tensor], ndim: int = 3) -> list[Tensor]:
+    count = function.__code__.co_argcount
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn((2, 5, 3, WIDTH)[-ndim:], generator=generator)
+    return [data, *(torch.randn(WIDTH, generator=generator) for _ in range(count - 1))]
+
+
+def traced(function: Callable[..., Tensor], *given: Tensor) -> fx.Graph:
+    gm = make_fx(function, pre_dispatch=True, tracing_mode="fake")(*given)
+    return gm.graph
+
+
+def whole(graph: fx.Graph) -> str:
+    """The kernel for the chain from the graph's input to its output, or ""."""
+    output = graph.output_node().all_input_nodes[0]
+    data = next(n for n in graph.nodes if n.op == "placeholder")
+    for chains in chains_in(graph):
+        for chain in chains:
+            if chain.result is output and chain.data is data:
+                found = recognised(chain)
+                return found.kernel.name if found else ""
+    return ""
+
+
+@pytest.mark.parametrize("ndim", [2, 4])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_chain_is_recognised_however_it_is_spelled(spelling: str, ndim: int) -> None:
+    name, function = SPELLINGS[spelling]
+    assert whole(traced(function, *tensors(function, ndim))) == name
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_function_is_no_kernel(name: str) -> None:
+    function = OTHERS[name]
+    assert whole(traced(function, *tensors(function))) == ""
+
+
+def test_every_kernel_is_spelled_above() -> None:
+    assert {name for name, _ in SPELLINGS.values()} == {*KERNEL_NAMES}
+
+
+class Between(nn.Module):
+    """Two products with a function between them."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        vectors = function.__code__.co_argcount - 1
+        self.vectors = nn.ParameterList(torch.randn(WIDTH) for _ in range(vectors))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.function(self.first(x), *self.vectors))
+
+
+def stepped(model: nn.Module, x: Tensor, autocast: bool = False) -> list[Tensor]:
+    """The output and all gradients, in float64."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = model(x)
+    output.float().square().mean().backward()
+    grads = [p.grad for p in (x, *model.parameters())]
+    return [t.double() for t in (output.detach(), *grads) if t is not None]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_kernel_is_as_true_as_the_chain_under_autocast(spelling: str) -> None:
+    """Against float64, over the output and every gradient, on three batches."""
+    name, function = SPELLINGS[spelling]
+    ours_off = theirs_off = 0.0
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, x = Between(function), torch.randn(4, 6, WIDTH)
+        exact = Between(function).double()
+        exact.load_state_dict(model.state_dict())
+        true = _exact(exact, x)
+        theirs = stepped(model, x, autocast=True)
+        autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+        ours = stepped(model, x)
+        kernels = [row.kernel for row in autoamp.report(model).ops if row.kernel]
+        assert kernels == [name]
+        ours_off += sum(relative_error(a, b) for a, b in zip(ours, true, strict=True))
+        theirs_off += sum(
+            relative_error(a, b) for a, b in zip(theirs, true, strict=True)
+        )
+    assert ours_off <= 1.05 * theirs_off
+
+
+def _exact(model: nn.Module, x: Tensor) -> list[Tensor]:
+    def wide(self: Tensor, *args: Any) -> Tensor:
+        return self
+
+    x = x.double().requires_grad_()
+    patch = pytest.MonkeyPatch()
+    with patch.context() as here:  # `x.float()` in float64 is `x`
+        here.setattr(Tensor, "float", wide)
+        here.setattr(Tensor, "to", wide)
+        output = model(x)
+    output.square().mean().backward()
+    grads = [p.grad for p in (x, *model.parameters())]
+    return [t for t in (output.detach(), *grads) if t is not None]
+
+
+def converted(model: nn.Module, x: Tensor, **options: Any) -> autoamp.Report:
+    options = {"precision": "bf16", "do_no_harm": False, "strict": True, **options}
+    autoamp.convert(model, **options)
+    model(x)
+    return autoamp.report(model)
+
+
+def gelu(x: Tensor) -> Tensor:
+    return SPELLINGS["gelu_new"][1](x)
+
+
+def kernels(report: autoamp.Report) -> list[str]:
+    return [row.kernel for row in report.ops if row.kernel]
+
+
+X = torch.randn(4, WIDTH)
+
+
+def test_a_kernel_reads_and_writes_sixteen_bits() -> None:
+    report = converted(Between(gelu), X)
+    (row,) = [row for row in report.ops if row.kernel]
+    assert (row.op, row.precision, row.calls) == ("aten::gelu.default", "bf16", 8)
+    assert "8 ops of the model run as 1 kernel: gelu_tanh (1)." in str(report)
+    assert "stands for 8 ops of the model" in report.why(row.name)
+
+
+@pytest.mark.parametrize("fuse", [False, ["gelu_tanh"]])
+def test_a_kernel_can_be_left_out(fuse: Any) -> None:
+    report = converted(Between(gelu), X, fuse=fuse)
+    assert kernels(report) == []
+    assert "aten::tanh.default" in {row.op for row in report.ops}
+
+
+def test_an_unknown_kernel_is_refused() -> None:
+    with pytest.raises(autoamp.OptionError, match=r"'gelu_tahn'.*'gelu_tanh'"):
+        autoamp.convert(Between(gelu), fuse=["gelu_tahn"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"deny": ["tanh"]},
+        {"allow": ["tanh"]},
+        {"keep": ["*"]},
+        {"rules": "tensorflow", "placement": "tensorflow"},
+    ],
+)
+def test_what_the_user_spoke_of_does_not_vanish_in_a_kernel(options: Any) -> None:
+    assert kernels(converted(Between(gelu), X, **options)) == []
+
+
+class Seen(Between):
+    """Something inside the chain is seen from outside it."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        inner = torch.tanh(C * (x + 0.044715 * torch.pow(x, 3.0)))
+        return self.second(0.5 * x * (1.0 + inner)), inner
+
+
+class InRegion(Between):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x = gelu(x)
+        return self.second(x)
+
+
+class WrittenBetween(Between):
+    """The tensor that the chain reads is written to before the chain ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        half = 0.5 * x
+        x += 1.0
+        return self.second(half * torch.sigmoid(2.0 * x - 2.0))
+
+
+@pytest.mark.parametrize("kind", [Seen, InRegion, WrittenBetween])
+def test_a_chain_that_is_not_closed_stays_as_it_is(kind: type[Between]) -> None:
+    model = kind(gelu)
+    assert kernels(converted(model, X)) == []
+
+
+def test_a_graph_that_stays_fp32_keeps_its_very_numbers() -> None:
+    model = Between(SPELLINGS["rms_llama"][1])
+    expected = stepped(model, X)
+    autoamp.convert(
+        model, precision="bf16", deny=["linear", "aten::addmm"], do_no_harm=False
+    )
+    found = stepped(model, X)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_widened_result_that_is_read_in_fp32_is_not_rounded() -> None:
+    """`pow` is fp32 under autocast on GPUs, and so is what is added to it."""
+    x = torch.randn(4, WIDTH)
+    model = Of(lambda m, x: gelu(m.fc(x)) + x, fc=nn.Linear(WIDTH, WIDTH))
+    report = converted(model, x)
+    (row,) = [row for row in report.ops if row.kernel]
+    assert row.precision == "fp32"
+
+
+def test_a_kernel_runs_in_a_checkpointed_region() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    inner = Between(gelu)
+    model = Of(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=inner)
+    assert kernels(converted(model, X)) == ["gelu_tanh"]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("shape", [(3, 4, WIDTH), (5, WIDTH), (WIDTH,)])
+def test_rms_norm_is_torchs(shape: tuple[int, ...], weighted: bool) -> None:
+    """The result to the bit, and gradients no further from float64's by a half more."""
+    torch.manual_seed(0)
+    data, weight, grad = torch.randn(shape), torch.randn(WIDTH), torch.randn(shape)
+
+    def run(norm: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        x = data.to(dtype, copy=True).requires_grad_()
+        w = weight.to(dtype, copy=True).requires_grad_() if weighted else None
+        result = norm(x, [WIDTH], w, 1e-6)
+        result.backward(grad.to(dtype))
+        return [result.detach(), *(v.grad for v in (x, w) if v is not None)]
+
+    ours, theirs = run(rms_norm, torch.float32), run(F.rms_norm, torch.float32)
+    assert torch.equal(ours[0], theirs[0])
+    for a, b, true in zip(ours, theirs, run(F.rms_norm, torch.float64), strict=True):
+        assert relative_error(a, true) <= 1.5 * relative_error(b, true) + 2**-24
+
+
+def test_rms_norm_is_laid_out_as_torchs() -> None:
+    x = torch.randn(4, WIDTH, 6).transpose(1, 2).requires_grad_()
+    ours = rms_norm(x, [WIDTH], None, 1e-6)
+    assert ours.stride() == F.rms_norm(x, [WIDTH], None, 1e-6).stride()
+    ours.sum().backward()
+
+
+def test_rms_norm_differentiates_twice() -> None:
+    """The gradient of a gradient's norm, as a gradient penalty takes it."""
+    torch.manual_seed(0)
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    weight = torch.randn(WIDTH, requires_grad=True)
+
+    def penalty(norm: Callable[..., Tensor]) -> list[Tensor]:
+        result = norm(x, [WIDTH], weight, 1e-6).pow(3).sum()
+        (grad,) = torch.autograd.grad(result, x, create_graph=True)
+        return [*torch.autograd.grad(grad.square().sum(), (x, weight))]
+
+    for ours, theirs in zip(penalty(rms_norm), penalty(F.rms_norm), strict=True):
+        assert relative_error(ours, theirs) < 1e-5
