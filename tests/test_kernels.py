@@ -311,13 +311,14 @@ class InRegion(Between):
 
 
 class WrittenBetween(Between):
-    """The tensor that the chain reads is written to before the chain ends."""
+    """The tensor that the chain reads is written to, by another name, in its midst."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        half = 0.5 * x
-        x += 1.0
-        return self.second(half * torch.sigmoid(2.0 * x - 2.0))
+        other = x.view(-1)
+        before = x * 1.0
+        other.add_(1.0)
+        return self.second(before * torch.sigmoid(x))
 
 
 @pytest.mark.parametrize("kind", [Seen, InRegion, WrittenBetween])
