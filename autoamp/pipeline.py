@@ -87,23 +87,36 @@ class Rewritten:
             yield from body.with_bodies()
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Where and how a rewritten graph is to run.
+
+    Attributes:
+        free_weights: whether casts of weights are priced at nothing, because the caller
+            passes cached copies in.
+        own_kernels: whether the graph runs without a compiler, and so with kernels of
+            ours where torch has none.
+        price: gives the prices; by default the roofline of the device.
+        device: the device that the graph is to run on; by default the one it is on.
+    """
+
+    free_weights: bool = False
+    own_kernels: bool = False
+    price: PriceModel | None = None
+    device: Device | None = None
+
+
 def rewrite_graph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
     low: torch.dtype,
-    *,
-    free_weights: bool = False,
-    price: PriceModel | None = None,
-    device: Device | None = None,
+    **setting: Any,
 ) -> Rewritten:
     """Runs every pass on `gm`, which is not changed.
 
     Args:
-        free_weights: whether casts of weights are priced at nothing, because the caller
-            passes cached copies in.
-        price: gives the prices; by default the roofline of the device.
-        device: the device that the graph is to run on; by default the one it is on.
+        **setting: the fields of `Setting`.
 
     Raises:
         AutoampError: a pass failed; the message says where.
@@ -111,44 +124,30 @@ def rewrite_graph(
     seconds: dict[str, float] = {}
     with _timed(seconds, "normalise"):
         normalised = normalise(gm, example_inputs)
-    return rewrite_normalised(
-        normalised, options, low, free_weights, seconds, price=price, device=device
-    )
+    return rewrite_normalised(normalised, options, low, Setting(**setting), seconds)
 
 
 def rewrite_normalised(
     normalised: Normalised,
     options: Options,
     low: torch.dtype,
-    free_weights: bool,
+    setting: Setting,
     seconds: dict[str, float],
-    *,
-    price: PriceModel | None = None,
-    device: Device | None = None,
 ) -> Rewritten:
     """Runs the passes after `normalise`, and adds their times to `seconds`.
 
-    The other arguments are those of `rewrite_graph`.
     Nodes that a failed check names stay fp32, and the passes run again with these nodes
     pinned.
     """
-    inner = partial(
-        rewrite_normalised,
-        options=options,
-        low=low,
-        free_weights=free_weights,
-        price=price,
-        device=device,
-    )
+    inner = partial(rewrite_normalised, options=options, low=low, setting=setting)
     bodies, left = _rewrite_bodies(normalised, inner, strict=options.strict)
-    where = None if device is None else device.type
+    where = None if setting.device is None else setting.device.type
 
     def rewrite(graph: Normalised) -> Rewritten:
         with _timed(seconds, "facts"):
             facts = collect_facts(graph.gm, where)
-        attempt = _Attempt(
-            graph, facts, options, low, free_weights, seconds, price, device
-        )
+        facts = replace(facts, own_kernels=setting.own_kernels)
+        attempt = _Attempt(graph, facts, options, low, setting, seconds)
         return retreating(attempt, graph.gm.graph, strict=options.strict)
 
     with _timed(seconds, "kernels"):
@@ -169,10 +168,8 @@ class _Attempt:
     facts: Facts
     options: Options
     low: torch.dtype
-    free_weights: bool
+    setting: Setting
     seconds: dict[str, float]
-    price: PriceModel | None
-    device: Device | None
 
     def __call__(self, given_up: Mapping[str, str]) -> Rewritten:
         """The rewritten graph, in which the nodes `given_up` stay fp32."""
@@ -230,14 +227,14 @@ class _Attempt:
 
     def _prices(self, classified: Classified) -> Prices:
         gm = self.normalised.gm
-        device = self.device or device_of(main_device(gm), self.low)
-        price: PriceModel = self.price or partial(price_graph, device=device)
+        device = self.setting.device or device_of(main_device(gm), self.low)
+        price: PriceModel = self.setting.price or partial(price_graph, device=device)
         return price(
             gm,
             classified,
             objective=self.options.objective,
             do_no_harm=self.options.do_no_harm,
-            free_weights=self.free_weights,
+            free_weights=self.setting.free_weights,
         )
 
 

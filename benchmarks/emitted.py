@@ -25,7 +25,7 @@ from torch import fx
 
 import autoamp
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_normalised
+from autoamp.pipeline import Rewritten, Setting, rewrite_normalised
 from tests.conformance.graphs import Recipe
 from tests.conformance.moves import MOVES
 from tests.models import BY_NAME as MODELS
@@ -83,7 +83,7 @@ def of_random_graph(seed: int) -> str:
     built = Recipe(tuple(steps), outputs, draw.random() < 0.75).build(MOVES)
     low = LOW[draw.choice([*LOW])]
     options = Options(do_no_harm=draw.random() < 0.3)
-    found = rewrite_normalised(built.normalised(), options, low, True, {})
+    found = rewrite_normalised(built.normalised(), options, low, Setting(True), {})
     return digest(code_of(found.gm), reasons_of([found]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -394,3 +395,46 @@ def test_rms_norm_differentiates_twice() -> None:
 
     for ours, theirs in zip(penalty(rms_norm), penalty(F.rms_norm), strict=True):
         assert relative_error(ours, theirs) < 1e-5
+
+
+def normed(affine: bool = True) -> nn.Sequential:
+    norm = nn.LayerNorm(WIDTH, elementwise_affine=affine)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 4))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_low_layer_norm_is_as_true_as_under_autocast(affine: bool) -> None:
+    torch.manual_seed(0)
+    model, x = normed(affine), torch.randn(1000, WIDTH)
+    true = stepped(copy.deepcopy(model).double(), x.double())
+    theirs = stepped(model, x, autocast=True)
+    report = converted(model, x)
+    rows = [row for row in report.ops if row.op == "aten::layer_norm.default"]
+    assert [row.precision for row in rows] == ["bf16"]
+    for a, b, c in zip(stepped(model, x), theirs, true, strict=True):
+        assert relative_error(a, c) <= 1.05 * relative_error(b, c)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_low_layer_norm_sums_its_rows_truly(precision: str) -> None:
+    """Torch's own kernel gives 256 or 512 where 64000 is true."""
+    model = normed()
+    model[2].weight.data.fill_(1.0)
+    x = torch.randn(16000, WIDTH)
+    converted(model, x, precision=precision, loss_scale="off")
+    model(x).sum().backward()
+    assert model[1].bias.grad.tolist() == [4 * 16000.0] * WIDTH
+
+
+def test_a_low_layer_norm_differentiates_twice() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+
+    def penalty(model: nn.Module) -> list[Tensor]:
+        x = X.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+        return [*torch.autograd.grad(grad.square().sum(), [*model.parameters()])[:3]]
+
+    expected = penalty(model)
+    autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+    for ours, theirs in zip(penalty(model), expected, strict=True):
+        assert relative_error(ours, theirs) < 0.05

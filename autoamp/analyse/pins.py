@@ -17,6 +17,7 @@ from autoamp.analyse.literals import literal_reason
 from autoamp.analyse.nodes import argument, tensors_of
 from autoamp.analyse.numbers import Known
 from autoamp.analyse.verdict import BACKWARD, Verdict
+from autoamp.graph_functions import OWN_NORMS
 from autoamp.op_names import base_name
 from autoamp.rules import family
 
@@ -144,6 +145,8 @@ def _sums_over_rows(at: Site) -> str | None:
     fact = at.fact
     sums_low = at.base in family("layer_norm") and fact.device == "cpu"
     if not (sums_low and fact.requires_grad):
+        return None
+    if at.graph.own_kernels and at.node.target in OWN_NORMS:
         return None
     if len(fact.operands) < 2:
         return None

@@ -8,7 +8,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_normalised
+from autoamp.pipeline import Rewritten, Setting, rewrite_normalised
 from autoamp.trace.normalise import Normalised
 
 
@@ -21,9 +21,9 @@ def placed_anew(rewritten: Rewritten, options: Options) -> Rewritten:
     values = [node.meta.get("val") for node in before.graph.nodes]
     mode = compat.current_fake_mode(values)
     assert mode is not None, "a captured graph has fake tensors"
-    found = rewrite_normalised(
-        Normalised(before, (), mode), options, rewritten.low, True, {}
-    )
+    setting = Setting(free_weights=True, own_kernels=rewritten.facts.own_kernels)
+    graph = Normalised(before, (), mode)
+    found = rewrite_normalised(graph, options, rewritten.low, setting, {})
     # Bodies are found in `before` by identity, and the pass has put new ones into it.
     return replace(found, before=before)
 

@@ -11,7 +11,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.capture.captured import Prepared
 from autoamp.capture.for_compilers import for_compilers
-from autoamp.graph_functions import checkpoint_as_python_does, own_kernels
+from autoamp.graph_functions import checkpoint_as_python_does, with_own_kernels
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.place.devices import Device
@@ -42,8 +42,15 @@ def prepare(
     Raises:
         AutoampError: a pass failed; the message says where.
     """
+    eager = options.backend == "eager"
     rewritten = rewrite_graph(
-        gm, inputs, options, low, free_weights=True, device=device
+        gm,
+        inputs,
+        options,
+        low,
+        free_weights=True,
+        own_kernels=eager and bool(options.fuse),
+        device=device,
     )
     notes = _given_up(rewritten)
     try:
@@ -56,10 +63,10 @@ def prepare(
         hoisted = with_casts_inside(rewritten)
     bound = hoisted.gm
     edge = scale_edge(bound, rewritten) if scaling.enabled else Edge()
-    if options.backend == "eager" and rewritten.sums.low and options.fuse:
-        own_kernels(bound)
+    if eager and options.fuse and rewritten.sums.low:
+        with_own_kernels(bound)
     compat.make_code(bound)
-    if options.backend == "eager":
+    if eager:
         run: Callable[..., Any] = bound.forward
     else:
         given = _given(hoisted, inputs, low, scaling.edge_inputs(edge.devices))

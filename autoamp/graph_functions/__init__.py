@@ -19,7 +19,12 @@ from autoamp.graph_functions.casts import (
 from autoamp.graph_functions.checkpoints import checkpoint_as_python_does, checkpointed
 from autoamp.graph_functions.edge import scale_grad, unscale_grad, unscale_grad_
 from autoamp.graph_functions.half import unscale_half
-from autoamp.graph_functions.norms import own_kernels, rms_norm
+from autoamp.graph_functions.norms import (
+    OWN_NORMS,
+    layer_norm,
+    rms_norm,
+    with_own_kernels,
+)
 from autoamp.graph_functions.states import (
     STATE,
     WITH_FP32_STATE,
@@ -34,6 +39,7 @@ from autoamp.graph_functions.traceable import (
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
         checkpointed,
+        layer_norm,
         low_uses,
         low_weight,
         low_weight_unscaled,

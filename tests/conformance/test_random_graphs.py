@@ -29,7 +29,7 @@ from autoamp import compat, pipeline
 from autoamp.inspect.costs import costs_of
 from autoamp.op_names import base_name
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_normalised
+from autoamp.pipeline import Rewritten, Setting, rewrite_normalised
 from autoamp.place.devices import Device
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import CAST_KIND
@@ -100,7 +100,7 @@ def rewritten(
         patch.setattr(pipeline, "device_of", lambda *_: device)
         low = LOW[options["precision"]]
         return rewrite_normalised(
-            built.normalised(), Options(**options), low, free_weights, {}
+            built.normalised(), Options(**options), low, Setting(free_weights), {}
         )
 
 
