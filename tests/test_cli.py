@@ -95,12 +95,11 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
+@pytest.mark.slow  # test_autoload.py has a quick one of the line, without the command
 def test_precision_and_signals(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINS)
     options = ("--precision", "bf16", "--do-no-harm", "0")
-    # As the installed command begins: without importing torch.
-    command = [sys.executable, "-c", "from autoamp_cli import main; main()"]
-    done = process(*command, "run", *options, "script.py", cwd=tmp_path)
+    done = process(*AUTOAMP, "run", *options, "script.py", cwd=tmp_path)
     assert done.returncode == -signal.SIGTERM
     (line,) = done.stderr.splitlines()
     assert "Sequential is converted to bf16: 2 of 2 float ops low" in line

@@ -1,4 +1,4 @@
-"""A weight used 301 times whose true gradient is 301 gets 301 in bf16.
+"""A weight used 257 times whose true gradient is 257 gets 257 in bf16.
 
 Summed in bf16 the gradient stops at 256, where adding 1 no longer changes a number of
 eight significant bits.  So every count here is above 256, and none is a number of bf16:
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning"
 )
 
-USES = 301
+USES = 257
 WIDTH = 2
 
 
