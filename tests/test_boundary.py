@@ -191,7 +191,8 @@ def gradients(case: Case, **options: Any) -> Seen:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-# All of these train without a scale, and are counted with one, in other quick tests.
+# Quick tests of parts of these: the scripts `returns_fourier` and `branch_on_a_value`,
+# `finfo_mask` against GradScaler below, and gpt in test_scripts.py.
 LONG = LARGE | {"bert", "branching", "fourier", "finfo_mask"}
 
 
