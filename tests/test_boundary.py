@@ -96,7 +96,15 @@ SIMPLE = ("returns_", "write_")
 """Scripts that are one backward: what they find they find in bf16."""
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+REPEATED = tuple(
+    f"write_{how}_on_{of}"
+    for how in ("column", "add")
+    for of in ("plain", "view", "two_views", "hidden_base")
+)
+"""Writes of which `write_div` is the quick one; all three are quick on one forward."""
+
+
+@pytest.mark.parametrize("name", some_slow(SCRIPTS, REPEATED.__contains__))
 def test_the_scale_changes_no_bit(name: str) -> None:
     script = SCRIPTS[name]
     unscaled = seen_by(script, converting(loss_scale="off"))
@@ -183,7 +191,12 @@ def gradients(case: Case, **options: Any) -> Seen:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", some_slow(BY_NAME, LARGE.__contains__))
+# Quick tests of parts of these: the scripts `returns_fourier` and `branch_on_a_value`,
+# `finfo_mask` against GradScaler below, and gpt in test_scripts.py.
+LONG = LARGE | {"bert", "branching", "fourier", "finfo_mask"}
+
+
+@pytest.mark.parametrize("name", some_slow(BY_NAME, LONG.__contains__))
 def test_models_do_not_feel_the_scale(name: str) -> None:
     case = BY_NAME[name]
     ours, expected = gradients(case, loss_scale=S), gradients(case, loss_scale="off")

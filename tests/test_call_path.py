@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import autoamp
 from autoamp.model.conversion import conversion_of
 from tests.metrics import relative_error
+from tests.quick import some_slow
 from tests.test_weights import CLOSE, WIDTH, convert, mlp
 
 # -- keyword arguments of any name -----------------------------------------------------
@@ -94,8 +95,11 @@ def test_keyword_arguments_have_any_name(name: str) -> None:
         assert torch.equal(model.forward(x, **{name: factor}), expected)
 
 
+CHILDREN = ["mod", "self", "args", "kwargs", "model"]
+
+
 @pytest.mark.parametrize("make", [converted_child, of_a_converted_parent])
-@pytest.mark.parametrize("name", ["mod", "self", "args", "kwargs", "model"])
+@pytest.mark.parametrize("name", some_slow(CHILDREN, lambda n: n not in NAMES[:2]))
 def test_so_have_those_of_a_child(make: Callable[[str], nn.Module], name: str) -> None:
     x, factor = torch.randn(3, WIDTH), torch.randn(WIDTH)
     model = make(name)

@@ -95,6 +95,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
+@pytest.mark.slow  # test_autoload.py has a quick one of the line, without the command
 def test_precision_and_signals(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINS)
     options = ("--precision", "bf16", "--do-no-harm", "0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -103,6 +104,7 @@ def test_a_converted_model_is_explained_under_its_own_options_and_goes_on() -> N
 def test_no_low_copies_are_left_behind() -> None:
     from autoamp.weights.sentinels import COPIES
 
+    gc.collect()  # those of other tests' models
     before = {dtype: dict(held) for dtype, held in COPIES.items()}
     autoamp.explain(Net(), torch.randn(4, 16), options=BF16)
     assert before == COPIES

@@ -6,10 +6,7 @@ Law 4 is in test_verify.py, 5 in test_placement.py, 8 in test_verify.py.
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +28,6 @@ from autoamp.trace.normalise import normalise
 from tests.quick import explored
 from tests.small_models import Of
 from tests.strategies import (
-    ALL,
     ROWS,
     WIDTH,
     Outcome,
@@ -246,7 +242,7 @@ def test_revert_restores_bit_for_bit() -> None:
     same_outcome(run(model, model, (x,)), run(original, original, (x,)))
 
 
-# -- law 6: rewriting twice, and determinism -------------------------------------------
+# -- law 6: rewriting twice (and determinism, in test_same_bytes.py) ------------------
 
 
 @explored(EXAMPLES, DEEP, programs_and_choices)
@@ -326,36 +322,10 @@ def test_a_residual_stream_is_known_the_second_time() -> None:
         assert text_of(twice) == text_of(once)
 
 
-def printed_code() -> str:
-    """The code of a program of every op there is."""
-    steps = [(op, 3 * i, 5 * i + 1) for i, op in enumerate(ALL)]
-    program = Program(steps, [7, 11, 13], "mse")
-    options = {"precision": "bf16", "do_no_harm": False}
-    with torch.device("cpu"):
-        given = inputs(grad=False)
-        return autoamp.rewrite(capture(program), given, **options).code
-
-
 def test_a_dtype_given_to_noise_stands_where_a_tracer_writes_it() -> None:
     program = Program([("noise", 0, 0)], [2], "")
     once = autoamp.rewrite(capture(program), inputs(), precision="bf16")
     assert text_of(autoamp.rewrite(once, inputs(), precision="bf16")) == text_of(once)
-
-
-def test_two_processes_write_the_same_code() -> None:
-    script = "from tests.test_laws import printed_code; print(printed_code(), end='')"
-    other = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        cwd=Path(__file__).parents[1],
-        env={"PYTHONHASHSEED": "1", "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert other.returncode == 0, other.stderr
-    assert "_bf16 = " in other.stdout
-    assert other.stdout == printed_code()
 
 
 # -- law 7: writes and aliases mean what they meant ------------------------------------

@@ -117,9 +117,9 @@ def test_layers_stay_fp32_where_the_model_switches_autocast_off() -> None:
 
 def test_autocast_switched_off_round_a_compiled_model_is_the_callers() -> None:
     """Scripts have `with torch.autocast("cuda", enabled=args.amp)`."""
-    compiled = torch.compile(
-        nn.Linear(WIDTH, WIDTH), backend="autoamp", options={"do_no_harm": False}
-    )
+    options = {"do_no_harm": False, "backend": "eager"}
+    layer = nn.Linear(WIDTH, WIDTH)
+    compiled = torch.compile(layer, backend="autoamp", options=options)
     x = torch.randn(4, WIDTH)
     with torch.autocast("cpu", enabled=False):
         counts = count_ops(lambda: compiled(x))

@@ -385,9 +385,18 @@ def left_alone(model: nn.Module, *_: torch.optim.Optimizer) -> nn.Module:
     return model
 
 
+def runs() -> Iterator[Any]:
+    """Every script in both; the long ones in fp16 only among the slow tests."""
+    for each in SCRIPTS:
+        for precision in EPS:
+            long = each in (tags, loops) and precision == "fp16"
+            marks = [pytest.mark.slow] if long else []
+            label = f"{each.__name__}-{precision}"
+            yield pytest.param(each, precision, marks=marks, id=label)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
-@pytest.mark.parametrize("precision", EPS)
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize(("script", "precision"), list(runs()))
 def test_follows_fp32_and_is_active(script: Script, precision: str) -> None:
     converted: list[nn.Module] = []
 

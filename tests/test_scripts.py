@@ -7,6 +7,7 @@ held against the flops that the run in fp32 needs.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator
@@ -68,9 +69,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 both = pytest.mark.parametrize("precision", list(LOW))
 every = pytest.mark.parametrize("name", list(SCRIPTS))
 
+QUICK_IN_BOTH = {"gpt", "accumulation", "gan", "lstm"}
+QUICK_IN_FP16 = {"wgan_gp", "lbfgs", "ema", "ragged"}
 
-@both
-@every
+
+def is_quick(name: str, precision: str) -> bool:
+    return name in QUICK_IN_BOTH or (precision == "fp16") == (name in QUICK_IN_FP16)
+
+
+every_in_both = pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(*run, marks=[] if is_quick(*run) else [pytest.mark.slow])
+        for run in itertools.product(SCRIPTS, LOW)
+    ],
+)
+
+
+@every_in_both
 def test_it_trains_as_in_fp32(name: str, precision: str) -> None:
     losses = plain(name).curves["losses"]
     if SCRIPTS[name].learns:  # else a run that learns nothing would pass as well
@@ -83,8 +99,7 @@ def test_it_trains_as_in_fp32(name: str, precision: str) -> None:
     assert len(found.skips) <= 2
 
 
-@both
-@every
+@every_in_both
 def test_the_work_is_done_in_low_precision(name: str, precision: str) -> None:
     found = ours(name, precision)
     if name == "per_sample":
@@ -100,8 +115,7 @@ def test_the_work_is_done_in_low_precision(name: str, precision: str) -> None:
     assert 0.95 <= found.low_flops / flops_needed(name) <= 1.05
 
 
-@both
-@every
+@every_in_both
 def test_it_is_all_put_back(name: str, precision: str) -> None:
     found = ours(name, precision)
     params = [p.detach() for p in found.result["params"]]
@@ -114,8 +128,7 @@ def test_it_is_all_put_back(name: str, precision: str) -> None:
         assert "forward" not in vars(model)
 
 
-@both
-@every
+@every_in_both
 def test_nobody_is_warned(name: str, precision: str) -> None:
     found = ours(name, precision)
     assert found.warned <= plain(name).warned
@@ -188,17 +201,19 @@ def test_the_environment_alone_does_it_for_every_script(
 
 
 def resumed(precision: str, folder: Path) -> tuple[list[float], Path]:
-    """The losses of two processes, the second of which goes on; their checkpoint."""
-    checkpoint, losses = folder / "checkpoint.pt", []
-    for start in (0, 10):
-        found, reports = in_a_process("resume", (str(checkpoint),), precision, folder)
+    """The losses here and in a process that goes on from here; their checkpoint."""
+    checkpoint = folder / "checkpoint.pt"
+    first = automatic("resume", (str(checkpoint),), precision)
+    then, (report,) = in_a_process("resume", (str(checkpoint),), precision, folder)
+    for found, start in ((first, 0), (then, 10)):
         assert found.warned == set()
         assert found.result["start"] == start
-        assert found.result["dtypes"] == ["torch.float32"]
-        losses += found.curves["losses"]
-    shares = [(r["coverage"]["share_of_flops"], r["skipped"]) for r in reports]
-    assert shares == [(1.0, [])] * 2
-    return losses, checkpoint
+    assert {p.dtype for p in first.result["params"]} == {torch.float32}
+    assert then.result["dtypes"] == ["torch.float32"]
+    ((_, before),) = first.models
+    assert (before.coverage.share_of_flops, before.skipped) == (1.0, [])
+    assert (report["coverage"]["share_of_flops"], report["skipped"]) == (1.0, [])
+    return first.curves["losses"] + then.curves["losses"], checkpoint
 
 
 def in_fp32(checkpoint: Path) -> list[float]:

@@ -165,6 +165,7 @@ def test_greedy_tokens_are_those_of_fp32_as_often_as_under_autocast(
     assert_converted(ours, models)
 
 
+@pytest.mark.slow  # test_scripts.py has a quick one of another script
 def test_environment_variables_convert_an_unchanged_script(tmp_path) -> None:
     script = str(FOLDER / "accelerate_loop.py")
     said, reports = run_apart(tmp_path, "bf16", script)

@@ -179,6 +179,7 @@ def autocast(name: str) -> Seen:
     return Seen(names["RESULT"], warned)
 
 
+@functools.cache
 def flops_needed(name: str) -> int:
     with Forward() as count:
         run(name, SCRIPTS[name].arguments, nullcontext())
