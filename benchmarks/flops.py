@@ -1,6 +1,8 @@
 """Flops of matmul, convolution, attention and fused recurrent layers.
 
 The formulas are torch's own registry, plus the operators of a CPU that it leaves out.
+Products of a vector with a vector or a matrix are not counted: they are sums that read
+each number once, and take as long as the reading in any precision's units.
 """
 
 # ruff: noqa: ARG001 - a formula has the parameters of its operator, used or not
@@ -24,18 +26,8 @@ def _addmm(
     return flop_counter.mm_flop(a, b)
 
 
-def _mv(a: torch.Size, x: torch.Size, *args: Any, out_shape: Any, **kw: Any) -> int:
-    return 2 * a[0] * a[1]
-
-
-def _addmv(
-    y: Any, a: torch.Size, x: torch.Size, *args: Any, out_shape: Any, **kwargs: Any
-) -> int:
-    return 2 * a[0] * a[1]
-
-
-def _dot(a: torch.Size, b: torch.Size, *args: Any, out_shape: Any, **kw: Any) -> int:
-    return 2 * a[0]
+def _bmm(a: torch.Size, b: torch.Size, *args: Any, out_shape: Any, **kw: Any) -> int:
+    return 0 if a[1] == b[2] == 1 else flop_counter.bmm_flop(a, b)
 
 
 def _attention(
@@ -91,9 +83,7 @@ def _packet(name: str) -> Any:
 
 _MISSING: dict[str, Formula] = {
     "_addmm_activation": _addmm,
-    "mv": _mv,
-    "addmv": _addmv,
-    "dot": _dot,
+    "bmm": _bmm,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "mkldnn_rnn_layer": _rnn,

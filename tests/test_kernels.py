@@ -294,6 +294,50 @@ def test_what_the_user_spoke_of_does_not_vanish_in_a_kernel(options: Any) -> Non
     assert kernels(converted(Between(gelu), X, **options)) == []
 
 
+class MemorySavingSwish(torch.autograd.Function):
+    """As written in EfficientNets: the input alone is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        sigmoid = torch.sigmoid(x)
+        return grad * (sigmoid * (1 + x * (1 - sigmoid)))
+
+
+class SwishPassedThrough(MemorySavingSwish):
+    """The same forward with the gradient of another function."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * torch.sigmoid(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by Dynamo
+@pytest.mark.parametrize(
+    ("function", "expected"), [(MemorySavingSwish, ["silu"]), (SwishPassedThrough, [])]
+)
+def test_a_custom_function_is_a_kernel_if_its_backward_is(
+    function: type[torch.autograd.Function], expected: list[str]
+) -> None:
+    model = Of(
+        lambda m, x: m.b(function.apply(m.a(x))),
+        a=nn.Linear(WIDTH, WIDTH),
+        b=nn.Linear(WIDTH, 8),
+    )
+    true = stepped(copy.deepcopy(model), X)
+    x = X.clone().requires_grad_()  # a Function without a gradient is inlined
+    report = converted(model, x)
+    assert kernels(report) == expected
+    for ours, theirs in zip(stepped(model, X), true, strict=True):
+        assert relative_error(ours, theirs) < 0.02
+
+
 class Seen(Between):
     """Something inside the chain is seen from outside it."""
 

@@ -69,6 +69,7 @@ from autoamp.compat.listening import Heard, op_heard
 from autoamp.compat.names import (
     CHECKPOINT,
     COND,
+    CUSTOM_FUNCTION,
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
     GET_DATA,

@@ -41,6 +41,11 @@ TRANSFORM_ENTRIES, TRANSFORM_EXITS = (
 # An op that calls a sub-graph, and does nothing else.
 WRAP = torch.ops.higher_order.wrap
 
+# The op that calls a captured custom autograd Function: a forward and a backward.
+CUSTOM_FUNCTION: Any = getattr(
+    torch._functorch.autograd_function, "autograd_function_apply", None
+)
+
 # The module and name by which `clip_grad_norm_` finds its norm function, if private.
 TOTAL_NORM: tuple[Any, str] | None = (
     (torch.nn.utils.clip_grad, "_get_total_norm")

@@ -35,11 +35,18 @@ class Chain:
         data: the tensor that the chain reads.
         vectors: the other tensors that the chain reads, each of the length of the last
             dimension of `data`.
+        calls_inside: the calls in the graphs of a custom Function; 0 for no Function.
     """
 
     nodes: tuple[fx.Node, ...]
     data: fx.Node
     vectors: tuple[fx.Node, ...]
+    calls_inside: int = 0
+
+    @property
+    def calls(self) -> int:
+        """The number of calls the model made."""
+        return self.calls_inside or len(self.nodes)
 
     @property
     def result(self) -> fx.Node:

@@ -125,15 +125,15 @@ def _recognised(
     calls: tuple[_Call, ...], vectors: int, size: int, dims: int
 ) -> Recognised | None:
     with compat.on_real_numbers():
-        inputs = _rows(vectors, size, dims) if size else (_elements(),)
+        inputs = _rows(vectors, size, dims) if size else (elements(),)
         result = _run(calls, inputs)
         for candidate in _candidates(calls, vectors, by_rows=bool(size)):
-            if _agree(result, candidate(inputs[0], inputs[1:]), inputs[0], size):
+            if agree(result, candidate(inputs[0], inputs[1:]), inputs[0], size):
                 return candidate
     return None
 
 
-def _elements() -> Tensor:
+def elements() -> Tensor:
     """The numbers that functions of one element are tried on, in float64."""
     large = torch.logspace(-30, 4, 200, dtype=torch.float64, device="cpu")
     fine = torch.linspace(-12, 12, 2001, dtype=torch.float64, device="cpu")
@@ -194,7 +194,8 @@ def _candidates(
                 yield Recognised(kernel, at.get("weight"), at.get("bias"), epsilon)
 
 
-def _agree(found: Tensor, expected: Tensor, data: Tensor, size: int) -> bool:
+def agree(found: Tensor, expected: Tensor, data: Tensor, size: int = 0) -> bool:
+    """Whether numbers are the expected ones, element by element or row by row."""
     if found.shape != expected.shape:
         return False
     scale = expected.abs()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx
@@ -13,6 +14,7 @@ from autoamp import compat
 from autoamp.analyse.nodes import KERNEL, ForChain, module_paths
 from autoamp.analyse.pins import kept_by
 from autoamp.kernels.chains import Chain, chains_in, is_cast
+from autoamp.kernels.functions import functions_in
 from autoamp.kernels.recognise import Recognised, recognised
 from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.options import Options
@@ -106,18 +108,27 @@ def _replaceable(
     taken: set[fx.Node] = set()
     in_regions: set[fx.Node] | None = None
     found = []
-    for chain in itertools.chain.from_iterable(chains_in(gm.graph)):
+    for chain, recognise in _candidates(gm.graph):
         if not taken.isdisjoint(chain.nodes) or not wishes.allow(chain):
             continue
         if in_regions is None:
             in_regions = _in_regions(gm)
         if not in_regions.isdisjoint(chain.nodes):
             continue
-        replacement = _replacement(chain, mode, wishes)
+        replacement = _replacement(chain, recognise(), mode, wishes)
         if replacement is not None:
             taken.update(chain.nodes)
             found.append(replacement)
     return found
+
+
+def _candidates(
+    graph: fx.Graph,
+) -> Iterator[tuple[Chain, Callable[[], Recognised | None]]]:
+    """What a kernel might replace, each with what tells the kernel."""
+    yield from functions_in(graph)
+    for chain in itertools.chain.from_iterable(chains_in(graph)):
+        yield chain, partial(recognised, chain)
 
 
 def _in_regions(gm: fx.GraphModule) -> set[fx.Node]:
@@ -132,13 +143,15 @@ def _in_regions(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _replacement(
-    chain: Chain, mode: compat.FakeTensorMode, wishes: _Wishes
+    chain: Chain,
+    kernel: Recognised | None,
+    mode: compat.FakeTensorMode,
+    wishes: _Wishes,
 ) -> _Replacement | None:
     """The kernel for a chain; None where there is none, or where it lies otherwise.
 
     A result with other strides than the chain's could not be viewed as the chain's is.
     """
-    kernel = recognised(chain)
     if kernel is None or kernel.kernel.name in wishes.leave:
         return None
     expected = chain.result.meta["val"]
@@ -147,7 +160,7 @@ def _replacement(
     if value.shape != expected.shape or value.stride() != expected.stride():
         return None
     widens = any(map(wishes.widens, chain.nodes))
-    note = ForChain(kernel.kernel.name, len(chain.nodes), widens)
+    note = ForChain(kernel.kernel.name, chain.calls, widens)
     return _Replacement(chain, kernel, value, note)
 
 
