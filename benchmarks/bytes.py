@@ -1,5 +1,7 @@
 """`python -m benchmarks.bytes`: bytes that a training step reads and writes.
 
+Each model runs in a process of its own; a finished one is skipped unless `--again`.
+
 `--by-op NAME` prints the bytes of one model operator by operator, autocast and autoamp
 side by side: what to fuse is at the top.
 """
@@ -7,11 +9,13 @@ side by side: what to fuse is at the top.
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
-from . import report
-from .bytes_models import case_of
+from . import bytes_table, report
+from .bytes_models import PAPER, case_of, zoo
 from .bytes_step import StepCount, count_step
 from .traffic import Line, Traffic, is_cast
 
@@ -68,8 +72,13 @@ def _grouped_calls(traffic: Traffic, dtypes: bool) -> Counter[Line]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what is asked."""
+    """Measures what is asked and not yet there; 1 if a way to run a model failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bytes")
+    parser.add_argument("names", nargs="*", help="models (all of the paper's sizes)")
+    parser.add_argument("--zoo", action="store_true", help="the models of tests/zoo")
+    parser.add_argument("--again", action="store_true", help="finished models too")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    parser.add_argument("--one", metavar="NAME", help="one model, printed as JSON")
     parser.add_argument("--by-op", metavar="NAME", help="one model, by operator")
     parser.add_argument("--top", type=int, default=25, help="operators of --by-op")
     parser.add_argument(
@@ -78,7 +87,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.by_op:
         print(by_op(options.by_op, options.top, not options.no_dtypes))
-    return 0
+        return 0
+    if options.one:
+        print(json.dumps(bytes_table.measured(options.one)))
+        return 0
+    names = options.names or [
+        *(case.name for case in PAPER if not options.zoo),
+        *(f"zoo/{case.name}" for case in zoo() if options.zoo),
+    ]
+    text = bytes_table.fill(names, options.out, again=options.again)
+    print(text)
+    return int("Not counted:" in text)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 # -- operators that do not read all their inputs ---------------------------------------
 
 _MOVES_NOTHING = {
-    "_lazy_clone",  # copy-on-write: the memory is shared until one of the two is written
+    "_lazy_clone",  # copy-on-write: the memory is shared until it is written to
     "empty",
     "empty_like",
     "empty_permuted",
@@ -158,7 +158,7 @@ def _unread(call: Call) -> tuple[str, ...]:
     return ()
 
 
-# -- operators that read or write a part of a tensor ------------------------------------
+# -- operators that read or write a part of a tensor -----------------------------------
 
 
 def _gathered(call: Call) -> Moved:
@@ -173,7 +173,7 @@ def _overlaid(call: Call) -> Moved:
 
 
 def _summed_rows(call: Call) -> Moved:
-    """`embedding_dense_backward`: a table of zeros, to whose rows gradients are added."""
+    """A lookup's backward makes a table of zeros and adds gradients to its rows."""
     (table,) = call.made
     width = table.shape[-1] * table.itemsize
     rows = call.argument("indices").numel() * width
@@ -181,7 +181,7 @@ def _summed_rows(call: Call) -> Moved:
 
 
 def _scattered(call: Call) -> Moved:
-    """Elements of `self` are written, or added to; the functional spelling copies it."""
+    """Elements of `self` are written, or added to; the functional call copies it."""
     target = call.argument("self")
     part = _elements(call) * target.itemsize
     adds = call.kind in _ADDS or call.argument("accumulate", "reduce") not in (
