@@ -38,8 +38,8 @@ Bytes that kernels read and write in one training step, forward and backward, wi
 the optimizer, counted at the dispatcher; 1 MB is 10^6 bytes. Views count nothing, a
 broadcast dimension counts once, a fused kernel counts its inputs and outputs. Every
 column has the same batch and the model's own loss; dropout is 0. The step counted comes
-after {WARM_UP} steps of an optimizer, which changed all weights: autoamp's refresh of its
-low copies of the weights is included (in the forward), as autocast's casts of them are.
+after {WARM_UP} steps of an optimizer, which changed all weights: the refresh of autoamp's
+low copies of the weights is included (in the forward), as autocast's casts are.
 "saved" is the bytes saved for the backward."""
 
 
@@ -61,13 +61,20 @@ def said(error: BaseException) -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, marked where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    here = Path(__file__).parent
-    done = subprocess.run(
-        command, cwd=here, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
+    """The commit checked out, with "+" where what is counted differs from it."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["git", *words],
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    found = git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown"
+    counted = ("autoamp", "rules", "benchmarks/*.py", "tests/zoo")
+    return found + "+" * (git("diff", "--quiet", "HEAD", "--", *counted).returncode > 0)
 
 
 def in_a_process(name: str) -> Row:
