@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.progress import track
 
 from . import report
 from .bytes_models import case_of
+from .bytes_plot import svg
+from .bytes_rows import KINDS, Row, mean, ratio
 from .bytes_step import WARM_UP, WAYS, count_step
 from .capability import capability
 
 STEM = "bytes"
 LIMIT_S = 900
 """Seconds that the four ways of one model may take together."""
-
-Row = dict[str, Any]
-
-KINDS = ("step", "forward", "saved")
-"""The figures of which the table gives the ratio of autoamp to autocast."""
 
 HEADER = (
     "model",
@@ -37,9 +32,10 @@ NOTE = f"""\
 Bytes that kernels read and write in one training step, forward and backward, without
 the optimizer, counted at the dispatcher; 1 MB is 10^6 bytes. Views count nothing, a
 broadcast dimension counts once, a fused kernel counts its inputs and outputs. Every
-column has the same batch and the model's own loss; dropout is 0. The step counted comes
-after {WARM_UP} steps of an optimizer, which changed all weights: the refresh of autoamp's
-low copies of the weights is included (in the forward), as autocast's casts are.
+column has the same batch and the model's own loss; dropout is 0. The step counted
+comes after {WARM_UP} steps of an optimizer, which changed all weights: the refresh of
+autoamp's low copies of the weights is included (in the forward), as autocast's casts
+are.
 "saved" is the bytes saved for the backward."""
 
 
@@ -120,7 +116,7 @@ def fill(
 
 
 def write(rows: Sequence[Row], folder: Path) -> str:
-    """Writes bytes.md and bytes.json to `folder`; returns the text."""
+    """Writes bytes.md, bytes.json and bytes.svg to `folder`; returns the text."""
     rows = sorted(rows, key=lambda row: row["name"].startswith("zoo/"))
     paper = [row for row in rows if not row["name"].startswith("zoo/")]
     zoo = [row for row in rows if row["name"].startswith("zoo/")]
@@ -139,6 +135,7 @@ def write(rows: Sequence[Row], folder: Path) -> str:
     report.write(
         folder / STEM, text, {"capability": capability("cpu"), "models": list(rows)}
     )
+    (folder / STEM).with_suffix(".svg").write_text(svg(paper, zoo))
     return text
 
 
@@ -156,18 +153,6 @@ def table(rows: Sequence[Row]) -> str:
     return report.markdown(
         HEADER, [*cells, ["geometric mean", *("" for _ in WAYS), *means]]
     )
-
-
-def ratio(row: Row, kind: str, over: str = "autocast") -> float | None:
-    """Autoamp's figure over that of the way `over`; None where one is missing or 0."""
-    ours, theirs = (row["ways"].get(way, {}).get(kind) for way in ("autoamp", over))
-    return ours / theirs if ours and theirs else None
-
-
-def mean(rows: Sequence[Row], kind: str) -> float | None:
-    """The geometric mean of the ratios that there are; None of none."""
-    found = [value for row in rows if (value := ratio(row, kind)) is not None]
-    return statistics.geometric_mean(found) if found else None
 
 
 def _ratio(value: float | None) -> str:
