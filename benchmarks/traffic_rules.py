@@ -234,13 +234,6 @@ def _loss_gradient(call: Call) -> Moved:
     return Moved(call.without("self"), call.written + part)
 
 
-def _batch_norm(call: Call) -> Moved:
-    """Running statistics are written too, of which the schema says nothing."""
-    trains = call.argument("training")
-    moving = [call.argument("running_mean"), call.argument("running_var")]
-    return Moved(call.without(), call.written + bytes_of(moving) * bool(trains))
-
-
 _ADDS = {"scatter_add", "scatter_reduce", "index_add", "index_reduce"}
 
 _BY_RULE: dict[Callable[[Call], Moved], tuple[str, ...]] = {
@@ -259,6 +252,5 @@ _BY_RULE: dict[Callable[[Call], Moved], tuple[str, ...]] = {
     ),
     _picked_losses: ("nll_loss_forward", "nll_loss2d_forward"),
     _loss_gradient: ("nll_loss_backward", "nll_loss2d_backward"),
-    _batch_norm: ("native_batch_norm",),
 }
 _RULES = {name: rule for rule, names in _BY_RULE.items() for name in names}

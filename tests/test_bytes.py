@@ -195,9 +195,11 @@ def test_the_casts_of_autocast() -> None:
 
 
 def test_composite_operators_are_taken_apart_in_inference_mode() -> None:
-    x, weight, bias = _linear()
+    scores, target = torch.randn(6, 50), torch.arange(6)  # 1200 and 48 bytes
     with torch.inference_mode():
-        assert moved(lambda: functional.linear(x, weight, bias)) == (220, 120)
+        loss = moved(lambda: functional.cross_entropy(scores, target))
+    # A log_softmax, and a loss that reads 6 of its elements.
+    assert loss == (1200 + 48 + 24, 1200 + 8)
 
 
 def _cast_bytes(traffic: Traffic) -> int:
@@ -235,3 +237,19 @@ def test_a_converted_step_refreshes_all_its_copies_and_repeats() -> None:
     assert steps["autoamp"] != steps["fp32"]
     both = {line.dtypes for line in ours.traffic.calls if line.op == "addmm"}
     assert both == {"bf16"}
+
+
+def test_higher_order_operators_are_counted() -> None:
+    case = BY_NAME["checkpoint"]
+    ours = count_step(case, "autoamp").traffic
+    eager = count_step(case, "autocast").traffic
+    assert _low_products(ours) == _low_products(eager) > 0
+
+
+def _low_products(traffic: Traffic) -> int:
+    products = ("mm", "addmm", "bmm")
+    return sum(
+        calls
+        for line, calls in traffic.calls.items()
+        if line.op in products and line.dtypes == "bf16" and line.phase == "forward"
+    )
