@@ -16,11 +16,14 @@ from pathlib import Path
 
 from . import bytes_table, report
 from .bytes_models import PAPER, case_of, zoo
-from .bytes_step import StepCount, count_step
-from .traffic import Line, Traffic, is_cast
+from .bytes_step import count_step
+from .traffic import Line, Phase, Traffic, is_cast
 
 BESIDE = ("autocast", "autoamp")
 """The two ways that `--by-op` sets side by side."""
+
+
+PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 def by_op(name: str, top: int, dtypes: bool = True) -> str:
@@ -36,17 +39,14 @@ def by_op(name: str, top: int, dtypes: bool = True) -> str:
         rows.append([*key, *both, f"{(ours[key] - theirs[key]) / 1e6:+.1f}"])
     rest = [sum(grouped[way][key] for key in order[top:]) for way in BESIDE]
     rows.append(["", f"{len(order[top:])} more", "", *_differ(*rest)])
-    for phase in ("forward", "backward"):
-        both = [counts[way].traffic.bytes(phase) for way in BESIDE]
-        rows.append([phase, "all", "", *_differ(*both)])
-    rows.append(["step", "all", "", *_differ(*(_all(counts[w]) for w in BESIDE))])
+    for phase in PHASES:
+        totals = [counts[way].traffic.bytes(phase) for way in BESIDE]
+        rows.append([phase, "all", "", *_differ(*totals)])
+    totals = [counts[way].traffic.bytes() for way in BESIDE]
+    rows.append(["step", "all", "", *_differ(*totals)])
     columns = [f"{way} MB (calls)" for way in BESIDE]
     header = ("phase", "op", "dtypes", *columns, "difference")
     return report.markdown(header, rows)
-
-
-def _all(count: StepCount) -> int:
-    return count.traffic.bytes()
 
 
 def _differ(theirs: int, ours: int) -> list[str]:

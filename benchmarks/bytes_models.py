@@ -88,7 +88,10 @@ def _convnext_tiny() -> nn.Module:
     return hf.ConvNextForImageClassification(hf.ConvNextConfig(num_labels=LABELS))
 
 
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_NO_DROPOUT: dict[str, Any] = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 
 
 def _text(batch: int, length: int) -> Callable[[int], Args]:
