@@ -98,7 +98,8 @@ class TrafficMode(TorchDispatchMode):
 
 def count_traffic(fn: Callable[[], Any]) -> Traffic:
     """What `fn()` moves, its backward passes included; `fn` is run once."""
-    with TrafficMode() as mode:
+    mode = TrafficMode()
+    with mode:
         fn()
     return mode.traffic
 

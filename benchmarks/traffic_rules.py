@@ -116,7 +116,7 @@ def _storage(tensor: Tensor) -> Any:
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    found = {}
+    found: dict[Any, Tensor] = {}
     for t in tensors:
         strided = t.layout == torch.strided
         view = (t.storage_offset(), t.shape, t.stride()) if strided else ()
