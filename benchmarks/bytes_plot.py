@@ -1,0 +1,111 @@
+"""The table of bytes as an SVG: two bar plots, drawn without a library.
+
+Above, the bytes of every paper-size model relative to fp32; below, the zoo's ratios of
+autoamp to autocast, from the smallest to the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from .bytes_rows import Row, ratio
+from .bytes_step import WAYS
+
+COLOURS = {
+    "fp32": "#9aa0a6",
+    "autocast": "#e69f00",
+    "autoamp": "#0072b2",
+    "bfloat16": "#009e73",
+}
+LEFT, WIDTH, HEIGHT = 60, 760, 220
+"""The left edge of the bars, their width together, and the height of a bar plot."""
+
+TOP = 40
+BELOW = 60
+
+
+def svg(paper: Sequence[Row], zoo: Sequence[Row]) -> str:
+    """The two plots, one below the other; a plot without models is left out."""
+    models = [row for row in paper if row["ways"].get("fp32")]
+    plots = [_grouped(models)] if models else []
+    ratios = [(row["name"], r) for row in zoo if (r := ratio(row, "step")) is not None]
+    if ratios:
+        plots.append(_sorted(sorted(ratios, key=lambda pair: pair[1])))
+    each = TOP + HEIGHT + BELOW
+    size = f'width="{LEFT + WIDTH + 20}" height="{each * len(plots)}"'
+    moved = [
+        f'<g transform="translate(0 {each * i})">{plot}</g>'
+        for i, plot in enumerate(plots)
+    ]
+    style = "<style>text{font:12px sans-serif;fill:#333}</style>"
+    white = '<rect width="100%" height="100%" fill="white"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    return "\n".join([head, style, white, *moved, "</svg>"]) + "\n"
+
+
+def _grouped(rows: Sequence[Row]) -> str:
+    shares = {
+        (row["name"], way): row["ways"][way]["step"] / row["ways"]["fp32"]["step"]
+        for row in rows
+        for way in WAYS
+        if way in row["ways"]
+    }
+    top = max(shares.values()) * 1.05
+    place = WIDTH / len(rows)
+    bar = place * 0.8 / len(WAYS)
+    parts = [
+        _text(LEFT, 16, "Bytes moved in a training step, fp32 = 1", anchor="start")
+    ]
+    parts += [_key(i, way) for i, way in enumerate(WAYS)]
+    for i, row in enumerate(rows):
+        start = LEFT + i * place
+        parts.append(_text(start + place * 0.45, TOP + HEIGHT + 18, row["name"]))
+        for j, way in enumerate(WAYS):
+            share = shares.get((row["name"], way))
+            if share is not None:
+                said = f"{row['name']}, {way}: {share:.3f}"
+                parts.append(_bar(start + j * bar, bar, share / top, way, said))
+    return "".join([*parts, *_axis(top)])
+
+
+def _sorted(ratios: Sequence[tuple[str, float]]) -> str:
+    top = max(1.0, *(value for _, value in ratios)) * 1.05
+    place = WIDTH / len(ratios)
+    title = "Bytes of autoamp / bytes of autocast, the models of the zoo"
+    bars = [
+        _bar(LEFT + i * place, place, value / top, "autoamp", f"{name}: {value:.3f}")
+        for i, (name, value) in enumerate(ratios)
+    ]
+    return "".join([_text(LEFT, 16, title, anchor="start"), *bars, *_axis(top)])
+
+
+def _bar(x: float, width: float, share: float, way: str, title: str) -> str:
+    high = share * HEIGHT
+    where = f'x="{x:.1f}" y="{TOP + HEIGHT - high:.1f}"'
+    size = f'width="{width * 0.92:.1f}" height="{high:.1f}"'
+    name = f"<title>{escape(title)}</title>"
+    return f'<rect {where} {size} fill="{COLOURS[way]}">{name}</rect>\n'
+
+
+def _axis(top: float) -> list[str]:
+    lines = []
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0):
+        if tick <= top:
+            y = TOP + HEIGHT * (1 - tick / top)
+            colour = "#333" if tick in (0, 1) else "#ccc"
+            ends = f'x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}"'
+            lines.append(f'<line {ends} stroke="{colour}"/>\n')
+            lines.append(_text(LEFT - 6, y + 4, f"{tick:g}", anchor="end"))
+    return lines
+
+
+def _key(number: int, way: str) -> str:
+    x = LEFT + WIDTH - 90 * (len(WAYS) - number)
+    box = f'<rect x="{x}" y="6" width="12" height="12" fill="{COLOURS[way]}"/>'
+    return box + _text(x + 16, 16, way, anchor="start")
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "middle") -> str:
+    where = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f"<text {where}>{escape(text)}</text>\n"

@@ -1,0 +1,114 @@
+"""One training step of one model, run one way, with its bytes counted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .counting import CountingMode
+from .errors import Batch
+from .metrics import ModelCase
+from .saved import saved_bytes
+from .traffic import Traffic, TrafficMode, is_cast
+
+WAYS = ("fp32", "autocast", "autoamp", "bfloat16")
+"""The columns of the table."""
+
+WARM_UP = 2
+"""Steps before the counted one: the first captures, and an optimizer follows each."""
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class StepCount:
+    """What one training step came to.
+
+    `refreshed` counts low copies of weights that were made equal to their weights in
+    the counted step: after an optimizer step all of them, and their bytes are in the
+    forward's.  `saved` is the bytes saved for the backward.
+    """
+
+    traffic: Traffic
+    saved: int
+    refreshed: int
+    loss: float
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures of the table, as JSON holds them."""
+        lines = self.traffic.by_line()
+        return {
+            "step": self.traffic.bytes(),
+            "forward": self.traffic.bytes("forward"),
+            "backward": self.traffic.bytes("backward"),
+            "casts": sum(n for line, n in lines.items() if is_cast(line)),
+            "saved": self.saved,
+            "refreshed": self.refreshed,
+            "loss": self.loss,
+        }
+
+
+def count_step(case: ModelCase, way: str) -> StepCount:
+    """Bytes of a training step of `case`, run in one of `WAYS`.
+
+    The step counted is the one after `WARM_UP` steps, each followed by an optimizer's
+    step, so that copies of weights kept between calls are out of date and are refreshed
+    in it.  The optimizer's own bytes are not counted.  Bytes saved for the backward are
+    those of one more forward on the same batch.
+    """
+    model, context, batch = prepared(case, way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def forward(batch: Batch) -> Any:
+        torch.manual_seed(0)
+        args, kwargs = batch
+        with context():
+            output = model(*args, **kwargs)
+        return case.loss(output), output
+
+    def step(batch: Batch) -> Tensor:
+        value: Tensor = forward(batch)[0]
+        value.backward()
+        return value.detach()
+
+    fresh = partial(copy.deepcopy, batch)  # a model may write into its inputs
+    for _ in range(WARM_UP):
+        step(fresh())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    last = fresh()
+    with CountingMode(model.parameters()) as counting, TrafficMode() as mode:
+        loss = step(last)
+    optimizer.zero_grad(set_to_none=True)
+    saved = saved_bytes(partial(forward, fresh()), model.parameters()).total
+    return StepCount(mode.traffic, saved, counting.counts.refreshed, loss.item())
+
+
+def prepared(
+    case: ModelCase, way: str
+) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]], Batch]:
+    """The model to call, the context of its forward, and the batch it gets."""
+    model, batch = case.model(), case.inputs(0)
+    if way == "autocast":
+        return model, partial(torch.autocast, "cpu", BF16), batch
+    if way == "autoamp":
+        import autoamp
+
+        converted: nn.Module = autoamp.convert(
+            model, precision="bf16", do_no_harm=False, strict=True
+        )
+        return converted, nullcontext, batch
+    if way == "bfloat16":
+        low: Batch = pytree.tree_map_only(
+            Tensor, lambda t: t.to(BF16) if t.dtype == torch.float32 else t, batch
+        )
+        return model.to(BF16), nullcontext, low
+    return model, nullcontext, batch

@@ -1,0 +1,123 @@
+"""Bytes that the kernels of a call read and write, counted at the dispatcher.
+
+The count is of shapes and dtypes and not of time: the same on every machine.  A fused
+kernel (attention, a norm, gelu) counts its inputs and outputs and nothing between them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .flops import flops_of
+from .traffic_rules import NOTHING, moved, tensors_of
+
+Phase = Literal["forward", "backward"]
+
+_SHORT = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp64",
+}
+_CASTS = {"_to_copy", "copy_", "copy", "_foreach_copy_", "_foreach_copy"}
+
+
+class Line(NamedTuple):
+    """The calls that are counted together: an operator, its dtypes, and when it ran."""
+
+    phase: Phase
+    op: str
+    dtypes: str
+
+
+@dataclass
+class Traffic:
+    """What one call moved, line by line.  Calls that move nothing are not in it."""
+
+    calls: Counter[Line] = field(default_factory=Counter)
+    read: Counter[Line] = field(default_factory=Counter)
+    written: Counter[Line] = field(default_factory=Counter)
+
+    def bytes(self, phase: Phase | None = None) -> int:
+        """All bytes read and written, or those of the forward or the backward alone."""
+        return sum(self.by_line(phase).values())
+
+    def by_line(self, phase: Phase | None = None) -> Counter[Line]:
+        """Bytes read and written of each line."""
+        both = self.read + self.written
+        return Counter({k: n for k, n in both.items() if phase in (None, k.phase)})
+
+
+class TrafficMode(TorchDispatchMode):
+    """Fills `traffic` with what runs under it; Dynamo compiles and runs its graphs.
+
+    See `counting.CountingMode` for the two attributes that let Dynamo do so.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic = Traffic()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)  # a higher-order operator: its body comes here
+        if flops_of(func) is None:
+            # Under inference_mode composite operators arrive whole.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        out = func(*args, **kwargs)
+        count = moved(func, args, kwargs, out)
+        if count != NOTHING:
+            line = _line(func.overloadpacket.__name__, (args, kwargs), out)
+            self.traffic.calls[line] += 1
+            self.traffic.read[line] += count.read
+            self.traffic.written[line] += count.written
+        return out
+
+
+def count_traffic(fn: Callable[[], Any]) -> Traffic:
+    """What `fn()` moves, its backward passes included; `fn` is run once."""
+    mode = TrafficMode()
+    with mode:
+        fn()
+    return mode.traffic
+
+
+def _line(name: str, inputs: Any, out: Any) -> Line:
+    in_backward = torch._C._current_graph_task_id() != -1
+    if name in _CASTS and name != "_to_copy":  # a copy's first argument is its result
+        out, inputs = inputs[0][:2]
+    before, after = _dtypes(inputs), _dtypes(out)
+    dtypes = after if before in (after, "") else f"{before} to {after}"
+    return Line("backward" if in_backward else "forward", name, dtypes)
+
+
+def _dtypes(tree: Any) -> str:
+    floats = {_SHORT.get(t.dtype, "int") for t in tensors_of(tree)}
+    return "+".join(sorted(floats - {"int"})) or "".join(floats)
+
+
+def is_cast(line: Line) -> bool:
+    """Whether the line is of calls that change a float dtype and do nothing else."""
+    return line.op in _CASTS and " to " in line.dtypes and "int" not in line.dtypes
