@@ -80,7 +80,7 @@ class TrafficMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)  # a higher-order operator: its body comes here
-        if flops_of(func) is None:
+        if flops_of(func) is None and not _has_kernel(func):
             # Under inference_mode composite operators arrive whole.
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -94,6 +94,16 @@ class TrafficMode(TorchDispatchMode):
             self.traffic.read[line] += count.read
             self.traffic.written[line] += count.written
         return out
+
+
+def _has_kernel(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator is one kernel here, though torch could also compose it.
+
+    The backward of SiLU is such an operator.
+    """
+    keys = ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",)
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has(func.name(), key) for key in keys)
 
 
 def count_traffic(fn: Callable[[], Any]) -> Traffic:

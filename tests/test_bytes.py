@@ -157,6 +157,15 @@ def test_fused_kernels_count_inputs_and_outputs() -> None:
     assert moved(lambda: attention(value)) == (3 * 1024, 1024 + 64)
 
 
+def test_an_operator_with_a_kernel_is_not_taken_apart() -> None:
+    """The kernel reads a gradient and the input, and writes a gradient."""
+    x = fresh().requires_grad_()
+    result = functional.silu(x)
+    backward = count_traffic(lambda: torch.autograd.grad(result, x, torch.ones_like(x)))
+    by_op = {line.op: n for line, n in backward.by_line("backward").items()}
+    assert by_op == {"silu_backward": 12000}
+
+
 def test_loss_reads_one_element_a_target() -> None:
     scores = torch.randn(6, 50).log_softmax(1).requires_grad_()
     target = torch.arange(6)  # 48 bytes
