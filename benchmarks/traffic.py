@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoamp.ops import HIDDEN_WRITES
+
 from .flops import flops_of
 from .traffic_rules import NOTHING, moved, tensors_of
 
@@ -99,8 +101,11 @@ class TrafficMode(TorchDispatchMode):
 def _has_kernel(func: torch._ops.OpOverload) -> bool:
     """Whether an operator is one kernel here, though torch could also compose it.
 
-    The backward of SiLU is such an operator.
+    The backward of SiLU is such an operator.  A batch norm is composed of one that
+    declares that it writes its statistics.
     """
+    if f"aten::{func.overloadpacket.__name__}" in HIDDEN_WRITES:
+        return False
     keys = ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",)
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return any(has(func.name(), key) for key in keys)
