@@ -18,10 +18,6 @@ from .capability import capability
 from .metrics import Comparison, Figures, compare_with_autocast
 
 KNOWN: dict[tuple[str, str], str] = {
-    ("gpt2", "saved bytes"): (
-        "captured, transformers makes the causal mask it leaves out otherwise, and "
-        "attention saves it"
-    ),
     ("straight_through", "casts"): (
         "a custom autograd.Function gets the dtypes it was captured with, so the low "
         "value in front of it is widened; autocast hands it the bf16 value"

@@ -73,5 +73,8 @@ KERNELS: tuple[Kernel, ...] = (
 )
 """Each computes in fp32 inside, and reads and writes 16 bits where it runs low."""
 
-KERNEL_NAMES: tuple[str, ...] = tuple(kernel.name for kernel in KERNELS)
+CAUSAL_MASK = "causal_mask"
+"""Attention whose mask is causal, told so instead of given a mask (`masks.py`)."""
+
+KERNEL_NAMES: tuple[str, ...] = (*(kernel.name for kernel in KERNELS), CAUSAL_MASK)
 """The names that `fuse=` takes."""

@@ -15,8 +15,10 @@ from autoamp.analyse.nodes import KERNEL, ForChain, module_paths
 from autoamp.analyse.pins import kept_by
 from autoamp.kernels.chains import Chain, chains_in, is_cast
 from autoamp.kernels.functions import functions_in
+from autoamp.kernels.masks import DROPOUT, MASK, causal_attention
 from autoamp.kernels.recognise import Recognised, recognised
-from autoamp.kernels.table import KERNEL_NAMES
+from autoamp.kernels.table import CAUSAL_MASK, KERNEL_NAMES
+from autoamp.ops import drop_dead
 from autoamp.options import Options
 from autoamp.rules import Category, Rules
 from autoamp.trace.normalise import Normalised
@@ -38,8 +40,8 @@ class _Wishes:
     keep: Sequence[str]
     leave: Sequence[str]
 
-    def allow(self, chain: Chain) -> bool:
-        """Whether the user has said nothing of any call of a chain.
+    def allow(self, calls: Sequence[fx.Node]) -> bool:
+        """Whether the user has said nothing of any of the calls.
 
         A rule of the user's about `tanh` is about each `tanh`, so that none may vanish
         in a kernel; a module that stays fp32 stays as it is.
@@ -47,7 +49,7 @@ class _Wishes:
         return not any(
             self.rules.lookup(node.target) != self.built_in.lookup(node.target)
             or kept_by(self.keep, module_paths(node))
-            for node in chain.nodes
+            for node in calls
         )
 
     def widens(self, node: fx.Node) -> bool:
@@ -79,13 +81,17 @@ def fuse(
     keep = (*options.keep, *rules.keep)
     wishes = _Wishes(rules, Rules.default(low), keep, leave)
     found = _replaceable(gm, mode, wishes)
-    if not found:
+    causal = _causal(gm, wishes)
+    if not found and not causal:
         return None
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, values))
     for replacement in found:
         _replace(graph, replacement, values)
+    for node in causal:
+        _without_mask(values[node])
+    drop_dead(graph)
     fused = compat.graph_module(gm, graph)
     fused.meta = dict(gm.meta)
     return replace(normalised, gm=fused)
@@ -109,7 +115,7 @@ def _replaceable(
     in_regions: set[fx.Node] | None = None
     found = []
     for chain, recognise in _candidates(gm.graph):
-        if not taken.isdisjoint(chain.nodes) or not wishes.allow(chain):
+        if not taken.isdisjoint(chain.nodes) or not wishes.allow(chain.nodes):
             continue
         if in_regions is None:
             in_regions = _in_regions(gm)
@@ -129,6 +135,22 @@ def _candidates(
     yield from functions_in(graph)
     for chain in itertools.chain.from_iterable(chains_in(graph)):
         yield chain, partial(recognised, chain)
+
+
+def _causal(gm: fx.GraphModule, wishes: _Wishes) -> list[fx.Node]:
+    """The calls of attention that need no mask if they are told that it is causal."""
+    if CAUSAL_MASK in wishes.leave:
+        return []
+    found = [n for n in causal_attention(gm.graph) if wishes.allow([n])]
+    in_regions = _in_regions(gm) if found else set()
+    return [node for node in found if node not in in_regions]
+
+
+def _without_mask(attention: fx.Node) -> None:
+    """Tells a call of attention that it is causal, and takes its mask away."""
+    dropout = attention.args[DROPOUT] if len(attention.args) > DROPOUT else 0.0
+    attention.args = (*attention.args[:MASK], None, dropout, True)
+    attention.meta[KERNEL] = ForChain(CAUSAL_MASK, 2, widens=False)
 
 
 def _in_regions(gm: fx.GraphModule) -> set[fx.Node]:
