@@ -17,15 +17,9 @@ from autoamp.analyse.literals import literal_reason
 from autoamp.analyse.nodes import argument, tensors_of
 from autoamp.analyse.numbers import Known
 from autoamp.analyse.verdict import BACKWARD, Verdict
-from autoamp.graph_functions import OWN_NORMS
+from autoamp.graph_functions import MANY_ROWS, OWN_NORMS
 from autoamp.op_names import base_name
 from autoamp.rules import family
-
-LAYER_NORM_ROWS = 256
-"""Rows beyond which a sum of ones is no longer exact in bf16 (8 bits).
-
-On torch 2.13's CPU a bf16 layer norm gave 512 as the weight gradient over 16000 rows of
-ones, and an fp16 layer norm gave 4096."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +147,7 @@ def _sums_over_rows(at: Site) -> str | None:
     shape = argument(at.node, "normalized_shape")
     size = math.prod(compat.hint(s) for s in shape)
     unknown = any(not isinstance(s, int) for s in _output_shape(at.node))
-    if unknown or fact.numel >= LAYER_NORM_ROWS * size:
+    if unknown or fact.numel >= MANY_ROWS * size:
         return (
             "torch's CPU kernel sums its weight gradient over the rows in the low dtype"
         )

@@ -20,6 +20,7 @@ from autoamp.graph_functions.checkpoints import checkpoint_as_python_does, check
 from autoamp.graph_functions.edge import scale_grad, unscale_grad, unscale_grad_
 from autoamp.graph_functions.half import unscale_half
 from autoamp.graph_functions.norms import (
+    MANY_ROWS,
     OWN_NORMS,
     layer_norm,
     rms_norm,

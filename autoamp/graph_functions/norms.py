@@ -21,6 +21,12 @@ from autoamp.dtypes import HIGH_DTYPE
 
 _ATEN = torch.ops.aten
 
+MANY_ROWS = 256
+"""Rows from which on a sum of ones is no longer exact in bf16 (8 bits).
+
+On torch 2.13's CPU a bf16 layer norm gave 512 as the weight gradient over 16000 rows of
+ones, and an fp16 layer norm gave 4096."""
+
 
 class _RmsNorm(torch.autograd.Function):
     """`x * r * weight`, where `r = (mean(x ** 2) + epsilon) ** -0.5` for each row.
@@ -201,7 +207,8 @@ def layer_norm(  # noqa: PLR0917 - as torch's op
         >>> layer_norm(torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16), [2])
         tensor([[-1.,  1.]], dtype=torch.bfloat16)
     """
-    if not torch.is_grad_enabled():
+    few = data.numel() < MANY_ROWS * math.prod(sizes)
+    if few or not torch.is_grad_enabled():
         op = _ATEN.layer_norm.default
         return op(data, sizes, weight, bias, epsilon, cudnn_enable)  # type: ignore[no-any-return]
     return _apply_layer_norm(data, weight, bias, sizes, epsilon)

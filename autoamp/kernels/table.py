@@ -12,7 +12,7 @@ from torch import Tensor
 _ATEN = torch.ops.aten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
     """A function of one tensor that torch has a kernel for.
 

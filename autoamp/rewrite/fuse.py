@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -99,11 +100,10 @@ def fuse(
 
 @dataclass(frozen=True)
 class _Replacement:
-    """A chain, the kernel for it, the kernel's fake result, and the note to leave."""
+    """A chain, the kernel for it, and the note to leave."""
 
     chain: Chain
     kernel: Recognised
-    value: torch.Tensor
     note: ForChain
 
 
@@ -113,6 +113,7 @@ def _replaceable(
     """The chains to replace; no two share a call."""
     taken: set[fx.Node] = set()
     in_regions: set[fx.Node] | None = None
+    layouts = _Layouts(mode)
     found = []
     for chain, recognise in _candidates(gm.graph):
         if not taken.isdisjoint(chain.nodes) or not wishes.allow(chain.nodes):
@@ -121,7 +122,7 @@ def _replaceable(
             in_regions = _in_regions(gm)
         if not in_regions.isdisjoint(chain.nodes):
             continue
-        replacement = _replacement(chain, recognise(), mode, wishes)
+        replacement = _replacement(chain, recognise(), layouts, wishes)
         if replacement is not None:
             taken.update(chain.nodes)
             found.append(replacement)
@@ -164,11 +165,31 @@ def _in_regions(gm: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
+class _Layouts:
+    """The layouts of kernels' results, asked of fake tensors once for each layout."""
+
+    def __init__(self, mode: compat.FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[Any, tuple[Any, ...]] = {}
+
+    def of(self, chain: Chain, kernel: Recognised) -> tuple[Any, ...]:
+        """The shape and strides of the kernel's result."""
+        data: torch.Tensor = chain.data.meta["val"]
+        layout = (*data.shape, *data.stride())
+        key = (kernel, data.dim(), layout)
+        is_plain = all(isinstance(size, int) for size in layout)
+        if is_plain and key in self._known:
+            return self._known[key]
+        with self._mode, compat.outside_trace(), torch.no_grad():
+            made = kernel(data, [n.meta["val"] for n in chain.vectors])
+        found = (*made.shape, *made.stride())
+        if is_plain:
+            self._known[key] = found
+        return found
+
+
 def _replacement(
-    chain: Chain,
-    kernel: Recognised | None,
-    mode: compat.FakeTensorMode,
-    wishes: _Wishes,
+    chain: Chain, kernel: Recognised | None, layouts: _Layouts, wishes: _Wishes
 ) -> _Replacement | None:
     """The kernel for a chain; None where there is none, or where it lies otherwise.
 
@@ -177,13 +198,11 @@ def _replacement(
     if kernel is None or kernel.kernel.name in wishes.leave:
         return None
     expected = chain.result.meta["val"]
-    with mode, compat.outside_trace(), torch.no_grad():
-        value = kernel(chain.data.meta["val"], [n.meta["val"] for n in chain.vectors])
-    if value.shape != expected.shape or value.stride() != expected.stride():
+    if layouts.of(chain, kernel) != (*expected.shape, *expected.stride()):
         return None
     widens = any(map(wishes.widens, chain.nodes))
     note = ForChain(kernel.kernel.name, chain.calls, widens)
-    return _Replacement(chain, kernel, value, note)
+    return _Replacement(chain, kernel, note)
 
 
 def _replace(
@@ -207,7 +226,7 @@ def _replace(
         rest = kernel.arguments(size, weight, bias, found.epsilon)
         args = (values[chain.data], *rest)
         node = graph.call_function(kernel.op, args, dict(kernel.keywords))
-    node.meta = {**result.meta, "val": replacement.value, KERNEL: replacement.note}
+    node.meta = {**result.meta, KERNEL: replacement.note}
     result.replace_all_uses_with(node)
     for each in reversed(chain.nodes):
         graph.erase_node(values[each])
