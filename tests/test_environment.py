@@ -29,6 +29,7 @@ WORDS = {
     "AUTOAMP_DO_NO_HARM": "1, true, on, 0, false, off",
     "AUTOAMP_STRICT": "1, true, on, 0, false, off",
     "AUTOAMP_HEAL": "1, true, on, 0, false, off",
+    "AUTOAMP_FUSE": "1, true, on, 0, false, off, or the kernels to leave out",
     "AUTOAMP_WEIGHT_COPIES": "kept, every call",
 }
 ALL = [
@@ -438,3 +439,11 @@ def test_script_runs_on_in_fp32_and_says_so_once(name: str) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("autoamp is off, everything runs in fp32: ")
     assert f"{name}='/proc/x\\n\\x1b[31m'" in line
+
+
+def test_kernels_are_left_out_by_name() -> None:
+    assert read({"AUTOAMP_FUSE": "0"}).options.fuse is False
+    assert read({"AUTOAMP_FUSE": "on"}).options.fuse is True
+    named = read({"AUTOAMP_FUSE": "gelu_tanh, rms_norm"}).options
+    assert named.fuse == ("gelu_tanh", "rms_norm")
+    assert "gelu_tahn is no kernel" in problem(AUTOAMP_FUSE="silu,gelu_tahn")

@@ -13,6 +13,7 @@ from typing import Any
 
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
+from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.loss_scale import LOSS_SCALES, StaticLossScale
 from autoamp.op_names import parse_op_name
 from autoamp.options import BACKENDS, PLACEMENTS, WEIGHT_COPIES, Options
@@ -155,6 +156,19 @@ def _switch(option: str) -> _Parse:
     return parse
 
 
+def _fuse(value: str, *_: Any) -> dict[str, Any]:
+    if value.lower() in (*_ON, *_OFF):
+        return {"fuse": value.lower() in _ON}
+    unknown = [name for name in _names(value) if name not in KERNEL_NAMES]
+    if unknown:
+        words = ", ".join((*_ON, *_OFF))
+        raise OptionError(
+            f"{unknown[0]} is no kernel; give {words}, or the kernels to leave out, "
+            f"comma-separated, of {', '.join(KERNEL_NAMES)}"
+        )
+    return {"fuse": _names(value)}
+
+
 def _add(category: str) -> _Parse:
     def parse(value: str, _: Options, given: _Given) -> dict[str, Any]:
         """As in TensorFlow, a list gets the ops added to it less the ops removed."""
@@ -252,6 +266,7 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_STRICT": _switch("strict"),
     "AUTOAMP_LOCK": _lock,
     "AUTOAMP_HEAL": _switch("heal"),
+    "AUTOAMP_FUSE": _fuse,
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
 }
 """The variables in reading order: lists are checked against the precision."""
