@@ -60,12 +60,12 @@ class _RmsNorm(torch.autograd.Function):
         grad, wide, size = grad.to(HIGH_DTYPE), data.to(HIGH_DTYPE), data.shape[-1]
         both = (grad * wide).reshape(-1, size)
         ones = wide.new_ones(size) if weight is None else weight.to(HIGH_DTYPE)
-        shared = (both @ ones).view_as(scale)
+        shared = both.mv(ones).view_as(scale)
         of_data = grad * scale if weight is None else (grad * weight).mul_(scale)
         of_data.addcmul_(wide, scale.pow(3).mul_(shared), value=-1 / size)
         of_weight = None
         if weight is not None:
-            of_weight = (scale.reshape(-1) @ both).to(weight.dtype)
+            of_weight = both.t().mv(scale.reshape(-1)).to(weight.dtype)
         return of_data.to(data.dtype), of_weight, None
 
 
