@@ -531,3 +531,37 @@ def test_attention_with_a_causal_mask_needs_no_mask(name: str) -> None:
         assert relative_error(ours, theirs) < 0.02
     fused = converted(Of(attend, a=model.a), x, fuse=[CAUSAL_MASK])
     assert kernels(fused) == []
+
+
+def softmax(x: Tensor) -> Tensor:
+    return SPELLINGS["softmax_unshifted"][1](x)
+
+
+def test_a_result_that_is_written_to_is_not_kept_for_a_backward() -> None:
+    """Torch's softmax needs its result in the backward; a quotient does not."""
+
+    def written(model: nn.Module, x: Tensor) -> Tensor:
+        weights = softmax(model.a(x))
+        weights.mul_(2.0)
+        return model.b(weights)
+
+    parts = {"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, 8)}
+    model = Of(written, **parts)
+    assert kernels(converted(model, X)) == []
+    model(X).sum().backward()
+    returned = Of(lambda m, x: softmax(m.b(m.a(x))), **parts)
+    converted(returned, X)
+    result = returned(X)
+    result.mul_(2.0)  # the caller may, as in fp32
+    result.sum().backward()
+
+
+def test_sizes_that_change_are_not_compared_with_one_another() -> None:
+    """A guard that two sizes differ would make one more graph where they are equal."""
+    model = Between(gelu)
+    report = converted(model, torch.randn(2, 3, WIDTH))
+    for batch, length in ((4, 5), (6, 7), (5, 5), (9, 3), (3, 9)):
+        model(torch.randn(batch, length, WIDTH))
+    report = autoamp.report(model)
+    assert len(report.graphs) == 2
+    assert set(kernels(report)) == {"gelu_tanh"}

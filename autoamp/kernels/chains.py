@@ -100,8 +100,13 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
-def _shape(node: fx.Node) -> tuple[Any, ...]:
-    return tuple(node.meta["val"].shape)
+def sizes_of(tensor: torch.Tensor) -> tuple[int | str, ...]:
+    """The shape; symbolic sizes as text, since to compare them would add guards."""
+    return tuple(s if isinstance(s, int) else str(s) for s in tensor.shape)
+
+
+def _shape(node: fx.Node) -> tuple[int | str, ...]:
+    return sizes_of(node.meta["val"])
 
 
 def _may_join(node: fx.Node) -> bool:

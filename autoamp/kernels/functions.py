@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.kernels.chains import Chain
+from autoamp.kernels.chains import Chain, sizes_of
 from autoamp.kernels.recognise import Recognised, agree, elements
 from autoamp.kernels.table import KERNELS
 from autoamp.ops import bodies_of
@@ -60,7 +60,7 @@ def _is_function_of_one_tensor(node: fx.Node) -> bool:
     one_result = [u.target for u in node.users] == [operator.getitem]
     bodies = bodies_of(node)
     smooth = len(bodies) == 2 and all(map(_is_smooth, bodies))
-    return read.shape == made[0].shape and one_result and smooth
+    return sizes_of(read) == sizes_of(made[0]) and one_result and smooth
 
 
 def _is_smooth(body: fx.GraphModule) -> bool:

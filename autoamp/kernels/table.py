@@ -22,12 +22,15 @@ class Kernel:
         takes: what the kernel takes after the tensor: "dimension" (the last), "sizes"
             (of the last dimension), "weight" and "bias" (both may be None), "epsilon".
         keywords: the keyword arguments.
+        keeps_result: whether the backward needs the result, which therefore nobody may
+            write to.
     """
 
     name: str
     op: Callable[..., Any]
     takes: tuple[str, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    keeps_result: bool = False
 
     @property
     def by_rows(self) -> bool:
@@ -66,8 +69,8 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("gelu_tanh", _ATEN.gelu.default, keywords={"approximate": "tanh"}),
     Kernel("silu", _ATEN.silu.default),
     Kernel("mish", _ATEN.mish.default),
-    Kernel("softmax", _ATEN.softmax.int, ("dimension",)),
-    Kernel("log_softmax", _ATEN.log_softmax.int, ("dimension",)),
+    Kernel("softmax", _ATEN.softmax.int, ("dimension",), keeps_result=True),
+    Kernel("log_softmax", _ATEN.log_softmax.int, ("dimension",), keeps_result=True),
     Kernel("layer_norm", _ATEN.layer_norm.default, _NORM),
     Kernel("rms_norm", _ATEN.rms_norm.default, _RMS),
 )

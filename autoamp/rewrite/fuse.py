@@ -12,7 +12,13 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.nodes import KERNEL, ForChain, module_paths
+from autoamp.analyse.nodes import (
+    KERNEL,
+    ForChain,
+    module_paths,
+    tensors_of,
+    written_values,
+)
 from autoamp.analyse.pins import kept_by
 from autoamp.kernels.chains import Chain, chains_in, is_cast
 from autoamp.kernels.functions import functions_in
@@ -126,7 +132,23 @@ def _replaceable(
         if replacement is not None:
             taken.update(chain.nodes)
             found.append(replacement)
+    if any(each.kernel.kernel.keeps_result for each in found):
+        exposed = _exposed(gm.graph)
+        found = [each for each in found if not _may_be_written(each, exposed)]
     return found
+
+
+def _exposed(graph: fx.Graph) -> set[int]:
+    """The storages that are written to in the graph, or could be after it."""
+    written = [v for node in graph.nodes for v in written_values(node)]
+    seen = [*written, *graph.output_node().all_input_nodes]
+    return {compat.storage_id(t) for n in seen for t in tensors_of(n.meta.get("val"))}
+
+
+def _may_be_written(replacement: _Replacement, exposed: set[int]) -> bool:
+    """Whether somebody may write to a result that the kernel's backward needs."""
+    result = compat.storage_id(replacement.chain.result.meta["val"])
+    return replacement.kernel.kernel.keeps_result and result in exposed
 
 
 def _candidates(
@@ -170,22 +192,26 @@ class _Layouts:
 
     def __init__(self, mode: compat.FakeTensorMode) -> None:
         self._mode = mode
-        self._known: dict[Any, tuple[Any, ...]] = {}
+        self._known: dict[Any, tuple[int | str, ...]] = {}
 
-    def of(self, chain: Chain, kernel: Recognised) -> tuple[Any, ...]:
+    def of(self, chain: Chain, kernel: Recognised) -> tuple[int | str, ...]:
         """The shape and strides of the kernel's result."""
         data: torch.Tensor = chain.data.meta["val"]
-        layout = (*data.shape, *data.stride())
+        layout = _layout(data)
         key = (kernel, data.dim(), layout)
-        is_plain = all(isinstance(size, int) for size in layout)
-        if is_plain and key in self._known:
+        if key in self._known:
             return self._known[key]
         with self._mode, compat.outside_trace(), torch.no_grad():
             made = kernel(data, [n.meta["val"] for n in chain.vectors])
-        found = (*made.shape, *made.stride())
-        if is_plain:
-            self._known[key] = found
+        found = _layout(made)
+        self._known[key] = found
         return found
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int | str, ...]:
+    """Shape and strides; symbolic ones as text, since to compare them adds guards."""
+    every = (*tensor.shape, *tensor.stride())
+    return tuple(s if isinstance(s, int) else str(s) for s in every)
 
 
 def _replacement(
@@ -198,7 +224,7 @@ def _replacement(
     if kernel is None or kernel.kernel.name in wishes.leave:
         return None
     expected = chain.result.meta["val"]
-    if layouts.of(chain, kernel) != (*expected.shape, *expected.stride()):
+    if layouts.of(chain, kernel) != _layout(expected):
         return None
     widens = any(map(wishes.widens, chain.nodes))
     note = ForChain(kernel.kernel.name, chain.calls, widens)
