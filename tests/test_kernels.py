@@ -419,6 +419,14 @@ def test_rms_norm_is_torchs(shape: tuple[int, ...], weighted: bool) -> None:
         assert relative_error(a, true) <= 1.5 * relative_error(b, true) + 2**-24
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_without_an_epsilon_takes_torchs(dtype: torch.dtype) -> None:
+    x = (torch.randn(4, WIDTH) * 1e-3).to(dtype)
+    ours, theirs = rms_norm(x, [WIDTH]), F.rms_norm(x, [WIDTH])
+    assert ours.dtype is dtype
+    assert torch.equal(ours, theirs)
+
+
 def test_rms_norm_is_laid_out_as_torchs() -> None:
     x = torch.randn(4, WIDTH, 6).transpose(1, 2).requires_grad_()
     ours = rms_norm(x, [WIDTH], None, 1e-6)

@@ -170,7 +170,7 @@ def rms_norm(
         data: any shape with one dimension or more, fp32, fp16 or bf16.
         sizes: the length of the last dimension.
         weight: one number for each element of a row, in fp32 or in the dtype of `data`.
-        epsilon: by default the step of the dtype of `data` above 1.
+        epsilon: by default the step of fp32 above 1, as torch takes it for low data too.
 
     Returns:
         A tensor of the shape and dtype of `data`.
@@ -181,7 +181,7 @@ def rms_norm(
     """
     assert len(sizes) == 1
     if epsilon is None:
-        epsilon = torch.finfo(data.dtype).eps
+        epsilon = torch.finfo(HIGH_DTYPE).eps
     return _apply_rms_norm(data, weight, epsilon)
 
 
