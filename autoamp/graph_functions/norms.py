@@ -170,7 +170,7 @@ def rms_norm(
         data: any shape with one dimension or more, fp32, fp16 or bf16.
         sizes: the length of the last dimension.
         weight: one number for each element of a row, in fp32 or in the dtype of `data`.
-        epsilon: by default the step of fp32 above 1, as torch takes it for low data too.
+        epsilon: by default the step of fp32 above 1, as in torch, also for low data.
 
     Returns:
         A tensor of the shape and dtype of `data`.
