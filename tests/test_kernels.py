@@ -427,6 +427,18 @@ def test_rms_norm_without_an_epsilon_takes_torchs(dtype: torch.dtype) -> None:
     assert torch.equal(ours, theirs)
 
 
+def test_norms_of_float64_stay_torchs() -> None:
+    def mixed(model: nn.Module, x: Tensor) -> Tensor:
+        wide = model.a(x).double()
+        wide = F.rms_norm(wide, [WIDTH]) + F.layer_norm(wide.exp(), [WIDTH])
+        return model.b(wide.float())
+
+    parts = {"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, 8)}
+    (gm,) = converted(Of(mixed, **parts), X).graphs
+    called = {node.target for node in gm.graph.nodes}
+    assert {torch.ops.aten.rms_norm.default, torch.ops.aten.layer_norm.default} < called
+
+
 def test_rms_norm_is_laid_out_as_torchs() -> None:
     x = torch.randn(4, WIDTH, 6).transpose(1, 2).requires_grad_()
     ours = rms_norm(x, [WIDTH], None, 1e-6)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from autoamp import compat
-from autoamp.dtypes import HIGH_DTYPE
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 
 _ATEN = torch.ops.aten
 
@@ -238,7 +238,10 @@ def _own(node: fx.Node) -> Any:
     value: Any = node.meta.get("val")
     if node.target not in OWN_NORMS or value.device.type != "cpu":
         return node.target
-    is_rms = node.target is _ATEN.rms_norm.default
-    if len(node.args[1]) > 1 if is_rms else value.dtype == HIGH_DTYPE:  # type: ignore[arg-type]
-        return node.target
-    return OWN_NORMS[node.target]
+    is_low = value.dtype in LOW_DTYPES.values()
+    if node.target is _ATEN.rms_norm.default:
+        one_dimension = len(node.args[1]) == 1  # type: ignore[arg-type]
+        takes_it = one_dimension and (is_low or value.dtype == HIGH_DTYPE)
+    else:
+        takes_it = is_low
+    return OWN_NORMS[node.target] if takes_it else node.target
