@@ -151,7 +151,7 @@ def rewrite_normalised(
         return retreating(attempt, graph.gm.graph, strict=options.strict)
 
     with _timed(seconds, "kernels"):
-        fused = fuse(normalised, options, low)
+        fused = fuse(normalised, options, low, where)
     found = rewrite(fused or normalised)
     if fused is not None and not found.assignment.low:
         found = rewrite(normalised)  # a graph that stays fp32 keeps its very numbers

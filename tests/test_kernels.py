@@ -391,6 +391,16 @@ def test_a_widened_result_that_is_read_in_fp32_is_not_rounded() -> None:
     assert row.precision == "fp32"
 
 
+def test_for_another_device_its_rules_decide() -> None:
+    """`exp` is denied in bf16 on GPUs, where the sum below is fp32; not on CPUs."""
+    swish = SPELLINGS["swish_by_exp"][1]
+    model = Of(lambda m, x: swish(m.fc(x)) + m.fc(x), fc=nn.Linear(WIDTH, WIDTH))
+    options = {"precision": "bf16", "do_no_harm": False}
+    for device, expected in ((None, "bf16"), ("cuda:sm_90", "fp32")):
+        found = autoamp.explain(model, X, options=options, device=device)
+        assert [row.precision for row in found.ops if row.kernel] == [expected]
+
+
 def test_a_kernel_runs_in_a_checkpointed_region() -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -40,12 +40,14 @@ class _Wishes:
         rules, built_in: the rules in force, and those that nobody changed.
         keep: the user's patterns of modules that stay fp32.
         leave: names of kernels that replace nothing.
+        device: type of the device that the graph is to run on, if not where it is.
     """
 
     rules: Rules
     built_in: Rules
     keep: Sequence[str]
     leave: Sequence[str]
+    device: str | None
 
     def allow(self, calls: Sequence[fx.Node]) -> bool:
         """Whether the user has said nothing of any of the calls.
@@ -64,7 +66,7 @@ class _Wishes:
         rule = self.rules.lookup(node.target)
         if rule is None or is_cast(node):
             return True
-        device = node.meta["val"].device.type
+        device = self.device or node.meta["val"].device.type
         return rule.category is Category.DENY or any(
             case.category is Category.DENY
             and (case.test != "device_is" or case.value == device)
@@ -73,9 +75,16 @@ class _Wishes:
 
 
 def fuse(
-    normalised: Normalised, options: Options, low: torch.dtype
+    normalised: Normalised,
+    options: Options,
+    low: torch.dtype,
+    device: str | None = None,
 ) -> Normalised | None:
     """The graph with a kernel for each chain that torch has one for.
+
+    Args:
+        device: type of the device that the graph is to run on; by default the one it
+            was traced on.
 
     Returns:
         None where no chain is replaced; `normalised` is not changed.
@@ -86,7 +95,7 @@ def fuse(
     gm, mode = normalised.gm, normalised.fake_mode
     rules = options.resolve_rules(low)
     keep = (*options.keep, *rules.keep)
-    wishes = _Wishes(rules, Rules.default(low), keep, leave)
+    wishes = _Wishes(rules, Rules.default(low), keep, leave, device)
     found = _replaceable(gm, mode, wishes)
     causal = _causal(gm, wishes)
     if not found and not causal:
