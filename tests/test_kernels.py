@@ -186,12 +186,14 @@ class Between(nn.Module):
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
-        vectors = function.__code__.co_argcount - 1
-        self.vectors = nn.ParameterList(torch.randn(WIDTH) for _ in range(vectors))
+        self.names = [f"v{i}" for i in range(1, function.__code__.co_argcount)]
+        for name in self.names:
+            self.register_parameter(name, nn.Parameter(torch.randn(WIDTH)))
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.function(self.first(x), *self.vectors))
+        vectors = [getattr(self, name) for name in self.names]
+        return self.second(self.function(self.first(x), *vectors))
 
 
 def stepped(model: nn.Module, x: Tensor, autocast: bool = False) -> list[Tensor]:

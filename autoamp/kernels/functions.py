@@ -50,14 +50,15 @@ def _is_function_of_one_tensor(node: fx.Node) -> bool:
     if node.target is not compat.CUSTOM_FUNCTION or len(node.args) != 3:
         return False
     data, made = node.args[2], node.meta.get("val")
-    if not (isinstance(data, fx.Node) and isinstance(made, tuple) and len(made) == 1):
+    if not (isinstance(data, fx.Node) and isinstance(made, tuple) and made):
         return False
     read = data.meta.get("val")
     if not (isinstance(read, Tensor) and isinstance(made[0], Tensor)):
         return False
     if not read.dtype == made[0].dtype == HIGH_DTYPE:
         return False
-    one_result = [u.target for u in node.users] == [operator.getitem]
+    read_back = [(u.target, *u.args[1:]) for u in node.users]
+    one_result = read_back == [(operator.getitem, 0)]  # an older torch lists others too
     bodies = bodies_of(node)
     smooth = len(bodies) == 2 and all(map(_is_smooth, bodies))
     return sizes_of(read) == sizes_of(made[0]) and one_result and smooth
@@ -78,8 +79,9 @@ def _recognised(forward: fx.GraphModule, backward: fx.GraphModule) -> Recognised
     with compat.on_real_numbers():
         data = elements()
         try:
-            (result,), saved = forward(data)
-            (slope,) = backward(torch.ones_like(data), *saved)
+            (result, *others), saved = forward(data)
+            unread = [torch.zeros_like(other) for other in others]
+            (slope,) = backward(torch.ones_like(data), *unread, *saved)
         except (RuntimeError, TypeError, ValueError):
             return None  # the Function does not return what it is taken to return
         for kernel in KERNELS:
