@@ -126,7 +126,10 @@ def _recognised(
 ) -> Recognised | None:
     with compat.on_real_numbers():
         inputs = _rows(vectors, size, dims) if size else (elements(),)
-        result = _run(calls, inputs)
+        try:
+            result = _run(calls, inputs)
+        except (RuntimeError, TypeError, IndexError):
+            return None  # it cannot be run on rows of other shapes, or not in float64
         for candidate in _candidates(calls, vectors, by_rows=bool(size)):
             if agree(result, candidate(inputs[0], inputs[1:]), inputs[0], size):
                 return candidate
@@ -143,8 +146,8 @@ def elements() -> Tensor:
 def _rows(vectors: int, size: int, dims: int) -> tuple[Tensor, ...]:
     """Rows of all sizes, and vectors, from a generator of their own, in float64.
 
-    The rows have as many dimensions as in the graph, each of more than one element, so
-    that a sum over a wrong dimension shows.
+    The rows have as many dimensions as in the graph, but at least two, each of more
+    than one element, so that a sum over a wrong dimension shows.
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -155,7 +158,7 @@ def _rows(vectors: int, size: int, dims: int) -> tuple[Tensor, ...]:
 
     scales = torch.tensor(_SCALES, dtype=torch.float64, device="cpu")
     data = drawn(len(_SCALES), *[2] * (dims - 2), size)
-    data = data * scales.view(-1, *[1] * (dims - 1))
+    data = data * scales.view(-1, *[1] * (data.dim() - 1))
     data[3] += 4.0  # rows whose mean is not zero
     return (data, *(drawn(size) for _ in range(vectors)))
 
