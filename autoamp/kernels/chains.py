@@ -19,8 +19,12 @@ from autoamp.op_names import base_name
 from autoamp.ops import mutates
 from autoamp.rules import family
 
-MOST_OPS = 24
+MOST_OPS = 16
 """The most ops of a chain.  The longest known, a layer norm written out, has 12."""
+
+_MOST_IN_LINE = 4
+"""The most ops at the end of a chain that form a line.  No kernel computes a mere line
+of ops: each reads some value twice, such as `x * sigmoid(x)`."""
 
 _REACH = 8
 """The most calls from the one that notices a chain to the end of the chain."""
@@ -130,21 +134,25 @@ def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Iterator[Chain]:
     shape = _shape(end)
     if not shape:
         return
-    inside = [end]
+    inside, outside = {end}, dict.fromkeys(end.all_input_nodes)
+    in_line = True
     while len(inside) <= MOST_OPS:
-        read = {n for each in inside for n in each.all_input_nodes} - {*inside}
-        vectors = [n for n in read if _is_vector(n, shape)]
-        data = sorted(read.difference(vectors), key=order.__getitem__)
-        several = sum(not is_cast(n) for n in inside) > 1
-        one = several and len(data) == 1 and len(vectors) <= 2
-        if one and _reads_as(data[0], shape):
-            nodes = tuple(sorted(inside, key=order.__getitem__))
-            vectors.sort(key=order.__getitem__)
-            yield Chain(nodes, data[0], tuple(vectors))
+        vectors = [n for n in outside if _is_vector(n, shape)]
+        data = [n for n in outside if n not in vectors]
+        in_line &= len(data) < 2
+        if not in_line and len(data) == 1 and len(vectors) <= 2:
+            several = sum(not is_cast(n) for n in inside) > 1
+            if several and _reads_as(data[0], shape):
+                nodes = tuple(sorted(inside, key=order.__getitem__))
+                vectors.sort(key=order.__getitem__)
+                yield Chain(nodes, data[0], tuple(vectors))
         joining = [n for n in data if _joins(n, inside, shape)]
-        if not joining:
+        if not joining or (in_line and len(inside) > _MOST_IN_LINE):
             return
-        inside.append(joining[-1])
+        last = max(joining, key=order.__getitem__)
+        inside.add(last)
+        del outside[last]
+        outside |= dict.fromkeys(last.all_input_nodes)
 
 
 def _is_vector(node: fx.Node, shape: Sequence[Any]) -> bool:
@@ -156,7 +164,7 @@ def _reads_as(node: fx.Node, shape: tuple[Any, ...]) -> bool:
     return _dtype(node) == HIGH_DTYPE and _shape(node) == shape
 
 
-def _joins(node: fx.Node, inside: Sequence[fx.Node], shape: tuple[Any, ...]) -> bool:
+def _joins(node: fx.Node, inside: Collection[fx.Node], shape: tuple[Any, ...]) -> bool:
     """Whether a call that is read inside a chain may be part of the chain."""
     if not _may_join(node) or not all(user in inside for user in node.users):
         return False
