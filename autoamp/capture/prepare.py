@@ -12,10 +12,12 @@ from autoamp import compat
 from autoamp.capture.captured import Prepared
 from autoamp.capture.for_compilers import for_compilers
 from autoamp.graph_functions import checkpoint_as_python_does, with_own_kernels
+from autoamp.kernels.table import ROTARY
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
 from autoamp.place.devices import Device
 from autoamp.plain import plain_line
+from autoamp.rewrite.rotary import with_rotary
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.edge import Edge, scale_edge
 from autoamp.weights.hoist import Hoisted, hoist_weight_casts, with_casts_inside
@@ -65,6 +67,8 @@ def prepare(
     edge = scale_edge(bound, rewritten) if scaling.enabled else Edge()
     if eager and options.fuse and rewritten.sums.low:
         with_own_kernels(bound)
+        if ROTARY not in options.left_kernels:
+            with_rotary(bound)
     compat.make_code(bound)
     if eager:
         run: Callable[..., Any] = bound.forward

@@ -26,6 +26,7 @@ from autoamp.graph_functions.norms import (
     rms_norm,
     with_own_kernels,
 )
+from autoamp.graph_functions.rotary import rotary
 from autoamp.graph_functions.states import (
     STATE,
     WITH_FP32_STATE,
@@ -45,6 +46,7 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         low_weight,
         low_weight_unscaled,
         rms_norm,
+        rotary,
         saturating_cast,
         scaled_result,
         scale_grad,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autoamp.analyse.facts import Facts, NodeFacts
+from autoamp.analyse.nodes import KERNEL
 from autoamp.analyse.verdict import CEILING
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.pipeline import Rewritten
@@ -140,10 +141,12 @@ def op_rows(section: Section) -> list[OpRow]:
     """One row per decision, in graph order."""
     rewritten = section.rewritten
     targets = {n.name: n.target for n in rewritten.before.graph.nodes}
+    ready = {n.name: n.meta.get(KERNEL) for n in section.gm.graph.nodes}
     rows = []
     for name, decision in rewritten.assignment.decisions.items():
         reason, heading = _reason(section, decision)
         target, fact = targets[name], rewritten.facts.nodes[name]
+        chain = fact.chain or ready.get(name)
         rows.append(
             OpRow(
                 graph=section.graph,
@@ -159,8 +162,8 @@ def op_rows(section: Section) -> list[OpRow]:
                 listed=decision.listed,
                 bytes=_bytes_moved(rewritten, fact),
                 heading=heading,
-                kernel=fact.chain.kernel if fact.chain else "",
-                calls=fact.chain.calls if fact.chain else 1,
+                kernel=chain.kernel if chain else "",
+                calls=chain.calls if chain else 1,
             )
         )
     return rows

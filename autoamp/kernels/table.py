@@ -79,5 +79,8 @@ KERNELS: tuple[Kernel, ...] = (
 CAUSAL_MASK = "causal_mask"
 """Attention whose mask is causal, told so instead of given a mask (`masks.py`)."""
 
-KERNEL_NAMES: tuple[str, ...] = (*(kernel.name for kernel in KERNELS), CAUSAL_MASK)
+ROTARY = "rotary"
+"""Rotary position embedding, where no compiler runs the graph (`rewrite/rotary.py`)."""
+
+KERNEL_NAMES: tuple[str, ...] = (*(k.name for k in KERNELS), CAUSAL_MASK, ROTARY)
 """The names that `fuse=` takes."""

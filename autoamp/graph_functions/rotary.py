@@ -1,0 +1,120 @@
+"""Rotary position embedding as one call.
+
+Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021
+(arXiv:2104.09864).  Written out, as in libraries, it is six to eight kernels, and its
+backward is ten, some of which write zeros to add them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE
+
+
+class _Rotary(torch.autograd.Function):
+    """`rotary`, whose backward turns the gradient back, in fp32 inside as well.
+
+    Kept for the backward: `cosine` and `sine`, which the layers of a model share.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        data: Tensor,
+        cosine: Tensor,
+        sine: Tensor,
+        dtype: torch.dtype,
+        sign: int,
+        pairs: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        ctx.how = data.dtype, sign, pairs
+        first, second = _halves(sine, pairs=pairs)
+        return _turned(data, cosine, first, second, sign, pairs=pairs).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cosine, sine = ctx.saved_tensors
+        dtype, sign, pairs = ctx.how
+        first, second = _halves(sine, pairs=pairs)
+        if torch.is_grad_enabled():
+            ends = torch.stack if pairs else torch.cat
+            crossed = ends((second, first), -1).view_as(sine)
+            of_data = _apply(grad, cosine, crossed, dtype, -sign, pairs)
+        else:
+            of_data = _turned(grad, cosine, second, first, -sign, pairs=pairs)
+        return of_data.to(dtype), None, None, None, None, None
+
+
+def _halves(tensor: Tensor, *, pairs: bool) -> tuple[Tensor, Tensor]:
+    """The two parts of each row that are turned into each other, as views."""
+    if pairs:
+        return tensor[..., ::2], tensor[..., 1::2]
+    half = tensor.shape[-1] // 2
+    return tensor[..., :half], tensor[..., half:]
+
+
+def _turned(
+    data: Tensor,
+    cosine: Tensor,
+    sine_of_first: Tensor,
+    sine_of_second: Tensor,
+    sign: int,
+    *,
+    pairs: bool,
+) -> Tensor:
+    """The result in fp32.  On CPUs ops of two dtypes would make copies of their own."""
+    wide = data.to(HIGH_DTYPE)
+    result = wide * cosine
+    (first, second), (to_first, to_second) = (
+        _halves(t, pairs=pairs) for t in (wide, result)
+    )
+    to_first.addcmul_(second, sine_of_first, value=sign)
+    to_second.addcmul_(first, sine_of_second, value=-sign)
+    return result
+
+
+_apply = compat.direct_apply(_Rotary)
+
+
+def rotary(  # noqa: PLR0917
+    data: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    dtype: torch.dtype,
+    sign: int,
+    pairs: bool,
+) -> Tensor:
+    """`data * cosine + other * sine`, where `other` are the two halves exchanged.
+
+    Computed in fp32, forward and backward, and rounded once.
+
+    Args:
+        data: any shape whose last dimension is even; fp32, fp16 or bf16.
+        cosine, sine: fp32, broadcast to the shape of `data`, with its last dimension.
+        dtype: the dtype of the result.
+        sign: the sign of the first half of `other`, whose second half has the opposite
+            sign; -1 as in the paper.
+        pairs: whether the halves are the even and the odd elements of a row, and not
+            its beginning and its end.
+
+    Returns:
+        A tensor of the shape of `data`.
+
+    Example:
+        >>> one, zero = torch.ones(4), torch.zeros(4)
+        >>> rotary(torch.arange(4.0), zero, one, torch.float32, -1, False)
+        tensor([-2., -3.,  0.,  1.])
+    """
+    if torch.is_grad_enabled() and (cosine.requires_grad or sine.requires_grad):
+        wide = data.to(HIGH_DTYPE)
+        first, second = _halves(wide, pairs=pairs)
+        ends = torch.stack if pairs else torch.cat
+        other = ends((sign * second, -sign * first), -1).view_as(wide)
+        return (wide * cosine + other * sine).to(dtype)
+    return _apply(data, cosine, sine, dtype, sign, pairs)
