@@ -144,7 +144,9 @@ class Engine:
     def _bind(self, prepared: Prepared, inputs: Sequence[Any]) -> Callable[..., Any]:
         low, scaling = self.record.low, self.record.scaling
         kept = self.options.weight_copies == "kept"
-        copies = WeightCopies(low, kept=kept) if prepared.weights else None
+        copies = None
+        if prepared.weights:
+            copies = WeightCopies(low, kept=kept, layouts=prepared.layouts)
         captured = CapturedGraph(prepared, copies)
         options = self.options
         if options.locked is not None:

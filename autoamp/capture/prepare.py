@@ -12,11 +12,13 @@ from autoamp import compat
 from autoamp.capture.captured import Prepared
 from autoamp.capture.for_compilers import for_compilers
 from autoamp.graph_functions import checkpoint_as_python_does, with_own_kernels
-from autoamp.kernels.table import ROTARY
+from autoamp.kernels.table import CHANNELS_LAST, ROTARY
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
-from autoamp.place.devices import Device
+from autoamp.place.devices import Device, device_of, main_device
+from autoamp.place.layouts import FORMATS, choose_layouts
 from autoamp.plain import plain_line
+from autoamp.rewrite.layouts import lay_out
 from autoamp.rewrite.rotary import with_rotary
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.edge import Edge, scale_edge
@@ -65,10 +67,14 @@ def prepare(
         hoisted = with_casts_inside(rewritten)
     bound = hoisted.gm
     edge = scale_edge(bound, rewritten) if scaling.enabled else Edge()
+    layouts: tuple[torch.memory_format, ...] = ()
     if eager and options.fuse and rewritten.sums.low:
         with_own_kernels(bound)
         if ROTARY not in options.left_kernels:
             with_rotary(bound)
+        if CHANNELS_LAST not in options.left_kernels:
+            on = device or device_of(main_device(bound), low)
+            layouts = _laid_out(bound, hoisted, len(inputs), on)
     compat.make_code(bound)
     if eager:
         run: Callable[..., Any] = bound.forward
@@ -81,9 +87,31 @@ def prepare(
         run,
         notes=tuple(notes),
         weights=tuple(hoisted.weights),
+        layouts=layouts,
         edge=edge,
         sizes=tuple(i for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)),
     )
+
+
+def _laid_out(
+    gm: fx.GraphModule, hoisted: Hoisted, first: int, device: Device
+) -> tuple[torch.memory_format, ...]:
+    """Lays `gm` out anew where that pays, and gives the formats of the copies.
+
+    Args:
+        first: the position of the first copy among the inputs of `gm`.
+    """
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    copies = inputs[first : first + len(hoisted.weights)]
+    layouts = choose_layouts(gm.graph, copies, device)
+    if layouts is None:
+        return ()
+    lay_out(gm, layouts)
+    formats = [
+        FORMATS[c.meta["val"].dim()] if c in layouts.weights else torch.preserve_format
+        for c in copies
+    ]
+    return tuple(formats)
 
 
 def as_it_is(

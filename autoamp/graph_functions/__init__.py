@@ -19,6 +19,7 @@ from autoamp.graph_functions.casts import (
 from autoamp.graph_functions.checkpoints import checkpoint_as_python_does, checkpointed
 from autoamp.graph_functions.edge import scale_grad, unscale_grad, unscale_grad_
 from autoamp.graph_functions.half import unscale_half
+from autoamp.graph_functions.layouts import laid_out
 from autoamp.graph_functions.norms import (
     MANY_ROWS,
     OWN_NORMS,
@@ -41,6 +42,7 @@ from autoamp.graph_functions.traceable import (
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
         checkpointed,
+        laid_out,
         layer_norm,
         low_uses,
         low_weight,

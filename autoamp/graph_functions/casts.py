@@ -21,12 +21,22 @@ class _LowWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
-        ctx.dtype = weight.dtype
+        ctx.dtype, ctx.plain = weight.dtype, weight.is_contiguous()
         return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype), None
+        return _as_the_weight(grad, ctx), None
+
+
+def _as_the_weight(grad: Tensor, ctx: Any) -> Tensor:
+    """A low weight's gradient in the weight's dtype and, in the same pass, its layout.
+
+    A convolution with the channels last gives its weight such a gradient as well.
+    """
+    if ctx.plain:
+        return grad.to(ctx.dtype, memory_format=torch.contiguous_format)
+    return grad.to(ctx.dtype)
 
 
 class LowWeightUnscaled(torch.autograd.Function):
@@ -41,12 +51,13 @@ class LowWeightUnscaled(torch.autograd.Function):
         found_inf: Tensor,
     ) -> Tensor:
         ctx.dtype, ctx.inv, ctx.found_inf = weight.dtype, inv, found_inf
+        ctx.plain = weight.is_contiguous()
         ctx.is_leaf = weight.is_leaf
         return copy.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        wide = leaving(grad.to(ctx.dtype), ctx.inv, ctx.found_inf)
+        wide = leaving(_as_the_weight(grad, ctx), ctx.inv, ctx.found_inf)
         if not ctx.is_leaf:
             wide = passed_on(wide, ctx.found_inf)
         return wide, None, None, None

@@ -68,8 +68,8 @@ def _turned(
     *,
     pairs: bool,
 ) -> Tensor:
-    """The result in fp32.  On CPUs ops of two dtypes would make copies of their own."""
-    wide = data.to(HIGH_DTYPE)
+    """The result in fp32."""
+    wide = widened(data)
     result = wide * cosine
     (first, second), (to_first, to_second) = (
         _halves(t, pairs=pairs) for t in (wide, result)
@@ -77,6 +77,14 @@ def _turned(
     to_first.addcmul_(second, sine_of_first, value=sign)
     to_second.addcmul_(first, sine_of_second, value=-sign)
     return result
+
+
+def widened(data: Tensor) -> Tensor:
+    """`data` as the ops read it: an op of two dtypes would copy it each time on a CPU.
+
+    On GPUs such an op converts what it reads in registers.
+    """
+    return data.to(HIGH_DTYPE) if data.device.type == "cpu" else data
 
 
 _apply = compat.direct_apply(_Rotary)

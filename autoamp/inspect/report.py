@@ -283,7 +283,8 @@ class Report:
             title += f", explained for {self.explained_for}"
             ran = f"{graphs}; nothing was converted: this is what convert() would do."
         title += f", compute dtype {low}"
-        return summary.head(title, self.ops, self.cast_counts, low, ran)
+        counts = self.cast_counts
+        return summary.head(title, self.ops, counts, low, ran, self.graphs)
 
     def _state(self) -> Iterator[RenderableType]:
         """What has happened in calls and steps so far."""

@@ -11,6 +11,7 @@ from autoamp.inspect.costs import amount, bytes_text
 from autoamp.inspect.flip import Flip, flip
 from autoamp.inspect.rows import OpRow, Section, cast_rows, op_rows
 from autoamp.inspect.text import counted, shorten
+from autoamp.rewrite.layouts import LAST
 
 FP32 = short_name(HIGH_DTYPE)
 MEANINGS = {
@@ -92,6 +93,8 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
         calls = counted(row.calls, "op")
         left = f"fuse={[row.kernel]!r} leaves them as they are"
         yield f"  stands for {calls} of the model, as one kernel ({left})"
+    if _channels_last(section, row.name):
+        yield "  layout     channels last, in which 16-bit convolutions are faster"
     if row.module:
         yield f"  module     {row.module}"
     if row.source:
@@ -99,6 +102,10 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
     yield from _listed("  reads      ", _operands(section, rows, row.name))
     yield from _listed("  read by    ", _readers(section, rows, row.name))
     yield from _flipped(section, row)
+
+
+def _channels_last(section: Section, name: str) -> bool:
+    return any(n.name == name and LAST in n.meta for n in section.gm.graph.nodes)
 
 
 def _operands(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:

@@ -82,5 +82,14 @@ CAUSAL_MASK = "causal_mask"
 ROTARY = "rotary"
 """Rotary position embedding, where no compiler runs the graph (`rewrite/rotary.py`)."""
 
-KERNEL_NAMES: tuple[str, ...] = (*(k.name for k in KERNELS), CAUSAL_MASK, ROTARY)
+CHANNELS_LAST = "channels_last"
+"""Convolutions with the channels last, where no compiler runs the graph
+(`place/layouts.py`)."""
+
+KERNEL_NAMES: tuple[str, ...] = (
+    *(kernel.name for kernel in KERNELS),
+    CAUSAL_MASK,
+    ROTARY,
+    CHANNELS_LAST,
+)
 """The names that `fuse=` takes."""

@@ -31,6 +31,7 @@ class Device:
         pays: whether low precision can pay on the device at all.
         least_rows: rows below which a matrix product loses by low precision.
         type: the type of the device in torch.
+        channels_last: whether 16-bit convolutions are faster with the channels last.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Device:
     pays: bool
     least_rows: int = 1
     type: str = "cpu"
+    channels_last: bool = False
 
 
 # `linear` of 1 to 3 rows takes longer in bf16 than in fp32 on a CPU with AMX: 1.07 to
@@ -74,7 +76,13 @@ def roofline(model: str, low: torch.dtype) -> Device:
         name = f"{row['name']} without {short_name(low)} units"
         low_peak = float(row["fp32"])  # computed as fp32
         known = roofline(model, torch.float16)
-        return replace(known, name=name, low_flops_per_ns=low_peak, pays=False)
+        return replace(
+            known,
+            name=name,
+            low_flops_per_ns=low_peak,
+            pays=False,
+            channels_last=False,
+        )
     return Device(
         row["name"],
         float(row["bytes_per_ns"]),
@@ -84,6 +92,7 @@ def roofline(model: str, low: torch.dtype) -> Device:
         peak is not None,
         1 if peak is None else row.get("least_rows", 1),
         row["type"],
+        peak is not None and row.get("channels_last", False),
     )
 
 

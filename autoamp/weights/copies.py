@@ -27,6 +27,7 @@ import torch
 
 from autoamp import compat
 from autoamp.weights.sentinels import (
+    AS_THE_WEIGHT,
     CHANCES,
     COPIES,
     STEADY,
@@ -35,6 +36,7 @@ from autoamp.weights.sentinels import (
     Steady,
     copies_of,
     drop,
+    key_of,
     may_watch,
     note_a_write,
     note_captured,
@@ -50,6 +52,7 @@ class WeightCopies:
     """The copies one graph needs, fresh at every call.
 
     Attributes:
+        layouts: the memory format of each copy; empty if all are the weights'.
         kept: whether a copy is kept until its weight is written to; if not, each call
             refreshes all copies, and no weight has a sentinel.
         refreshed: how often a copy was made equal to its weight so far.
@@ -57,8 +60,15 @@ class WeightCopies:
             each weight: the next call copies these weights again.
     """
 
-    def __init__(self, low: torch.dtype, *, kept: bool = True) -> None:
+    def __init__(
+        self,
+        low: torch.dtype,
+        *,
+        kept: bool = True,
+        layouts: Sequence[torch.memory_format] = (),
+    ) -> None:
         self.low = low
+        self.layouts = layouts
         self.kept = kept
         self.refreshed = 0
         self.unwatched = 0
@@ -91,7 +101,8 @@ class WeightCopies:
         aside = any(map(_on_side_stream, devices))
         if aside and _capturing():
             return self._for_cuda_graph(weights)
-        copies = [self._find(weight) for weight in weights]
+        layouts = self.layouts or (AS_THE_WEIGHT,) * len(weights)
+        copies = [*map(self._find, weights, layouts)]
         stale: list[Stale] = []
         with _lock:
             for copy, weight in zip(copies, weights, strict=True):
@@ -113,18 +124,18 @@ class WeightCopies:
                 STEADY[self] = Steady(addresses, lows, trainer, devices)
         return lows
 
-    def _find(self, weight: torch.Tensor) -> Copy:
+    def _find(self, weight: torch.Tensor, layout: torch.memory_format) -> Copy:
         """The copy of a weight; a new copy where the weight has none of its layout.
 
         The copy found may have been made for another weight, which is gone and had the
         same `id`.  This does no harm: a copy without a sentinel is refreshed, and a
         sentinel is valid for one address only.
         """
-        store = COPIES[self.low]
-        copy = store.get(id(weight))
+        store, key = COPIES[self.low], key_of(weight, layout)
+        copy = store.get(key)
         # `p.data = other` may change shape, strides or device of the same object.
-        if copy is None or not _same_layout(copy.low, weight):
-            copy = store[id(weight)] = Copy(weight, self.low)
+        if copy is None or not _is_laid_out(copy.low, weight, layout):
+            copy = store[key] = Copy(weight, self.low, layout)
         return copy
 
     def _for_cuda_graph(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -134,22 +145,27 @@ class WeightCopies:
         the weights have now.
         """
         with _lock:
-            lows = [torch.empty_like(w.detach(), dtype=self.low) for w in weights]
+            layouts = self.layouts or (AS_THE_WEIGHT,) * len(weights)
+            lows = [
+                torch.empty_like(w.detach(), dtype=self.low, memory_format=layout)
+                for w, layout in zip(weights, layouts, strict=True)
+            ]
             compat.copy_all(lows, weights)
             note_captured(weights)
         self.refreshed += len(lows)
         return lows
 
 
-def _same_layout(low: torch.Tensor, weight: torch.Tensor) -> bool:
-    return (
-        low.shape == weight.shape
-        and low.device == weight.device
-        and (
-            low.stride() == weight.stride()
-            or low.stride() == torch.empty_like(weight, device="meta").stride()
-        )
-    )
+def _is_laid_out(
+    low: torch.Tensor, weight: torch.Tensor, layout: torch.memory_format
+) -> bool:
+    """Whether a copy has the shape and device of `weight`, and lies as it should."""
+    if low.shape != weight.shape or low.device != weight.device:
+        return False
+    if layout is AS_THE_WEIGHT and low.stride() == weight.stride():
+        return True
+    like = torch.empty_like(weight, device="meta", memory_format=layout)
+    return low.stride() == like.stride()
 
 
 def before_write(parameters: Iterable[torch.Tensor]) -> None:

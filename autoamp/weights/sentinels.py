@@ -19,11 +19,19 @@ CHANCES = 2
 """Unannounced writes in training after which a weight's copy loses its sentinel."""
 
 
+AS_THE_WEIGHT = torch.preserve_format
+"""The memory format of a copy that is laid out as its weight."""
+
+LAYOUTS = (AS_THE_WEIGHT, torch.channels_last, torch.channels_last_3d)
+"""The memory formats that copies may have."""
+
+
 class Copy:
     """One copy, and the state of its weight at the last refresh.
 
     Attributes:
         low: the copy.
+        layout: the memory format of the copy.
         memory: the weight's memory, with which the copy goes; None before the first
             refresh.
         version: the weight's version.
@@ -36,8 +44,13 @@ class Copy:
         captured: whether a CUDA graph holds the weight's address.
     """
 
-    def __init__(self, weight: torch.Tensor, low: torch.dtype) -> None:
-        self.dtype = low
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        low: torch.dtype,
+        layout: torch.memory_format = AS_THE_WEIGHT,
+    ) -> None:
+        self.dtype, self.layout = low, layout
         self.take_memory(weight)
         self.memory: compat.Memory | None = None
         self.version = -1
@@ -50,7 +63,8 @@ class Copy:
 
     def take_memory(self, weight: torch.Tensor) -> None:
         """Gives the copy new memory; memory that was handed out stays as it is."""
-        self.low = torch.empty_like(weight, dtype=self.dtype)
+        form = self.layout
+        self.low = torch.empty_like(weight, dtype=self.dtype, memory_format=form)
         self._alone = self._holders()
 
     @property
@@ -76,8 +90,17 @@ class Steady:
     devices: set[torch.device]
 
 
-COPIES: dict[torch.dtype, dict[int, Copy]] = {torch.float16: {}, torch.bfloat16: {}}
-"""All copies of the process by the id of their weight, shared by models and graphs."""
+COPIES: dict[torch.dtype, dict[Hashable, Copy]] = {
+    torch.float16: {},
+    torch.bfloat16: {},
+}
+"""All copies of the process by `key_of` their weight, shared by models and graphs."""
+
+
+def key_of(weight: torch.Tensor, layout: torch.memory_format) -> Hashable:
+    """The id of the weight, and the layout of the copy unless it is the weight's."""
+    return id(weight) if layout is AS_THE_WEIGHT else (id(weight), layout)
+
 
 STEADY: weakref.WeakKeyDictionary[object, Steady] = weakref.WeakKeyDictionary()
 """The `Steady` of each `WeightCopies`; emptied whenever a sentinel goes."""
@@ -101,8 +124,9 @@ class Stale(NamedTuple):
 
 
 def copies_of(weight: torch.Tensor) -> list[Copy]:
-    """The copies of a weight, in every low dtype."""
-    found = [store.get(id(weight)) for store in COPIES.values()]
+    """The copies of a weight, in every low dtype and layout."""
+    keys = [key_of(weight, layout) for layout in LAYOUTS]
+    found = [store.get(key) for store in COPIES.values() if store for key in keys]
     return [copy for copy in found if copy is not None]
 
 
@@ -166,7 +190,10 @@ def refresh(stale: Sequence[Stale]) -> None:
                 torch.autograd.graph.increment_version(copy.low)
             copy.take_memory(weight)
         copy.version = version
-    compat.copy_all([s.copy.low for s in stale], [s.weight for s in stale])
+    for laid in (False, True):  # GPUs copy many tensors at once if none is permuted
+        alike = [s for s in stale if (s.copy.layout is not AS_THE_WEIGHT) == laid]
+        if alike:
+            compat.copy_all([s.copy.low for s in alike], [s.weight for s in alike])
     for copy, weight, watch, training in stale:
         _follow(copy, weight)
         if watch and compat.held_alone(weight):
@@ -179,7 +206,7 @@ def _follow(copy: Copy, weight: torch.Tensor) -> None:
     """Drops the copy once the memory that its weight is in now is freed."""
     if copy.memory is not None and compat.lies_in(weight, copy.memory):
         return
-    store, key = COPIES[copy.dtype], id(weight)
+    store, key = COPIES[copy.dtype], key_of(weight, copy.layout)
 
     def forget(memory: compat.Memory) -> None:
         known = store.get(key)

@@ -16,13 +16,14 @@ import torch
 from torch import fx
 
 from autoamp.analyse.facts import Facts
-from autoamp.dtypes import HIGH_DTYPE
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.graph_functions import (
     LEAF_FUNCTIONS,
     WITH_FP32_STATE,
     low_uses,
     low_weight,
     low_weight_unscaled,
+    rotary,
     saturating_cast,
     scaled_result,
 )
@@ -74,6 +75,7 @@ def counts_text(counts: CastCounts, low: str) -> str:
 def cast_counts(sections: Sequence[Section]) -> CastCounts:
     """The casts of all the sections together."""
     forward = sum(len(_casts(section)) for section in sections)
+    forward += sum(_in_embeddings(section)[0] for section in sections)
     backward = sum(_in_backward(section) for section in sections)
     kept = sum(not row.every_call for each in sections for row in cast_rows(each))
     return CastCounts(forward, backward, kept)
@@ -87,6 +89,7 @@ def _casts(section: Section) -> list[fx.Node]:
 def _in_backward(section: Section) -> int:
     facts, casts = section.rewritten.facts, _casts(section)
     count = sum(_casts_the_gradient(node, facts) for node in casts)
+    count += _in_embeddings(section)[1]
     if section.caller == CHECKPOINTED:
         count += sum(_runs_again(node) for node in casts)
     for node in section.gm.graph.nodes:
@@ -95,6 +98,23 @@ def _in_backward(section: Section) -> int:
         elif node.target not in _WITHOUT_GRADIENT_CASTS:
             count += _widened_operands(node, facts)
     return count
+
+
+def _in_embeddings(section: Section) -> tuple[int, int]:
+    """The casts in the forward and in the backward of rotary embeddings."""
+    forward = backward = 0
+    for node in section.gm.graph.find_nodes(op="call_function", target=rotary):
+        data, result = (_is_low(n) for n in (node.args[0], node))
+        widens = node.meta["val"].device.type == "cpu"
+        forward += (data and widens) + result
+        if _needs_grad(node.args[0], section.rewritten.facts):
+            backward += (result and widens) + data
+    return forward, backward
+
+
+def _is_low(node: object) -> bool:
+    assert isinstance(node, fx.Node)
+    return _float_dtype(node) in LOW_DTYPES.values()
 
 
 def _casts_the_gradient(cast: fx.Node, facts: Facts) -> bool:
@@ -125,8 +145,7 @@ def _widened_operands(node: fx.Node, facts: Facts) -> int:
     if fact is None or not fact.requires_grad or _float_dtype(node) != HIGH_DTYPE:
         return 0
     return sum(
-        _float_dtype(operand) in (torch.float16, torch.bfloat16)
-        and _needs_grad(operand, facts)
+        _is_low(operand) and _needs_grad(operand, facts)
         for operand in node.all_input_nodes
     )
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+from torch import fx
 
 from autoamp.inspect.costs import bytes_text, in_si
+from autoamp.inspect.layouts import layouts_text
 from autoamp.inspect.rows import CastRow, OpRow
 from autoamp.inspect.sections.cast_counts import CastCounts, counts_text
 from autoamp.inspect.sections.dimensions import MULTIPLE, Misfit
@@ -25,8 +27,13 @@ LISTED = 3
 """Entries of each list; the rest are counted."""
 
 
-def head(
-    title: str, ops: Sequence[OpRow], counts: CastCounts, low: str, ran: str
+def head(  # noqa: PLR0917
+    title: str,
+    ops: Sequence[OpRow],
+    counts: CastCounts,
+    low: str,
+    ran: str,
+    graphs: Iterable[fx.GraphModule] = (),
 ) -> Text:
     """How much is low, in a few lines.
 
@@ -34,12 +41,14 @@ def head(
         title: the first line.
         low: the short name of the compute dtype.
         ran: the number of graphs, and how often they ran.
+        graphs: the graphs, of which some values may have their channels last.
     """
     is_low = sum(row.is_low for row in ops)
     lines = (
         f"{is_low:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
         counts_text(counts, low),
         *kernels_text(ops),
+        *layouts_text(graphs),
         ran,
     )
     return Text.assemble((title, "bold"), "".join(f"\n{line}" for line in lines))

@@ -1,0 +1,236 @@
+"""Chooses which images and volumes have their channels last, as a min-cut.
+
+Kernels of 16-bit convolutions compute with the channels last, and permute an operand
+that lies otherwise, at each call.  The source side is channels last, the sink side is
+the layout that the graph was captured with:
+
+* a convolution on the sink side costs the permutation of its operands and its result;
+* an op that keeps the layout of its operand costs nothing on either side;
+* any other op, and everything outside the graph, stands on the sink side;
+* a value that is read on both sides is permuted once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from autoamp import compat
+from autoamp.analyse.nodes import written_values
+from autoamp.dtypes import LOW_DTYPES
+from autoamp.graph_functions import low_weight, low_weight_unscaled
+from autoamp.op_names import base_name
+from autoamp.ops import is_inplace, is_pointwise, is_random, is_view
+from autoamp.place.devices import Device
+from autoamp.place.mincut import solve
+from autoamp.place.two_sides import Group, Problem
+from autoamp.rules import family
+
+_OUTSIDE = "outside"
+_WEIGHT = 1
+"""The position of the weight among a convolution's arguments."""
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The memory format with the channels last, by the number of dimensions."""
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The choice for one graph.
+
+    Attributes:
+        last: the nodes whose values have their channels last.
+        weights: the copies of weights that have their channels last.
+        changes: each value that is permuted, to the readers of the permuted value.
+    """
+
+    last: frozenset[fx.Node]
+    weights: frozenset[fx.Node]
+    changes: dict[fx.Node, list[fx.Node]]
+
+
+def choose_layouts(
+    graph: fx.Graph, copies: Sequence[fx.Node], device: Device
+) -> Layouts | None:
+    """The layouts of least cost; None where no convolution is better off.
+
+    Args:
+        graph: a graph with its casts, ready to run.
+        copies: the inputs that are low copies of weights, which can be laid anew.
+        device: the device the graph runs on.
+    """
+    convolutions = {n: w for n in graph.nodes if (w := _weight(n, copies)) is not None}
+    if not convolutions or not device.channels_last:
+        return None
+    images = {n: n.meta["val"] for n in graph.nodes if _is_image(n)}
+    if any(_is_laid_last(value) for value in images.values()):
+        return None  # the user has chosen layouts
+    problem = _problem(graph, images, convolutions, device)
+    nodes = {n.name: n for n in images}
+    last = frozenset(nodes[name] for name in solve(problem).source)
+    if not last & convolutions.keys():
+        return None
+    changes = {}
+    for group in problem.groups:
+        node = nodes[group.key[0]]
+        readers = _image_readers(node)
+        other = [r for r in readers if (r in last) != (node in last)]
+        if other and not (node not in last and _lies_both_ways(images[node])):
+            changes[node] = other
+    weights = frozenset(
+        weight
+        for node, weight in convolutions.items()
+        if node in last and not _lies_both_ways(weight.meta["val"])
+    )
+    return Layouts(last, weights, changes)
+
+
+def _problem(
+    graph: fx.Graph,
+    images: dict[fx.Node, Tensor],
+    convolutions: dict[fx.Node, fx.Node],
+    device: Device,
+) -> Problem:
+    unary = {node.name: (0, 0) for node in images} | {_OUTSIDE: (0, 0)}
+    at_sink = {_OUTSIDE: "is outside the graph, where layouts are the user's"}
+    ties: list[tuple[str, str, str]] = []
+    for node, value in images.items():
+        if node in convolutions:
+            moved = [*node.all_input_nodes[:2], node]
+            unary[node.name] = (sum(_permuting(n, device) for n in moved), 0)
+        elif not _keeps_layout(node):
+            at_sink[node.name] = "is written for the layout it has"
+        if not _is_plain(value):
+            at_sink[node.name] = "has no plain layout in the captured graph"
+        for written in written_values(node):
+            ties.append((written.name, node.name, "is written in place"))
+    ties = [(a, b, why) for a, b, why in ties if a in unary]
+    shared: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, weight in convolutions.items():
+        shared[weight].append(node)
+    for readers in shared.values():
+        for one, other in itertools.pairwise(readers):
+            ties.append((one.name, other.name, "reads the same weight"))
+    groups = [*_groups(graph, images, device)]
+    return Problem(unary=unary, at_sink=at_sink, groups=groups, ties=ties)
+
+
+def _groups(
+    graph: fx.Graph, images: dict[fx.Node, Tensor], device: Device
+) -> Iterator[Group]:
+    """The readers of each image, which may share a permuted copy made at once."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    written: dict[int, int] = {}
+    for node, at in order.items():
+        for each in written_values(node):
+            if isinstance(each.meta.get("val"), Tensor):
+                written[compat.storage_id(each.meta["val"])] = at
+    for node, value in images.items():
+        readers = _image_readers(node)
+        if not readers:
+            continue
+        price: int | None = _permuting(node, device) + round(10 * device.launch_ns)
+        if written.get(compat.storage_id(value), -1) > order[node]:
+            price = None  # a copy made now would miss the write
+        names = tuple(r.name if r in images else _OUTSIDE for r in readers)
+        free = 0 if price is not None and _lies_both_ways(value) else price
+        yield Group((node.name, 0, 0), node.name, names, free, price)
+
+
+def _permuting(node: fx.Node, device: Device) -> int:
+    """The price of reading and writing a value, in units of 0.1 ns."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return 0
+    numel = math.prod(compat.hint(size) for size in value.shape)
+    return round(10 * 2 * value.element_size() * numel / device.bytes_per_ns)
+
+
+def _weight(node: fx.Node, copies: Collection[fx.Node]) -> fx.Node | None:
+    """The copy that a 16-bit convolution reads as its weight, if no other op does."""
+    if not _is_convolution(node) or not _is_image(node):
+        return None
+    if node.meta["val"].dtype not in LOW_DTYPES.values():
+        return None
+    read = node.args[_WEIGHT]
+    uses = (low_weight, low_weight_unscaled)
+    copy = read.args[1] if isinstance(read, fx.Node) and read.target in uses else read
+    if not isinstance(copy, fx.Node) or copy not in copies:
+        return None
+    for user in copy.users:
+        readers = user.users if user.target in uses else [user]
+        if not all(_is_convolution(r) and _reads_once(r, copy) for r in readers):
+            return None
+    return copy
+
+
+def _reads_once(convolution: fx.Node, copy: fx.Node) -> bool:
+    weight = convolution.args[_WEIGHT]
+    return sum(weight is n or copy is n for n in convolution.args) == 1
+
+
+def _is_convolution(node: fx.Node) -> bool:
+    if not isinstance(node.target, compat.OpOverload) or len(node.args) <= _WEIGHT:
+        return False
+    return base_name(node.target) in family("convolution", "transposed_convolution")
+
+
+def _is_image(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    is_tensor = isinstance(value, Tensor) and value.is_floating_point()
+    return is_tensor and value.dim() in FORMATS  # type: ignore[union-attr]
+
+
+def _image_readers(node: fx.Node) -> list[fx.Node]:
+    """The calls that read an image as an image; a weight is none."""
+    return [
+        user
+        for user in node.users
+        if not (_is_convolution(user) and node not in user.args[:1])
+        and user.target not in (low_weight, low_weight_unscaled)
+    ]
+
+
+def _keeps_layout(node: fx.Node) -> bool:
+    """Whether a call lays its result out as its operands, all of them alike, are."""
+    target = node.target
+    if not isinstance(target, compat.OpOverload) or is_random(target):
+        return False
+    if "memory_format" in node.kwargs or base_name(target) in family("lays_out"):
+        return False
+    if is_view(target) and not is_inplace(target):
+        return base_name(target) in family("cast")
+    return is_pointwise(target) or base_name(target) in family("keeps_layout", "cast")
+
+
+def _is_plain(value: Tensor) -> bool:
+    """Whether an image is contiguous; the number of images may be symbolic."""
+    expected = 1
+    for at in reversed(range(value.dim())):
+        size, stride = value.shape[at], value.stride(at)
+        if not isinstance(stride, int) or (stride != expected and size != 1):
+            return False
+        if not isinstance(size, int):
+            return at == 0
+        expected *= max(size, 1)
+    return True
+
+
+def _is_laid_last(value: Tensor) -> bool:
+    """Whether the channels of an image are last already, of more than one pixel."""
+    strides = value.stride()
+    return strides[1] == 1 and isinstance(strides[-1], int) and strides[-1] > 1
+
+
+def _lies_both_ways(value: Tensor) -> bool:
+    """Whether an image has one channel, or one pixel: its two layouts are one."""
+    channels, *sizes = value.shape[1:]
+    return all(isinstance(s, int) and s == 1 for s in sizes) or (
+        isinstance(channels, int) and channels == 1
+    )

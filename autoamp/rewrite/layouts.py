@@ -1,0 +1,34 @@
+"""Applies a choice of layouts to a graph that is ready to run, in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autoamp.graph_functions import laid_out
+from autoamp.place.layouts import FORMATS, Layouts
+
+LAST = "autoamp_channels_last"
+"""In the `meta` of a node whose value has its channels last: True."""
+
+
+def lay_out(gm: fx.GraphModule, layouts: Layouts) -> None:
+    """Permutes the values that are read in the other layout, each once.
+
+    The copies of weights are made with their channels last (`weights/copies.py`), and
+    the results of the calls follow the layouts of their operands.
+    """
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for node, readers in layouts.changes.items():
+        last = FORMATS[node.meta["val"].dim()]
+        formats = (last, torch.contiguous_format)
+        if node in layouts.last:
+            formats = (torch.contiguous_format, last)
+        after = inputs[-1] if node.op == "placeholder" else node
+        with gm.graph.inserting_after(after):
+            copy = gm.graph.call_function(laid_out, (node, *formats))
+        copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace")}
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+    for node in layouts.last:
+        node.meta[LAST] = True

@@ -1,0 +1,290 @@
+"""Convolutions with the channels last: chosen by a cut, and not seen from outside."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from autoamp.graph_functions import laid_out
+from autoamp.rewrite.layouts import LAST
+from tests.metrics import relative_error
+
+
+@pytest.fixture(autouse=True)
+def a_device_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    units = {torch.bfloat16: "amx_bf16"}
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
+
+
+def block(inside: int, outside: int) -> nn.Sequential:
+    convolution = nn.Conv2d(inside, outside, 3, padding=1, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outside), nn.ReLU(inplace=True))
+
+
+class Residual(nn.Module):
+    """Two blocks with a sum around the second, a pool and a classifier: ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = block(3, 8), block(8, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(self.first(x), 2)
+        x = x + self.second(x)
+        return self.head(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+class UNet(nn.Module):
+    """Down, up by a transposed convolution, and a cat with what came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.down = block(3, 8), block(8, 16)
+        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
+        self.out = nn.Conv2d(16, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        below = self.down(F.avg_pool2d(x, 2))
+        return self.out(torch.cat((self.up(below), x), 1))
+
+
+class Flattened(nn.Module):
+    """A convolution whose result is read as a row, by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.row = block(3, 8), nn.Linear(8 * 32 * 32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.image(x)
+        return self.row(x.view(x.shape[0], -1))
+
+
+class Depthwise(nn.Module):
+    """A gated depthwise block: MobileNet's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen = nn.Conv2d(3, 12, 1)
+        self.deep = nn.Conv2d(12, 12, 3, padding=1, groups=12)
+        self.gate, self.narrow = nn.Conv2d(12, 12, 1), nn.Conv2d(12, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.hardswish(self.deep(F.relu6(self.widen(x))))
+        return self.narrow(x * torch.sigmoid(self.gate(F.adaptive_avg_pool2d(x, 1))))
+
+
+class Volumes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv3d(3, 8, 3, padding=1), nn.Conv3d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.gelu(self.first(x[:, :, None].expand(-1, -1, 5, -1, -1))))
+
+
+class Shared(nn.Module):
+    """One convolution twice; its weight is read again as a number."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.first, self.same = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1)
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.same(F.relu(self.same(F.relu(self.first(x)))))
+        if not self.again:
+            return x
+        return F.linear(x.mean((2, 3)), self.same.weight[:, :, 1, 1])
+
+
+class Checkpointed(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = block(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.first, x, use_reentrant=False)
+        return self.head(self.third(x + self.second(x)).mean((2, 3)))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+    # the model, its convolutions that are laid out anew, and the changes of layout
+    "residual": (Residual, 2, 2),
+    "u-net": (UNet, 4, 2),
+    "depthwise": (Depthwise, 2, 2),
+    "volumes": (Volumes, 2, 2),
+    "shared": (lambda: Shared(False), 3, 2),
+    "checkpointed": (Checkpointed, 2, 2),
+}
+
+
+def image(batch: int = 4) -> Tensor:
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def converted(model: nn.Module, **options: Any) -> nn.Module:
+    given = {"precision": "bf16", "do_no_harm": False, "strict": True, **options}
+    return autoamp.convert(model, **given)
+
+
+def stepped(model: nn.Module, x: Tensor, autocast: bool = False) -> list[Tensor]:
+    """The result of a training step and the gradients of the parameters."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        result = model(x)
+    result.double().square().mean().backward()
+    return [
+        result.detach(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
+
+
+def laid(model: nn.Module) -> tuple[int, int]:
+    """The convolutions with their channels last, and the changes of layout."""
+    nodes = [n for gm in autoamp.report(model).graphs for n in gm.graph.nodes]
+    return (
+        sum(LAST in n.meta and "conv" in str(n.target) for n in nodes),
+        sum(n.target is laid_out for n in nodes),
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_convolutions_have_their_channels_last_and_nobody_sees_it(name: str) -> None:
+    make, convolutions, changes = MODELS[name]
+    torch.manual_seed(0)
+    model, x = make(), image()
+    keys = [*model.state_dict()]
+    exact = stepped(copy.deepcopy(model).double(), x.double())
+    theirs = stepped(copy.deepcopy(model), x, autocast=True)
+    ours = stepped(converted(model), x)
+    assert laid(model) == (convolutions, changes)
+    assert [t.stride() for t in ours] == [t.stride() for t in exact]
+    assert [*model.state_dict()] == keys
+    assert all(p.is_contiguous() for p in model.state_dict().values())
+    errors, allowed = (
+        sum(relative_error(a.double(), b) for a, b in zip(found, exact, strict=True))
+        for found in (ours, theirs)
+    )
+    assert errors <= 1.1 * allowed
+
+
+def test_a_view_reads_the_layout_it_was_captured_with() -> None:
+    torch.manual_seed(0)
+    model, x = Flattened(), image()
+    plain = stepped(converted(copy.deepcopy(model), fuse=["channels_last"]), x)
+    for mine, other in zip(stepped(converted(model), x), plain, strict=True):
+        assert relative_error(mine, other) < 0.02
+
+
+def test_a_weight_that_is_read_otherwise_too_is_right() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(True), image()
+    exact = stepped(copy.deepcopy(model).double(), x.double())
+    for mine, true in zip(stepped(converted(model), x), exact, strict=True):
+        assert relative_error(mine.double(), true) < 0.03
+        assert mine.stride() == true.stride()
+
+
+def test_copies_are_refreshed_after_a_step_and_permuted_by_it() -> None:
+    torch.manual_seed(0)
+    model, x = Residual(), image()
+    plain = copy.deepcopy(model)
+    converted(model), converted(plain, fuse=["channels_last"])
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            stepped(each, x)
+            optimizer.step()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.stride() == other.stride()
+        assert relative_error(mine, other) < 0.02
+    calls = [n for gm in autoamp.report(model).graphs for n in gm.graph.nodes]
+    assert not any(n.name.endswith("weight_bf16") for n in calls)
+
+
+def test_weights_that_are_swapped_are_copied_again() -> None:
+    torch.manual_seed(0)
+    model, other, x = Residual().eval(), Residual().eval(), image()
+    converted(model)
+    with torch.no_grad():
+        model(x)
+        for mine, new in zip(model.parameters(), other.parameters(), strict=True):
+            mine.data = new.data.clone()
+        assert relative_error(model(x), other(x)) < 0.02
+    assert laid(model) == (2, 2)
+
+
+def test_training_and_inference_share_a_weight_in_both_layouts() -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(8, 3, 3, 3))
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(F.relu(F.conv2d(x, self.weight)[:, :3]), self.weight)
+
+    one, two, x = Own(), Own(), image()
+    converted(one), converted(two, fuse=False)
+    for _ in range(2):
+        expected = F.conv2d(F.relu(F.conv2d(x, weight)[:, :3]), weight)
+        assert relative_error(one(x), expected) < 0.03
+        assert relative_error(two(x), expected) < 0.03
+        with torch.no_grad():
+            weight.mul_(1.5)
+
+
+def test_a_batch_of_another_size_is_laid_out_too() -> None:
+    model = converted(Residual())
+    plain = autoamp.revert(copy.deepcopy(model))
+    for batch in (4, 6, 7):
+        given = image(batch)
+        assert relative_error(model(given), plain(given)) < 0.05
+    assert laid(model) == (4, 4)  # one graph for 4, one for any other number
+
+
+def test_a_layout_of_the_users_is_left_alone() -> None:
+    model = Residual().to(memory_format=torch.channels_last)
+    converted(model)(image().to(memory_format=torch.channels_last))
+    assert laid(model) == (0, 0)
+
+
+@pytest.mark.parametrize("units", [{}, {torch.bfloat16: "avx512_bf16"}])
+def test_a_device_that_gains_nothing_keeps_its_layouts(
+    units: dict[torch.dtype, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
+    model = converted(Residual())
+    model(image())
+    assert laid(model) == (0, 0)
+
+
+def test_the_report_says_it() -> None:
+    model = converted(Residual())
+    model(image())
+    report = autoamp.report(model)
+    assert "9 ops with the channels last, 2 changes of layout." in str(report)
+    assert "layout     channels last" in report.why("conv2d")
+
+
+def test_a_hook_sees_the_layout_of_the_model() -> None:
+    model, seen = Residual(), []
+    model.first.register_forward_hook(
+        lambda _, __, result: seen.append(result.stride())
+    )
+    model(image())
+    converted(model)(image())
+    assert seen[0] == seen[-1]
