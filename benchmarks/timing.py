@@ -1,8 +1,9 @@
-"""Interleaved timing: A B A B …, ratios within each round, medians over rounds."""
+"""Interleaved timing: all ways in each round, ratios in it, medians over the rounds."""
 
 from __future__ import annotations
 
 import ctypes
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -24,14 +25,13 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of each step in each round, in turn.
 
-    Each round starts one further along, so that no step always follows the same other
-    (whose memory it finds in the cache, or whose heat it finds in the clock).
+    Each round shuffles the steps, so that no step mostly follows the same other (whose
+    memory it finds in the cache, or whose heat it finds in the clock); alike each time.
     """
-    names = list(steps)
-    taken: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        offset = turn % len(names)
-        for name in names[offset:] + names[:offset]:
+    order = random.Random(0)
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name in order.sample(list(steps), len(steps)):
             taken[name].append(seconds(steps[name], device))
     return taken
 

@@ -193,13 +193,20 @@ def refresh(stale: Sequence[Stale]) -> None:
     for laid in (False, True):  # GPUs copy many tensors at once if none is permuted
         alike = [s for s in stale if (s.copy.layout is not AS_THE_WEIGHT) == laid]
         if alike:
-            compat.copy_all([s.copy.low for s in alike], [s.weight for s in alike])
+            sources = [_converted(s) if laid else s.weight for s in alike]
+            compat.copy_all([s.copy.low for s in alike], sources)
     for copy, weight, watch, training in stale:
         _follow(copy, weight)
         if watch and compat.held_alone(weight):
             copy.sentinel = compat.lazy_clone(weight)
             copy.address = compat.data_address(weight)
             copy.from_training = training
+
+
+def _converted(stale: Stale) -> torch.Tensor:
+    """A weight to be permuted: CPUs permute and convert sooner in two passes."""
+    weight = stale.weight
+    return weight.to(stale.copy.dtype) if weight.is_cpu else weight
 
 
 def _follow(copy: Copy, weight: torch.Tensor) -> None:

@@ -1,0 +1,115 @@
+"""`python -m benchmarks.layouts`: a training step with the channels last, and without.
+
+Each of torchvision's models takes forward and backward in fp32, under autocast, by
+autoamp as captured and with the channels last, and in bf16 with the channels last; all
+in turn in one process, which keeps the memory that it frees.  The figure of a way is
+the median over rounds of its time divided by that of autocast in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from torch import nn
+
+import autoamp
+from tests.zoo import site
+
+from . import report
+from .capability import capability
+from .timing import interleaved, keep_freed_memory, ratios
+
+MODELS = {"resnet18": 128, "resnet50": 128, "mobilenet_v2": 128, "densenet121": 128}
+"""Models of torchvision, and the sides of their images in pixels."""
+
+BATCH = 8
+BASELINE = "autocast"
+WARM_UP = 3
+HEADER = (
+    "model",
+    "autocast, ms",
+    "fp32",
+    "autoamp, as captured",
+    "autoamp, channels last",
+    "bfloat16, channels last",
+)
+
+
+def steps(name: str, side: int) -> dict[str, Callable[[], None]]:
+    """A training step of each way to run one model, on one batch."""
+    torch.manual_seed(0)
+    model = getattr(importlib.import_module("torchvision.models"), name)()
+    image = torch.randn(BATCH, 3, side, side)
+    low = {"precision": "bf16", "do_no_harm": False, "strict": True}
+    captured = autoamp.convert(copy.deepcopy(model), **low, fuse=["channels_last"])
+    last = autoamp.convert(copy.deepcopy(model), **low)
+    narrow = copy.deepcopy(model).bfloat16().to(memory_format=torch.channels_last)
+    low_image = image.bfloat16().contiguous(memory_format=torch.channels_last)
+    under = copy.deepcopy(model)
+
+    def autocast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            result = under(image)
+        _backward(under, result)
+
+    found: dict[str, Callable[[], None]] = {
+        "fp32": lambda: _backward(model, model(image)),
+        BASELINE: autocast,
+        "captured": lambda: _backward(captured, captured(image)),
+        "last": lambda: _backward(last, last(image)),
+        "bfloat16": lambda: _backward(narrow, narrow(low_image)),
+    }
+    for step in found.values():
+        for _ in range(WARM_UP):
+            step()
+    if "channels last" not in str(autoamp.report(last)):
+        raise SystemExit("this CPU's profile has convolutions keep their layouts")
+    return found
+
+
+def _backward(model: nn.Module, result: torch.Tensor) -> None:
+    """One backward, and the write to all weights that a step of an optimizer makes."""
+    result.float().square().mean().backward()
+    weights = [p for p in model.parameters() if p.grad is not None]
+    with torch.no_grad():
+        torch._foreach_add_(weights, [p.grad for p in weights], alpha=-1e-4)
+    model.zero_grad()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table and writes it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.layouts")
+    parser.add_argument("--rounds", type=int, default=11, help="timed rounds")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    options = parser.parse_args(arguments)
+    keep_freed_memory()
+    site.activate()
+    lines, data = [], {}
+    for name, side in track(MODELS.items(), "layouts", transient=True):
+        taken = interleaved(steps(name, side), options.rounds)
+        found = ratios(taken, BASELINE)
+        milliseconds = 1e3 * statistics.median(taken[BASELINE])
+        data[name] = {"milliseconds": milliseconds, "ratios": found}
+        ways = ("fp32", "captured", "last", "bfloat16")
+        lines.append([name, f"{milliseconds:.0f}", *(f"{found[w]:.2f}" for w in ways)])
+    note = (
+        f"{capability('cpu')}\n\nA training step in bf16 of {BATCH} images, "
+        f"{' '.join(map(str, sorted(set(MODELS.values()))))} pixels wide, with a plain "
+        f"step of SGD; times as parts of autocast's, medians of {options.rounds} "
+        "interleaved rounds."
+    )
+    text = f"{note}\n\n{report.markdown(HEADER, lines)}\n"
+    report.write(options.out / "layouts", text, data)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
