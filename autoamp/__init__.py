@@ -29,8 +29,9 @@ from autoamp.loss_scale import (
     StaticLossScale,
 )
 from autoamp.model.thread import disabled
-from autoamp.questions import compare, explain, find_overflow
+from autoamp.questions import compare, explain, find_overflow, tune
 from autoamp.rules import Rules
+from autoamp.tuning.tuning import Tuning
 
 __version__ = "0.1.0.dev0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "Rules",
     "RulesError",
     "StaticLossScale",
+    "Tuning",
     "UnsupportedModelError",
     "VerificationError",
     "compare",
@@ -66,4 +68,5 @@ __all__ = [
     "report",
     "revert",
     "rewrite",
+    "tune",
 ]

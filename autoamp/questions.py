@@ -15,6 +15,8 @@ from autoamp.ask.explain import explain_model
 from autoamp.ask.overflow import find_overflow_model
 from autoamp.ask.overflow_finding import Overflow
 from autoamp.inspect.report import Report
+from autoamp.tuning.tune import tune_model
+from autoamp.tuning.tuning import Tuning
 
 
 def explain(
@@ -135,3 +137,48 @@ def find_overflow(
         False
     """
     return find_overflow_model(model, args, kwargs, options, loss_fn)
+
+
+def tune(
+    model: nn.Module,
+    *args: Any,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Tuning:
+    """Converts `model` in place in the way that is fastest on this device, by measure.
+
+    Each op and cast of the model's graphs is timed in both precisions on operands like
+    the model's, and placed by these times.  Whole calls are then timed in turn: in
+    fp32, under `torch.autocast`, as `convert` would place casts, as measured, and with
+    each kernel left out that replaces a chain or changes a layout.  The fastest way is
+    kept, be it fp32, so none of these is faster on such a call.  Nothing is rounded
+    that autocast does not round.
+
+    In training mode a call's backward is timed with it, and weights count as written to
+    before each call.  Weights, gradients, buffers, random state and arguments stay as
+    they were.  Times of ops are kept in `~/.cache/autoamp`, or in the folder that
+    `AUTOAMP_CACHE_DIR` names; a later tuning measures only what is not there.
+
+    Args:
+        model: any `torch.nn.Module`, converted or not, in the mode it is to be used in.
+        *args: the arguments of a call of the model, of the sizes to be used.
+        loss_fn: gives a tensor of one element from the model's output; by default the
+            output's `loss`, or the sum of the output's float tensors.
+        options: keyword arguments of `convert`; by default those that the model was
+            converted with.
+        **kwargs: keyword arguments of the call.
+
+    Returns:
+        The ways with their times, and which of them was kept.
+
+    Raises:
+        AutoampError: the model or an option cannot be used; nothing was changed.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).eval()
+        >>> tuning = autoamp.tune(model, torch.randn(32, 64))
+        >>> tuning.ways[0].name, tuning.share <= 1
+        ('fp32', True)
+    """
+    return tune_model(model, args, kwargs, options_for(model, options), loss_fn)

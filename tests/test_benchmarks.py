@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -35,14 +37,16 @@ def test_workloads_are_those_of_the_design() -> None:
     ]
 
 
-def test_rounds_take_turns_and_start_one_further_each() -> None:
+def test_each_round_has_every_step_and_no_step_has_one_predecessor() -> None:
     calls: list[str] = []
     steps = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    taken = interleaved(steps, rounds=3)
-    assert "".join(calls) == "abcbcacab"
-    assert {name: len(times) for name, times in taken.items()} == dict.fromkeys(
-        "abc", 3
-    )
+    taken = interleaved(steps, rounds=12)
+    rounds = ["".join(calls[i : i + 3]) for i in range(0, 36, 3)]
+    assert {"".join(sorted(each)) for each in rounds} == {"abc"}
+    before_c = Counter(one for one, other in itertools.pairwise(calls) if other == "c")
+    assert before_c["a"] >= 3
+    assert before_c["b"] >= 3
+    assert [len(times) for times in taken.values()] == [12, 12, 12]
 
 
 def test_ratio_is_the_median_of_the_ratios_of_each_round() -> None:

@@ -36,6 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"capture", "optimizer"}),
     frozenset({"model"}),
     frozenset({"ask"}),
+    frozenset({"tuning"}),
     frozenset({"api", "questions"}),
     frozenset({"auto"}),
     frozenset({"__init__", "autoamp_cli"}),

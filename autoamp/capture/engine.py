@@ -29,6 +29,8 @@ from autoamp.capture.running import (
 )
 from autoamp.errors import AutoampError
 from autoamp.options import Options
+from autoamp.pipeline import Setting
+from autoamp.place.cost import PriceModel
 from autoamp.place.devices import Device
 from autoamp.plain import plain
 from autoamp.saying import say_once
@@ -54,6 +56,7 @@ class Engine:
         differentiated_twice: a backward of a compiled graph had create_graph=True, so
             the model is to be captured again and its graphs run as they are.
         device: the device that graphs are made for; by default the one they are on.
+        price: the prices of placements; by default those of the device's roofline.
         bound: for each graph, which other models may run as well, the function that
             this model's calls run.
     """
@@ -62,6 +65,7 @@ class Engine:
     record: Record
     differentiated_twice: bool = False
     device: Device | None = None
+    price: PriceModel | None = None
     local: Local = field(default_factory=Local)
     bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
     _binding: Any = field(default_factory=threading.RLock)
@@ -84,9 +88,8 @@ class Engine:
             return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
-                found = prepare(
-                    gm, example_inputs, options, low, scaling, device=self.device
-                )
+                on = Setting(device=self.device, price=self.price)
+                found = prepare(gm, example_inputs, options, low, scaling, setting=on)
                 self.bind(found, example_inputs)
             return found
         except Exception as error:

@@ -14,7 +14,7 @@ from autoamp.capture.for_compilers import for_compilers
 from autoamp.graph_functions import checkpoint_as_python_does, with_own_kernels
 from autoamp.kernels.table import CHANNELS_LAST, ROTARY
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline import Rewritten, Setting, rewrite_graph
 from autoamp.place.devices import Device, device_of, main_device
 from autoamp.place.layouts import FORMATS, choose_layouts
 from autoamp.plain import plain_line
@@ -24,6 +24,8 @@ from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.edge import Edge, scale_edge
 from autoamp.weights.hoist import Hoisted, hoist_weight_casts, with_casts_inside
 
+_ANYWHERE = Setting()
+
 
 def prepare(
     gm: fx.GraphModule,
@@ -32,7 +34,7 @@ def prepare(
     low: torch.dtype,
     scaling: ModelScaling,
     *,
-    device: Device | None = None,
+    setting: Setting = _ANYWHERE,
 ) -> Prepared:
     """Runs the pass on `gm`, takes its weight casts out and scales it at its edge.
 
@@ -41,7 +43,8 @@ def prepare(
         options: the options of the conversion; `options.backend` compiles the result.
         scaling: the scaling whose scale the compiler is shown; each model runs the
             result with its own scaling later.
-        device: the device `gm` is to run on; by default the one it was captured on.
+        setting: the device `gm` is to run on, by default the one it was captured on,
+            and the prices.
 
     Raises:
         AutoampError: a pass failed; the message says where.
@@ -54,7 +57,8 @@ def prepare(
         low,
         free_weights=True,
         own_kernels=eager and bool(options.fuse),
-        device=device,
+        price=setting.price,
+        device=setting.device,
     )
     notes = _given_up(rewritten)
     try:
@@ -73,7 +77,7 @@ def prepare(
         if ROTARY not in options.left_kernels:
             with_rotary(bound)
         if CHANNELS_LAST not in options.left_kernels:
-            on = device or device_of(main_device(bound), low)
+            on = setting.device or device_of(main_device(bound), low)
             layouts = _laid_out(bound, hoisted, len(inputs), on)
     compat.make_code(bound)
     if eager:

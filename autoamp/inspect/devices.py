@@ -84,6 +84,13 @@ def _on_cuda(name: str, low: torch.dtype, where: torch.device) -> str:
     )
 
 
+def device_name(device: torch.device) -> str:
+    """The hardware behind `device`, and how much of a CPU torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return _cpu_name() if device.type == "cpu" else str(device)
+
+
 def _cpu_name() -> str:
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")

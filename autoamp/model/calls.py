@@ -82,9 +82,13 @@ class CompiledCall:
         self._methods: dict[str, CompiledCall] = {}
         self._hooks = Hooks()
         self._in_vain = 0
-        self._gave_up = False
+        self._by_autocast = self._left_to_autocast = ""
         self._suppress = False
         self._lock = threading.RLock()
+
+    def leave_to_autocast(self, why: str) -> None:
+        """Has all calls, of other methods too, run under `torch.autocast`."""
+        self._by_autocast = self._left_to_autocast = why
 
     def renew(self, method: Method) -> None:
         """Makes `method` the code that is compiled from now on."""
@@ -99,7 +103,7 @@ class CompiledCall:
         """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
         if THREAD.off:
             return self._code.entry(model, *args, **kwargs)
-        if self._gave_up or compat.transforms_active():
+        if self._by_autocast or compat.transforms_active():
             return self._in_region(model, args, kwargs)
         if compat.any_autocast():
             args, kwargs = all_widened(args, kwargs)
@@ -220,11 +224,9 @@ class CompiledCall:
         engine = self.engine
         if engine.options.strict:
             raise CaptureError(f"{engine.record.label}: {_RAN_NOTHING}")
-        captured_nothing = "Dynamo captured nothing"
-        transforms = "of vmap, torch.func or forward-mode AD"
+        why = self._by_autocast or "of vmap, torch.func or forward-mode AD"
         engine.record.note(
-            "calls run under torch.autocast instead of rewritten graphs, because "
-            f"{captured_nothing if self._gave_up else transforms}"
+            f"calls run under torch.autocast instead of rewritten graphs, because {why}"
         )
         engine.record.calls += 1
         engine.record.aside += 1
@@ -267,7 +269,8 @@ class CompiledCall:
             self._in_vain += 1
             self._code.start_afresh()
             # At the recompile limit we go on, because existing graphs still run.
-            self._gave_up = self._in_vain >= _MOST_IN_VAIN and not self._code.has_many
+            if self._in_vain >= _MOST_IN_VAIN and not self._code.has_many:
+                self._by_autocast = "Dynamo captured nothing"
         if engine.options.strict:
             raise CaptureError(f"{engine.record.label}: {_RAN_NOTHING}")
         engine.record.note(_RAN_NOTHING)

@@ -135,7 +135,8 @@ def _problem(
 
 def _convolving(node: fx.Node, weight: fx.Node, device: Device) -> tuple[int, int]:
     """The prices of a convolution as captured, and with the channels last."""
-    trained = node.args[_WEIGHT].target in _USES  # type: ignore[union-attr]
+    read = node.args[_WEIGHT]
+    trained = isinstance(read, fx.Node) and read.target in _USES
     products, copies = (3, 2) if trained else (1, 0)
     images = _permuting(node.all_input_nodes[0], device) + _permuting(node, device)
     last = (products * _IN_KERNELS + copies * _IN_COPIES) * _permuting(weight, device)

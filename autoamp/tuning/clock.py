@@ -1,0 +1,58 @@
+"""Times calls on a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+_BATCH = 1e-3
+"""Seconds that a batch of calls is to take: many readings of the clock."""
+
+_BATCHES = 5
+_ENOUGH = 0.05
+"""Seconds after which no further batch is begun."""
+
+
+def finish(device: torch.device) -> None:
+    """Waits until all that was asked of `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Wall-clock seconds from the begin of one call to the end of its work."""
+    finish(device)
+    start = time.perf_counter()
+    call()
+    finish(device)
+    return time.perf_counter() - start
+
+
+def least_seconds(
+    call: Callable[[], object], device: torch.device, *, batches: bool = True
+) -> float:
+    """The seconds of one call: the least of several readings.
+
+    All that disturbs a reading makes it longer, hence the least and no mean, as the
+    documentation of Python's `timeit` recommends.
+
+    Args:
+        call: is called once before it is timed.
+        batches: whether many short calls may be timed together.
+    """
+    call()
+    begun = time.perf_counter()
+    best = seconds_of(call, device)
+    number = max(1, round(_BATCH / max(best, 1e-7))) if batches else 1
+
+    def batch() -> None:
+        for _ in range(number):
+            call()
+
+    for _ in range(_BATCHES):
+        best = min(best, seconds_of(batch, device) / number)
+        if time.perf_counter() - begun > _ENOUGH:
+            break
+    return best

@@ -1,0 +1,119 @@
+"""Keeps measured times on disk, for the next process.
+
+A file holds one line per time, `["key", nanoseconds]`, and lines are only ever added,
+each in one write: two processes that write at once lose nothing, and a line that was
+cut off is one line that cannot be read.  Whatever is no such line is passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from autoamp.saying import say_once
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "AUTOAMP_CACHE_DIR"
+"""The environment variable that names another folder for measured times."""
+
+_MOST_BYTES = 2**25
+"""How much of a file is read: some 300 000 times."""
+
+_LONGEST = 200
+"""Characters of a key."""
+
+_MOST_NS = 1e12
+"""No op takes a quarter of an hour."""
+
+
+def folder() -> Path:
+    """`AUTOAMP_CACHE_DIR`, or `autoamp` in the user's folder for caches."""
+    named = os.environ.get(FOLDER)
+    if named:
+        return Path(named).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "autoamp"
+
+
+class Store:
+    """The times measured under one description of the device and its libraries.
+
+    Attributes:
+        path: the file.
+        known: key to nanoseconds.
+    """
+
+    def __init__(self, description: str) -> None:
+        words = re.sub(r"[^a-z0-9]+", "-", description.lower()).strip("-")[:60]
+        digest = hashlib.sha256(description.encode()).hexdigest()[:12]
+        self.path = folder() / f"{words}-{digest}.jsonl"
+        self.known = _read(self.path)
+
+    def add(self, times: Mapping[str, float]) -> None:
+        """Keeps `times`, in nanoseconds; where the disk refuses, for this process."""
+        self.known.update(times)
+        if not times:
+            return
+        lines = "".join(f"{json.dumps([k, ns])}\n" for k, ns in times.items())
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _opened(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+                # An empty line first: what is cut off above spoils none of these.
+                os.write(file, f"\n{lines}".encode())
+        except OSError as error:
+            say_once(
+                logger,
+                logging.WARNING,
+                f"autoamp: measured times are not kept on disk: {error}",
+            )
+
+
+def _read(path: Path) -> dict[str, float]:
+    try:
+        with _opened(path, os.O_RDONLY) as file:
+            content = _content(file)
+    except OSError:
+        return {}
+    found: dict[str, float] = {}
+    for line in content.decode(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            match json.loads(line) if len(line) < 2 * _LONGEST else None:
+                case [str(key), int() | float() as ns] if _is_sane(key, ns):
+                    found[key] = float(ns)
+    return found
+
+
+def _is_sane(key: str, nanoseconds: float) -> bool:
+    if isinstance(nanoseconds, bool) or len(key) > _LONGEST:
+        return False
+    return 0 < nanoseconds < _MOST_NS and math.isfinite(nanoseconds)
+
+
+def _content(file: int) -> bytes:
+    parts, left = [], _MOST_BYTES
+    while left > 0 and (part := os.read(file, min(left, 2**20))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int):  # type: ignore[no-untyped-def]
+    """A descriptor of a regular file: a pipe would never end, or block at once."""
+    nonblocking = getattr(os, "O_NONBLOCK", 0)
+    file = os.open(path, flags | nonblocking, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(f"{path} is no regular file")
+        yield file
+    finally:
+        os.close(file)

@@ -1,0 +1,199 @@
+"""`tune`: places by measured prices, times whole steps, and keeps the fastest way."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp.ask.compare import LossFn, default_loss
+from autoamp.ask.examine import checked_model
+from autoamp.ask.progress import told
+from autoamp.capture.record import Skipped
+from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.inspect.devices import device_name
+from autoamp.model.conversion import DECLINED, Conversion
+from autoamp.model.eligible import choose_precision, parameters_of, unsupported
+from autoamp.model.warmup import left_as_it_is
+from autoamp.options import Options
+from autoamp.plain import class_name, plain_line
+from autoamp.tuning.prices import MeasuredPrices
+from autoamp.tuning.store import Store
+from autoamp.tuning.tuning import Timed, Tuning
+from autoamp.tuning.ways import AUTOCAST, FP32, Runner, Way
+
+PREDICTED, MEASURED = "autoamp, predicted prices", "autoamp, measured prices"
+
+_BUDGET = 6.0
+"""Seconds that the rounds of one contest may take."""
+
+_FEWEST, _MOST = 5, 31
+"""Rounds of a contest, of an odd number for the median."""
+
+_WARM_UP = 2
+
+
+def tune_model(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    loss_fn: LossFn | None = None,
+) -> Tuning:
+    """Converts `model` in the fastest way; see `autoamp.tune`.
+
+    Raises:
+        UnsupportedModelError: the model cannot be captured, or has nothing to convert.
+        OptionError: an option leaves nothing to choose, or the loss is no scalar.
+    """
+    begun = time.perf_counter()
+    model = checked_model(model)
+    reason = unsupported(model)
+    if reason is not None:
+        raise UnsupportedModelError(reason)
+    _check(options)
+    low, forced = _precision(model, options)
+    device = next((p.device for p in parameters_of(model)), torch.device("cpu"))
+    where = device_name(device)
+    prices = MeasuredPrices(low, Store(f"{where}, torch {torch.__version__}"))
+    contest = _Contest(model, (args, dict(kwargs)), loss_fn or default_loss)
+    with (
+        left_as_it_is(model),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        contest,
+    ):
+        contest.enter(Way(FP32))
+        contest.enter(_autocast(model, forced, low))
+        if forced is options:
+            contest.enter(Way(PREDICTED, options))
+        contest.enter(Way(MEASURED, forced, prices))
+        contest.hold("timing whole steps")
+        fastest = contest.fastest
+        for name in fastest.kernels():
+            contest.enter(_without(name, fastest.way))
+        contest.hold("timing kernels")
+        chosen = contest.fastest.way
+    prices.measures = False  # a later capture must not take seconds
+    chosen.set_up(model)
+    found = Tuning(
+        label=class_name(model),
+        precision=low,
+        device=where,
+        training=model.training,
+        chosen=chosen.name,
+        ways=tuple(contest.result()),
+        measured=prices.measured,
+        remembered=prices.remembered,
+        seconds=time.perf_counter() - begun,
+    )
+    if chosen.options is None:
+        DECLINED[model] = Conversion(declined=[Skipped(found.label, found.sentence())])
+    return found
+
+
+def _check(options: Options) -> None:
+    """Raises where an option leaves nothing to measure.
+
+    Raises:
+        OptionError: see above.
+    """
+    wanted = {"backend": "eager", "placement": "optimal", "objective": "time"}
+    for name, value in wanted.items():
+        given = getattr(options, name)
+        if given != value:
+            raise OptionError(
+                f"tune() chooses by the times of torch's own kernels, and {name}="
+                f"{given!r} does not: leave {name} at {value!r}, or use convert()"
+            )
+
+
+def _precision(model: nn.Module, options: Options) -> tuple[torch.dtype, Options]:
+    """The compute dtype, and the options that convert to it even where none pays."""
+    low, why_not = choose_precision(model, options)
+    if low is not None:
+        return low, options
+    forced = options.replace(do_no_harm=False)
+    low, why_not = choose_precision(model, forced)
+    if low is None:
+        raise UnsupportedModelError(f"{class_name(model)} stays in fp32: {why_not}")
+    return low, forced
+
+
+def _autocast(model: nn.Module, options: Options, low: torch.dtype) -> Way:
+    """The way of autocast, which is not to be kept where autocast does not suffice."""
+    why_not = ""
+    if low is torch.float16 and model.training:
+        why_not = "nothing would scale its loss"
+    elif options.strict:
+        why_not = "strict=True wants rewritten graphs"
+    return Way(AUTOCAST, options, by_autocast=True, low=low, why_not=why_not)
+
+
+def _without(kernel: str, way: Way) -> Way:
+    """The same way with one kernel less."""
+    assert way.options is not None
+    left = (*way.options.left_kernels, kernel)
+    name = f"{way.name}, without {kernel}"
+    return replace(way, name=name, options=way.options.replace(fuse=left))
+
+
+class _Contest(ExitStack):
+    """Times the ways to run one model, all in turn."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        loss_fn: LossFn,
+    ) -> None:
+        super().__init__()
+        self.model, self.inputs, self.loss_fn = model, inputs, loss_fn
+        self.runners: list[Runner] = []
+        self.failed: dict[str, str] = {}
+        self.order = random.Random(0)
+
+    def enter(self, way: Way) -> None:
+        """Has a way take part, unless the model fails so; in fp32 it must not fail."""
+        runner = Runner(way, self.model, self.inputs, self.loss_fn)
+        self.callback(runner.close)
+        try:
+            for _ in range(_WARM_UP):
+                runner.run()
+        except Exception as error:
+            if way.options is None:
+                raise
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.failed[way.name] = plain_line(problem)
+            return
+        self.runners.append(runner)
+
+    def hold(self, doing: str) -> None:
+        """Runs all ways, in another order in each round, and notes their times."""
+        for runner in self.runners:
+            runner.seconds.clear()
+        once = sum(runner.run() for runner in self.runners)
+        rounds = max(_FEWEST, min(_MOST, round(_BUDGET / once)))
+        for _ in told(range(rounds), doing):
+            for runner in self.order.sample(self.runners, len(self.runners)):
+                runner.seconds.append(runner.run())
+
+    @property
+    def fastest(self) -> Runner:
+        """The fastest of the ways that can be kept."""
+        kept = [runner for runner in self.runners if not runner.way.why_not]
+        return min(kept, key=lambda runner: runner.share_of(self.runners[0]))
+
+    def result(self) -> Sequence[Timed]:
+        """The times of all ways, and why a way has none."""
+        fp32 = self.runners[0]
+        found = [
+            Timed(r.way.name, r.median, r.share_of(fp32), r.way.why_not)
+            for r in self.runners
+        ]
+        return found + [Timed(n, None, None, why) for n, why in self.failed.items()]

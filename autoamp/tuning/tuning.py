@@ -1,0 +1,110 @@
+"""`Tuning`: the ways to run a model, their times, and the way that was kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.text import Text
+
+from autoamp.dtypes import short_name
+from autoamp.inspect.terminal.parts import as_text, plain_table
+from autoamp.inspect.text import counted
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The time of one way to run a model.
+
+    Attributes:
+        name: the way.
+        seconds: the median time of a call, with its backward in training mode; None
+            where the model fails so.
+        share: the median over all rounds of its time divided by that of fp32.
+        note: why the way could not be kept; "" where it could.
+    """
+
+    name: str
+    seconds: float | None
+    share: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Tuning:
+    """What `autoamp.tune` measured and kept.  `print(tuning)` shows it.
+
+    Attributes:
+        label: the model's class name.
+        precision: the compute dtype.
+        device: the hardware.
+        training: whether a call's backward was timed with it.
+        chosen: the way that was kept.
+        ways: all ways, the first of them fp32.
+        measured: how many times of ops and casts were measured.
+        remembered: how many were known from an earlier tuning.
+        seconds: how long it took.
+    """
+
+    label: str
+    precision: torch.dtype
+    device: str
+    training: bool
+    chosen: str
+    ways: tuple[Timed, ...]
+    measured: int
+    remembered: int
+    seconds: float
+
+    @property
+    def share(self) -> float:
+        """The time of the way that was kept, as a part of that of fp32."""
+        return next(w.share for w in self.ways if w.name == self.chosen) or 1.0
+
+    def sentence(self) -> str:
+        """What was kept, and how it compares."""
+        others = [w for w in self.ways if w.share is not None and w.name != self.chosen]
+        shares = [f"{self.share / w.share:.2f} of {w.name}" for w in others if w.share]
+        slower = [w for w in others if w.share and w.share < self.share]
+        said = f"kept {self.chosen}, on this call the fastest"
+        if slower:
+            names = " and ".join(w.name for w in slower)
+            said += f" that can be kept ({names} cannot: {slower[0].note})"
+        return f"{said}; its time is {', '.join(shares)}"
+
+    def __str__(self) -> str:
+        return as_text([self])
+
+    def __repr__(self) -> str:
+        return (
+            f"<autoamp.Tuning of {self.label}: {self.chosen}, {self.share:.2f} of the "
+            "time of fp32>"
+        )
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        low = short_name(self.precision)
+        what = "a call and its backward" if self.training else "a call"
+        yield Text(
+            f"autoamp tune: {self.label}, {low}, {what} on {self.device}", "bold"
+        )
+        table = plain_table("way", numbers=("ms", "of fp32"))
+        for way in self.ways:
+            cells = ["fails", ""]
+            if way.seconds is not None:
+                cells = [f"{1e3 * way.seconds:.3g}", f"{way.share:.2f}"]
+            kept = way.name == self.chosen
+            table.add_row(Text(way.name, "bold" if kept else ""), *cells)
+        yield Padding(table, (1, 0, 0, 2))
+        for way in self.ways:
+            if way.note:
+                yield Text(f"  {way.name}: {way.note}")
+        sentence = self.sentence()
+        yield Text(f"\n{sentence[0].upper()}{sentence[1:]}.")
+        yield Text(
+            f"{counted(self.measured, 'op or cast')} measured, {self.remembered:,} "
+            f"known from before; {self.seconds:.0f} s in all."
+        )

@@ -1,0 +1,154 @@
+"""The ways to run a model that `tune` times, each on a stand-in of the model.
+
+A stand-in is a module of the same class that shares the model's modules and weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import statistics
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoamp.ask.examine import twin_of
+from autoamp.capture.engine import Engine
+from autoamp.graph_functions import rotary
+from autoamp.inspect.layouts import layouts_text
+from autoamp.kernels.table import CHANNELS_LAST, ROTARY
+from autoamp.model.conversion import conversion_of
+from autoamp.model.convert import convert_model, revert_model
+from autoamp.model.reporting import report_of
+from autoamp.options import Options
+from autoamp.place.cost import PriceModel
+from autoamp.tuning.clock import seconds_of
+from autoamp.weights.copies import before_write
+
+FP32, AUTOCAST = "fp32", "torch.autocast"
+
+BY_AUTOCAST = "autoamp.tune measured that this model is faster under torch.autocast"
+
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a model.
+
+    Attributes:
+        name: the way, for the report.
+        options: the options of its conversion; None where it is not converted.
+        price: the prices of its placement; None for those of a roofline.
+        by_autocast: its calls run under `torch.autocast`.
+        low: the compute dtype of autocast.
+        why_not: why the way cannot be kept; "" where it can.
+    """
+
+    name: str
+    options: Options | None = None
+    price: PriceModel | None = None
+    by_autocast: bool = False
+    low: torch.dtype = torch.bfloat16
+    why_not: str = ""
+
+    def set_up(self, model: nn.Module) -> None:
+        """Has `model` run this way."""
+        if self.options is None or (self.by_autocast and self.why_not):
+            revert_model(model)
+            return
+        convert_model(model, self.options)
+        state = conversion_of(model)
+        assert state is not None
+        if state.call is None:
+            return  # the model cannot be converted, which the report says
+        state.call.engine.price = self.price
+        if self.by_autocast:
+            state.call.leave_to_autocast(BY_AUTOCAST)
+
+
+@dataclass(eq=False)
+class Runner:
+    """Calls a stand-in that runs one way, again and again on the same inputs.
+
+    Attributes:
+        seconds: the time of each timed call so far, with its backward.
+    """
+
+    way: Way
+    model: nn.Module
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
+    loss_fn: Loss
+    seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.twin = twin_of(self.model)
+        self.way.set_up(self.twin)
+        parameters = [*self.model.parameters()]
+        self.trained = [p for p in parameters if p.requires_grad]
+        self.device = parameters[0].device if parameters else torch.device("cpu")
+
+    def run(self) -> float:
+        """The seconds of one call and, in training mode, its backward.
+
+        A call in training mode finds its weights written to, as after a step.
+        """
+        args, kwargs = copy.deepcopy(self.inputs)
+        if self.model.training:
+            before_write(self.trained)
+
+        def call() -> None:
+            with torch.set_grad_enabled(self.model.training):
+                with self._region():
+                    output = self.twin(*args, **kwargs)
+                if not self.model.training:
+                    return
+                loss = self.loss_fn(output)
+            if loss.requires_grad and self.trained:
+                torch.autograd.grad(loss, self.trained, allow_unused=True)
+
+        return seconds_of(call, self.device)
+
+    def _region(self) -> AbstractContextManager[Any]:
+        """Autocast itself, where no conversion stands for it."""
+        way = self.way
+        if not (way.by_autocast and way.why_not):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, way.low)
+
+    @property
+    def median(self) -> float:
+        """The median of its seconds."""
+        return statistics.median(self.seconds)
+
+    def share_of(self, other: Runner) -> float:
+        """The median over the rounds of its time as a part of another's."""
+        pairs = zip(self.seconds, other.seconds, strict=True)
+        return statistics.median(mine / its for mine, its in pairs)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of the stand-in's graphs; None where it is not converted."""
+        state = conversion_of(self.twin)
+        return state.engine if state is not None else None
+
+    def kernels(self) -> list[str]:
+        """The names of kernels and layouts that its graphs have, to be left out."""
+        if self.engine is None:
+            return []
+        report = report_of(self.engine.record)
+        found = dict.fromkeys(row.kernel for row in report.ops if row.kernel)
+        for gm in report.graphs:
+            if gm.graph.find_nodes(op="call_function", target=rotary):
+                found[ROTARY] = None
+        if layouts_text(report.graphs):
+            found[CHANNELS_LAST] = None
+        return [*found]
+
+    def close(self) -> None:
+        """Takes the conversion of the stand-in away."""
+        revert_model(self.twin)
