@@ -27,6 +27,7 @@ from autoamp.ask.examine import (
     twin_of,
 )
 from autoamp.ask.lockstep import Key, Player, Score
+from autoamp.ask.overflow_trial import default_loss
 from autoamp.ask.placed_anew import placed_anew
 from autoamp.ask.progress import told
 from autoamp.ask.trials import (
@@ -99,14 +100,6 @@ def compare_model(
     if not keep:
         return found.with_keep(keep, tolerance)
     return found.with_keep(keep, tolerance, bench.errors(keep, fp32))
-
-
-def default_loss(output: Any) -> Tensor:
-    """The output's `loss` where it has one, else the sum of its float tensors."""
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    return torch.stack([t.float().sum() for t in floats_of(output)]).sum()
 
 
 class _Bench:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,17 +17,23 @@ def under_autocast(
     entry: Callable[..., Any],
     low: torch.dtype,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
+    *,
+    cached: bool = False,
 ) -> Any:
     """`entry(model, *args, **kwargs)` under autocast, with fp32 results as without it.
 
     Autocast is used where our graphs cannot run: under `vmap` and `torch.func`, inside
-    a module the user compiles as one graph, or where Dynamo captures nothing.  Half
-    results are widened, because a caller written for fp32 results may fail on them.
+    a module the user compiles as one graph, or where Dynamo captures nothing; and where
+    `tune` has measured that it is faster.  Half results are widened, because a caller
+    written for fp32 results may fail on them.
+
+    Args:
+        cached: whether all uses of a weight share a cast, as is autocast's default.
+            Without, each use has its own cast, so a weight's gradient sums in fp32.
     """
     device = next((p.device.type for p in nn.Module.parameters(model)), "cpu")
-    # Without a cache each use has its own cast, so a weight's gradient sums in fp32.
-    with torch.autocast(device_type=device, dtype=low, cache_enabled=False):
+    with torch.autocast(device_type=device, dtype=low, cache_enabled=cached):
         result = entry(model, *args, **kwargs)
 
     def widen(value: Any) -> Any:

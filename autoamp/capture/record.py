@@ -114,10 +114,16 @@ class Record:
             kinds.count("weight"),
         )
 
-    def note(self, why: str) -> None:
-        """Logs once why something is not converted, and keeps why for the report."""
-        if not any(s.why == why for s in self.skipped):
-            self.skipped.append(Skipped(self.label, why))
+    def note(self, why: str, *, aloud: bool = True) -> None:
+        """Keeps for the report why something is not converted.
+
+        Args:
+            aloud: whether that is logged, too.
+        """
+        if any(s.why == why for s in self.skipped):
+            return
+        self.skipped.append(Skipped(self.label, why))
+        if aloud:
             say_once(logger, logging.WARNING, f"autoamp: {self.label}: {why}")
 
     def left_to_python(self, code: types.CodeType, at_limit: bool) -> None:

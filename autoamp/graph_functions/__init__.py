@@ -24,6 +24,7 @@ from autoamp.graph_functions.norms import (
     MANY_ROWS,
     OWN_NORMS,
     layer_norm,
+    own_kernel,
     rms_norm,
     with_own_kernels,
 )

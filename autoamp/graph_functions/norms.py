@@ -235,19 +235,23 @@ def with_own_kernels(gm: fx.GraphModule) -> None:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
-                node.target = _own(node)
+                value = node.meta.get("val")
+                if isinstance(value, Tensor):
+                    node.target = own_kernel(node, value.dtype, value.device)
             module.recompile()
 
 
-def _own(node: fx.Node) -> Any:
-    """The function to call at a node.  An fp32 layer norm is torch's, which is true."""
-    value: Any = node.meta.get("val")
-    if node.target not in OWN_NORMS or value.device.type != "cpu":
+def own_kernel(node: fx.Node, dtype: torch.dtype, device: torch.device) -> Any:
+    """The function to call at a node whose result has `dtype`: torch's, or one of ours.
+
+    An fp32 layer norm is torch's, which is true.
+    """
+    if node.target not in OWN_NORMS or device.type != "cpu":
         return node.target
-    is_low = value.dtype in LOW_DTYPES.values()
+    is_low = dtype in LOW_DTYPES.values()
     if node.target is _ATEN.rms_norm.default:
         one_dimension = len(node.args[1]) == 1  # type: ignore[arg-type]
-        takes_it = one_dimension and (is_low or value.dtype == HIGH_DTYPE)
+        takes_it = one_dimension and (is_low or dtype == HIGH_DTYPE)
     else:
         takes_it = is_low
     return OWN_NORMS[node.target] if takes_it else node.target

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +34,7 @@ from autoamp.plain import plain_line
 from autoamp.saying import signs_of_life
 
 logger = logging.getLogger(__name__)
-
 under_compilation = torch.compiler.is_dynamo_compiling
-
 _RAN_NOTHING = (
     "a call ran no rewritten graph, so it was fp32: Dynamo stepped aside (vmap, "
     "torch.func, torch.jit or torch.export tracing, an active TorchDispatchMode, the "
@@ -43,13 +42,13 @@ _RAN_NOTHING = (
     "TORCH_LOGS=graph_breaks,recompiles tells which"
 )
 
-
 _TRACED = (
     "torch.fx has traced it (symbolic_trace, make_fx), and what it traced is the "
     "model's own code, in fp32; convert what the tracer returns, or let its "
     "`is_leaf_module` say that this model is a leaf"
 )
 
+_INSTEAD = "calls run under torch.autocast instead of rewritten graphs, because "
 
 _MOST_IN_VAIN = 2
 """How many calls in a row may capture nothing before autocast takes over."""
@@ -89,6 +88,7 @@ class CompiledCall:
     def leave_to_autocast(self, why: str) -> None:
         """Has all calls, of other methods too, run under `torch.autocast`."""
         self._by_autocast = self._left_to_autocast = why
+        self.engine.record.note(_INSTEAD + why, aloud=False)
 
     def renew(self, method: Method) -> None:
         """Makes `method` the code that is compiled from now on."""
@@ -225,14 +225,11 @@ class CompiledCall:
         if engine.options.strict:
             raise CaptureError(f"{engine.record.label}: {_RAN_NOTHING}")
         why = self._by_autocast or "of vmap, torch.func or forward-mode AD"
-        engine.record.note(
-            f"calls run under torch.autocast instead of rewritten graphs, because {why}"
-        )
+        engine.record.note(_INSTEAD + why)
         engine.record.calls += 1
         engine.record.aside += 1
-        return under_autocast(
-            model, self._code.entry, unscaled_dtype(self.low), args, kwargs
-        )
+        run = partial(under_autocast, cached=bool(self._left_to_autocast))
+        return run(model, self._code.entry, unscaled_dtype(self.low), args, kwargs)
 
     def of(self, method: Method | None) -> CompiledCall:
         """The entry for calls of `method`, or for calls of `forward` if it is None."""
@@ -240,7 +237,8 @@ class CompiledCall:
             return self
         with self._lock:
             if method.name not in self._methods:
-                self._methods[method.name] = CompiledCall(method, self.engine)
+                self._methods[method.name] = found = CompiledCall(method, self.engine)
+                found._by_autocast = found._left_to_autocast = self._left_to_autocast
         return self._methods[method.name]
 
     def compiled_by(self, backend: int) -> CompiledCall:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.graph_functions import own_kernel
 from autoamp.tuning.clock import least_seconds
 
 
@@ -64,9 +65,11 @@ class Specimen:
     @property
     def key(self) -> str:
         """Equal for specimens that take equally long on one device."""
-        text = repr((str(self.target), self.args, sorted(self.kwargs.items())))
+        own = getattr(self.target, "__qualname__", "autoamp")
+        name = str(self.target) if isinstance(self.target, compat.OpOverload) else own
+        text = repr((name, self.args, sorted(self.kwargs.items())))
         digest = hashlib.sha256(text.encode()).hexdigest()[:20]
-        return f"{self.target}:{short_name(self.dtype)}:{digest}"[-200:]
+        return f"{name}:{short_name(self.dtype)}:{digest}"[-200:]
 
     def nanoseconds(self, device: torch.device) -> float:
         """The time of the call and its backward.
@@ -139,7 +142,11 @@ def op_specimen(
         args, kwargs = pytree.tree_map_only(
             torch.dtype, lambda d: low if d is HIGH_DTYPE else d, (args, kwargs)
         )
-    return Specimen(node.target, tuple(args), dict(kwargs), low or HIGH_DTYPE)
+    dtype, target = low or HIGH_DTYPE, node.target
+    result = node.meta.get("val")
+    if classified.facts.own_kernels and isinstance(result, torch.Tensor):
+        target = own_kernel(node, dtype, result.device)
+    return Specimen(target, tuple(args), dict(kwargs), dtype)
 
 
 def cast_specimen(

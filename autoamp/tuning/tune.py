@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoamp.ask.compare import LossFn, default_loss
 from autoamp.ask.examine import checked_model
+from autoamp.ask.overflow_trial import Call, LossFn, copied, default_loss
 from autoamp.ask.progress import told
 from autoamp.capture.record import Skipped
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.devices import device_name
-from autoamp.model.conversion import DECLINED, Conversion
+from autoamp.model.conversion import DECLINED, Conversion, conversion_of
 from autoamp.model.eligible import choose_precision, parameters_of, unsupported
-from autoamp.model.warmup import left_as_it_is
+from autoamp.model.warmup import capture_now, left_as_it_is
 from autoamp.options import Options
 from autoamp.plain import class_name, plain_line
 from autoamp.tuning.prices import MeasuredPrices
@@ -30,11 +30,11 @@ from autoamp.tuning.ways import AUTOCAST, FP32, Runner, Way
 
 PREDICTED, MEASURED = "autoamp, predicted prices", "autoamp, measured prices"
 
-_BUDGET = 6.0
-"""Seconds that the rounds of one contest may take."""
+_BUDGET = 10.0
+"""Seconds that the rounds may take, unless there were too few of them."""
 
 _FEWEST, _MOST = 5, 31
-"""Rounds of a contest, of an odd number for the median."""
+"""Rounds; with fewer than five, no way could be surely faster than another."""
 
 _WARM_UP = 2
 
@@ -62,25 +62,23 @@ def tune_model(
     device = next((p.device for p in parameters_of(model)), torch.device("cpu"))
     where = device_name(device)
     prices = MeasuredPrices(low, Store(f"{where}, torch {torch.__version__}"))
-    contest = _Contest(model, (args, dict(kwargs)), loss_fn or default_loss)
-    with (
-        left_as_it_is(model),
-        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        contest,
-    ):
-        contest.enter(Way(FP32))
-        contest.enter(_autocast(model, forced, low))
-        if forced is options:
-            contest.enter(Way(PREDICTED, options))
-        contest.enter(Way(MEASURED, forced, prices))
-        contest.hold("timing whole steps")
-        fastest = contest.fastest
-        for name in fastest.kernels():
-            contest.enter(_without(name, fastest.way))
-        contest.hold("timing kernels")
-        chosen = contest.fastest.way
-    prices.measures = False  # a later capture must not take seconds
-    chosen.set_up(model)
+    inputs = args, dict(kwargs)
+    contest = _Contest(model, inputs, loss_fn or default_loss)
+    with contest:
+        with _undisturbed(model, device):
+            contest.enter(Way(FP32))
+            contest.enter(_autocast(model, forced, low))
+            if forced is options:
+                contest.enter(Way(PREDICTED, options))
+            measured = contest.enter(Way(MEASURED, forced, prices))
+            for kernel in measured.kernels():
+                contest.enter(_without(kernel, measured.way))
+            contest.hold()
+            chosen = contest.kept()
+        prices.measures = False  # a later capture must not take seconds
+        chosen.set_up(model)
+        if conversion_of(model) is not None and not chosen.by_autocast:
+            capture_now(model, *copied(inputs))
     found = Tuning(
         label=class_name(model),
         precision=low,
@@ -95,6 +93,18 @@ def tune_model(
     if chosen.options is None:
         DECLINED[model] = Conversion(declined=[Skipped(found.label, found.sentence())])
     return found
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """A region after which buffers, attributes and random numbers are as they were."""
+    numbers = random.getstate()
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        with left_as_it_is(model), torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        random.setstate(numbers)
 
 
 def _check(options: Options) -> None:
@@ -149,7 +159,7 @@ class _Contest(ExitStack):
     def __init__(
         self,
         model: nn.Module,
-        inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        inputs: Call,
         loss_fn: LossFn,
     ) -> None:
         super().__init__()
@@ -158,7 +168,7 @@ class _Contest(ExitStack):
         self.failed: dict[str, str] = {}
         self.order = random.Random(0)
 
-    def enter(self, way: Way) -> None:
+    def enter(self, way: Way) -> Runner:
         """Has a way take part, unless the model fails so; in fp32 it must not fail."""
         runner = Runner(way, self.model, self.inputs, self.loss_fn)
         self.callback(runner.close)
@@ -170,24 +180,28 @@ class _Contest(ExitStack):
                 raise
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
             self.failed[way.name] = plain_line(problem)
-            return
-        self.runners.append(runner)
+        else:
+            self.runners.append(runner)
+        return runner
 
-    def hold(self, doing: str) -> None:
+    def hold(self) -> None:
         """Runs all ways, in another order in each round, and notes their times."""
-        for runner in self.runners:
-            runner.seconds.clear()
         once = sum(runner.run() for runner in self.runners)
         rounds = max(_FEWEST, min(_MOST, round(_BUDGET / once)))
-        for _ in told(range(rounds), doing):
+        for _ in told(range(rounds), "timing whole calls"):
             for runner in self.order.sample(self.runners, len(self.runners)):
                 runner.seconds.append(runner.run())
 
-    @property
-    def fastest(self) -> Runner:
-        """The fastest of the ways that can be kept."""
-        kept = [runner for runner in self.runners if not runner.way.why_not]
-        return min(kept, key=lambda runner: runner.share_of(self.runners[0]))
+    def kept(self) -> Way:
+        """The way to keep: of those that none is surely faster than, the truest.
+
+        Rewritten graphs sum gradients of weights in fp32 and can be asked, so they
+        come before autocast where neither is surely faster.
+        """
+        able = [runner for runner in self.runners if not runner.way.why_not]
+        fastest = min(able, key=lambda runner: runner.share_of(self.runners[0]))
+        equal = [r for r in able if not fastest.surely_faster_than(r)]
+        return min(equal, key=lambda runner: runner.engine is None).way
 
     def result(self) -> Sequence[Timed]:
         """The times of all ways, and why a way has none."""

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from autoamp.dtypes import short_name
 from autoamp.inspect.terminal.parts import as_text, plain_table
-from autoamp.inspect.text import counted
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,12 @@ class Tuning:
         others = [w for w in self.ways if w.share is not None and w.name != self.chosen]
         shares = [f"{self.share / w.share:.2f} of {w.name}" for w in others if w.share]
         slower = [w for w in others if w.share and w.share < self.share]
-        said = f"kept {self.chosen}, on this call the fastest"
-        if slower:
-            names = " and ".join(w.name for w in slower)
-            said += f" that can be kept ({names} cannot: {slower[0].note})"
-        return f"{said}; its time is {', '.join(shares)}"
+        unkept = [w for w in slower if w.note]
+        said = f"kept {self.chosen}: on this call "
+        said += "no way is faster, but by chance" if slower else "no way is faster"
+        if unkept:
+            said = f"kept {self.chosen}: on this call no way that can be kept is faster"
+        return f"{said}. Its time is {', '.join(shares)}"
 
     def __str__(self) -> str:
         return as_text([self])
@@ -105,6 +105,6 @@ class Tuning:
         sentence = self.sentence()
         yield Text(f"\n{sentence[0].upper()}{sentence[1:]}.")
         yield Text(
-            f"{counted(self.measured, 'op or cast')} measured, {self.remembered:,} "
-            f"known from before; {self.seconds:.0f} s in all."
+            f"Times of ops and casts: {self.measured:,} measured, {self.remembered:,} "
+            f"known from before. {self.seconds:.0f} s in all."
         )

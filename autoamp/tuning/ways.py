@@ -5,11 +5,9 @@ A stand-in is a module of the same class that shares the model's modules and wei
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import math
 import statistics
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from autoamp.ask.examine import twin_of
+from autoamp.ask.overflow_trial import Call, LossFn, copied
+from autoamp.capture.autocast import under_autocast
 from autoamp.capture.engine import Engine
+from autoamp.errors import OptionError
 from autoamp.graph_functions import rotary
 from autoamp.inspect.layouts import layouts_text
 from autoamp.kernels.table import CHANNELS_LAST, ROTARY
@@ -33,7 +34,7 @@ FP32, AUTOCAST = "fp32", "torch.autocast"
 
 BY_AUTOCAST = "autoamp.tune measured that this model is faster under torch.autocast"
 
-Loss = Callable[[Any], Tensor]
+_CHANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Way:
 
     def set_up(self, model: nn.Module) -> None:
         """Has `model` run this way."""
-        if self.options is None or (self.by_autocast and self.why_not):
+        if self.options is None:
             revert_model(model)
             return
         convert_model(model, self.options)
@@ -71,6 +72,10 @@ class Way:
             state.call.leave_to_autocast(BY_AUTOCAST)
 
 
+def _called(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
 @dataclass(eq=False)
 class Runner:
     """Calls a stand-in that runs one way, again and again on the same inputs.
@@ -81,13 +86,14 @@ class Runner:
 
     way: Way
     model: nn.Module
-    inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
-    loss_fn: Loss
+    inputs: Call
+    loss_fn: LossFn
     seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.twin = twin_of(self.model)
-        self.way.set_up(self.twin)
+        if not self.way.by_autocast:
+            self.way.set_up(self.twin)
         parameters = [*self.model.parameters()]
         self.trained = [p for p in parameters if p.requires_grad]
         self.device = parameters[0].device if parameters else torch.device("cpu")
@@ -97,33 +103,44 @@ class Runner:
 
         A call in training mode finds its weights written to, as after a step.
         """
-        args, kwargs = copy.deepcopy(self.inputs)
+        args, kwargs = copied(self.inputs)
         if self.model.training:
             before_write(self.trained)
 
         def call() -> None:
             with torch.set_grad_enabled(self.model.training):
-                with self._region():
-                    output = self.twin(*args, **kwargs)
+                output = self._output(args, kwargs)
                 if not self.model.training:
                     return
                 loss = self.loss_fn(output)
+                if not isinstance(loss, Tensor) or loss.numel() != 1:
+                    raise OptionError("loss_fn gives no tensor of one element")
             if loss.requires_grad and self.trained:
                 torch.autograd.grad(loss, self.trained, allow_unused=True)
 
         return seconds_of(call, self.device)
 
-    def _region(self) -> AbstractContextManager[Any]:
-        """Autocast itself, where no conversion stands for it."""
-        way = self.way
-        if not (way.by_autocast and way.why_not):
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, way.low)
+    def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not self.way.by_autocast:
+            return self.twin(*args, **kwargs)
+        return under_autocast(
+            self.twin, _called, self.way.low, args, kwargs, cached=True
+        )
 
     @property
     def median(self) -> float:
         """The median of its seconds."""
         return statistics.median(self.seconds)
+
+    def surely_faster_than(self, other: Runner) -> bool:
+        """Whether chance would make it faster in so many rounds once in 20, or less.
+
+        The sign test of paired observations, which assumes no distribution of times.
+        """
+        faster = [a < b for a, b in zip(self.seconds, other.seconds, strict=True)]
+        rounds = len(faster)
+        ways = sum(math.comb(rounds, k) for k in range(sum(faster), rounds + 1))
+        return bool(ways / 2**rounds <= _CHANCE)
 
     def share_of(self, other: Runner) -> float:
         """The median over the rounds of its time as a part of another's."""
