@@ -49,6 +49,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(autouse=True, scope="session")
+def measured_times_are_not_kept(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[None]:
+    """`tune` writes to a folder of the tests, not to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOAMP_CACHE_DIR", str(tmp_path_factory.mktemp("times")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def guards_are_not_timed() -> Iterator[None]:
     """Dynamo empties the processor's caches to time the guards of each capture.
 

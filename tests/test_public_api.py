@@ -33,6 +33,7 @@ NAMES = {
     "Rules",
     "RulesError",
     "StaticLossScale",
+    "Tuning",
     "UnsupportedModelError",
     "VerificationError",
     "compare",
@@ -46,6 +47,7 @@ NAMES = {
     "report",
     "revert",
     "rewrite",
+    "tune",
 }
 
 OPTIONS: dict[str, Any] = {

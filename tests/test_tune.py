@@ -80,6 +80,9 @@ def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> list[st
         return seconds.get(self.way.name, 9.0) * random.Random(len(ran)).uniform(1, 1.1)
 
     monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(
+        Specimen, "nanoseconds", lambda self, _: 1.0 if self.dtype is LOW else 100.0
+    )
     return ran
 
 
@@ -103,16 +106,17 @@ def test_the_fastest_way_is_kept(fastest: str, monkeypatch: pytest.MonkeyPatch) 
         assert not autoamp.is_converted(model)
     elif fastest == AUTOCAST:
         assert "faster under torch.autocast" in str(report)
-        with torch.autocast("cpu", LOW):
-            expected = model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
         plain = Net().eval()
-        plain.load_state_dict(expected.state_dict())
+        plain.load_state_dict(model.state_dict())
         with torch.autocast("cpu", LOW), torch.no_grad():
             theirs = plain(x).float()
         assert torch.equal(model(x), theirs)
     else:
         assert report.compute_dtype == "bf16"
-        assert report.graphs
+        assert report.prediction is not None
+        is_measured = report.prediction.device.endswith("measured")
+        assert is_measured is (fastest == MEASURED)
 
 
 @pytest.mark.usefixtures("quick", "on_a_device_that_pays")
@@ -264,7 +268,7 @@ def test_a_model_that_raises_is_left_as_it_was() -> None:
     with pytest.raises(KeyError, match="mine"):
         autoamp.tune(model, image())
     assert vars(model) == attributes
-    assert autoamp.report(model).skipped == ()
+    assert not autoamp.is_converted(model)
 
 
 @pytest.mark.usefixtures("quick", "on_a_device_that_pays")
@@ -442,13 +446,13 @@ def specimens_of(model: nn.Module, *args: Any) -> list[tuple[fx.Node, Specimen, 
 def test_specimens_read_what_the_emitted_ops_read() -> None:
     pairs = specimens_of(Odd(), torch.randint(0, 11, (2, 6)))
     assert len(pairs) > 8
-    for emitted, specimen, _ in pairs:
+    for emitted, specimen, node in pairs:
         leaves = torch.utils._pytree.tree_leaves((specimen.args, specimen.kwargs))
         mine = [each for each in leaves if hasattr(each, "strides")]
         theirs = [n.meta["val"] for n in emitted.all_input_nodes]
         theirs = [v for v in theirs if isinstance(v, Tensor)]
-        if len(mine) != len(theirs):  # one operand twice
-            continue
+        if len(mine) != len(theirs) or node.name == "new_zeros":
+            continue  # one operand twice; an operand that is read as it comes
         for one, other in zip(mine, theirs, strict=True):
             assert one.dtype == other.dtype, emitted
             assert one.shape == tuple(other.shape), emitted
