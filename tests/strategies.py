@@ -149,7 +149,7 @@ ROUNDING: dict[str, Op] = {
     "scores": lambda m, a, b: (a @ b.t()).softmax(-1) @ b,
     "attention": lambda m, a, b: functional.scaled_dot_product_attention(
         a[None], b[None], a[None]
-    )[0],
+    )[0].clone(),  # some writes to a view of a tensor without a gradient are refused
     "batch_norm": lambda m, a, b: m.batch_norm(a),
     "dropout": lambda m, a, b: functional.dropout(a, 0.5, m.training),
     "noise": lambda m, a, b: a + torch.rand_like(b),

@@ -137,9 +137,6 @@ class _Emitter:
 
         args = tuple(fx.map_arg(a, operand) for a in node.args)
         kwargs = {k: fx.map_arg(v, operand) for k, v in node.kwargs.items()}
-        if self.emitted.casts and self._is_copy_by_layout(node, fact):
-            assert isinstance(args[0], fx.Node)
-            args = (self.emitted.clone(args[0]), *args[1:])
         args, kwargs = self._adapt_literals(node, args, kwargs, is_low)
         target: Any = node.target
         keeps_state = is_low and fact.keeps_state
@@ -149,6 +146,8 @@ class _Emitter:
         new.meta = dict(node.meta)
         if is_low and fact.makes_floats and not keeps_state:
             new.meta["val"] = self._low_result(node.meta["val"])
+        if self.emitted.casts and self._is_copy_by_layout(node, fact):
+            return self.emitted.clone(new)
         return new
 
     def _is_copy_by_layout(self, node: fx.Node, fact: NodeFacts) -> bool:

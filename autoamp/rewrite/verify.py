@@ -80,7 +80,7 @@ class Verifier:
             if node.name in op_prices:
                 total += op_prices[node.name][_runs_low(node, before, after)]
             elif _is_inserted_cast(node, before):
-                source, way = _cast_of(node, after)
+                source, way = _cast_of(node, before, after)
                 total += (up_prices if way == "up" else down_prices)[source]
         return total
 
@@ -108,7 +108,7 @@ class Verifier:
                 if _runs_low(node, before, after) != (node.name in low):
                     return [node.name]
             elif _is_inserted_cast(node, before):
-                made[_cast_of(node, after)] += 1
+                made[_cast_of(node, before, after)] += 1
         for value, way in sorted({*made, *casts}):
             if made[value, way] != casts.get((value, way), 0):
                 found += [value, *(n.name for n in before.nodes[value].users)]
@@ -150,14 +150,14 @@ def _is_inserted_cast(node: fx.Node, before: StandIns) -> bool:
     return node.name not in before.nodes and is_cast(node)
 
 
-def _cast_of(node: fx.Node, after: StandIns) -> tuple[str, str]:
+def _cast_of(node: fx.Node, before: StandIns, after: StandIns) -> tuple[str, str]:
     """The original value that a cast copies, and its direction, "up" or "down".
 
-    If the cast reads an inserted cast of a returned value, the returned value counts.
+    If the cast reads an added cast or copy of a value, that value counts.
     """
     up = dtypes_of(after.values[node.name])[0] == torch.float32
     source = node.all_input_nodes[0]
-    while is_cast(source) and source.meta.get("autoamp_cast"):
+    while source.name not in before.nodes:
         source = source.all_input_nodes[0]
     return source.name, "up" if up else "down"
 

@@ -20,6 +20,9 @@ _CUT = torch.ops.aten.detach.default
 """The op whose result shares memory with the operand, but passes no gradient back."""
 
 
+_COPY = torch.ops.aten.clone.default
+
+
 class GraphFlow:
     """Where gradients flow in a graph that is run, and which nodes write to memory.
 
@@ -80,6 +83,8 @@ class GraphFlow:
         return _is_float(node) and not is_parameter and node.name in self._extended
 
     def storage(self, node: fx.Node) -> int:
+        if node.name not in self.facts.nodes and node.target is _COPY:
+            (node,) = node.all_input_nodes  # a copy we added, of a result written to
         fact = self.facts.nodes.get(node.name)
         return fact.storage if fact is not None else -1
 

@@ -266,6 +266,33 @@ def no_entries(patch: pytest.MonkeyPatch) -> None:
     assert entry._entries(double.__code__) == []
 
 
+def no_custom_functions(patch: pytest.MonkeyPatch) -> None:
+    """Then a custom Function is not looked into, and runs as it is."""
+    assert compat.CUSTOM_FUNCTION.__name__ == "autograd_function_apply"
+    patch.setattr(compat, "CUSTOM_FUNCTION", None)
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return 3 * grad
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = Double.apply(x)
+            return result
+
+    x = torch.ones(2, requires_grad=True)
+    result = autoamp.convert(Model(), precision="bf16")(x)
+    result.sum().backward()
+    assert result.tolist() == [2, 2]
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3]
+
+
 def no_total_norm(patch: pytest.MonkeyPatch) -> None:
     assert compat.TOTAL_NORM[1] == "_get_total_norm"
     patch.setattr(compat, "TOTAL_NORM", None)
@@ -276,6 +303,7 @@ def no_total_norm(patch: pytest.MonkeyPatch) -> None:
 ALONE = [
     no_skip_reasons,
     no_entries,
+    no_custom_functions,
     no_total_norm,
     no_backends,
     no_translator,
