@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import autoamp
+from autoamp import compat
 from autoamp.capture.captured import CapturedGraph
+from autoamp.compat import gradients
+from autoamp.graph_functions import low_weight
 from autoamp.model.conversion import conversion_of
 from autoamp.weights import copies
 from tests.metrics import relative_error
@@ -190,13 +193,15 @@ def test_backward_of_an_old_graph_raises_where_eager_does(
 
 
 def test_old_graph_keeps_its_own_weights_until_the_next_forward() -> None:
-    # Eager raises here; ours still holds what the forward used, so it need not.
     model, x = convert(mlp()), torch.randn(3, WIDTH, requires_grad=True)
     loss = model(x).sum()
     expected = torch.autograd.grad(loss, x, retain_graph=True)
+    model[2].weight.data.add_(1)  # unseen by autograd
+    assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], expected[0])
     with torch.no_grad():
         model[2].weight.add_(1)
-    assert torch.equal(torch.autograd.grad(loss, x)[0], expected[0])
+    with pytest.raises(RuntimeError, match="modified by an inplace"):  # as in eager
+        torch.autograd.grad(loss, x)
 
 
 def test_inference_makes_each_copy_once() -> None:
@@ -508,3 +513,62 @@ def test_threads_train_on_shared_weights() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+# -- how gradients of uses reach a weight ----------------------------------------------
+
+
+def test_a_use_of_a_weight_runs_no_python_in_the_backward() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    use = low_weight(weight, weight.detach().bfloat16())
+    assert "LowWeight" not in str(use.grad_fn)
+    (grad,) = torch.autograd.grad(use, weight, torch.ones(4, 4, dtype=torch.bfloat16))
+    assert grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("natively", [True, False])
+def test_gradients_of_uses_are_summed_in_fp32(
+    natively: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "casts_gradients", lambda: natively)
+    weight = nn.Parameter(torch.ones(3, 2))
+    copy = weight.detach().bfloat16()
+    uses = [low_weight(weight, copy) for _ in range(1000)]
+    assert ("LowWeight" in str(uses[0].grad_fn)) is not natively
+    torch.stack([u.float() for u in uses]).sum().backward()
+    assert torch.equal(weight.grad, torch.full((3, 2), 1000.0))
+    assert torch.equal(weight, torch.ones(3, 2))
+    assert weight.dtype == torch.float32
+
+
+def test_a_use_has_derivatives_of_every_order() -> None:
+    weight = nn.Parameter(torch.full((2, 2), 1.5))
+    use = low_weight(weight, weight.detach().bfloat16())
+    (slope,) = torch.autograd.grad(use.pow(3).sum(), weight, create_graph=True)
+    assert torch.equal(slope, torch.full((2, 2), 6.75))
+    slope.sum().backward()
+    assert torch.equal(weight.grad, torch.full((2, 2), 9.0))
+
+
+def test_a_tensor_of_a_kind_of_its_own_has_a_function() -> None:
+    class Own(nn.Parameter):
+        pass
+
+    weight = Own(torch.ones(2))
+    assert "LowWeight" in str(low_weight(weight, torch.ones(2).bfloat16()).grad_fn)
+    frozen = low_weight(torch.ones(2), torch.ones(2).bfloat16())
+    assert not frozen.requires_grad
+
+
+def test_an_autograd_that_casts_nothing_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(*_: object) -> Tensor:
+        raise RuntimeError("incompatible tensor type")
+
+    monkeypatch.setattr(gradients, "seen_as", refuses)
+    gradients.casts_gradients.cache_clear()
+    try:
+        assert not gradients.casts_gradients()
+    finally:
+        gradients.casts_gradients.cache_clear()

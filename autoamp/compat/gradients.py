@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import sys
@@ -11,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from autoamp.compat.device import on_real_numbers
 from autoamp.compat.entry import set_frames_action
 
 
@@ -66,6 +68,38 @@ def direct_apply(
         return apply(*args) if checks() else base(*args)
 
     return direct
+
+
+@functools.cache
+def casts_gradients() -> bool:
+    """Whether autograd gives a node the gradient in the dtype the node was made with.
+
+    `validate_outputs` of torch/csrc/autograd/engine.cpp does so, before gradients of
+    several uses are summed.
+    """
+    try:
+        with on_real_numbers(), torch.enable_grad():
+            one = torch.ones(1, requires_grad=True)
+            low = torch.ones(1, dtype=torch.bfloat16)
+            uses = [seen_as(one, low) for _ in range(300)]
+            (grad,) = torch.autograd.grad(uses, one, [low] * 300)
+            return grad.dtype == torch.float32 and grad.item() == 300
+    except (RuntimeError, TypeError):
+        return False
+
+
+def seen_as(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    """`copy`, whose gradient flows to `tensor` in the dtype of `tensor`.
+
+    A view of `tensor` gets the memory of `copy`: no function of Python's runs in the
+    backward.  Only where `casts_gradients()`.
+
+    Args:
+        copy: of the shape and strides of `tensor`, in another dtype.
+    """
+    use = tensor.view_as(tensor)
+    use.data = copy
+    return use
 
 
 def unscale_and_check(

@@ -76,7 +76,28 @@ def low_weight(weight: Tensor, copy: Tensor) -> Tensor:
     The result has the shape and dtype of `copy`; its gradient flows to `weight` in
     fp32, and none flows to `copy`.
     """
+    if _autograd_casts(weight, copy):
+        return compat.seen_as(weight, copy)
     return _apply_low_weight(weight, copy)
+
+
+def _autograd_casts(weight: Tensor, copy: Tensor) -> bool:
+    """Whether autograd itself can cast the gradient of a use of `weight`.
+
+    It gives the gradient no other layout; that of a convolution may need one.
+    """
+    recorded = weight.requires_grad and torch.is_grad_enabled()
+    is_plain = type(weight) in _PLAIN and weight.dim() < _CONVOLUTIONS
+    alike = is_plain and weight.stride() == copy.stride()
+    return recorded and alike and compat.casts_gradients()
+
+
+_CONVOLUTIONS = 4
+"""The least number of dimensions of a weight whose channels may be last."""
+
+
+_PLAIN = (torch.nn.Parameter, Tensor)
+"""Kinds of tensors whose memory may be another's: a sharded one has none of its own."""
 
 
 class _LowUses(torch.autograd.Function):
