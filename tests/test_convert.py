@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
@@ -840,6 +841,34 @@ def quiet_inductor() -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loss_scale", ["off", 8.0])
+def test_a_compiler_takes_sizes_that_change(loss_scale: Any) -> None:
+    """Sizes of weight copies and scales never change, and the compiler is told so."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two, three = self.fc(x).chunk(3, -1)
+            return (one * two + three).view(len(x), -1, 2, WIDTH // 2).sum(2)
+
+    model = Parts()
+    ours = autoamp.convert(
+        copy.deepcopy(model),
+        precision="bf16",
+        do_no_harm=False,
+        loss_scale=loss_scale,
+        backend=lookup_backend("aot_eager"),
+    )
+    for length in (6, 4, 7, 9):
+        given = torch.randn(2, length, WIDTH)
+        assert relative_error(ours(given), model(given)) <= 2**-6
+        ours(given).sum().backward()
+    assert len(autoamp.report(ours).graphs) == 2  # one for 6, one for every length
+
+
 @pytest.mark.usefixtures("quiet_inductor")
 def test_inductor_trains_like_eager() -> None:
     x = torch.randn(2, 3, 4, 4)

@@ -18,6 +18,7 @@ from autoamp.pipeline import Rewritten, Setting, rewrite_graph
 from autoamp.place.devices import Device, device_of, main_device
 from autoamp.place.layouts import FORMATS, choose_layouts
 from autoamp.plain import plain_line
+from autoamp.rewrite.attention import with_every_derivative
 from autoamp.rewrite.layouts import lay_out
 from autoamp.rewrite.rotary import with_rotary
 from autoamp.scaling.domain import ModelScaling
@@ -74,6 +75,7 @@ def prepare(
     layouts: tuple[torch.memory_format, ...] = ()
     if eager and options.fuse and rewritten.sums.low:
         with_own_kernels(bound)
+        with_every_derivative(bound)
         if ROTARY not in options.left_kernels:
             with_rotary(bound)
         if CHANNELS_LAST not in options.left_kernels:
@@ -134,9 +136,15 @@ def _given(
     low: torch.dtype,
     extra: Sequence[torch.Tensor],
 ) -> list[Any]:
-    """The arguments the graph is called with: `inputs`, weight copies, and scales."""
+    """The arguments the graph is called with: `inputs`, weight copies, and scales.
+
+    Copies and scales are fake tensors: a compiler that makes fakes of them by itself
+    gives their sizes symbols, where any size of the inputs may change.
+    """
     copies = [torch.empty_like(inputs[i].detach(), dtype=low) for i in hoisted.weights]
-    return [*inputs, *copies, *extra]
+    mode = compat.current_fake_mode(inputs)
+    added = [*copies, *extra]
+    return [*inputs, *(added if mode is None else compat.fake_inputs(added, mode))]
 
 
 def _given_up(rewritten: Rewritten) -> list[str]:

@@ -64,8 +64,10 @@ from autoamp.compat.hooks import (
     hooks_everywhere,
     hooks_of_others,
     mark_stepped,
+    saved_by_attention,
     set_hooks_after_step,
     step_hooks,
+    tells_nodes,
 )
 from autoamp.compat.listening import Heard, op_heard
 from autoamp.compat.names import (

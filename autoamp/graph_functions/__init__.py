@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from autoamp.graph_functions.attention import attention
 from autoamp.graph_functions.casts import (
     low_uses,
     low_weight,
@@ -42,6 +43,7 @@ from autoamp.graph_functions.traceable import (
 
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
+        attention,
         checkpointed,
         laid_out,
         layer_norm,

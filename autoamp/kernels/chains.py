@@ -109,6 +109,12 @@ def sizes_of(tensor: torch.Tensor) -> tuple[int | str, ...]:
     return tuple(s if isinstance(s, int) else str(s) for s in tensor.shape)
 
 
+def layout_of(tensor: torch.Tensor) -> tuple[int | str, ...]:
+    """The shape and strides; symbolic ones as text, as for `sizes_of`."""
+    every = (*tensor.shape, *tensor.stride())
+    return tuple(s if isinstance(s, int) else str(s) for s in every)
+
+
 def _shape(node: fx.Node) -> tuple[int | str, ...]:
     return sizes_of(node.meta["val"])
 

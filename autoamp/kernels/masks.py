@@ -46,12 +46,12 @@ def _is_causal(mask: fx.Node) -> bool:
     sizes = value.shape
     if not all(isinstance(s, int) for s in sizes) or math.prod(sizes) > _LARGEST:
         return False
-    calls = _made_from_sizes(mask)
+    calls = made_from_sizes(mask)
     if calls is None:
         return False
     with compat.on_real_numbers():
         try:
-            found = _computed(calls)
+            found = computed(calls)
         except Exception:  # noqa: BLE001 - the graph runs as it is, with its mask
             return False
         seen = torch.ones(sizes[-2:], dtype=torch.bool, device="cpu").tril()
@@ -61,7 +61,7 @@ def _is_causal(mask: fx.Node) -> bool:
         return bool(((found == 0) & seen | hidden & ~seen).all())
 
 
-def _made_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
+def made_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
     """The calls that make `mask`, in order; None if they read any input or weight."""
     found: dict[fx.Node, None] = {}
     todo = [mask]
@@ -76,7 +76,7 @@ def _made_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
     return sorted(found, key=order.__getitem__)
 
 
-def _computed(calls: list[fx.Node]) -> Tensor:
+def computed(calls: list[fx.Node]) -> Tensor:
     values: dict[fx.Node, Any] = {}
     for node in calls:
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)

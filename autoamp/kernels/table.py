@@ -76,6 +76,9 @@ KERNELS: tuple[Kernel, ...] = (
 )
 """Each computes in fp32 inside, and reads and writes 16 bits where it runs low."""
 
+ATTENTION = "attention"
+"""Attention that is written out: scores, softmax, product (`attention.py`)."""
+
 CAUSAL_MASK = "causal_mask"
 """Attention whose mask is causal, told so instead of given a mask (`masks.py`)."""
 
@@ -88,6 +91,7 @@ CHANNELS_LAST = "channels_last"
 
 KERNEL_NAMES: tuple[str, ...] = (
     *(kernel.name for kernel in KERNELS),
+    ATTENTION,
     CAUSAL_MASK,
     ROTARY,
     CHANNELS_LAST,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,13 +20,20 @@ from autoamp.analyse.nodes import (
     written_values,
 )
 from autoamp.analyse.pins import kept_by
-from autoamp.kernels.chains import Chain, chains_in, is_cast
+from autoamp.kernels.attention import (
+    WrittenAttention,
+    softmaxes_in,
+    written_attention,
+)
+from autoamp.kernels.chains import Chain, chains_in, is_cast, layout_of
 from autoamp.kernels.functions import functions_in
+from autoamp.kernels.masks import ATTENTION as MASKED
 from autoamp.kernels.masks import DROPOUT, MASK, causal_attention
 from autoamp.kernels.recognise import Recognised, recognised
-from autoamp.kernels.table import CAUSAL_MASK, KERNEL_NAMES
+from autoamp.kernels.table import ATTENTION, CAUSAL_MASK, KERNEL_NAMES
 from autoamp.ops import drop_dead
 from autoamp.options import Options
+from autoamp.rewrite.attention import may_be_one, with_attention
 from autoamp.rules import Category, Rules
 from autoamp.trace.normalise import Normalised
 from autoamp.trace.regions import Regions
@@ -97,16 +104,21 @@ def fuse(
     keep = (*options.keep, *rules.keep)
     wishes = _Wishes(rules, Rules.default(low), keep, leave, device)
     found = _replaceable(gm, mode, wishes)
-    causal = _causal(gm, wishes)
-    if not found and not causal:
+    if not found and not _attends(gm.graph):
         return None
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, values))
     for replacement in found:
         _replace(graph, replacement, values)
+    in_regions = {values[node] for node in _in_regions(gm) if node in values}
+    written = _written(graph, wishes, in_regions)
+    put = with_attention(graph, written, mode, _exposed(graph)) if written else False
+    causal = _causal(graph, wishes, in_regions)
+    if not found and not put and not causal:
+        return None
     for node in causal:
-        _without_mask(values[node])
+        _without_mask(node)
     drop_dead(graph)
     fused = compat.graph_module(gm, graph)
     fused.meta = dict(gm.meta)
@@ -169,20 +181,45 @@ def _candidates(
         yield chain, partial(recognised, chain)
 
 
-def _causal(gm: fx.GraphModule, wishes: _Wishes) -> list[fx.Node]:
+def _attends(graph: fx.Graph) -> bool:
+    """Whether there may be attention that can be told more simply."""
+    masked = graph.find_nodes(op="call_function", target=MASKED)
+    return bool(masked or softmaxes_in(graph))
+
+
+def _written(
+    graph: fx.Graph, wishes: _Wishes, in_regions: Collection[fx.Node]
+) -> list[WrittenAttention]:
+    """The attentions written out that become calls of torch's."""
+    if ATTENTION in wishes.leave:
+        return []
+    return [
+        each
+        for each in written_attention(graph)
+        if wishes.allow(each.nodes)
+        and not any(node in in_regions for node in each.nodes)
+        and may_be_one(graph, each)
+    ]
+
+
+def _causal(
+    graph: fx.Graph, wishes: _Wishes, in_regions: Collection[fx.Node]
+) -> list[fx.Node]:
     """The calls of attention that need no mask if they are told that it is causal."""
     if CAUSAL_MASK in wishes.leave:
         return []
-    found = [n for n in causal_attention(gm.graph) if wishes.allow([n])]
-    in_regions = _in_regions(gm) if found else set()
-    return [node for node in found if node not in in_regions]
+    found = causal_attention(graph)
+    return [n for n in found if wishes.allow([n]) and n not in in_regions]
 
 
 def _without_mask(attention: fx.Node) -> None:
     """Tells a call of attention that it is causal, and takes its mask away."""
     dropout = attention.args[DROPOUT] if len(attention.args) > DROPOUT else 0.0
     attention.args = (*attention.args[:MASK], None, dropout, True)
-    attention.meta[KERNEL] = ForChain(CAUSAL_MASK, 2, widens=False)
+    known = attention.meta.get(KERNEL)
+    calls = 2 if known is None else known.calls + 1
+    name = CAUSAL_MASK if known is None else known.kernel
+    attention.meta[KERNEL] = ForChain(name, calls, widens=False)
 
 
 def _in_regions(gm: fx.GraphModule) -> set[fx.Node]:
@@ -206,21 +243,15 @@ class _Layouts:
     def of(self, chain: Chain, kernel: Recognised) -> tuple[int | str, ...]:
         """The shape and strides of the kernel's result."""
         data: torch.Tensor = chain.data.meta["val"]
-        layout = _layout(data)
+        layout = layout_of(data)
         key = (kernel, data.dim(), layout)
         if key in self._known:
             return self._known[key]
         with self._mode, compat.outside_trace(), torch.no_grad():
             made = kernel(data, [n.meta["val"] for n in chain.vectors])
-        found = _layout(made)
+        found = layout_of(made)
         self._known[key] = found
         return found
-
-
-def _layout(tensor: torch.Tensor) -> tuple[int | str, ...]:
-    """Shape and strides; symbolic ones as text, since to compare them adds guards."""
-    every = (*tensor.shape, *tensor.stride())
-    return tuple(s if isinstance(s, int) else str(s) for s in every)
 
 
 def _replacement(
@@ -233,7 +264,7 @@ def _replacement(
     if kernel is None or kernel.kernel.name in wishes.leave:
         return None
     expected = chain.result.meta["val"]
-    if layouts.of(chain, kernel) != _layout(expected):
+    if layouts.of(chain, kernel) != layout_of(expected):
         return None
     widens = any(map(wishes.widens, chain.nodes))
     note = ForChain(kernel.kernel.name, chain.calls, widens)

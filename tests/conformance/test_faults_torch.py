@@ -293,6 +293,13 @@ def no_custom_functions(patch: pytest.MonkeyPatch) -> None:
     assert x.grad.tolist() == [3, 3]
 
 
+def no_attention(patch: pytest.MonkeyPatch) -> None:
+    """Then written attention is left as it is: tests/test_attention.py."""
+    assert compat.tells_nodes()
+    hide(patch, "_current_autograd_node")
+    assert not compat.tells_nodes()
+
+
 def no_total_norm(patch: pytest.MonkeyPatch) -> None:
     assert compat.TOTAL_NORM[1] == "_get_total_norm"
     patch.setattr(compat, "TOTAL_NORM", None)
@@ -304,6 +311,7 @@ ALONE = [
     no_skip_reasons,
     no_entries,
     no_custom_functions,
+    no_attention,
     no_total_norm,
     no_backends,
     no_translator,

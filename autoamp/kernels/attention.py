@@ -1,0 +1,216 @@
+"""Finds attention that is written out: `softmax(q @ k.T * scale + mask) @ v`.
+
+Torch's kernel computes the scores and their softmax in fp32, a block at a time, where
+the calls write both to memory and keep both for the backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE
+from autoamp.kernels.chains import is_cast, sizes_of
+from autoamp.kernels.hiding import Hidden, hides, number_of
+from autoamp.kernels.products import Product, is_in_order, product_of
+from autoamp.op_names import base_name
+
+
+@dataclass(frozen=True)
+class WrittenAttention:
+    """Calls that together are one attention.
+
+    Attributes:
+        nodes: the calls, in graph order; the last one makes the result.
+        scores: the product of queries and keys.
+        values: the product of weights and values.
+        scale: the positive factor of the scores.
+        masks: what hides keys from queries, in the order of the calls.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    scores: Product
+    values: Product
+    scale: float
+    masks: tuple[Hidden, ...]
+
+    @property
+    def result(self) -> fx.Node:
+        return self.nodes[-1]
+
+
+def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
+    """The attentions of `graph` that `aten::scaled_dot_product_attention` computes.
+
+    Left alone is what the kernel does not compute: active dropout (its mask would be
+    another one), weights that something else reads, a bias of scores that is no mask.
+    Such a bias may be trained, or lose too much where it is rounded to 16 bits.
+    """
+    if not compat.tells_nodes():
+        return  # the kernel could be differentiated once only
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for softmax in softmaxes_in(graph):
+        found = _around(softmax, order)
+        if found is not None:
+            yield found
+
+
+def softmaxes_in(graph: fx.Graph) -> list[fx.Node]:
+    """The calls of softmax over the last dimension, in fp32."""
+    found = graph.find_nodes(op="call_function", target=torch.ops.aten.softmax.int)
+    return [node for node in found if _is_softmax(node)]
+
+
+def _is_softmax(node: fx.Node) -> bool:
+    if not _is_high(node):
+        return False
+    last = node.meta["val"].dim() - 1
+    dtype = node.kwargs.get("dtype", node.args[2] if len(node.args) > 2 else None)
+    return node.args[1] in (-1, last) and dtype in (None, HIGH_DTYPE)
+
+
+def _around(softmax: fx.Node, order: Mapping[fx.Node, int]) -> WrittenAttention | None:
+    """The attention whose weights `softmax` makes."""
+    after = _to_values(softmax)
+    before = _to_scores(softmax)
+    if after is None or before is None:
+        return None
+    calls, scores, scale, masks = before
+    values = product_of(after[-1])
+    assert values is not None
+    plain = is_in_order(scores.of_result) and is_in_order(values.of_left)
+    if not plain or not _fits(scores, values):
+        return None
+    nodes = tuple(sorted({*calls, softmax, *after}, key=order.__getitem__))
+    return WrittenAttention(nodes, scores, values, scale, tuple(masks))
+
+
+def _to_values(softmax: fx.Node) -> list[fx.Node] | None:
+    """The calls from the softmax to its product with the values."""
+    found: list[fx.Node] = []
+    node = softmax
+    while len(node.users) == 1:
+        (reader,) = node.users
+        found.append(reader)
+        product = product_of(reader)
+        if product is not None:
+            return found if product.left is node else None
+        if not _changes_nothing(reader):
+            return None
+        node = reader
+    return None
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    name = _name(node)
+    if name == "aten::dropout":
+        probability, is_training = node.args[1:3]
+        return not probability or not is_training
+    return name in ("aten::contiguous", "aten::clone") or is_cast(node)
+
+
+def _to_scores(
+    softmax: fx.Node,
+) -> tuple[list[fx.Node], Product, float, list[Hidden]] | None:
+    """The calls from the scores to their softmax, and what these calls do."""
+    found: list[fx.Node] = []
+    masks: list[Hidden] = []
+    scale, is_scaled = 1.0, False
+    node: Any = softmax.args[0]
+    while isinstance(node, fx.Node) and all(u in (softmax, *found) for u in node.users):
+        if not _is_high(node) or node.target is torch.ops.aten.softmax.int:
+            return None
+        found.append(node)
+        scores = product_of(node)
+        if scores is not None:
+            return found, scores, scale, masks[::-1]
+        factor, mask = _factor(node), hides(node)
+        if factor is not None and factor > 0:
+            scale, is_scaled = scale * factor, True
+        elif mask is not None and (mask.is_total or not is_scaled):
+            masks.append(mask)
+            node = mask.scores
+            continue
+        elif not _changes_nothing(node):
+            shifting = _shifting(node)
+            if shifting is None:
+                return None
+            found += shifting
+        node = node.args[0]
+    return None
+
+
+def _shifting(node: fx.Node) -> list[fx.Node] | None:
+    """The calls that make what `x - x.amax(-1, keepdim=True)` subtracts.
+
+    A softmax does not feel it.
+    """
+    if _name(node) not in ("aten::sub", "aten::sub_") or len(node.args) != 2:
+        return None
+    scores, made = node.args
+    found: list[fx.Node] = []
+    while isinstance(made, fx.Node) and len(made.users) == 1 and made is not scores:
+        found.append(made)
+        if _name(made) in ("aten::max", "aten::amax"):
+            return found if _is_largest(made, scores) else None
+        if made.target is not operator.getitem and _name(made) != "aten::detach":
+            return None
+        made = made.args[0]
+    return None
+
+
+def _is_largest(node: fx.Node, scores: Any) -> bool:
+    """Whether a call gives the largest score of each row, as a dimension of size 1."""
+    of, *rest = node.args
+    dimensions, keeps = (*rest, False)[:2] if rest else (None, False)
+    last = scores.meta["val"].dim() - 1
+    of_rows = dimensions in (-1, last, [-1], [last])
+    return of is scores and of_rows and keeps is True
+
+
+def _factor(node: fx.Node) -> float | None:
+    """The number by which a call multiplies its first operand."""
+    name = _name(node)
+    if name not in ("aten::mul", "aten::mul_", "aten::div", "aten::div_"):
+        return None
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    number = number_of(node.args[1])
+    if number is None or not isinstance(node.args[0], fx.Node):
+        return None
+    if name.startswith("aten::mul"):
+        return number
+    return 1 / number if number else None
+
+
+def _fits(scores: Product, values: Product) -> bool:
+    """Whether the fused kernels take the sizes: else torch computes in 16 bits."""
+    query = _sizes(scores.left, scores.of_left)
+    key, value = (
+        _sizes(scores.right, scores.turned),
+        _sizes(values.right, values.of_right),
+    )
+    fitting = len(query) in (3, 4) and query[:-2] == key[:-2] and query[-1] == key[-1]
+    return fitting and key == value and 0 not in (*query, *key)
+
+
+def _sizes(node: fx.Node, dimensions: Sequence[int]) -> list[int | str]:
+    """The sizes of an operand in the order of `dimensions`."""
+    sizes = sizes_of(node.meta["val"])
+    return [sizes[d] for d in dimensions]
+
+
+def _name(node: fx.Node) -> str:
+    is_op = isinstance(node.target, compat.OpOverload)
+    return base_name(node.target) if is_op else ""  # type: ignore[arg-type]
+
+
+def _is_high(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype == HIGH_DTYPE

@@ -1,0 +1,467 @@
+"""Attention that is written out runs as torch's kernel, where that is at least as true.
+
+Each spelling is one that people write; the error of each is held against float64 and
+against `torch.autocast`, forward and backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from autoamp import compat
+from autoamp.kernels.table import ATTENTION
+
+BATCH, HEADS, LENGTH, WIDTH = 3, 4, 24, 16
+Way = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]
+
+
+class Attention(nn.Module):
+    """Projections, one spelling of attention, and a projection."""
+
+    def __init__(self, way: Way, heads_first: bool = True) -> None:
+        super().__init__()
+        size = HEADS * WIDTH
+        self.way, self.heads_first = way, heads_first
+        self.project, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.drop = nn.Dropout(0.0)
+        self.bias = nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH))
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+        causal = torch.tril(torch.ones(2 * LENGTH, 2 * LENGTH))
+        self.register_buffer("causal", causal[None, None])
+        self.register_buffer("slopes", torch.arange(float(LENGTH)) * -8)
+
+    def forward(self, x: Tensor) -> Any:
+        parts = self.project(x).chunk(3, -1)
+        q, k, v = (t.view(len(x), -1, HEADS, WIDTH) for t in parts)
+        if self.heads_first:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        result = self.way(self, q, k, v)
+        if isinstance(result, tuple):
+            return self.out(_joined(result[0])), *result[1:]
+        if self.heads_first:
+            return self.out(_joined(result))
+        return self.out(result.flatten(2))
+
+
+def _joined(heads: Tensor) -> Tensor:
+    return heads.transpose(1, 2).reshape(len(heads), -1, HEADS * WIDTH)
+
+
+def min_gpt(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    length = q.size(2)
+    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    hidden = m.causal[:, :, :length, :length] == 0
+    scores = scores.masked_fill(hidden, float("-inf"))
+    return m.drop(functional.softmax(scores, dim=-1)) @ v
+
+
+def annotated(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+    mask = torch.arange(LENGTH) < torch.tensor([LENGTH, 5, 1])[:, None, None, None]
+    scores = scores.masked_fill(mask == 0, -1e9)
+    return torch.matmul(scores.softmax(dim=-1), v)
+
+
+def bert(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    seen = (torch.arange(LENGTH) < torch.tensor([LENGTH, 5, 1])[:, None]).long()
+    mask = (1.0 - seen[:, None, None, :].to(q.dtype)) * torch.finfo(q.dtype).min
+    scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(WIDTH)
+    weights = nn.functional.softmax(scores + mask, dim=-1)
+    return torch.matmul(m.drop(weights), v)
+
+
+def bart(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.reshape(-1, LENGTH, WIDTH) for t in (q * WIDTH**-0.5, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2))
+    seen = torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.long).tril()
+    inverted = 1.0 - seen.to(q.dtype)
+    mask = inverted.masked_fill(inverted.to(torch.bool), torch.finfo(q.dtype).min)
+    scores = scores.view(BATCH, HEADS, LENGTH, LENGTH) + mask
+    weights = functional.softmax(scores.view(-1, LENGTH, LENGTH), dim=-1)
+    weights = functional.dropout(weights, p=0.1, training=False)
+    return torch.bmm(weights, v).view(BATCH, HEADS, LENGTH, WIDTH)
+
+
+def flat(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.reshape(-1, LENGTH, WIDTH) for t in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)) * WIDTH**-0.5
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.bmm(weights, v).view(BATCH, HEADS, LENGTH, WIDTH)
+
+
+def gpt2(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.matmul(q, k.transpose(-1, -2))
+    weights = weights / torch.full([], v.size(-1) ** 0.5, dtype=weights.dtype)
+    causal = m.causal[:, :, :LENGTH, :LENGTH].bool()
+    lowest = torch.full([], torch.finfo(weights.dtype).min, dtype=weights.dtype)
+    weights = torch.where(causal, weights.to(weights.dtype), lowest)
+    weights = functional.softmax(weights, dim=-1).type(v.dtype)
+    return torch.matmul(m.drop(weights), v)
+
+
+def by_letters(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    similar = torch.einsum("b h i d, b h j d -> b h i j", q * 0.25, k)
+    hidden = torch.ones(similar.shape[-2:], dtype=torch.bool).triu(1)
+    similar = similar.masked_fill(hidden, -torch.finfo(similar.dtype).max)
+    weights = similar.softmax(dim=-1, dtype=similar.dtype)
+    return torch.einsum("...ij,...jd->...id", weights, v)
+
+
+def heads_last(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / WIDTH**0.5
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+def timm(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q * WIDTH**-0.5
+    return m.drop((q @ k.transpose(-2, -1)).softmax(dim=-1)) @ v
+
+
+def in_place(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores /= math.sqrt(WIDTH)
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    scores.masked_fill_(hidden, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def llama(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)
+    scores = torch.matmul(q, k.transpose(2, 3)) * WIDTH**-0.5 + mask[None, None]
+    scores = functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(scores, v)
+
+
+def by_hand(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) / math.sqrt(WIDTH)
+    powers = torch.exp(scores - scores.max(-1, keepdim=True).values)
+    return (powers / powers.sum(-1, keepdim=True)) @ v
+
+
+def two_masks(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1) * 0.25
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    padded = torch.arange(LENGTH) >= torch.tensor([LENGTH, 5, 9])[:, None, None, None]
+    scores = scores.masked_fill(hidden, -torch.inf).masked_fill(padded, -1e30)
+    return scores.softmax(-1) @ v
+
+
+HEADS_FIRST: tuple[Way, ...] = (
+    *(min_gpt, annotated, bert, flat, gpt2, by_letters, timm, in_place, llama),
+    *(by_hand, two_masks),
+)
+WAYS = (*HEADS_FIRST, heads_last)
+
+
+def made(way: Way) -> Attention:
+    torch.manual_seed(0)
+    return Attention(way, way is not heads_last).eval()
+
+
+def given() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(BATCH, LENGTH, HEADS * WIDTH, generator=generator)
+
+
+def converted(model: nn.Module, **options: Any) -> Any:
+    return autoamp.convert(
+        copy.deepcopy(model), **{"precision": "bf16", "do_no_harm": False, **options}
+    )
+
+
+def seen(call: Callable[[Tensor], Any], model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The result and all gradients of a call, in float64."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    result = call(x)
+    result = result[0] if isinstance(result, tuple) else result
+    result.square().sum().backward()
+    grads = [x.grad, *(p.grad for p in model.parameters())]
+    return [t.detach().double() for t in (result, *grads) if t is not None]
+
+
+def attentions(model: nn.Module) -> int:
+    """How many written attentions of a model run as torch's."""
+    return sum(op.kernel == ATTENTION for op in autoamp.report(model).ops)
+
+
+def total_error(ours: list[Tensor], true: list[Tensor]) -> float:
+    assert len(ours) == len(true) > 3
+    errors = [(a - b).norm() / b.norm() for a, b in zip(ours, true, strict=True)]
+    return float(sum(errors))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_it_runs_as_one_kernel_at_least_as_true_as_autocast(way: Way) -> None:
+    model, x = made(way), given()
+    exact = copy.deepcopy(model).double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        true = seen(exact, exact, x.double())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ours = converted(model)
+    error = total_error(seen(ours, ours, x), true)
+    assert attentions(ours) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        base = total_error(seen(model, model, x), true)
+    assert error <= 1.05 * base
+
+
+# -- what is left alone ----------------------------------------------------------------
+
+
+def slopes(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """ALiBi: its numbers would be rounded to 16 bits."""
+    return (q @ k.transpose(-2, -1) + m.slopes).softmax(-1) @ v
+
+
+def trained_bias(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1) + m.bias).softmax(-1) @ v
+
+
+def trained_scale(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1) * m.temperature).softmax(-1) @ v
+
+
+def capped(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.transpose(-2, -1) / 30).tanh() * 30).softmax(-1) @ v
+
+
+def returns_weights(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    weights = (q @ k.transpose(-2, -1)).softmax(-1)
+    return weights @ v, weights
+
+
+def dropped(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.transpose(-2, -1)).softmax(-1)
+    return functional.dropout(weights, 0.5, training=True) @ v
+
+
+def over_queries(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1)).softmax(-2) @ v
+
+
+def values_first(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (q @ k.transpose(-2, -1)).softmax(-1)
+    return (v.transpose(-2, -1) @ weights).transpose(-2, -1)
+
+
+def narrow_values(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    halves = v.chunk(2, -1)
+    weights = (q @ k.transpose(-2, -1)).softmax(-1) @ halves[0]
+    return torch.cat([weights, halves[1]], -1)
+
+
+def weak_mask(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return (q @ k.transpose(-2, -1)).masked_fill(hidden, -5.0).softmax(-1) @ v
+
+
+def negative(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    scores = (q @ k.transpose(-2, -1)).masked_fill(hidden, torch.inf)
+    return (scores * -0.25).softmax(-1) @ v
+
+
+def scaled_mask(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    scores = (q @ k.transpose(-2, -1)).masked_fill(hidden, -1e9)
+    return (scores * 1e-9).softmax(-1) @ v
+
+
+def writes_between(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q.clone()
+    scores = q @ k.transpose(-2, -1)
+    q.zero_()
+    return scores.softmax(-1) @ v + q
+
+
+def regional(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return (q @ k.transpose(-2, -1)).softmax(-1) @ v
+
+
+LEFT = (
+    *(slopes, trained_bias, trained_scale, capped, returns_weights, dropped),
+    *(over_queries, values_first, narrow_values, weak_mask, negative, scaled_mask),
+    *(writes_between, regional, bart),
+)
+
+
+@pytest.mark.parametrize("way", LEFT, ids=lambda way: way.__name__)
+def test_other_attention_is_left_alone(way: Way) -> None:
+    model, x = made(way), given()
+    ours, plain = converted(model), converted(model, fuse=["attention"])
+    torch.manual_seed(0)
+    found = seen(ours, ours, x)
+    assert attentions(ours) == 0
+    torch.manual_seed(0)
+    expected = seen(plain, plain, x)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fuse": False},
+        {"fuse": [ATTENTION]},
+        {"keep": ["drop"]},
+        {"deny": ["softmax"]},
+        {"infer": ["matmul"]},
+    ],
+    ids=str,
+)
+def test_it_can_be_switched_off(options: dict[str, Any]) -> None:
+    ours = converted(made(timm), **options)
+    ours(given())
+    assert attentions(ours) == 0
+
+
+def test_a_hook_between_the_calls_sees_the_weights() -> None:
+    weights: list[Tensor] = []
+    ours = converted(made(min_gpt))
+    ours.drop.register_forward_hook(lambda *given: weights.append(given[2].detach()))
+    ours(given())
+    assert weights[0].sum(-1).allclose(torch.ones(BATCH, HEADS, LENGTH), atol=1e-2)
+    assert attentions(ours) == 0
+
+
+def test_without_a_way_to_tell_nodes_nothing_is_recognised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "tells_nodes", lambda: False)
+    ours = converted(made(timm))
+    ours(given())
+    assert attentions(ours) == 0
+
+
+# -- what stays as it was --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [bert, annotated], ids=lambda way: way.__name__)
+def test_a_query_that_sees_nothing_sees_everything_alike(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(*given: Any) -> Tensor:
+        return tensor([LENGTH, 5, 0])
+
+    tensor = torch.tensor
+    model, x = made(way), given()
+    monkeypatch.setattr(torch, "tensor", nothing)
+    ours, plain = converted(model), converted(model, fuse=False)
+    result = ours(x)
+    assert attentions(ours) == 1
+    assert torch.allclose(result[2], plain(x)[2], atol=2**-7)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_it_is_differentiated_twice(way: Way) -> None:
+    model, x = made(way), given()
+
+    def slopes_of_slopes(model: nn.Module) -> list[Tensor]:
+        z = x.clone().requires_grad_()
+        model.zero_grad()
+        (slope,) = torch.autograd.grad(model(z).square().sum(), z, create_graph=True)
+        (slope.square().sum() + model(z).sum()).backward()
+        weights = (model.project.weight, model.out.weight)
+        return [
+            t.double() for t in (slope.detach(), z.grad, *(p.grad for p in weights))
+        ]
+
+    expected = slopes_of_slopes(model)
+    ours, plain = converted(model), converted(model, fuse=False)
+    error = total_error(slopes_of_slopes(ours), expected)
+    assert attentions(ours) == 1
+    assert error <= 1.05 * total_error(slopes_of_slopes(plain), expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("way", [timm, min_gpt, heads_last], ids=lambda w: w.__name__)
+def test_a_scaled_loss_gives_the_same(way: Way, precision: str) -> None:
+    model, x = made(way), given()
+    found = []
+    for scale in ("off", 64.0):
+        ours = converted(model, precision=precision, loss_scale=scale)
+        found.append(seen(ours, ours, x))
+        assert attentions(ours) == 1
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 2**-8 * b.norm()
+
+
+def test_checkpointed_attention_is_recognised_and_right() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = made(timm)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model, x = Outer(), given()
+    ours, plain = converted(model), converted(model.inner)
+    for a, b in zip(seen(ours, ours, x), seen(plain, plain, x), strict=True):
+        assert (a - b).norm() <= 2**-8 * b.norm()
+
+
+@pytest.mark.parametrize("backend", ["eager", lookup_backend("aot_eager")])
+def test_lengths_may_change(backend: Any) -> None:
+    torch._dynamo.reset()
+    ours, plain = converted(made(min_gpt), backend=backend), made(min_gpt)
+    for length in (24, 8, 17, 31):
+        x = torch.randn(2, length, HEADS * WIDTH)
+        error = (ours(x) - plain(x)).norm() / plain(x).norm()
+        assert error <= 2**-6
+    assert attentions(ours) == len(autoamp.report(ours).graphs) > 1
+
+
+def test_the_result_may_be_viewed_and_written_to() -> None:
+    def written(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        rows = heads.view(-1, WIDTH)
+        rows[0] = 0
+        return heads.mul_(2)
+
+    model, x = made(written), given()
+    ours, plain = converted(model), converted(model, fuse=False)
+    expected = seen(model, model, x)
+    error = total_error(seen(ours, ours, x), expected)
+    assert attentions(ours) == 1
+    assert error <= 1.05 * total_error(seen(plain, plain, x), expected)
+
+
+def test_what_functions_of_functions_find() -> None:
+    model, x = converted(made(timm)), given()
+    found = torch.func.grad(lambda t: model(t).square().sum())(x)
+    expected = torch.func.grad(lambda t: made(timm)(t).square().sum())(x)
+    assert (found - expected).norm() <= 2**-6 * expected.norm()
+
+
+def test_weights_are_kept_no_more() -> None:
+    def kept(model: nn.Module) -> int:
+        """How many tensors of the size of the weights are kept for the backward."""
+        shapes = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            shapes.append(tuple(tensor.shape[-2:]))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(given())
+        return shapes.count((LENGTH, LENGTH))
+
+    model = made(timm)
+    assert kept(converted(model, fuse=False)) >= 2
+    assert kept(converted(model)) == 0
