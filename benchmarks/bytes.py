@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import bytes_table, report
-from .bytes_models import PAPER, case_of, zoo
+from .bytes_models import PAPER, WRITTEN, case_of, zoo
 from .bytes_step import count_step
 from .traffic import Line, Phase, Traffic, is_cast
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(bytes_table.measured(options.one)))
         return 0
     names = options.names or [
-        *(case.name for case in PAPER if not options.zoo),
+        *(case.name for case in (*PAPER, *WRITTEN) if not options.zoo),
         *(f"zoo/{case.name}" for case in zoo() if options.zoo),
     ]
     text = bytes_table.fill(names, options.out, again=options.again)

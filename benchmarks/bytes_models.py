@@ -122,6 +122,29 @@ PAPER: tuple[Case, ...] = (
 )
 
 
+def _written_out(make: Callable[[], Any]) -> Callable[[], nn.Module]:
+    """The model with its attention written out, as `output_attentions` needs it."""
+
+    def made() -> nn.Module:
+        model: Any = make()
+        model.set_attn_implementation("eager")
+        return model  # type: ignore[no-any-return]
+
+    return made
+
+
+WRITTEN: tuple[Case, ...] = tuple(
+    Case(f"{name}_written", _written_out(make), inputs, labelled)
+    for name, make, inputs in (
+        ("gpt2", _gpt2("gelu_new"), _text(8, 256)),
+        ("bert", _bert, _text(4, 128)),
+        ("llama", _llama, _text(8, 256)),
+        ("vit", _vit, _images(8)),
+    )
+)
+"""Models of `PAPER` with `attn_implementation="eager"`."""
+
+
 def zoo() -> tuple[Case, ...]:
     """The models of tests/zoo, in the order of `python -m benchmarks.zoo`."""
     from tests.zoo import BY_NAME
@@ -135,4 +158,4 @@ def case_of(name: str) -> Case:
         from tests.zoo import BY_NAME
 
         return BY_NAME[name.removeprefix("zoo/")]
-    return {case.name: case for case in PAPER}[name]
+    return {case.name: case for case in (*PAPER, *WRITTEN)}[name]
