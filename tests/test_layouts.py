@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import autoamp
 from autoamp.graph_functions import laid_out
 from autoamp.rewrite.layouts import LAST
+from autoamp.weights.sentinels import copies_of
 from tests.metrics import relative_error
 
 SIDE = 64
@@ -288,6 +289,21 @@ def test_the_report_says_it() -> None:
     report = autoamp.report(model)
     assert "10 ops with the channels last, 2 changes of layout." in str(report)
     assert "layout     channels last" in report.why("conv2d")
+
+
+def test_the_report_counts_the_copies_of_both_layouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = converted(nn.Sequential(block(3, 8), block(8, 8)))
+    model(image())
+    first = autoamp.report(model).cast_counts
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
+    with torch.no_grad():
+        model(image())  # a graph of its own, with no layout of its own
+    both = autoamp.report(model).cast_counts
+    held = [copy.low for p in model.parameters() for copy in copies_of(p)]
+    assert both.kept == first.kept
+    assert both.kept_bytes == sum(low.nbytes for low in held) > first.kept_bytes
 
 
 def test_a_hook_sees_the_layout_of_the_model() -> None:

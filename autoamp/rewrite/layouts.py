@@ -9,7 +9,7 @@ from autoamp.graph_functions import laid_out
 from autoamp.place.layouts import FORMATS, Layouts
 
 LAST = "autoamp_channels_last"
-"""In the `meta` of a node whose value has its channels last: True."""
+"""In the `meta` of a value or copy of a weight that has its channels last: True."""
 
 
 def lay_out(gm: fx.GraphModule, layouts: Layouts) -> None:
@@ -30,5 +30,5 @@ def lay_out(gm: fx.GraphModule, layouts: Layouts) -> None:
         copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace")}
         for reader in readers:
             reader.replace_input_with(node, copy)
-    for node in layouts.last:
+    for node in layouts.last | layouts.weights:
         node.meta[LAST] = True

@@ -15,6 +15,9 @@ from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.trace.control_flow import CONTROL_FLOW
 
+WEIGHT_PATH = "autoamp_weight"
+"""The key in a copy's `meta` of its weight's path in the model ("" where unknown)."""
+
 
 @dataclass
 class Hoisted:
@@ -95,7 +98,8 @@ class _Hoist:
             last = [*self.placeholders, *self.copies.values()][-1]
             with self.graph.inserting_after(last):
                 copy = self.graph.placeholder(f"{weight.name}_copy")
-            copy.meta = dict(like.meta)
+            path = weight.meta.get("autoamp_path", "")
+            copy.meta = {**like.meta, WEIGHT_PATH: path}
             self.copies[weight] = copy
         return self.copies[weight]
 

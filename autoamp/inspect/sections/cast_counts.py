@@ -27,9 +27,12 @@ from autoamp.graph_functions import (
     saturating_cast,
     scaled_result,
 )
-from autoamp.inspect.rows import Section, cast_rows
+from autoamp.inspect.costs import bytes_text
+from autoamp.inspect.rows import Section
 from autoamp.inspect.text import counted
 from autoamp.rewrite.emitted import CAST_KIND
+from autoamp.rewrite.layouts import LAST
+from autoamp.weights.hoist import WEIGHT_PATH
 
 CHECKPOINTED = "checkpointed"
 
@@ -50,12 +53,15 @@ class CastCounts:
         forward: casts that run in each forward; copies kept between calls are not
             among these.
         backward: casts of gradients, and casts that checkpointed regions run again.
-        kept: low copies of weights that are kept until the weights change.
+        kept: weights with a low copy that is kept until the weight changes.
+        kept_bytes: the memory of these copies together, for all graphs; a copy whose
+            channels lie last is one beside the copy that lies as its weight does.
     """
 
     forward: int
     backward: int
     kept: int
+    kept_bytes: int
 
 
 def counts_text(counts: CastCounts, low: str) -> str:
@@ -68,7 +74,8 @@ def counts_text(counts: CastCounts, low: str) -> str:
     if counts.backward:
         text += f", {counts.backward:,} in each backward"
     if counts.kept:
-        text += f"; {counted(counts.kept, 'weight')} kept in {low} between calls"
+        size = bytes_text(counts.kept_bytes)
+        text += f"; {counted(counts.kept, 'weight')} kept in {low} ({size})"
     return f"{text}."
 
 
@@ -77,8 +84,27 @@ def cast_counts(sections: Sequence[Section]) -> CastCounts:
     forward = sum(len(_casts(section)) for section in sections)
     forward += sum(_in_embeddings(section)[0] for section in sections)
     backward = sum(_in_backward(section) for section in sections)
-    kept = sum(not row.every_call for each in sections for row in cast_rows(each))
-    return CastCounts(forward, backward, kept)
+    sizes = _kept_copies(sections)
+    weights = {weight for weight, _ in sizes}
+    return CastCounts(forward, backward, len(weights), sum(sizes.values()))
+
+
+def _kept_copies(sections: Sequence[Section]) -> dict[tuple[str, bool | None], int]:
+    """The bytes of each low copy that graphs are called with.
+
+    The key is the path of the weight and the layout of the copy: graphs of one model
+    share their copies, and the bodies of a graph get theirs from the graph.
+    """
+    found = {}
+    for section in sections:
+        if section.body:
+            continue
+        for node in section.gm.graph.find_nodes(op="placeholder"):
+            if node.meta.get(CAST_KIND) == "weight":
+                copy = node.meta["val"]
+                weight = node.meta[WEIGHT_PATH] or f"{section.key} {node.name}"
+                found[weight, node.meta.get(LAST)] = copy.numel() * copy.element_size()
+    return found
 
 
 def _casts(section: Section) -> list[fx.Node]:
