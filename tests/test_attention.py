@@ -192,6 +192,16 @@ def seen(call: Callable[[Tensor], Any], model: nn.Module, x: Tensor) -> list[Ten
     return [t.detach().double() for t in (result, *grads) if t is not None]
 
 
+def exactly(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """What `seen` sees of the same model in float64."""
+    exact = copy.deepcopy(model).double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return seen(exact, exact, x.double())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def attentions(model: nn.Module) -> int:
     """How many written attentions of a model run as torch's."""
     return sum(op.kernel == ATTENTION for op in autoamp.report(model).ops)
@@ -206,12 +216,7 @@ def total_error(ours: list[Tensor], true: list[Tensor]) -> float:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_it_runs_as_one_kernel_at_least_as_true_as_autocast(way: Way) -> None:
     model, x = made(way), given()
-    exact = copy.deepcopy(model).double()
-    torch.set_default_dtype(torch.float64)
-    try:
-        true = seen(exact, exact, x.double())
-    finally:
-        torch.set_default_dtype(torch.float32)
+    true = exactly(model, x)
     ours = converted(model)
     error = total_error(seen(ours, ours, x), true)
     assert attentions(ours) == 1

@@ -12,13 +12,13 @@ from autoamp import compat
 from autoamp.capture.captured import Prepared
 from autoamp.capture.for_compilers import for_compilers
 from autoamp.graph_functions import checkpoint_as_python_does, with_own_kernels
-from autoamp.kernels.table import CHANNELS_LAST, ROTARY
+from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, Setting, rewrite_graph
 from autoamp.place.devices import Device, device_of, main_device
 from autoamp.place.layouts import FORMATS, choose_layouts
 from autoamp.plain import plain_line
-from autoamp.rewrite.attention import with_every_derivative
+from autoamp.rewrite.attention import with_own_attention
 from autoamp.rewrite.layouts import lay_out
 from autoamp.rewrite.rotary import with_rotary
 from autoamp.scaling.domain import ModelScaling
@@ -75,7 +75,8 @@ def prepare(
     layouts: tuple[torch.memory_format, ...] = ()
     if eager and options.fuse and rewritten.sums.low:
         with_own_kernels(bound)
-        with_every_derivative(bound)
+        own = ATTENTION_BACKWARD not in options.left_kernels
+        with_own_attention(bound, backward=own)
         if ROTARY not in options.left_kernels:
             with_rotary(bound)
         if CHANNELS_LAST not in options.left_kernels:

@@ -30,9 +30,11 @@ from autoamp.compat.device import (
     autocast_nesting,
     autocast_off,
     autocast_state,
+    cpu_attention,
     cpu_low_precision_units,
     in_autocast,
     on_real_numbers,
+    runs_one_kernel,
 )
 from autoamp.compat.entry import CompiledEntry, never_a_graph_by_itself
 from autoamp.compat.gradients import (

@@ -1,4 +1,4 @@
-"""The low dtypes of this CPU, and regions of autocast."""
+"""The low dtypes and the attention kernel of this CPU, and regions of autocast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,3 +107,29 @@ def in_autocast(state: AutocastState) -> Iterator[None]:
         torch.set_autocast_enabled(device, before[0])
         torch.set_autocast_dtype(device, before[1])
         torch.set_autocast_cache_enabled(cached)
+
+
+def cpu_attention() -> tuple[Any, Any] | None:
+    """Torch's attention kernel for CPUs and its backward; None where torch has none."""
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    names = (name, f"{name}_backward")
+    found = [getattr(torch.ops.aten, each, None) for each in names]
+    if None in found or not hasattr(torch, "_fused_sdp_choice"):
+        return None
+    forward, backward = (op.default for op in found)  # type: ignore[union-attr]
+    return forward, backward
+
+
+def runs_one_kernel(*given: Any, scale: float | None) -> bool:
+    """Whether torch computes an attention on a CPU by its kernel for CPUs.
+
+    For where `cpu_attention()` is not None.
+
+    Args:
+        given: query, key, value, mask, dropout and whether a query sees no later keys.
+    """
+    return int(torch._fused_sdp_choice(*given, scale=scale)) == _FLASH
+
+
+_FLASH = 1
+"""`sdp::SDPBackend::flash_attention` of torch's `SDPUtils`."""

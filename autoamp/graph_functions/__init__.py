@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoamp.graph_functions.attention import attention
+from autoamp.graph_functions.attention import attention, written_attention
 from autoamp.graph_functions.casts import (
     low_uses,
     low_weight,
@@ -44,6 +44,7 @@ from autoamp.graph_functions.traceable import (
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
         attention,
+        written_attention,
         checkpointed,
         laid_out,
         layer_norm,

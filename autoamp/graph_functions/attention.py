@@ -1,7 +1,8 @@
-"""Attention by torch's kernels, with derivatives of every order.
+"""Attention by torch's kernels: as the model calls it, and where it was written out.
 
-The backward of these kernels has no backward of its own (torch 2.13), as attention that
-is written out has.
+Attention that was written out can be differentiated any number of times, and the
+backward of torch's kernels once (torch 2.13).  And its gradients feel nothing that all
+keys have in common, where those of the kernels do (`_centred`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,59 @@ import torch
 from torch import Tensor
 
 from autoamp import compat
-from autoamp.dtypes import HIGH_DTYPE
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
+from autoamp.graph_functions.cpu_attention import (
+    gradients_written_out,
+    with_fp32_backward,
+)
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_LOW = frozenset(LOW_DTYPES.values())
 
 
 def attention(  # noqa: PLR0917 - as torch's op
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`aten.scaled_dot_product_attention`, with a backward in fp32 on CPUs.
+
+    Args:
+        query: (batch, heads, queries, width), fp32, fp16 or bf16.
+        key, value: (batch, heads, keys, width), in the dtype of `query`.
+        attn_mask: bool, True where a key is seen, or numbers to add to the scores.
+        dropout_p: the probability with which a weight becomes 0.
+        is_causal: whether a query sees no later keys.
+        scale: the factor of the scores; by default one over the root of `width`.
+        enable_gqa: whether key and value may have fewer heads than `query`.
+
+    Returns:
+        A tensor of the shape and dtype of `query`.
+
+    Example:
+        >>> q, k, v = torch.zeros(3, 1, 1, 2, 1).unbind()
+        >>> attention(q, k, v + torch.tensor([[1.0], [3.0]])).flatten()
+        tensor([2., 2.])
+    """
+    if not dropout_p and not enable_gqa:
+        given = (query, key, value, attn_mask, is_causal, scale)
+        result = with_fp32_backward(*given)
+        if result is not None:
+            return result
+    return _ATTENTION(  # type: ignore[no-any-return]
+        *(query, key, value, attn_mask, dropout_p, is_causal),
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+
+
+def written_attention(  # noqa: PLR0917 - as torch's op
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -29,7 +77,7 @@ def attention(  # noqa: PLR0917 - as torch's op
     *,
     scale: float,
 ) -> Tensor:
-    """`aten.scaled_dot_product_attention`, which can be differentiated twice.
+    """Attention as it was written out: as true, and with derivatives of every order.
 
     Args:
         query: (batch, heads, queries, width), fp32, fp16 or bf16.
@@ -44,10 +92,70 @@ def attention(  # noqa: PLR0917 - as torch's op
 
     Example:
         >>> q, k, v = torch.zeros(3, 1, 1, 2, 1).unbind()
-        >>> attention(q, k, v + torch.tensor([[1.0], [3.0]]), scale=1.0).flatten()
-        tensor([2., 2.])
+        >>> written_attention(q, k, v + torch.tensor([[1.0], [3.0]]), scale=1.0).sum()
+        tensor(4.)
     """
     assert dropout == 0
+    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    if not trains or query.dtype not in _LOW:
+        return _differentiable(query, key, value, mask, is_causal, scale)
+    key, _ = _centred(key)
+    value, common = _centred(value)
+    result = _differentiable(query, key, value, mask, is_causal, scale)
+    if mask is not None and mask.dtype == torch.bool:  # a query may see no key at all
+        seen = mask.any(-1, keepdim=True).to(result.dtype)
+        return torch.addcmul(result, seen, common)
+    return result + common
+
+
+_SAMPLE = 32
+"""Keys, at regular distances, of which the common part is taken."""
+
+_MOSTLY_COMMON = 4
+"""The variance, in squares of the mean, up to which the mean is taken away.  With a
+larger variance numbers and differences are alike, and the latter rounded once more."""
+
+
+def _centred(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys or values less a part that most of them share, and that part.
+
+    With `P` the weights and `g` the gradient of the result `y`, the gradient of the
+    scores is `P * (g @ v.T - sum(g * y))`.  The kernels read `y` rounded to 16 bits, so
+    that all scores of a query have an error in common, as large as the values are, and
+    not as they differ: the gradients of query and key projections had up to 34 times
+    autocast's error where tokens are alike (`tests/test_attention_gradients.py`).
+    A number added to all scores of a query changes no weight, and the weights of a query
+    add up to 1: so a vector may be taken away from all keys of a head, and one from all
+    values if the result gets it back.  Both are constants, through which no gradient
+    flows.
+
+    Args:
+        values: (batch, heads, keys, width).
+
+    Returns:
+        The differences, and the part, (batch, heads, 1, width).  The part is 0 where
+        the variance is large, and in channels that hold an infinity.
+    """
+    step = max(1, values.shape[2] // _SAMPLE)
+    sample = values.detach()[:, :, ::step].to(HIGH_DTYPE)
+    spread, mean = torch.var_mean(sample, 2, correction=0, keepdim=True)
+    is_common = spread <= _MOSTLY_COMMON * mean * mean
+    common = torch.where(is_common, mean, 0).to(values.dtype)
+    return values - common, common
+
+
+def _differentiable(  # noqa: PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """`aten.scaled_dot_product_attention`, which can be differentiated twice."""
+    result = with_fp32_backward(query, key, value, mask, is_causal, scale)
+    if result is not None:
+        return result
     result = _ATTENTION(query, key, value, mask, 0.0, is_causal, scale=scale)
     node = result.grad_fn
     if node is not None and node.name().startswith("ScaledDotProduct"):
@@ -63,23 +171,10 @@ def _again(
     grads: Sequence[Tensor | None],
     given: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...] | None:
-    """The gradients that a kernel's backward gave, differentiable where need be.
-
-    Then they are the gradients of attention written out.
-    """
+    """The gradients that a kernel's backward gave, differentiable where need be."""
     grad = given[0]
     if not torch.is_grad_enabled() or grad is None:
         return None
     operands, mask = compat.saved_by_attention()
-    query, key, value = (t.to(HIGH_DTYPE) for t in operands)
-    scores = query @ key.transpose(-2, -1) * scale
-    if mask is not None:
-        scores = scores + mask
-    if is_causal:
-        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    result = (scores.softmax(-1) @ value).to(grad.dtype)
-    needing = [t for t in operands if t.requires_grad]
-    found = iter(torch.autograd.grad(result, needing, grad, create_graph=True))
-    again: list[Any] = [next(found) if t.requires_grad else None for t in operands]
-    return (*again, *grads[len(operands) :])
+    found = gradients_written_out(grad, operands, mask, is_causal, scale)
+    return (*found, *grads[len(operands) :])

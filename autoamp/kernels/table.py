@@ -79,6 +79,10 @@ KERNELS: tuple[Kernel, ...] = (
 ATTENTION = "attention"
 """Attention that is written out: scores, softmax, product (`attention.py`)."""
 
+ATTENTION_BACKWARD = "attention_backward"
+"""Attention whose backward computes in fp32, on CPUs and where no compiler runs the
+graph (`graph_functions/cpu_attention.py`)."""
+
 CAUSAL_MASK = "causal_mask"
 """Attention whose mask is causal, told so instead of given a mask (`masks.py`)."""
 
@@ -92,6 +96,7 @@ CHANNELS_LAST = "channels_last"
 KERNEL_NAMES: tuple[str, ...] = (
     *(kernel.name for kernel in KERNELS),
     ATTENTION,
+    ATTENTION_BACKWARD,
     CAUSAL_MASK,
     ROTARY,
     CHANNELS_LAST,

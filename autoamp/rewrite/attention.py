@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import KERNEL, ForChain, tensors_of, written_values
-from autoamp.dtypes import HIGH_DTYPE
-from autoamp.graph_functions import attention
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
+from autoamp.graph_functions import attention, written_attention
 from autoamp.kernels.attention import WrittenAttention
 from autoamp.kernels.chains import layout_of
 from autoamp.kernels.hiding import Hidden
@@ -203,20 +203,26 @@ class _Calls:
         return self(_ATEN.permute.default, node, list(dimensions))
 
 
-def with_every_derivative(gm: fx.GraphModule) -> None:
-    """Lets attention that was written out be differentiated as often as before.
+def with_own_attention(gm: fx.GraphModule, *, backward: bool) -> None:
+    """Lets attention that was written out be differentiated as truly and often as then.
 
     For graphs that run without a compiler: a compiler differentiates once at most.
+
+    Args:
+        backward: whether other attention on CPUs gets a backward in fp32, too.
     """
-    for node in _ours(gm):
-        node.target = attention
-    gm.recompile()
-
-
-def _ours(gm: fx.GraphModule) -> Iterator[fx.Node]:
     for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.find_nodes(op="call_function", target=KERNEL_OP):
-                note = node.meta.get(KERNEL)
-                if note is not None and note.kernel == ATTENTION:
-                    yield node
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.find_nodes(op="call_function", target=KERNEL_OP):
+            note = node.meta.get(KERNEL)
+            if note is not None and note.kernel == ATTENTION:
+                node.target = written_attention
+            elif backward and _is_low_on_cpu(node):
+                node.target = attention
+        module.recompile()
+
+
+def _is_low_on_cpu(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return value.device.type == "cpu" and value.dtype in LOW_DTYPES.values()

@@ -18,6 +18,10 @@ from autoamp.graph_functions import low_uses, low_weight, saturating_cast
 CAST_KIND = "autoamp_cast"
 """Set in the `meta` of every inserted cast: "weight", "down" or "up"."""
 
+WEIGHT_PATH = "autoamp_weight"
+"""Set in the `meta` of a copy that a graph is called with: the path of its weight in the
+model ("" where unknown)."""
+
 _CAST = torch.ops.aten._to_copy.default
 
 

@@ -12,11 +12,8 @@ from torch import fx
 from autoamp import compat
 from autoamp.graph_functions import checkpointed, low_weight
 from autoamp.pipeline import Rewritten
-from autoamp.rewrite.emitted import CAST_KIND
+from autoamp.rewrite.emitted import CAST_KIND, WEIGHT_PATH
 from autoamp.trace.control_flow import CONTROL_FLOW
-
-WEIGHT_PATH = "autoamp_weight"
-"""The key in a copy's `meta` of its weight's path in the model ("" where unknown)."""
 
 
 @dataclass

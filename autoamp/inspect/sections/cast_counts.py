@@ -30,9 +30,8 @@ from autoamp.graph_functions import (
 from autoamp.inspect.costs import bytes_text
 from autoamp.inspect.rows import Section
 from autoamp.inspect.text import counted
-from autoamp.rewrite.emitted import CAST_KIND
+from autoamp.rewrite.emitted import CAST_KIND, WEIGHT_PATH
 from autoamp.rewrite.layouts import LAST
-from autoamp.weights.hoist import WEIGHT_PATH
 
 CHECKPOINTED = "checkpointed"
 
