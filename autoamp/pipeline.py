@@ -17,6 +17,7 @@ from autoamp.analyse.classified import Classified
 from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import Facts, collect_facts
 from autoamp.errors import CaptureError, VerificationError
+from autoamp.kernels.table import ATTENTION
 from autoamp.options import Options
 from autoamp.place.assign import Assignment, assign
 from autoamp.place.cost import PriceModel, Prices, price_graph
@@ -151,7 +152,9 @@ def rewrite_normalised(
         return retreating(attempt, graph.gm.graph, strict=options.strict)
 
     with _timed(seconds, "kernels"):
-        fused = fuse(normalised, options, low, where)
+        on = setting.device or device_of(main_device(normalised.gm), low)
+        slow = on.attends_by_products and options.objective != "memory"
+        fused = fuse(normalised, options, low, where, (ATTENTION,) if slow else ())
     found = rewrite(fused or normalised)
     if fused is not None and not found.assignment.low:
         found = rewrite(normalised)  # a graph that stays fp32 keeps its very numbers

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,13 +120,14 @@ def _centred(values: Tensor) -> tuple[Tensor, Tensor]:
 
     With `P` the weights and `g` the gradient of the result `y`, the gradient of the
     scores is `P * (g @ v.T - sum(g * y))`.  The kernels read `y` rounded to 16 bits, so
-    that all scores of a query have an error in common, as large as the values are, and
-    not as they differ: the gradients of query and key projections had up to 34 times
-    autocast's error where tokens are alike (`tests/test_attention_gradients.py`).
-    A number added to all scores of a query changes no weight, and the weights of a query
-    add up to 1: so a vector may be taken away from all keys of a head, and one from all
-    values if the result gets it back.  Both are constants, through which no gradient
-    flows.
+    that the gradients of all scores of a query have an error in common, as large as the
+    values are and not as they differ.  Where tokens are alike, it is many times the
+    error of autocast (`tests/test_attention_gradients.py`).
+
+    A number added to all scores of a query changes no weight, and the weights of a
+    query add up to 1: so a vector may be taken away from all keys of a head, and one
+    from all values if the result gets it back.  Both are constants, through which no
+    gradient flows.
 
     Args:
         values: (batch, heads, keys, width).

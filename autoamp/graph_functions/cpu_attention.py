@@ -92,7 +92,7 @@ def _of_part(mask: Tensor, part: tuple[slice, slice]) -> Tensor:
 
 
 def _like_operands(
-    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 

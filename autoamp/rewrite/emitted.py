@@ -19,8 +19,8 @@ CAST_KIND = "autoamp_cast"
 """Set in the `meta` of every inserted cast: "weight", "down" or "up"."""
 
 WEIGHT_PATH = "autoamp_weight"
-"""Set in the `meta` of a copy that a graph is called with: the path of its weight in the
-model ("" where unknown)."""
+"""Set in the `meta` of a copy that a graph is called with: the path of its weight
+("" where unknown)."""
 
 _CAST = torch.ops.aten._to_copy.default
 

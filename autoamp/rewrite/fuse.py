@@ -86,17 +86,19 @@ def fuse(
     options: Options,
     low: torch.dtype,
     device: str | None = None,
+    no_gain: Collection[str] = (),
 ) -> Normalised | None:
     """The graph with a kernel for each chain that torch has one for.
 
     Args:
         device: type of the device that the graph is to run on; by default the one it
             was traced on.
+        no_gain: names of kernels that are slower there than the chains.
 
     Returns:
         None where no chain is replaced; `normalised` is not changed.
     """
-    leave = options.left_kernels
+    leave = (*options.left_kernels, *no_gain)
     if len(leave) == len(KERNEL_NAMES):
         return None
     gm, mode = normalised.gm, normalised.fake_mode
