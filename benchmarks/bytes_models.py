@@ -144,6 +144,9 @@ WRITTEN: tuple[Case, ...] = tuple(
 )
 """Models of `PAPER` with `attn_implementation="eager"`."""
 
+MICRO = Case("gpt2_micro", _gpt2("gelu_new"), _text(1, 256), labelled)
+"""The GPT-2 of `PAPER`, for steps of several micro-batches of one text."""
+
 
 def zoo() -> tuple[Case, ...]:
     """The models of tests/zoo, in the order of `python -m benchmarks.zoo`."""
@@ -158,4 +161,4 @@ def case_of(name: str) -> Case:
         from tests.zoo import BY_NAME
 
         return BY_NAME[name.removeprefix("zoo/")]
-    return {case.name: case for case in (*PAPER, *WRITTEN)}[name]
+    return {case.name: case for case in (*PAPER, *WRITTEN, MICRO)}[name]

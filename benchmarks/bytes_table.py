@@ -74,9 +74,9 @@ def commit() -> str:
     return found + "+" * (git("diff", "--quiet", "HEAD", "--", *counted).returncode > 0)
 
 
-def in_a_process(name: str) -> Row:
+def in_a_process(name: str, module: str = "benchmarks.bytes") -> Row:
     """`measured`, in a process of its own: whatever happens to it, a row comes back."""
-    command = [sys.executable, "-m", "benchmarks.bytes", "--one", name]
+    command = [sys.executable, "-m", module, "--one", name]
     failed: Row = {"name": name, "commit": commit(), "ways": {}}
     try:
         done = subprocess.run(

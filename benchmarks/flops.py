@@ -95,7 +95,10 @@ _FORMULAS: dict[Any, Formula] = {
     **{_packet(n): flop_counter.shape_wrapper(f) for n, f in _MISSING.items()},
 }
 
+_OWN = {"autoamp::attention_backward": flop_counter.shape_wrapper(_attention_backward)}
+"""Ops of autoamp, by name: they exist once autoamp is imported."""
+
 
 def flops_of(op: torch._ops.OpOverload) -> Formula | None:
     """The formula of `op`, called as the operator with `out_val=result`, or None."""
-    return _FORMULAS.get(op.overloadpacket)
+    return _FORMULAS.get(op.overloadpacket) or _OWN.get(op.name())
