@@ -19,6 +19,7 @@ from autoamp.kernels.chains import chains_in
 from autoamp.kernels.recognise import recognised
 from autoamp.kernels.table import (
     ATTENTION,
+    ATTENTION_BACKWARD,
     CAUSAL_MASK,
     CHANNELS_LAST,
     KERNEL_NAMES,
@@ -186,7 +187,7 @@ def test_another_function_is_no_kernel(name: str) -> None:
 
 
 def test_every_kernel_is_spelled_above() -> None:
-    elsewhere = {ATTENTION, CAUSAL_MASK, CHANNELS_LAST, ROTARY}
+    elsewhere = {ATTENTION, ATTENTION_BACKWARD, CAUSAL_MASK, CHANNELS_LAST, ROTARY}
     assert {name for name, _ in SPELLINGS.values()} == {*KERNEL_NAMES} - elsewhere
 
 

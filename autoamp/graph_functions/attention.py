@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autoamp import compat
-from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
+from autoamp.dtypes import LOW_DTYPES
 from autoamp.graph_functions.cpu_attention import (
     gradients_written_out,
     with_fp32_backward,
@@ -137,10 +137,10 @@ def _centred(values: Tensor) -> tuple[Tensor, Tensor]:
         the variance is large, and in channels that hold an infinity.
     """
     step = max(1, values.shape[2] // _SAMPLE)
-    sample = values.detach()[:, :, ::step].to(HIGH_DTYPE)
+    sample = values.detach()[:, :, ::step]
     spread, mean = torch.var_mean(sample, 2, correction=0, keepdim=True)
     is_common = spread <= _MOSTLY_COMMON * mean * mean
-    common = torch.where(is_common, mean, 0).to(values.dtype)
+    common = torch.where(is_common, mean, 0)
     return values - common, common
 
 
