@@ -158,7 +158,7 @@ def with_fp32_backward(  # noqa: PLR0917
     """Attention whose backward computes in fp32; None where torch's own is to be taken.
 
     Torch's own is: where no gradient is recorded, on other devices, in fp32, for `LONG`
-    queries and more, for tensor subclasses and inside transforms of torch.func, and
+    queries and more or no number at all, for tensor subclasses and inside transforms of torch.func, and
     where torch has no one kernel for the operands.
     """
     if not (
@@ -167,6 +167,7 @@ def with_fp32_backward(  # noqa: PLR0917
         and query.is_cpu
         and query.dim() == 4
         and query.shape[2] < LONG
+        and query.numel()
         and torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
         and all(type(t) in _PLAIN for t in (query, key, value, mask))

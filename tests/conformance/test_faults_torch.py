@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp import compat
 from autoamp.compat import capture, entry, gradients, layers, tensors, tracing
+from autoamp.graph_functions import attention, cpu_attention
 from tests.conformance.table import Figures
 from tests.steps import BF16, FP16, assert_same, mlp, weights_of
 
@@ -300,6 +301,22 @@ def no_attention(patch: pytest.MonkeyPatch) -> None:
     assert not compat.tells_nodes()
 
 
+def no_cpu_attention(patch: pytest.MonkeyPatch) -> None:
+    """Then attention keeps torch's own backward."""
+    query = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+    given = (query, query, query, None, False, None)
+    assert cpu_attention.with_fp32_backward(*given) is not None
+    kernel = "_scaled_dot_product_flash_attention_for_cpu"
+    for names in (["_fused_sdp_choice"], [kernel], [f"{kernel}_backward"]):
+        hide(patch, *names)
+        assert compat.cpu_attention() is None
+    patch.setattr(cpu_attention, "_KERNELS", None)
+    assert cpu_attention.with_fp32_backward(*given) is None
+    result = attention(query, query, query)
+    assert result.grad_fn is not None
+    assert result.grad_fn.name().startswith("ScaledDotProduct")
+
+
 def no_total_norm(patch: pytest.MonkeyPatch) -> None:
     assert compat.TOTAL_NORM[1] == "_get_total_norm"
     patch.setattr(compat, "TOTAL_NORM", None)
@@ -312,6 +329,7 @@ ALONE = [
     no_entries,
     no_custom_functions,
     no_attention,
+    no_cpu_attention,
     no_total_norm,
     no_backends,
     no_translator,
