@@ -158,8 +158,8 @@ def with_fp32_backward(  # noqa: PLR0917
     """Attention whose backward computes in fp32; None where torch's own is to be taken.
 
     Torch's own is: where no gradient is recorded, on other devices, in fp32, for `LONG`
-    queries and more or no number at all, for tensor subclasses and inside transforms of torch.func, and
-    where torch has no one kernel for the operands.
+    queries and more, where there are no numbers, for tensor subclasses and inside
+    transforms of torch.func, and where torch has no one kernel for the operands.
     """
     if not (
         _KERNELS is not None
