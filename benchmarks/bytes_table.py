@@ -1,26 +1,22 @@
-"""The table of `python -m benchmarks.bytes`: one process a model, resumable."""
+"""The table of `python -m benchmarks.bytes`."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-from rich.progress import track
 
-from . import report
+from . import processes, report
+from .bars import bytes_svg
 from .bytes_models import case_of
-from .bytes_plot import svg
-from .bytes_rows import KINDS, Row, mean, ratio
 from .bytes_step import WARM_UP, WAYS, count_step
 from .capability import capability
+from .processes import commit, commits, failures, said
+from .ratios import KINDS, Row, mean, ratio
 
 STEM = "bytes"
-LIMIT_S = 900
-"""Seconds that the four ways of one model may take together."""
 
 HEADER = (
     "model",
@@ -37,7 +33,10 @@ comes after {WARM_UP} steps of an optimizer, which changed all weights: the refr
 autoamp's low copies of the weights is included (in the forward), as autocast's casts
 are.
 "saved" is the bytes saved for the backward. "_written" has its attention written out,
-as transformers' `attn_implementation="eager"` has it."""
+as transformers' `attn_implementation="eager"` has it; on a CPU with units for bf16,
+whose products are faster than its kernel of attention, it stays written out."""
+
+in_a_process = partial(processes.in_a_process, module="benchmarks.bytes")
 
 
 def measured(name: str) -> Row:
@@ -52,45 +51,6 @@ def measured(name: str) -> Row:
     return row
 
 
-def said(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-def commit() -> str:
-    """The commit checked out, with "+" where what is counted differs from it."""
-
-    def git(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["git", *words],
-            cwd=Path(__file__).parents[1],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    found = git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown"
-    counted = ("autoamp", "rules", "benchmarks/*.py", "tests/zoo")
-    return found + "+" * (git("diff", "--quiet", "HEAD", "--", *counted).returncode > 0)
-
-
-def in_a_process(name: str, module: str = "benchmarks.bytes") -> Row:
-    """`measured`, in a process of its own: whatever happens to it, a row comes back."""
-    command = [sys.executable, "-m", module, "--one", name]
-    failed: Row = {"name": name, "commit": commit(), "ways": {}}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {**failed, "failures": {"all": f"it took more than {LIMIT_S} s"}}
-    if done.returncode == 0:
-        row: Row = json.loads(done.stdout.splitlines()[-1])
-        return row
-    last = (done.stderr.strip() or "no message").splitlines()[-1][:200]
-    return {**failed, "failures": {"all": f"exit {done.returncode}: {last}"}}
-
-
 def fill(
     names: Sequence[str],
     folder: Path,
@@ -98,22 +58,10 @@ def fill(
     again: bool = False,
     take: Callable[[str], Row] = in_a_process,
 ) -> str:
-    """Measures the models named that `folder` has no whole row of; returns the table.
-
-    The results are written after every model, so that a run that was ended goes on
-    where it was.  A row of which a way failed is measured anew.
-    """
-    path = (folder / STEM).with_suffix(".json")
-    rows: dict[str, Row] = {}
-    if path.exists():
-        rows = {row["name"]: row for row in json.loads(path.read_text())["models"]}
-    todo = [n for n in names if again or n not in rows or rows[n]["failures"]]
-    text = ""
-    for name in track(todo, "counting bytes"):
-        rows[name] = take(name)
-        print(f"{name}: {_brief(rows[name])}", flush=True)
-        text = write(list(rows.values()), folder)
-    return text or write(list(rows.values()), folder)
+    """Counts the models named that `folder` has no whole row of; returns the table."""
+    return processes.fill(
+        *(names, folder / STEM), take=take, write=write, brief=_brief, again=again
+    )
 
 
 def write(rows: Sequence[Row], folder: Path) -> str:
@@ -123,22 +71,17 @@ def write(rows: Sequence[Row], folder: Path) -> str:
     rest = [row for row in rows if row not in written]
     paper = [row for row in rest if not row["name"].startswith("zoo/")]
     zoo = [row for row in rows if row["name"].startswith("zoo/")]
-    commits = ", ".join(sorted({row["commit"] for row in rows}))
-    parts = [f"{capability('cpu')}; commit {commits}", "", NOTE]
+    parts = [f"{capability('cpu')}; commit {commits(rows)}", "", NOTE]
     for part in (paper, written, zoo):
         if part:
             parts += ["", table(part)]
-    failures = [
-        f"- {row['name']}, {way}: {why}"
-        for row in rows
-        for way, why in row["failures"].items()
-    ]
-    parts += ["", "Not counted:", "", *failures] * bool(failures)
+    failed = failures(rows)
+    parts += ["", "Not counted:", "", *failed] * bool(failed)
     text = "\n".join(parts) + "\n"
     report.write(
         folder / STEM, text, {"capability": capability("cpu"), "models": list(rows)}
     )
-    (folder / STEM).with_suffix(".svg").write_text(svg(paper, zoo))
+    (folder / STEM).with_suffix(".svg").write_text(bytes_svg(paper, zoo))
     return text
 
 

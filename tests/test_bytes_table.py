@@ -11,9 +11,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from benchmarks import bytes_table
-from benchmarks.bytes_plot import svg
-from benchmarks.bytes_rows import mean, ratio
+from benchmarks.bars import bytes_svg
 from benchmarks.bytes_step import WAYS
+from benchmarks.ratios import mean, ratio
 
 
 def row(name: str, **steps: int) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_a_process_that_ends_badly_gives_a_row(monkeypatch) -> None:
 
 def test_the_plot_has_a_bar_for_every_figure() -> None:
     zoo = [row("zoo/c", autocast=4, autoamp=3), row("zoo/d", fp32=4)]
-    drawn = ET.fromstring(svg(TWO, zoo))
+    drawn = ET.fromstring(bytes_svg(TWO, zoo))
     titles = [e.text for e in drawn.iter() if e.tag.endswith("title")]
     assert len(titles) == len(TWO) * len(WAYS) + 1
     assert "a, autoamp: 0.250" in titles

@@ -11,7 +11,15 @@ from torch import fx
 from autoamp import compat
 from autoamp.capture.captured import Prepared
 from autoamp.capture.for_compilers import for_compilers
-from autoamp.graph_functions import checkpoint_as_python_does, with_own_kernels
+from autoamp.graph_functions import (
+    attention,
+    checkpoint_as_python_does,
+    plain_written_attention,
+    traced_attention,
+    traced_written_attention,
+    with_own_kernels,
+    written_attention,
+)
 from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, Setting, rewrite_graph
@@ -73,10 +81,10 @@ def prepare(
     bound = hoisted.gm
     edge = scale_edge(bound, rewritten) if scaling.enabled else Edge()
     layouts: tuple[torch.memory_format, ...] = ()
+    if options.fuse and rewritten.sums.low:
+        with_own_attention(bound, *_attention_for(options))
     if eager and options.fuse and rewritten.sums.low:
         with_own_kernels(bound)
-        own = ATTENTION_BACKWARD not in options.left_kernels
-        with_own_attention(bound, backward=own)
         if ROTARY not in options.left_kernels:
             with_rotary(bound)
         if CHANNELS_LAST not in options.left_kernels:
@@ -98,6 +106,21 @@ def prepare(
         edge=edge,
         sizes=tuple(i for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)),
     )
+
+
+def _attention_for(
+    options: Options,
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """The functions for attention that was written out, and for other attention.
+
+    Of compilers inductor alone is known to call an op that is not torch's.
+    """
+    has_own = ATTENTION_BACKWARD not in options.left_kernels
+    if options.backend == "eager":
+        return written_attention, attention if has_own else None
+    if has_own and compat.is_inductor(options.backend):
+        return traced_written_attention, traced_attention
+    return plain_written_attention, None
 
 
 def _laid_out(

@@ -17,6 +17,7 @@ from autoamp.compat.capture import (
     is_batch,
     is_capture_error,
     is_compiled_module,
+    is_inductor,
     other_tracing,
     resolved_backend,
     tracing_backend,

@@ -53,6 +53,12 @@ def resolved_backend(
     return found
 
 
+def is_inductor(backend: str | Callable[..., Any]) -> bool:
+    """Whether a backend is inductor, by name or as `torch.compile` wraps it."""
+    wrapper = getattr(torch, "_TorchCompileInductorWrapper", ())
+    return backend == "inductor" or isinstance(backend, wrapper)
+
+
 def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
     """The backend of the compilation that is tracing now; None where it is unknown.
 

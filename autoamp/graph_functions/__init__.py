@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoamp.graph_functions.attention import attention, written_attention
+from autoamp.graph_functions.attention import (
+    attention,
+    plain_written_attention,
+    traced_attention,
+    traced_written_attention,
+    written_attention,
+)
 from autoamp.graph_functions.casts import (
     low_uses,
     low_weight,
@@ -44,6 +50,9 @@ from autoamp.graph_functions.traceable import (
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
         attention,
+        plain_written_attention,
+        traced_attention,
+        traced_written_attention,
         written_attention,
         checkpointed,
         laid_out,

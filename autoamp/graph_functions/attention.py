@@ -2,13 +2,13 @@
 
 Attention that was written out can be differentiated any number of times, and the
 backward of torch's kernels once (torch 2.13).  And its gradients feel nothing that all
-keys have in common, where those of the kernels do (`_centred`).
+keys have in common, where those of the kernels do (`_apart`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.graph_functions.cpu_attention import (
     gradients_written_out,
+    traced_with_fp32_backward,
     with_fp32_backward,
 )
 
@@ -95,12 +96,25 @@ def written_attention(  # noqa: PLR0917 - as torch's op
         tensor(4.)
     """
     assert dropout == 0
+    return _centred(_differentiable, query, key, value, mask, is_causal, scale)
+
+
+def _centred(  # noqa: PLR0917
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """`attend(query, key, value, ...)` of keys and values without their common part."""
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
     if not trains or query.dtype not in _LOW:
-        return _differentiable(query, key, value, mask, is_causal, scale)
-    key, _ = _centred(key)
-    value, common = _centred(value)
-    result = _differentiable(query, key, value, mask, is_causal, scale)
+        return attend(query, key, value, mask, is_causal, scale)
+    key, _ = _apart(key)
+    value, common = _apart(value)
+    result = attend(query, key, value, mask, is_causal, scale)
     if mask is not None and mask.dtype == torch.bool:  # a query may see no key at all
         seen = mask.any(-1, keepdim=True).to(result.dtype)
         return torch.addcmul(result, seen, common)
@@ -115,7 +129,7 @@ _MOSTLY_COMMON = 4
 larger variance numbers and differences are alike, and the latter rounded once more."""
 
 
-def _centred(values: Tensor) -> tuple[Tensor, Tensor]:
+def _apart(values: Tensor) -> tuple[Tensor, Tensor]:
     """Keys or values less a part that most of them share, and that part.
 
     With `P` the weights and `g` the gradient of the result `y`, the gradient of the
@@ -144,6 +158,72 @@ def _centred(values: Tensor) -> tuple[Tensor, Tensor]:
     return values - common, common
 
 
+def traced_attention(  # noqa: PLR0917 - as torch's op
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As `attention`, in a form AOT autograd traces."""
+    if dropout_p or enable_gqa:
+        return _ATTENTION(  # type: ignore[no-any-return]
+            *(query, key, value, attn_mask, dropout_p, is_causal),
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    given = (query, key, value, attn_mask, is_causal, scale)
+    return traced_with_fp32_backward(*given)
+
+
+def traced_written_attention(  # noqa: PLR0917 - as torch's op
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float,
+) -> Tensor:
+    """As `written_attention`, in a form AOT autograd traces."""
+    assert dropout == 0
+    attend = traced_with_fp32_backward
+    return _centred(attend, query, key, value, mask, is_causal, scale)
+
+
+def plain_written_attention(  # noqa: PLR0917 - as torch's op
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float,
+) -> Tensor:
+    """As `traced_written_attention`, with ops of torch's alone."""
+    assert dropout == 0
+    return _centred(_by_torch, query, key, value, mask, is_causal, scale)
+
+
+def _by_torch(  # noqa: PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    return _ATTENTION(  # type: ignore[no-any-return]
+        query, key, value, mask, 0.0, is_causal, scale=scale
+    )
+
+
 def _differentiable(  # noqa: PLR0917
     query: Tensor,
     key: Tensor,
@@ -156,12 +236,12 @@ def _differentiable(  # noqa: PLR0917
     result = with_fp32_backward(query, key, value, mask, is_causal, scale)
     if result is not None:
         return result
-    result = _ATTENTION(query, key, value, mask, 0.0, is_causal, scale=scale)
+    result = _by_torch(query, key, value, mask, is_causal, scale)
     node = result.grad_fn
     if node is not None and node.name().startswith("ScaledDotProduct"):
         again = functools.partial(_again, is_causal, scale)
         compat.hook_after_node(node, again)
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 @compat.never_captured

@@ -161,30 +161,66 @@ def with_fp32_backward(  # noqa: PLR0917
     queries and more, where there are no numbers, for tensor subclasses and inside
     transforms of torch.func, and where torch has no one kernel for the operands.
     """
-    if not (
+    operands = query, key, value
+    if (
+        not _fits(*operands, mask)
+        or any(type(t) not in _PLAIN for t in (*operands, mask))
+        or compat.transforms_active()
+    ):
+        return None
+    given = (*operands, _of_kernel(mask, query.dtype))
+    if not compat.runs_one_kernel(*given, 0.0, is_causal, scale=scale):
+        return None
+    return _apply(*given, is_causal, scale)
+
+
+def traced_with_fp32_backward(  # noqa: PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention in a form that AOT autograd traces, its backward in fp32 where it can.
+
+    Torch's own attention is called in any case, as its kernel shows in the node that
+    the call records; a compiler drops the call where nobody reads its result.
+    """
+    result: Tensor = _ATTENTION(query, key, value, mask, 0.0, is_causal, scale=scale)
+    node = result.grad_fn
+    runs_kernel = node is not None and node.name().startswith(_NODE)
+    if not runs_kernel or not _fits(query, key, value, mask):
+        return result
+    return _apply(query, key, value, _of_kernel(mask, query.dtype), is_causal, scale)
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether the backward in fp32 computes this attention's gradients, and faster."""
+    return (
         _KERNELS is not None
         and query.dtype in _LOW
         and query.is_cpu
         and query.dim() == 4
         and query.shape[2] < LONG
-        and query.numel()
+        and query.numel() > 0
         and torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
-        and all(type(t) in _PLAIN for t in (query, key, value, mask))
-        and not compat.transforms_active()
-    ):
-        return None
-    if mask is not None:
-        if mask.requires_grad or mask.dim() not in (2, 4):
-            return None
-        if mask.dtype == torch.bool:  # as torch does before it calls the kernel
-            hidden = torch.zeros_like(mask, dtype=query.dtype)
-            mask = hidden.masked_fill_(mask.logical_not(), -torch.inf)
-    given = (query, key, value, mask)
-    if not compat.runs_one_kernel(*given, 0.0, is_causal, scale=scale):
-        return None
-    return _apply(*given, is_causal, scale)
+        and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
+    )
 
+
+def _of_kernel(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A mask as torch gives it to the kernel: numbers that are added."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    hidden = torch.zeros_like(mask, dtype=dtype)
+    return hidden.masked_fill_(mask.logical_not(), -torch.inf)
+
+
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_NODE = "ScaledDotProductFlashAttentionForCpu"
+"""What torch calls the node of its kernel in a graph of gradients."""
 
 _LOW = frozenset(LOW_DTYPES.values())
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))

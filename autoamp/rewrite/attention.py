@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.nodes import KERNEL, ForChain, tensors_of, written_values
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
-from autoamp.graph_functions import attention, written_attention
 from autoamp.kernels.attention import WrittenAttention
 from autoamp.kernels.chains import layout_of
 from autoamp.kernels.hiding import Hidden
@@ -203,13 +202,14 @@ class _Calls:
         return self(_ATEN.permute.default, node, list(dimensions))
 
 
-def with_own_attention(gm: fx.GraphModule, *, backward: bool) -> None:
-    """Lets attention that was written out be differentiated as truly and often as then.
-
-    For graphs that run without a compiler: a compiler differentiates once at most.
+def with_own_attention(
+    gm: fx.GraphModule, written: Callable[..., Any], other: Callable[..., Any] | None
+) -> None:
+    """Lets attention be differentiated as truly and as often as it was before.
 
     Args:
-        backward: whether other attention on CPUs gets a backward in fp32, too.
+        written: called for attention that was written out.
+        other: called for other attention in 16 bits on CPUs; None leaves it to torch.
     """
     for module in gm.modules():
         if not isinstance(module, fx.GraphModule):
@@ -217,9 +217,9 @@ def with_own_attention(gm: fx.GraphModule, *, backward: bool) -> None:
         for node in module.graph.find_nodes(op="call_function", target=KERNEL_OP):
             note = node.meta.get(KERNEL)
             if note is not None and note.kernel == ATTENTION:
-                node.target = written_attention
-            elif backward and _is_low_on_cpu(node):
-                node.target = attention
+                node.target = written
+            elif other is not None and _is_low_on_cpu(node):
+                node.target = other
         module.recompile()
 
 

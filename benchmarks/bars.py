@@ -1,16 +1,12 @@
-"""The table of bytes as an SVG: two bar plots, drawn without a library.
-
-Above, the bytes of every paper-size model relative to fp32; below, the zoo's ratios of
-autoamp to autocast, from the smallest to the largest.
-"""
+"""Tables of several ways to run a model as bar plots in an SVG, without a library."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
-from .bytes_rows import Row, ratio
 from .bytes_step import WAYS
+from .ratios import Row, ratio
 
 COLOURS = {
     "fp32": "#9aa0a6",
@@ -25,13 +21,31 @@ TOP = 40
 BELOW = 60
 
 
-def svg(paper: Sequence[Row], zoo: Sequence[Row]) -> str:
-    """The two plots, one below the other; a plot without models is left out."""
+def bytes_svg(paper: Sequence[Row], zoo: Sequence[Row]) -> str:
+    """The bytes of each model relative to fp32, and the zoo's ratios to autocast.
+
+    The zoo's ratios go from the smallest to the largest.  A plot without models is left
+    out.
+    """
     models = [row for row in paper if row["ways"].get("fp32")]
-    plots = [_grouped(models)] if models else []
+    shares = {
+        row["name"]: {
+            way: row["ways"][way]["step"] / row["ways"]["fp32"]["step"]
+            for way in WAYS
+            if way in row["ways"]
+        }
+        for row in models
+    }
+    title = "Bytes moved in a training step, fp32 = 1"
+    plots = [grouped(title, shares)] if models else []
     ratios = [(row["name"], r) for row in zoo if (r := ratio(row, "step")) is not None]
     if ratios:
         plots.append(_sorted(sorted(ratios, key=lambda pair: pair[1])))
+    return svg(plots)
+
+
+def svg(plots: Sequence[str]) -> str:
+    """The plots, one below the other."""
     each = TOP + HEIGHT + BELOW
     size = f'width="{LEFT + WIDTH + 20}" height="{each * len(plots)}"'
     moved = [
@@ -44,28 +58,22 @@ def svg(paper: Sequence[Row], zoo: Sequence[Row]) -> str:
     return "\n".join([head, style, white, *moved, "</svg>"]) + "\n"
 
 
-def _grouped(rows: Sequence[Row]) -> str:
-    shares = {
-        (row["name"], way): row["ways"][way]["step"] / row["ways"]["fp32"]["step"]
-        for row in rows
-        for way in WAYS
-        if way in row["ways"]
-    }
-    top = max(shares.values()) * 1.05
-    place = WIDTH / len(rows)
-    bar = place * 0.8 / len(WAYS)
-    parts = [
-        _text(LEFT, 16, "Bytes moved in a training step, fp32 = 1", anchor="start")
-    ]
-    parts += [_key(i, way) for i, way in enumerate(WAYS)]
-    for i, row in enumerate(rows):
+def grouped(title: str, shares: Mapping[str, Mapping[str, float]]) -> str:
+    """A plot with a group of bars for each model, a bar for each way."""
+    ways = [way for way in WAYS if any(way in each for each in shares.values())]
+    top = max(value for each in shares.values() for value in each.values()) * 1.05
+    place = WIDTH / len(shares)
+    bar = place * 0.8 / len(ways)
+    parts = [_text(LEFT, 16, title, anchor="start")]
+    parts += [_key(i, way) for i, way in enumerate(ways)]
+    for i, (name, each) in enumerate(shares.items()):
         start = LEFT + i * place
-        parts.append(_text(start + place * 0.45, TOP + HEIGHT + 18, row["name"]))
-        for j, way in enumerate(WAYS):
-            share = shares.get((row["name"], way))
-            if share is not None:
-                said = f"{row['name']}, {way}: {share:.3f}"
-                parts.append(_bar(start + j * bar, bar, share / top, way, said))
+        line = TOP + HEIGHT + 18 + 14 * (i % 2) * (len(shares) > 9)
+        parts.append(_text(start + place * 0.45, line, name))
+        for j, way in enumerate(ways):
+            if way in each:
+                said = f"{name}, {way}: {each[way]:.3f}"
+                parts.append(_bar(start + j * bar, bar, each[way] / top, way, said))
     return "".join([*parts, *_axis(top)])
 
 

@@ -1,0 +1,166 @@
+"""`python -m benchmarks.compiled`: training steps compiled by inductor.
+
+Each model runs in a process of its own; a finished one is skipped unless `--again`.
+The bytes are those that inductor itself counts for the graphs it compiles: what each
+kernel reads and writes.  autoamp's low copies of the weights are refreshed outside of
+these graphs, and the bytes of that are a column of their own; under autocast the
+weights are cast inside.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._inductor import compile_fx, config, metrics
+
+import autoamp
+from autoamp.dtypes import HIGH_DTYPE
+
+from . import report, step_times
+from .bytes_models import PAPER, case_of
+from .bytes_step import BF16
+from .metrics import ModelCase
+from .ratios import Row, mean, ratio
+from .step_times import ROUNDS, Prepared, Step, step_of
+
+STEM = "compiled"
+WAYS = ("fp32", "autocast", "autoamp")
+
+NOTE = f"""\
+A training step in bf16 (forward, backward, SGD) compiled by inductor, as part of the
+time of the same step of `torch.compile` under torch.autocast, medians of {ROUNDS}
+interleaved rounds. The batches are those of the [byte counts](bytes.md)."""
+
+BYTES_NOTE = """\
+Bytes that the kernels of the compiled graphs read and write, as inductor counts them
+(`num_bytes_accessed`), kernels that it generated, and the bytes of the refresh of
+autoamp's low copies of the weights, once a step of the optimizer and outside of the
+graphs; autocast casts the weights inside, in each forward."""
+
+
+def measured(name: str) -> Row:
+    """The seconds of each way in each round, and what inductor counts."""
+    case = case_of(name)
+    counted: dict[str, dict[str, int]] = {}
+
+    def make(way: str) -> Step:
+        torch._dynamo.reset()
+        ready = compiled(case, way)
+        step = step_of(case, ready)
+        with inductors_count() as count:
+            step()
+        counted[way] = {**count, "refreshed": refreshed_bytes(ready[0])}
+        return step
+
+    row = step_times.measured(name, {way: partial(make, way) for way in WAYS})
+    for way, figures in row["ways"].items():
+        figures.update(counted[way])
+    return row
+
+
+def compiled(case: ModelCase, way: str) -> Prepared:
+    """The model compiled by inductor in one of `WAYS`, a context and the batch."""
+    model, batch = case.model(), case.inputs(0)
+    if way == "autoamp":
+        options: dict[str, Any] = {"do_no_harm": False, "strict": True}
+        converted = autoamp.convert(
+            model, precision="bf16", backend="inductor", **options
+        )
+        return converted, nullcontext, batch
+    context = nullcontext if way == "fp32" else partial(torch.autocast, "cpu", BF16)
+    return torch.compile(model), context, batch
+
+
+@contextmanager
+def inductors_count() -> Iterator[dict[str, int]]:
+    """Bytes and kernels of the graphs that inductor compiles in the region.
+
+    Inductor counts the bytes where its log of metrics is asked for; the log's lines are
+    not shown.
+    """
+    log = compile_fx.inductor_metrics_log
+    level, count = log.level, {"bytes": 0, "kernels": 0}
+    metrics.reset()
+    log.setLevel(logging.INFO)
+    log.addFilter(_not_shown)
+    try:
+        with config.patch(force_disable_caches=True):
+            yield count
+    finally:
+        log.removeFilter(_not_shown)
+        log.setLevel(level)
+    count["bytes"] = metrics.num_bytes_accessed
+    count["kernels"] = metrics.generated_kernel_count
+
+
+def _not_shown(_: logging.LogRecord) -> bool:
+    return False
+
+
+def refreshed_bytes(model: nn.Module) -> int:
+    """Bytes read and written to make the low copies of a model's weights anew."""
+    if not autoamp.is_converted(model):
+        return 0
+    kept = autoamp.report(model).cast_counts.kept_bytes
+    return kept * (HIGH_DTYPE.itemsize + BF16.itemsize) // BF16.itemsize
+
+
+def _megabytes(way: str, kind: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        found = row["ways"].get(way)
+        return f"{found[kind] / 1e6:.0f}" if found else "failed"
+
+    return cell
+
+
+def _kernels(way: str) -> Callable[[Row], str]:
+    return lambda row: str(row["ways"].get(way, {}).get("kernels", "failed"))
+
+
+def _ratio(row: Row) -> str:
+    found = ratio(row, "bytes")
+    return f"{found:.3f}" if found else "-"
+
+
+def bytes_table(rows: Sequence[Row]) -> str:
+    """The Markdown table of inductor's own counts."""
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        *((f"{way}, MB", _megabytes(way, "bytes")) for way in WAYS),
+        ("refresh, MB", _megabytes("autoamp", "refreshed")),
+        ("autoamp / autocast", _ratio),
+        *((f"{way}, kernels", _kernels(way)) for way in WAYS),
+    ]
+    lines = [[row["name"], *(cell(row) for _, cell in columns)] for row in rows]
+    average = mean(rows, "bytes")
+    shown = f"{average:.3f}" if average else "-"
+    foot = ["geometric mean", *("",) * 4, shown, *("" for _ in WAYS)]
+    return report.markdown(["model", *(head for head, _ in columns)], [*lines, foot])
+
+
+def write(rows: Sequence[Row], folder: Path) -> str:
+    """Writes the tables, their rows and a plot to `folder`; returns the text."""
+    title = "Time of a compiled training step, torch.autocast = 1"
+    tables = [step_times.table(rows, WAYS), BYTES_NOTE, bytes_table(rows)]
+    return step_times.write(folder / STEM, rows, NOTE, tables, title)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures what is asked and not yet there; 1 if a way to run a model failed."""
+    return step_times.run(
+        "benchmarks.compiled",
+        arguments,
+        names=[case.name for case in PAPER],
+        measured=measured,
+        write=write,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
