@@ -51,7 +51,6 @@ def measured(name: str) -> Row:
     counted: dict[str, dict[str, int]] = {}
 
     def make(way: str) -> Step:
-        torch._dynamo.reset()
         ready = compiled(case, way)
         step = step_of(case, ready)
         with inductors_count() as count:
