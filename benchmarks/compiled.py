@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 from torch._inductor import compile_fx, config, metrics
 
 import autoamp
@@ -90,7 +91,11 @@ def inductors_count() -> Iterator[dict[str, int]]:
     log.setLevel(logging.INFO)
     log.addFilter(_not_shown)
     try:
-        with config.patch(force_disable_caches=True):
+        # Of a graph that is taken from a cache nothing is counted.
+        with (
+            config.patch(fx_graph_cache=False),
+            functorch.patch(enable_autograd_cache=False),
+        ):
             yield count
     finally:
         log.removeFilter(_not_shown)

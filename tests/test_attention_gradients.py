@@ -87,9 +87,7 @@ def test_without_a_common_part_taken_away_they_are_not(
 ) -> None:
     """The figures above are owed to what `_apart` takes away."""
     monkeypatch.setattr(Device, "attends_by_products", False)
-    monkeypatch.setattr(
-        module, "_apart", lambda t: (t, torch.zeros_like(t[:, :, :1]))
-    )
+    monkeypatch.setattr(module, "_apart", lambda t: (t, torch.zeros_like(t[:, :, :1])))
     with pytest.raises(AssertionError):
         test_projections_of_queries_and_keys(timm, 0.1, 1.0)
 

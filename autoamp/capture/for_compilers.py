@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from autoamp import compat
@@ -12,20 +13,27 @@ from autoamp.graph_functions import (
     traced_scale_grad_,
     traced_scale_grad_apart,
 )
+from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.scaling.edge import SHARED
 
+_ATEN = torch.ops.aten
+_SCALED = frozenset({scale_grad, FOR_COMPILERS[scale_grad], traced_scale_grad_apart})
 _CHANGED = frozenset({checkpointed, *FOR_COMPILERS})
 
 
-def for_compilers(gm: fx.GraphModule) -> fx.GraphModule:
+def for_compilers(gm: fx.GraphModule, *, inductor: bool = False) -> fx.GraphModule:
     """`gm` in the form AOT autograd takes; `gm` itself where nothing needs changing.
 
     Checkpointed regions become torch's own op, which AOT autograd partitions.  A
     rewritten graph run as it is calls `torch.utils.checkpoint`; AOT autograd would
     trace into that call and keep every activation.  The ops of the loss scale's
     boundary become plain ops.
+
+    Args:
+        inductor: the compiler is inductor, which decides what is kept in memory.
     """
-    if not any(n.target in _CHANGED for n in gm.graph.nodes):
+    shared = [n for n in gm.graph.nodes if inductor and _is_result_and_read(n)]
+    if not shared and not any(n.target in _CHANGED for n in gm.graph.nodes):
         return gm
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -41,4 +49,43 @@ def for_compilers(gm: fx.GraphModule) -> fx.GraphModule:
         elif old.target is checkpointed:
             new.target = compat.CHECKPOINT
             new.kwargs = {"use_reentrant": False, **new.kwargs}
+    for node in shared:
+        _cast_again(graph, values[node])
     return fx.GraphModule(gm, graph)
+
+
+def _is_result_and_read(node: fx.Node) -> bool:
+    """Whether a cast to fp32 is a result of the graph, and read inside, too.
+
+    Inductor writes each result to memory, and has all its readers read it from there:
+    the fp32 logits of a language model, several times.  A cast that is no result is
+    part of the kernels that read it, which read 16 bits.
+    """
+    leaving = [user for user in node.users if _leaves(user)]
+    return node.meta.get(CAST_KIND) == "up" and 0 < len(leaving) < len(node.users)
+
+
+def _leaves(node: fx.Node) -> bool:
+    return node.op == "output" or (
+        node.target in _SCALED and any(map(_leaves, node.users))
+    )
+
+
+def _cast_again(graph: fx.Graph, cast: fx.Node) -> None:
+    """Gives the result of a graph a cast of its own.
+
+    The cast is of a view with another shape: AOT autograd makes one call of two that
+    are equal.
+    """
+    leaving = [user for user in cast.users if _leaves(user)]
+    (value,) = cast.args
+    assert callable(cast.target)
+    with graph.inserting_after(cast):
+        wider = graph.call_function(_ATEN.unsqueeze.default, (value, 0))
+    with graph.inserting_after(wider):
+        again = graph.call_function(cast.target, (wider,), cast.kwargs)
+    with graph.inserting_after(again):
+        result = graph.call_function(_ATEN.squeeze.dim, (again, 0))
+    result.meta = dict(cast.meta)
+    for user in leaving:
+        user.replace_input_with(cast, result)

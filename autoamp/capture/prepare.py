@@ -95,7 +95,8 @@ def prepare(
         run: Callable[..., Any] = bound.forward
     else:
         given = _given(hoisted, inputs, low, scaling.edge_inputs(edge.devices))
-        run = compat.compile_with(options.backend, for_compilers(bound), given)
+        ready = for_compilers(bound, inductor=compat.is_inductor(options.backend))
+        run = compat.compile_with(options.backend, ready, given)
     return Prepared(
         rewritten,
         bound,

@@ -56,7 +56,7 @@ def resolved_backend(
 def is_inductor(backend: str | Callable[..., Any]) -> bool:
     """Whether a backend is inductor, by name or as `torch.compile` wraps it."""
     wrapper = getattr(torch, "_TorchCompileInductorWrapper", ())
-    return backend == "inductor" or isinstance(backend, wrapper)
+    return backend == "inductor" or isinstance(unwrapped_backend(backend), wrapper)
 
 
 def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
