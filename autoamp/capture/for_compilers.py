@@ -78,12 +78,12 @@ def _cast_again(graph: fx.Graph, cast: fx.Node) -> None:
     are equal.
     """
     leaving = [user for user in cast.users if _leaves(user)]
-    (value,) = cast.args
+    value, *rest = cast.args
     assert callable(cast.target)
     with graph.inserting_after(cast):
         wider = graph.call_function(_ATEN.unsqueeze.default, (value, 0))
     with graph.inserting_after(wider):
-        again = graph.call_function(cast.target, (wider,), cast.kwargs)
+        again = graph.call_function(cast.target, (wider, *rest), cast.kwargs)
     with graph.inserting_after(again):
         result = graph.call_function(_ATEN.squeeze.dim, (again, 0))
     result.meta = dict(cast.meta)

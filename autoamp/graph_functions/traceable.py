@@ -113,13 +113,8 @@ def traced_unscale_grad_(
 
 
 def traced_scaled_result(value: Tensor, loss_scale: Tensor) -> Tensor:
-    """As `scaled_result`, in a form AOT autograd traces.
-
-    The cast is of a view, so that AOT autograd does not make it one with a cast that is
-    read inside the graph: see `for_compilers`.
-    """
-    wide = value.unsqueeze(0).to(torch.float32).squeeze(0)
-    return traced_scale_grad(wide, loss_scale)
+    """As `scaled_result`, in a form AOT autograd traces."""
+    return traced_scale_grad(value.to(torch.float32), loss_scale)
 
 
 def traced_low_weight_unscaled(

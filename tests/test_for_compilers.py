@@ -1,0 +1,97 @@
+"""The form in which a rewritten graph is given to a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import autoamp
+from autoamp.capture.for_compilers import for_compilers
+from benchmarks.compiled import inductors_count
+from tests.small_models import Of
+
+CAST = torch.ops.aten._to_copy.default
+ROWS, CLASSES = 64, 500
+BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+
+
+def logits_and_loss(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    logits = m.head(x)
+    return logits, logits.log_softmax(-1).square().mean()
+
+
+def classifier() -> nn.Module:
+    return Of(logits_and_loss, head=nn.Linear(16, CLASSES))
+
+
+def graph() -> tuple[fx.GraphModule, list[Tensor]]:
+    """A rewritten graph whose fp32 result is read inside, and its inputs."""
+    seen: list[tuple[Tensor, ...]] = []
+
+    def kept(gm: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        def run(*args: Tensor) -> Any:
+            seen.append(args)
+            return gm(*args)
+
+        return run
+
+    converted = autoamp.convert(classifier(), **BF16, backend=kept)
+    converted(torch.randn(ROWS, 16))
+    (found,) = autoamp.report(converted).graphs
+    return found, [t.detach() for t in seen[0]]
+
+
+def casts_up(gm: fx.GraphModule) -> list[fx.Node]:
+    return [
+        node
+        for node in gm.graph.find_nodes(op="call_function", target=CAST)
+        if node.kwargs["dtype"] == torch.float32
+    ]
+
+
+def test_a_result_that_is_read_inside_has_a_cast_of_its_own_for_inductor() -> None:
+    gm, inputs = graph()
+    assert len(casts_up(gm)) == 1
+    assert for_compilers(gm) is gm
+    made = for_compilers(gm, inductor=True)
+    assert len(casts_up(gm)) == 1
+    assert len(casts_up(made)) == 2
+    read, result = casts_up(made)
+    (output,) = made.graph.find_nodes(op="output")
+    assert output not in read.users
+    assert all(output in node.users for node in result.users)
+    for one, other in zip(made(*inputs), gm(*inputs), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_result_that_nothing_else_reads_is_left() -> None:
+    gm, _ = graph()
+    (cast,) = casts_up(gm)
+    (output,) = gm.graph.find_nodes(op="output")
+    for user in [user for user in cast.users if user is not output]:
+        user.replace_input_with(cast, gm.graph.find_nodes(op="placeholder")[0])
+    assert for_compilers(gm, inductor=True) is gm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"loss_scale": 8.0}], ids=["plain", "scaled"])
+def test_the_kernels_of_the_loss_read_16_bits(options: dict[str, float]) -> None:
+    """Beside autocast the result is written in fp32, and its gradient read."""
+    x = torch.randn(ROWS, 16)
+
+    def count(model: nn.Module, *, autocast: bool) -> int:
+        with inductors_count() as found:
+            with torch.autocast("cpu", torch.bfloat16, autocast):
+                _, loss = model(x)
+            loss.backward()
+        return found["bytes"]
+
+    ours = autoamp.convert(classifier(), **{**BF16, **options}, backend="inductor")
+    theirs = torch.compile(classifier())
+    logits = ROWS * CLASSES
+    most = count(theirs, autocast=True) + 6 * logits + 2 * logits
+    assert count(ours, autocast=False) <= 1.01 * most
