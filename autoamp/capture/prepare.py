@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.capture.bindings import with_bindings
 from autoamp.capture.captured import Prepared
 from autoamp.capture.for_compilers import for_compilers
 from autoamp.graph_functions import (
@@ -90,10 +91,10 @@ def prepare(
         if CHANNELS_LAST not in options.left_kernels:
             on = setting.device or device_of(main_device(bound), low)
             layouts = _laid_out(bound, hoisted, len(inputs), on)
-    compat.make_code(bound)
     if eager:
-        run: Callable[..., Any] = bound.forward
+        run = with_bindings(bound)
     else:
+        compat.make_code(bound)
         given = _given(hoisted, inputs, low, scaling.edge_inputs(edge.devices))
         ready = for_compilers(bound, inductor=compat.is_inductor(options.backend))
         run = compat.compile_with(options.backend, ready, given)

@@ -20,6 +20,7 @@ because the weight itself was written to and not its `.data`.)
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -72,6 +73,7 @@ class WeightCopies:
         self.kept = kept
         self.refreshed = 0
         self.unwatched = 0
+        weakref.finalize(self, STEADY.pop, id(self), None)
 
     def fresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of `weights` (fp32, any shapes) in the low dtype, equal to them now.
@@ -79,7 +81,7 @@ class WeightCopies:
         Stale copies are refreshed by one multi-tensor copy.  Memory that was handed out
         before is not written to while other code may still read it.
         """
-        steady = STEADY.get(self)
+        steady = STEADY.get(id(self))
         if (
             steady is not None
             and compat.data_addresses(weights) == steady.addresses
@@ -121,7 +123,7 @@ class WeightCopies:
             if not self.unwatched:
                 trainer = threading.get_ident() if recording else None
                 addresses = [copy.address for copy in copies]
-                STEADY[self] = Steady(addresses, lows, trainer, devices)
+                STEADY[id(self)] = Steady(addresses, lows, trainer, devices)
         return lows
 
     def _find(self, weight: torch.Tensor, layout: torch.memory_format) -> Copy:

@@ -6,7 +6,6 @@ A sentinel is a copy-on-write clone that lives beside the copy: see `copies.py`.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +23,9 @@ AS_THE_WEIGHT = torch.preserve_format
 
 LAYOUTS = (AS_THE_WEIGHT, torch.channels_last, torch.channels_last_3d)
 """The memory formats that copies may have."""
+
+LEAST_LAID_OUT = 4
+"""Dimensions from which on a weight may have copies of another layout than its own."""
 
 
 class Copy:
@@ -102,8 +104,8 @@ def key_of(weight: torch.Tensor, layout: torch.memory_format) -> Hashable:
     return id(weight) if layout is AS_THE_WEIGHT else (id(weight), layout)
 
 
-STEADY: weakref.WeakKeyDictionary[object, Steady] = weakref.WeakKeyDictionary()
-"""The `Steady` of each `WeightCopies`; emptied whenever a sentinel goes."""
+STEADY: dict[int, Steady] = {}
+"""The `Steady` of each `WeightCopies`, by its id; emptied whenever a sentinel goes."""
 
 _SEVERAL = -1
 """Stands for more than one thread, in place of a thread's id."""
@@ -125,7 +127,8 @@ class Stale(NamedTuple):
 
 def copies_of(weight: torch.Tensor) -> list[Copy]:
     """The copies of a weight, in every low dtype and layout."""
-    keys = [key_of(weight, layout) for layout in LAYOUTS]
+    layouts = LAYOUTS if weight.dim() >= LEAST_LAID_OUT else LAYOUTS[:1]
+    keys = [key_of(weight, layout) for layout in layouts]
     found = [store.get(key) for store in COPIES.values() if store for key in keys]
     return [copy for copy in found if copy is not None]
 
