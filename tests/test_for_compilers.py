@@ -63,9 +63,22 @@ def test_a_result_that_is_read_inside_has_a_cast_of_its_own_for_inductor() -> No
     read, result = casts_up(made)
     (output,) = made.graph.find_nodes(op="output")
     assert output not in read.users
-    assert all(output in node.users for node in result.users)
-    for one, other in zip(made(*inputs), gm(*inputs), strict=True):
+    (numbers,) = result.users
+    (use,) = numbers.users
+    assert use.args == (read, numbers)
+    assert list(use.users) == [output]
+    for one, other in zip(seen_of(made, inputs), seen_of(gm, inputs), strict=True):
         assert torch.equal(one, other)
+
+
+def seen_of(gm: fx.GraphModule, inputs: list[Tensor]) -> list[Tensor]:
+    """Results, and gradients to which both the result and its reader contribute."""
+    given = [t.clone().requires_grad_(t.dtype == torch.float32) for t in inputs]
+    logits, loss = gm(*given)
+    (loss + (logits * torch.linspace(-1, 1, CLASSES)).sum()).backward()
+    grads = [t.grad for t in given if t.grad is not None]
+    assert grads
+    return [logits, loss, *grads]
 
 
 def test_a_result_that_nothing_else_reads_is_left() -> None:

@@ -6,9 +6,11 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE
 from autoamp.graph_functions import (
     FOR_COMPILERS,
     checkpointed,
+    low_weight,
     scale_grad,
     traced_scale_grad_,
     traced_scale_grad_apart,
@@ -72,20 +74,19 @@ def _leaves(node: fx.Node) -> bool:
 
 
 def _cast_again(graph: fx.Graph, cast: fx.Node) -> None:
-    """Gives the result of a graph a cast of its own.
+    """Gives the result of a graph a cast of its own, whose gradient flows to `cast`.
 
     The cast is of a view with another shape: AOT autograd makes one call of two that
-    are equal.
+    are equal.  Gradients from outside and inside are added in fp32, as before.
     """
     leaving = [user for user in cast.users if _leaves(user)]
-    value, *rest = cast.args
-    assert callable(cast.target)
-    with graph.inserting_after(cast):
-        wider = graph.call_function(_ATEN.unsqueeze.default, (value, 0))
-    with graph.inserting_after(wider):
-        again = graph.call_function(cast.target, (wider, *rest), cast.kwargs)
-    with graph.inserting_after(again):
-        result = graph.call_function(_ATEN.squeeze.dim, (again, 0))
+    with graph.inserting_before(cast.next):
+        wider = graph.call_function(_ATEN.unsqueeze.default, (cast.args[0], 0))
+        again = graph.call_function(
+            _ATEN._to_copy.default, (wider,), {"dtype": HIGH_DTYPE}
+        )
+        numbers = graph.call_function(_ATEN.squeeze.dim, (again, 0))
+        result = graph.call_function(low_weight, (cast, numbers))
     result.meta = dict(cast.meta)
     for user in leaving:
         user.replace_input_with(cast, result)
