@@ -1,0 +1,144 @@
+"""`python -m benchmarks.overhead`: microseconds that a converted call takes by itself.
+
+The model is so small that its kernels take next to no time: three linears of 16
+features, with a GELU between each two, on 4 rows and one thread.  "bf16" is what a
+converted model has to do at the least: the model in bfloat16, with a cast of its input
+and of its result, captured by Dynamo with nothing rewritten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autoamp
+
+from . import report
+from .bytes_step import BF16
+from .capability import capability
+from .processes import commit
+
+STEM = "overhead"
+CALLS = 300
+"""Calls timed at once."""
+
+ROUNDS = 15
+WARM_UP = 20
+WIDTH, ROWS = 16, 4
+WAYS = ("fp32", "autocast", "bf16", "autoamp")
+WHAT = ("inference", "forward of training", "forward and backward", "with SGD's step")
+
+NOTE = f"""\
+Microseconds of one call, the least of {ROUNDS} interleaved rounds of {CALLS} calls, one
+thread: three linears of {WIDTH} features with GELUs between, {ROWS} rows. "fp32",
+"autocast" and "bf16" are captured by `torch.compile(backend="eager")`; "bf16" has its
+weights in bfloat16, and casts its input and its result."""
+
+
+class _WithCasts(nn.Module):
+    """A bfloat16 model with fp32 inputs and results."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.to(BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.model(x.to(BF16)).float()
+        return result
+
+
+def mlp() -> nn.Sequential:
+    """The model whose calls are timed."""
+    first, second, third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    return nn.Sequential(first, nn.GELU(), second, nn.GELU(), third)
+
+
+def ready(way: str, model: nn.Module) -> nn.Module:
+    """A copy of a model, ready to be called in one of `WAYS`."""
+    own = copy.deepcopy(model)
+    if way == "autoamp":
+        return autoamp.convert(own, precision="bf16", do_no_harm=False)
+    found = _WithCasts(own) if way == "bf16" else own
+    return torch.compile(found, backend="eager")  # type: ignore[return-value]
+
+
+def call_of(what: str, way: str, model: nn.Module) -> Callable[[], None]:
+    """The call that is timed."""
+    x, run = torch.randn(ROWS, WIDTH), ready(way, model)
+    optimizer = torch.optim.SGD(run.parameters(), lr=1e-6, foreach=True)
+    context = partial(torch.autocast, "cpu", BF16) if way == "autocast" else nullcontext
+
+    def forward() -> Tensor:
+        with context():
+            result: Tensor = run(x)
+        return result
+
+    def call() -> None:
+        if what == "inference":
+            with torch.no_grad():
+                forward()
+        elif what == "forward of training":
+            forward()
+        else:
+            forward().sum().backward()
+            if what == "with SGD's step":
+                optimizer.step()
+            optimizer.zero_grad()
+
+    return call
+
+
+def microseconds(what: str) -> dict[str, float]:
+    """The least time of a call in each of `WAYS`."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = mlp()
+    calls = {way: call_of(what, way, model) for way in WAYS}
+    for call in calls.values():
+        for _ in range(WARM_UP):
+            call()
+    best = dict.fromkeys(WAYS, float("inf"))
+    for _ in range(ROUNDS):
+        for way, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            taken = (time.perf_counter() - start) / CALLS * 1e6
+            best[way] = min(best[way], taken)
+    return best
+
+
+def table(found: dict[str, dict[str, float]]) -> str:
+    """The Markdown table, a row for each of `WHAT`."""
+    rows = [
+        [what, *(f"{each[way]:.0f}" for way in WAYS)] for what, each in found.items()
+    ]
+    return report.markdown(["a call", *(f"{way}, us" for way in WAYS)], rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Times all calls, and writes and prints the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found = {what: microseconds(what) for what in WHAT}
+    head = f"{capability('cpu')}; commit {commit()}"
+    text = "\n".join([head, "", NOTE, "", table(found), ""])
+    data: dict[str, Any] = {"capability": capability("cpu"), "microseconds": found}
+    report.write(options.out / STEM, text, data)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
