@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 import autoamp
 from autoamp.capture.for_compilers import for_compilers
+from autoamp.weights.sentinels import copies_of
 from benchmarks.compiled import inductors_count
 from tests.small_models import Of
 
@@ -108,3 +109,31 @@ def test_the_kernels_of_the_loss_read_16_bits(options: dict[str, float]) -> None
     logits = ROWS * CLASSES
     most = count(theirs, autocast=True) + 6 * logits + 2 * logits
     assert count(ours, autocast=False) <= 1.01 * most
+
+
+@pytest.mark.slow
+def test_inductor_gets_weights_of_convolutions_as_it_lays_them() -> None:
+    """A depthwise weight is read either way, and says how the convolution computes."""
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1)
+    )
+    ours = autoamp.convert(model, **BF16, backend="inductor")
+    x = torch.randn(2, 4, 12, 12)
+    ours(x).sum().backward()
+    laid = {
+        name: copy.low.stride()
+        for name, p in model.named_parameters()
+        for copy in copies_of(p)
+    }
+    assert laid["0.weight"] == (36, 1, 12, 4)
+    assert laid["1.weight"] == (9, 1, 3, 1)
+    assert laid["0.bias"] == (1,)
+    for p in model.parameters():
+        assert p.grad is not None
+        assert p.grad.stride() == p.stride()
+    left = autoamp.convert(
+        nn.Conv2d(4, 8, 3), **BF16, backend="inductor", fuse=["channels_last"]
+    )
+    left(x)
+    (weight,) = copies_of(left.weight)
+    assert weight.low.stride() == left.weight.stride()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, Setting, rewrite_graph
 from autoamp.place.devices import Device, device_of, main_device
-from autoamp.place.layouts import FORMATS, choose_layouts
+from autoamp.place.layouts import FORMATS, choose_layouts, convolved
 from autoamp.plain import plain_line
 from autoamp.rewrite.attention import with_own_attention
 from autoamp.rewrite.layouts import lay_out
@@ -95,8 +95,12 @@ def prepare(
         run = with_bindings(bound)
     else:
         compat.make_code(bound)
-        given = _given(hoisted, inputs, low, scaling.edge_inputs(edge.devices))
-        ready = for_compilers(bound, inductor=compat.is_inductor(options.backend))
+        inductor = compat.is_inductor(options.backend)
+        if inductor and options.fuse and CHANNELS_LAST not in options.left_kernels:
+            layouts = _as_inductor_lays(bound, hoisted, len(inputs))
+        extra = scaling.edge_inputs(edge.devices)
+        given = _given(hoisted, inputs, low, layouts, extra)
+        ready = for_compilers(bound, inductor=inductor)
         run = compat.compile_with(options.backend, ready, given)
     return Prepared(
         rewritten,
@@ -133,17 +137,42 @@ def _laid_out(
     Args:
         first: the position of the first copy among the inputs of `gm`.
     """
-    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    copies = inputs[first : first + len(hoisted.weights)]
+    copies = _copies(gm, hoisted, first)
     layouts = choose_layouts(gm.graph, copies, device)
     if layouts is None:
         return ()
     lay_out(gm, layouts)
-    formats = [
-        FORMATS[c.meta["val"].dim()] if c in layouts.weights else torch.preserve_format
+    return _formats(copies, layouts.weights)
+
+
+def _as_inductor_lays(
+    gm: fx.GraphModule, hoisted: Hoisted, first: int
+) -> tuple[torch.memory_format, ...]:
+    """The formats of the copies as inductor lays weights, which then permutes none.
+
+    Inductor lays the operands of convolutions on CPUs with the channels last.  A weight
+    that is an input, and whose layout may be read either way (of a depthwise
+    convolution), inductor leaves as it is, and the convolution is several times slower.
+    """
+    copies = _copies(gm, hoisted, first)
+    on_cpu = compat.inductor_permutes() and main_device(gm).type == "cpu"
+    weights = convolved(gm.graph, copies) if on_cpu else frozenset()
+    return _formats(copies, weights) if weights else ()
+
+
+def _copies(gm: fx.GraphModule, hoisted: Hoisted, first: int) -> list[fx.Node]:
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    return inputs[first : first + len(hoisted.weights)]
+
+
+def _formats(
+    copies: Sequence[fx.Node], last: Collection[fx.Node]
+) -> tuple[torch.memory_format, ...]:
+    """The format of each copy, with the channels last for those in `last`."""
+    return tuple(
+        FORMATS[c.meta["val"].dim()] if c in last else torch.preserve_format
         for c in copies
-    ]
-    return tuple(formats)
+    )
 
 
 def as_it_is(
@@ -160,6 +189,7 @@ def _given(
     hoisted: Hoisted,
     inputs: Sequence[Any],
     low: torch.dtype,
+    layouts: Sequence[torch.memory_format],
     extra: Sequence[torch.Tensor],
 ) -> list[Any]:
     """The arguments the graph is called with: `inputs`, weight copies, and scales.
@@ -167,7 +197,11 @@ def _given(
     Copies and scales are fake tensors: a compiler that makes fakes of them by itself
     gives their sizes symbols, where any size of the inputs may change.
     """
-    copies = [torch.empty_like(inputs[i].detach(), dtype=low) for i in hoisted.weights]
+    formats = layouts or (torch.preserve_format,) * len(hoisted.weights)
+    copies = [
+        torch.empty_like(inputs[i].detach(), dtype=low, memory_format=layout)
+        for i, layout in zip(hoisted.weights, formats, strict=True)
+    ]
     mode = compat.current_fake_mode(inputs)
     added = [*copies, *extra]
     return [*inputs, *(added if mode is None else compat.fake_inputs(added, mode))]

@@ -14,6 +14,7 @@ from autoamp.compat.capture import (
     compile_with,
     fx_tracing,
     hides_calls,
+    inductor_permutes,
     is_batch,
     is_capture_error,
     is_compiled_module,

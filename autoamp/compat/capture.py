@@ -59,6 +59,20 @@ def is_inductor(backend: str | Callable[..., Any]) -> bool:
     return backend == "inductor" or isinstance(unwrapped_backend(backend), wrapper)
 
 
+def inductor_permutes() -> bool:
+    """Whether inductor lays convolutions on CPUs with the channels last.
+
+    `GraphLowering.decide_layout_opt` of torch/_inductor/graph.py does.
+    """
+    try:
+        from torch._inductor import config
+    except ImportError:
+        return False
+    mkldnn = torch.backends.mkldnn
+    wanted = getattr(config, "layout_optimization", False)
+    return bool(wanted and mkldnn.is_available() and mkldnn.enabled)
+
+
 def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
     """The backend of the compilation that is tracing now; None where it is unknown.
 

@@ -104,6 +104,12 @@ def choose_layouts(
     return Layouts(last, weights, changes)
 
 
+def convolved(graph: fx.Graph, copies: Sequence[fx.Node]) -> frozenset[fx.Node]:
+    """The copies of weights with which images are convolved."""
+    found = (_weight(node, copies) for node in graph.nodes)
+    return frozenset(w for w in found if w is not None and w.meta["val"].dim() == 4)
+
+
 def _problem(
     graph: fx.Graph,
     images: dict[fx.Node, Tensor],
