@@ -132,6 +132,17 @@ def test_make_fx_of_an_older_torch(
 def no_backends(patch: pytest.MonkeyPatch) -> None:
     hide(patch, "_TorchCompileInductorWrapper", "_TorchCompileWrapper")
     assert capture.resolved_backend("eager", None, None, None) is None
+    assert capture.is_inductor("inductor")
+    assert not capture.is_inductor(
+        torch._TorchCompileInductorWrapper("default", {}, None)
+    )
+
+
+def no_layouts(patch: pytest.MonkeyPatch) -> None:
+    """Then weights are laid as they are, and inductor permutes what it wants."""
+    assert capture.inductor_permutes()
+    hide(patch, "layout_optimization")
+    assert not capture.inductor_permutes()
 
 
 def no_translator(patch: pytest.MonkeyPatch) -> None:
@@ -332,6 +343,7 @@ ALONE = [
     no_cpu_attention,
     no_total_norm,
     no_backends,
+    no_layouts,
     no_translator,
     no_functorch,
     no_batches,
