@@ -24,7 +24,7 @@ _CHANGED = frozenset({checkpointed, *FOR_COMPILERS})
 
 
 def for_compilers(gm: fx.GraphModule, *, inductor: bool = False) -> fx.GraphModule:
-    """`gm` in the form AOT autograd takes; `gm` itself where nothing needs changing.
+    """`gm` in the form AOT autograd takes; `gm` itself where nothing is to be changed.
 
     Checkpointed regions become torch's own op, which AOT autograd partitions.  A
     rewritten graph run as it is calls `torch.utils.checkpoint`; AOT autograd would
@@ -35,13 +35,17 @@ def for_compilers(gm: fx.GraphModule, *, inductor: bool = False) -> fx.GraphModu
         inductor: the compiler is inductor, which decides what is kept in memory.
     """
     shared = [n for n in gm.graph.nodes if inductor and _is_result_and_read(n)]
-    if not shared and not any(n.target in _CHANGED for n in gm.graph.nodes):
+    if not inductor and not any(n.target in _CHANGED for n in gm.graph.nodes):
         return gm
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, values))
     for old, new in values.items():
         new.meta = dict(old.meta)
+        if inductor and old.op == "placeholder":
+            # With `cpp_wrapper` inductor compiles for these values, and takes from them
+            # that no input needs a gradient.
+            new.meta.pop("val", None)
         if old.target in FOR_COMPILERS:
             new.target = FOR_COMPILERS[old.target]
             if old.target is scale_grad and old.all_input_nodes[0].op == "placeholder":
