@@ -83,24 +83,15 @@ def prepare(
     edge = scale_edge(bound, rewritten) if scaling.enabled else Edge()
     layouts: tuple[torch.memory_format, ...] = ()
     if options.fuse and rewritten.sums.low:
-        with_own_attention(bound, *_attention_for(options))
-    if eager and options.fuse and rewritten.sums.low:
-        with_own_kernels(bound)
-        if ROTARY not in options.left_kernels:
-            with_rotary(bound)
-        if CHANNELS_LAST not in options.left_kernels:
-            on = setting.device or device_of(main_device(bound), low)
-            layouts = _laid_out(bound, hoisted, len(inputs), on)
+        on = setting.device or device_of(main_device(bound), low)
+        layouts = _with_functions(hoisted, len(inputs), options, on)
     if eager:
         run = with_bindings(bound)
     else:
         compat.make_code(bound)
-        inductor = compat.is_inductor(options.backend)
-        if inductor and options.fuse and CHANNELS_LAST not in options.left_kernels:
-            layouts = _as_inductor_lays(bound, hoisted, len(inputs))
         extra = scaling.edge_inputs(edge.devices)
         given = _given(hoisted, inputs, low, layouts, extra)
-        ready = for_compilers(bound, inductor=inductor)
+        ready = for_compilers(bound, inductor=compat.is_inductor(options.backend))
         run = compat.compile_with(options.backend, ready, given)
     return Prepared(
         rewritten,
@@ -112,6 +103,29 @@ def prepare(
         edge=edge,
         sizes=tuple(i for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)),
     )
+
+
+def _with_functions(
+    hoisted: Hoisted, first: int, options: Options, device: Device
+) -> tuple[torch.memory_format, ...]:
+    """Puts functions of autoamp's in a graph, and gives the formats of its copies.
+
+    Args:
+        first: the position of the first copy among the inputs of the graph.
+        device: the device the graph runs on.
+    """
+    gm, left = hoisted.gm, options.left_kernels
+    with_own_attention(gm, *_attention_for(options))
+    if options.backend == "eager":
+        with_own_kernels(gm)
+        if ROTARY not in left:
+            with_rotary(gm)
+    if CHANNELS_LAST in left:
+        return ()
+    if options.backend == "eager":
+        return _laid_out(gm, hoisted, first, device)
+    on_inductor = compat.is_inductor(options.backend)
+    return _as_inductor_lays(gm, hoisted, first) if on_inductor else ()
 
 
 def _attention_for(
