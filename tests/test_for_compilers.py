@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import autoamp
 from autoamp.capture.for_compilers import for_compilers
@@ -110,6 +111,29 @@ def test_the_kernels_of_the_loss_read_16_bits(options: dict[str, float]) -> None
     logits = ROWS * CLASSES
     most = count(theirs, autocast=True) + 6 * logits + 2 * logits
     assert count(ours, autocast=False) <= 1.01 * most
+
+
+@pytest.mark.parametrize(
+    "backend", [aot_eager, pytest.param("inductor", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_left_out_of_graphs_for_compilers(
+    kind: type[nn.RNNBase], backend: Any
+) -> None:
+    def through(m: nn.Module, x: Tensor) -> Tensor:
+        result: Tensor = m.head(m.steps(x)[0])
+        return result
+
+    model = Of(through, steps=kind(8, 8), head=nn.Linear(8, 4))
+    ours = autoamp.convert(copy.deepcopy(model), **BF16, backend=backend)
+    x = torch.randn(5, 2, 8)
+    result = ours(x)
+    result.sum().backward()
+    assert (result - model(x)).norm() <= 2**-6 * result.norm()
+    assert ours.steps.weight_hh_l0.grad is not None
+    report = autoamp.report(ours)
+    assert [row.op for row in report.ops if row.is_low] == ["aten::linear.default"]
+    assert any("rnn.py" in place for place, _ in report.skipped)
 
 
 @pytest.mark.slow

@@ -21,8 +21,6 @@ from autoamp.compat.layers import layer_captured, layer_left
 from autoamp.compat.recurrent import recurrent_results
 
 _COMPILE_TIME_CONFIG = {
-    # Without this option nn.LSTM, GRU and RNN give no graph at all, silently.
-    "allow_rnn": True,
     # DDPOptimizer would call the backend once per bucket with fake tensors; the eager
     # back end has per-op autograd, so DDP overlaps without any splitting.
     "optimize_ddp": False,
@@ -169,9 +167,13 @@ def _configure_while_compiling(  # noqa: PLR0917
         more = others + max(len(known) - 1, 0) + raced[code]
         config = torch._dynamo.config
         limits = {name: getattr(config, name) + more for name in _LIMITS}
-        recurrent = recurrent_results() if backend.runs_as_is else nullcontext()
+        as_is = backend.runs_as_is
+        recurrent = recurrent_results() if as_is else nullcontext()
         failed = _failed_frames()
-        with config.patch({**ours, **limits}), recurrent, _quietly():
+        # Without `allow_rnn` nn.LSTM, GRU and RNN give no graph.  A compiler would take
+        # their steps apart, and what inductor makes of an LSTM raises (torch 2.13).
+        options = {**ours, **limits, "allow_rnn": as_is}
+        with config.patch(options), recurrent, _quietly():
             found = base.__call__(self, frame, *args, **kwargs)
             if layer_left(frame, found):
                 found = layer_captured(self, frame, *args, **kwargs) or found
