@@ -26,7 +26,7 @@ from autoamp.dtypes import HIGH_DTYPE
 
 from . import report, step_times
 from .bytes_models import PAPER, case_of
-from .bytes_step import BF16
+from .bytes_step import BF16, prepared
 from .metrics import ModelCase
 from .ratios import Row, mean, ratio
 from .step_times import ROUNDS, Prepared, Step, step_of
@@ -67,15 +67,14 @@ def measured(name: str) -> Row:
 
 def compiled(case: ModelCase, way: str) -> Prepared:
     """The model compiled by inductor in one of `WAYS`, a context and the batch."""
-    model, batch = case.model(), case.inputs(0)
-    if way == "autoamp":
-        options: dict[str, Any] = {"do_no_harm": False, "strict": True}
-        converted = autoamp.convert(
-            model, precision="bf16", backend="inductor", **options
-        )
-        return converted, nullcontext, batch
-    context = nullcontext if way == "fp32" else partial(torch.autocast, "cpu", BF16)
-    return torch.compile(model), context, batch
+    if way != "autoamp":
+        model, context, batch = prepared(case, way)
+        return torch.compile(model), context, batch  # type: ignore[return-value]
+    options: dict[str, Any] = {"do_no_harm": False, "strict": True}
+    converted = autoamp.convert(
+        case.model(), precision="bf16", backend="inductor", **options
+    )
+    return converted, nullcontext, case.inputs(0)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -26,6 +25,7 @@ from . import report
 from .bytes_step import BF16
 from .capability import capability
 from .processes import commit
+from .timing import interleaved
 
 STEM = "overhead"
 CALLS = 300
@@ -106,15 +106,14 @@ def microseconds(what: str) -> dict[str, float]:
     for call in calls.values():
         for _ in range(WARM_UP):
             call()
-    best = dict.fromkeys(WAYS, float("inf"))
-    for _ in range(ROUNDS):
-        for way, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            taken = (time.perf_counter() - start) / CALLS * 1e6
-            best[way] = min(best[way], taken)
-    return best
+    steps = {way: partial(_repeated, call) for way, call in calls.items()}
+    taken = interleaved(steps, ROUNDS)
+    return {way: min(times) / CALLS * 1e6 for way, times in taken.items()}
+
+
+def _repeated(call: Callable[[], None]) -> None:
+    for _ in range(CALLS):
+        call()
 
 
 def table(found: dict[str, dict[str, float]]) -> str:

@@ -86,11 +86,7 @@ def brief(row: Row) -> str:
     return ", ".join(f"{way} {share:.2f}" for way, share in shares(row).items())
 
 
-Column = tuple[str, Callable[[Row], str]]
-"""A further column of the table: its head, and its cell in each row."""
-
-
-def table(rows: Sequence[Row], ways: Sequence[str], more: Sequence[Column] = ()) -> str:
+def table(rows: Sequence[Row], ways: Sequence[str]) -> str:
     """The Markdown table of shares of autocast's time, geometric means at the foot."""
     found = {row["name"]: shares(row) for row in rows}
     others = [way for way in ways if way != BASELINE]
@@ -99,14 +95,13 @@ def table(rows: Sequence[Row], ways: Sequence[str], more: Sequence[Column] = ())
         taken = row["ways"].get(BASELINE)
         time = f"{1e3 * statistics.median(taken['seconds']):.0f}" if taken else "failed"
         cells = [_cell(found[row["name"]], way) for way in others]
-        lines.append([row["name"], time, *cells, *(cell(row) for _, cell in more)])
+        lines.append([row["name"], time, *cells])
     means = []
     for way in others:
         every = [each[way] for each in found.values() if way in each]
         means.append(f"{statistics.geometric_mean(every):.2f}" if every else "-")
-    header = ("model", f"{BASELINE}, ms", *others, *(head for head, _ in more))
-    foot = ["geometric mean", "", *means, *("" for _ in more)]
-    return report.markdown(header, [*lines, foot])
+    header = ("model", f"{BASELINE}, ms", *others)
+    return report.markdown(header, [*lines, ["geometric mean", "", *means]])
 
 
 def _cell(found: Mapping[str, float], way: str) -> str:

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import autoamp
 from autoamp.place.devices import Device
 from tests.quick import SLOW
-from tests.test_attention import HEADS, WIDTH, Attention, converted, exactly, seen, timm
-from tests.test_attention_gradients import SEEDS, SIZE, tokens
+from tests.test_attention import HEADS, WIDTH, Attention, converted, seen, timm
+from tests.test_attention_gradients import SEEDS, SIZE, beside_autocast, tokens
 
 Backend = str | Callable[..., Any]
 OURS = "autoamp::attention_backward"
@@ -116,16 +116,11 @@ def test_written_attention_is_as_true_as_under_autocast(
         torch.manual_seed(seed)
         model = Attention(timm).eval()
         x = tokens(16, spread)
-        true, ours = exactly(model, x), converted(model, backend=backend)
-        found = seen(ours, ours, x)
+        ours = converted(model, backend=backend)
+        found = beside_autocast(model, ours, x)
         assert autoamp.report(ours).runs > 0
-        with torch.autocast("cpu", torch.bfloat16):
-            base = seen(model, model, x)
-        for part, into in zip(
-            (slice(SIZE), slice(SIZE, 2 * SIZE)), ratios, strict=True
-        ):
-            error, autocast = ((g[2] - true[2])[part].norm() for g in (found, base))
-            into.append(float(error / autocast))
+        for into, ratio in zip(ratios, found, strict=True):
+            into.append(ratio)
     assert max(map(statistics.geometric_mean, ratios)) <= 1.05
 
 

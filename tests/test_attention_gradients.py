@@ -55,6 +55,18 @@ def tokens(length: int, spread: float) -> Tensor:
     return torch.randn(3, length, SIZE) * spread + common
 
 
+def beside_autocast(model: Attention, ours: nn.Module, x: Tensor) -> list[float]:
+    """Errors of the gradients of query and key projections, as parts of autocast's."""
+    true, found = exactly(model, x), seen(ours, ours, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        base = seen(model, model, x)
+    ratios = []
+    for part in (slice(SIZE), slice(SIZE, 2 * SIZE)):
+        error, autocast = ((g[2] - true[2])[part].norm() for g in (found, base))
+        ratios.append(float(error / autocast))
+    return ratios
+
+
 @pytest.mark.parametrize("way", [timm, min_gpt], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("spread", [1.0, 0.3, 0.1])
 @pytest.mark.parametrize("sharpness", [1.0, 4.0])
@@ -70,15 +82,9 @@ def test_projections_of_queries_and_keys(
         with torch.no_grad():
             model.project.weight[: 2 * SIZE] *= sharpness
         x = tokens(2 * LENGTH, spread)
-        true, ours = exactly(model, x), converted(model)
-        found = seen(ours, ours, x)
-        with torch.autocast("cpu", torch.bfloat16):
-            base = seen(model, model, x)
-        for part, into in zip(
-            (slice(SIZE), slice(SIZE, 2 * SIZE)), ratios, strict=True
-        ):
-            error, autocast = ((g[2] - true[2])[part].norm() for g in (found, base))
-            into.append(float(error / autocast))
+        found = beside_autocast(model, converted(model), x)
+        for into, ratio in zip(ratios, found, strict=True):
+            into.append(ratio)
     assert max(map(statistics.geometric_mean, ratios)) <= 1.05
 
 

@@ -1,8 +1,8 @@
 """The code that a graph runs as: its ops called by torch's own functions.
 
-`torch.ops.aten.add.Tensor(a, b)` looks its operands up in a schema, where
-`torch.add(a, b)` is made for them: the call took 1.2 us instead of 2.2 for a small
-tensor, and a cast 2.4 instead of 4.0 (AMD EPYC, torch 2.13).  Both call the same op.
+`torch.ops.aten.add.Tensor(a, b)` looks its operands up in a schema; `torch.add(a, b)`
+has code for its own operands, takes less time, and calls the same op
+(`python -m benchmarks.overhead` times whole calls).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
     _ATEN.unsqueeze.default: torch.unsqueeze,
     _ATEN.view.default: Tensor.view,
 }
-"""Op to the function of torch that calls it, whatever the operands are."""
+"""For each op a function of torch that calls the op, whatever the operands are."""
 
 _KEYWORDS = frozenset(
     {"alpha", "approximate", "dtype", "enable_gqa", "memory_format", "scale"}

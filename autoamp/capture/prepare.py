@@ -88,10 +88,10 @@ def prepare(
     if eager:
         run = with_bindings(bound)
     else:
-        compat.make_code(bound)
         extra = scaling.edge_inputs(edge.devices)
         given = _given(hoisted, inputs, low, layouts, extra)
         ready = for_compilers(bound, inductor=compat.is_inductor(options.backend))
+        compat.make_code(ready)
         run = compat.compile_with(options.backend, ready, given)
     return Prepared(
         rewritten,
@@ -164,9 +164,9 @@ def _as_inductor_lays(
 ) -> tuple[torch.memory_format, ...]:
     """The formats of the copies as inductor lays weights, which then permutes none.
 
-    Inductor lays the operands of convolutions on CPUs with the channels last.  A weight
-    that is an input, and whose layout may be read either way (of a depthwise
-    convolution), inductor leaves as it is, and the convolution is several times slower.
+    Inductor lays the operands of convolutions on CPUs with the channels last.  But the
+    strides of a depthwise weight fit both layouts: inductor leaves such an input as it
+    is, and torch then computes that convolution with the channels first.
     """
     copies = _copies(gm, hoisted, first)
     on_cpu = compat.inductor_permutes() and main_device(gm).type == "cpu"

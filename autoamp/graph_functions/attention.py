@@ -55,16 +55,9 @@ def attention(  # noqa: PLR0917 - as torch's op
         >>> attention(q, k, v + torch.tensor([[1.0], [3.0]])).flatten()
         tensor([2., 2.])
     """
-    if not dropout_p and not enable_gqa:
-        given = (query, key, value, attn_mask, is_causal, scale)
-        result = with_fp32_backward(*given)
-        if result is not None:
-            return result
-    return _ATTENTION(  # type: ignore[no-any-return]
-        *(query, key, value, attn_mask, dropout_p, is_causal),
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+    given = (query, key, value, attn_mask, is_causal, scale)
+    result = None if dropout_p or enable_gqa else with_fp32_backward(*given)
+    return _by_torch(*given, dropout_p, enable_gqa) if result is None else result
 
 
 def written_attention(  # noqa: PLR0917 - as torch's op
@@ -170,13 +163,9 @@ def traced_attention(  # noqa: PLR0917 - as torch's op
     enable_gqa: bool = False,
 ) -> Tensor:
     """As `attention`, in a form AOT autograd traces."""
-    if dropout_p or enable_gqa:
-        return _ATTENTION(  # type: ignore[no-any-return]
-            *(query, key, value, attn_mask, dropout_p, is_causal),
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
     given = (query, key, value, attn_mask, is_causal, scale)
+    if dropout_p or enable_gqa:
+        return _by_torch(*given, dropout_p, enable_gqa)
     return traced_with_fp32_backward(*given)
 
 
@@ -217,10 +206,14 @@ def _by_torch(  # noqa: PLR0917
     value: Tensor,
     mask: Tensor | None,
     is_causal: bool,
-    scale: float,
+    scale: float | None,
+    dropout: float = 0.0,
+    enable_gqa: bool = False,
 ) -> Tensor:
     return _ATTENTION(  # type: ignore[no-any-return]
-        query, key, value, mask, 0.0, is_causal, scale=scale
+        *(query, key, value, mask, dropout, is_causal),
+        scale=scale,
+        enable_gqa=enable_gqa,
     )
 
 

@@ -220,7 +220,7 @@ def _of_kernel(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _NODE = "ScaledDotProductFlashAttentionForCpu"
-"""What torch calls the node of its kernel in a graph of gradients."""
+"""The name by which torch's graph of gradients calls the node of the kernel."""
 
 _LOW = frozenset(LOW_DTYPES.values())
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
