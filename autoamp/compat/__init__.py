@@ -41,7 +41,6 @@ from autoamp.compat.device import (
 from autoamp.compat.entry import CompiledEntry, never_a_graph_by_itself
 from autoamp.compat.gradients import (
     accumulate_in,
-    active_ddp_group,
     backward_id,
     casts_gradients,
     check_finite,
@@ -49,11 +48,9 @@ from autoamp.compat.gradients import (
     inside_backward,
     never_captured,
     optimizers_and_scalers,
-    reduced_by_ddp,
     saved_tensors_hooks_off,
     scaler_uses,
     seen_as,
-    shard_groups,
     stepped_by_grad_scaler,
     unscale_and_check,
     update_scale,
@@ -90,6 +87,15 @@ from autoamp.compat.names import (
     TRANSFORM_EXITS,
     WHILE_LOOP,
     WRAP,
+)
+from autoamp.compat.ranks import (
+    active_ddp,
+    forget_feedback,
+    has_communication_hook,
+    is_joining,
+    reached_on,
+    reduced_by_ddp,
+    shard_groups,
 )
 from autoamp.compat.recording import (
     aliased,

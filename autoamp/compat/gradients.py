@@ -7,7 +7,7 @@ import functools
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -181,42 +181,6 @@ def written_in(node: Any) -> list[str]:
     """
     metadata = getattr(node, "metadata", None)
     return list(metadata.get("traceback_", ())) if isinstance(metadata, dict) else []
-
-
-def active_ddp_group() -> Any:
-    """The process group of the DistributedDataParallel whose forward is running."""
-    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", None)
-    active = getattr(ddp, "_active_ddp_module", None)
-    return None if active is None else active.process_group
-
-
-def shard_groups(params: Iterable[torch.Tensor]) -> list[Any]:
-    """The process groups over which FSDP has sharded `params`; mostly none.
-
-    The original parameters of FSDP1 tell no group, so all ranks are taken to be it.
-    """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return []
-    meshes, flat = {}, False
-    for p in params:
-        mesh = getattr(p, "device_mesh", None)
-        if mesh is not None:
-            meshes[id(mesh)] = mesh
-        flat = flat or getattr(p, "_fsdp_flattened", False)
-    groups = [g for mesh in meshes.values() for g in mesh.get_all_groups()]
-    return [*groups, distributed.group.WORLD] if flat else groups
-
-
-def reduced_by_ddp(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters of `model` whose gradients DistributedDataParallel reduces.
-
-    DistributedDataParallel reduces in buckets of the parameters' own dtype, and takes
-    no gradients of another dtype.
-    """
-    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
-    reducers = [m for m in model.modules() if isinstance(m, ddp)]
-    return [p for reducer in reducers for p in reducer.parameters()]
 
 
 def optimizers_and_scalers() -> tuple[

@@ -87,6 +87,18 @@ class LossScale:
         """Takes over the gradient sizes told to `other`, which this scale replaces."""
 
     @property
+    def position(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale, and the steps since it last moved: 0-dim, on any device."""
+        return self._scale, scalar(0, torch.int32)
+
+    def adopt(self, scale: torch.Tensor, steps: torch.Tensor) -> None:
+        """Takes over the position that ranks agreed on, unless it is not finite.
+
+        Args:
+            scale, steps: a `position`, 0-dim fp32; nothing waits for them.
+        """
+
+    @property
     def at_floor(self) -> bool:
         """Whether the scale is one that moves, but can go no lower."""
         return False

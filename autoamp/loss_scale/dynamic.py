@@ -172,6 +172,19 @@ class DynamicLossScale(LossScale):
         if self._climb is not None and theirs is not None:
             self._climb.heed(theirs)
 
+    @property
+    def position(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scale, and the steps since it last moved; see the base class."""
+        return self._scale, self._tracker
+
+    def adopt(self, scale: torch.Tensor, steps: torch.Tensor) -> None:
+        """Takes over the position that ranks agreed on; see the base class."""
+        told = scale.isfinite() & steps.isfinite()
+        mine, tracker = (each.to(scale.device) for each in self.position)
+        self._scale = torch.where(told, scale, mine)
+        self._tracker = torch.where(told, steps, tracker).int()
+        self._given.clear()
+
     def correct(self, found_inf: torch.Tensor) -> None:
         """Moves the scale for an overflow found late; see the base class."""
         if found_inf.device.type == "cpu":

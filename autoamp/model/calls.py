@@ -101,6 +101,7 @@ class CompiledCall:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
+        self.engine.record.scaling.note_call()
         if THREAD.off:
             return self._code.entry(model, *args, **kwargs)
         if self._by_autocast or compat.transforms_active():

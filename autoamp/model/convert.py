@@ -7,7 +7,9 @@ weights; everything else about the model is untouched.
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from autoamp.model.conversion import (
     Conversion,
     conversion_of,
     inside_wrappers,
+    models_of,
     uninstall,
 )
 from autoamp.model.eligible import choose_precision, own_precision, unsupported
@@ -101,6 +104,7 @@ def convert_model(
         scaling.heal = convert_again
     record = Record(label, low, scaling)
     state.call = CompiledCall(forward, Engine(options, record))
+    scaling.models = functools.partial(_models_of, weakref.ref(scaling))
     state.call.engine.record.skipped += notes
     if example_inputs is not None:
         try:
@@ -113,6 +117,12 @@ def convert_model(
     DECLINED.pop(model, None)
     logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
     return model
+
+
+def _models_of(scaling: weakref.ref[ModelScaling]) -> list[nn.Module]:
+    engines = {each.engine for each in CONVERSIONS if each.engine is not None}
+    mine = [each for each in engines if each.record.scaling is scaling()]
+    return [model for engine in mine for model in models_of(engine)]
 
 
 def convert_again(scaling: ModelScaling, rule: Rule) -> None:

@@ -26,6 +26,7 @@ from autoamp.options import Options
 from autoamp.scaling.backwards import lower_where_nobody_steps
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.overflow import gather
+from autoamp.scaling.ranks import owners_of
 from autoamp.weights.copies import before_write
 
 _scalings: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
@@ -119,9 +120,12 @@ def _first_step(
     if closure and not (others and closures.has_gradients(optimizer)):
         _, given, kwargs = evaluated(given, kwargs, params if others else ())
     evidence = gather(params, -1)
-    if not evidence.runs and not evidence.elsewhere:
+    owners = owners_of(params, _scalings)
+    if not (evidence.runs or evidence.elsewhere or owners):
         return ((optimizer, *given), kwargs) if closure else None
     boundary = attach(optimizer)
+    for scaling in owners:
+        boundary.link(scaling)
     if boundary.leaves_to_scaler():
         return (optimizer, *given), kwargs
     if isinstance(optimizer, torch.optim.LBFGS):

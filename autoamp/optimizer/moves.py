@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from autoamp import compat
 from autoamp.loss_scale.base import free_to_read
-from autoamp.scaling.graph_run import GraphRun, largest_of
+from autoamp.scaling.graph_run import BackwardPass, GraphRun, largest_of
 from autoamp.scaling.overflow import newly
+from autoamp.scaling.ranks import Sizes
 
 
-def move_scales(runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None:
+def sizes_in(runs: list[GraphRun]) -> Sizes:
+    """How large gradients were, for each loss scale that is to move for `runs`."""
+    fresh = [run for run in runs if not run.scale_moved]
+    backwards: dict[int, set[BackwardPass]] = {}
+    for run in fresh:
+        backwards.setdefault(id(run.scaling.loss_scale), set()).add(run.backward_pass)
+    return {scale: largest_of(mine, fresh) for scale, mine in backwards.items()}
+
+
+def largest_in(steps: Sequence[Sizes]) -> Sizes:
+    """How large gradients were in several evaluations of one step."""
+    found: Sizes = {}
+    for sizes in steps:
+        for scale, largest in sizes.items():
+            before = found.get(scale, largest)
+            if before is None or largest is None:
+                found[scale] = None
+            else:
+                found[scale] = before.maximum(largest)
+    return found
+
+
+def move_scales(
+    runs: list[GraphRun], flag: torch.Tensor, sizes: Sizes, retries: bool
+) -> None:
     """Moves each loss scale once, for the runs that have not moved it yet.
 
     Two optimizers that step after one backward move its loss scale once.
@@ -18,6 +45,7 @@ def move_scales(runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None
     Args:
         runs: the runs that filled the gradients of a step.
         flag: 1 element, on any device; not 0 where some gradient is not finite.
+        sizes: as `sizes_in` gives them, or as ranks have agreed on them.
         retries: whether the step evaluates the loss again; such a step is counted when
             it ends, by the caller.
     """
@@ -30,7 +58,7 @@ def move_scales(runs: list[GraphRun], flag: torch.Tensor, retries: bool) -> None
             scale.update(flag)
             if looks:
                 known = bool(flag) if free_to_read(flag) else flag
-                scale.look(largest_of(mine, fresh), known)
+                scale.look(sizes.get(id(scale)), known)
         else:
             scale.correct(newly(flag, before))
         for backward in mine:

@@ -15,13 +15,14 @@ from autoamp import compat
 from autoamp.errors import LossScaleError
 from autoamp.loss_scale import LossScale
 from autoamp.optimizer.kernel_flag import given_flag, takes_flag
-from autoamp.optimizer.moves import move_scales
+from autoamp.optimizer.moves import largest_in, move_scales, sizes_in
 from autoamp.optimizer.optimizers import evaluated, params_of
 from autoamp.optimizer.skips import note_skip, note_step
 from autoamp.scaling.backwards import BACKWARDS
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
 from autoamp.scaling.overflow import Evidence, found_inf, gather
+from autoamp.scaling.ranks import Sizes, agree, team_of
 from autoamp.weights.masters import Masters
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class OptimizerBoundary:
         self.writes_first = True
         self._skipped_before = False
         self._passed: list[GraphRun] = []
+        self._passed_sizes: list[Sizes] = []
         self._unsure: Sequence[GraphRun] = ()
 
     @property
@@ -152,12 +154,16 @@ class OptimizerBoundary:
         params = self.params
         evidence = self._read(params)
         doubt = self._in_doubt(params)
-        if not evidence.runs and not evidence.elsewhere and not doubt:
+        team = team_of([*self.scalings, *evidence.scalings], params)
+        if not (evidence.runs or evidence.elsewhere or doubt or team.groups):
             return torch.zeros(1)
         for scaling in evidence.scalings:
             scaling.settle(foreign=False)
             self.link(scaling)
-        flag = found_inf(evidence, params, doubt)
+        flag = found_inf(evidence, params, team, doubt)
+        sizes = sizes_in(evidence.runs)
+        flag, sizes = agree(team, flag, self.loss_scales, sizes)
+        team.recover(flag)
         by_kernel = not retries and takes_flag(self.optimizer, flag)
         if by_kernel:
             self._unsure = evidence.live or self._unsure
@@ -171,8 +177,9 @@ class OptimizerBoundary:
                 return flag
             if retries:
                 self._passed += evidence.runs
+                self._passed_sizes.append(sizes)
                 return flag
-        move_scales(evidence.runs, flag, retries)
+        move_scales(evidence.runs, flag, sizes, retries)
         return flag
 
     def leaves_to_scaler(self) -> bool:
@@ -247,10 +254,11 @@ class OptimizerBoundary:
         """Ends a step judged with `retries`: the step counts once, not once per try."""
         flag = torch.full((1,), float(skipped))
         if not skipped:
-            move_scales(self._passed, flag, retries=True)
+            sizes = largest_in(self._passed_sizes)
+            move_scales(self._passed, flag, sizes, retries=True)
         for scale in self.loss_scales:
             scale.count_skipped(flag)
-        self._passed = []
+        self._passed, self._passed_sizes = [], []
         self.mark(skipped)
 
     # -- stepping ------------------------------------------------------------------

@@ -68,6 +68,7 @@ class ModelScaling:
         suspicion: watches the runs after a skipped step.
         heal: captures the model again under one more rule; None where the user has not
             asked for that.
+        models: gives the converted model and its deep copies.
     """
 
     def __init__(
@@ -96,6 +97,27 @@ class ModelScaling:
         self.skips: list[str] = []
         self.suspicion = Suspicion()
         self.heal: Callable[[ModelScaling, Rule], None] | None = None
+        self.models: Callable[[], Sequence[torch.nn.Module]] = list
+        self._reducers: list[weakref.ref[Any]] = []
+
+    @property
+    def reducers(self) -> list[Any]:
+        """Each DistributedDataParallel in whose forward the model has been called."""
+        found = [ref() for ref in self._reducers]
+        return [each for each in found if each is not None]
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The parameters of the converted models, as they are now."""
+        modules = [each for m in self.models() for each in compat.modules_of(m)]
+        found = [p for m in modules for p in compat.parameters_here(m).values()]
+        return [p for p in found if p is not None]
+
+    def note_call(self) -> None:
+        """Notes who reduces the model's gradients, as a call of the model begins."""
+        ddp = compat.active_ddp()
+        if ddp is not None and all(ref() is not ddp for ref in self._reducers):
+            self._reducers.append(weakref.ref(ddp))
 
     @property
     def enabled(self) -> bool:

@@ -51,6 +51,7 @@ class GraphRun:
         clean: whether the run is known to have found nothing.
         magnitudes: the sizes of the fp16 gradients inside, at the run's loss scale, and
             the inverse of that scale; None where the loss scale does not ask for them.
+        reduced: whether DistributedDataParallel reduces the run's gradients.
         recorded: whether a backward over the run was itself recorded (`create_graph`):
             then a later backward may set the flags before it gets to the outputs.
     """
@@ -62,12 +63,12 @@ class GraphRun:
         "clean",
         "found_inf",
         "gone",
-        "group",
         "leaves",
         "magnitudes",
         "number",
         "origin",
         "recorded",
+        "reduced",
         "scale_moved",
         "scaling",
     )
@@ -84,7 +85,7 @@ class GraphRun:
         self.origin = origin
         self.leaves = leaves
         self.found_inf = edge[2::3]
-        self.group = compat.active_ddp_group()
+        self.reduced = compat.active_ddp() is not None
         self.backward_id = -1
         self.backward_pass = BackwardPass()
         self.number = -1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -25,14 +24,14 @@ class Evidence:
             thrown away, or have passed it on to weights that no graph of ours knows.
         elsewhere: runs for other optimizers that may have passed an overflow on.
         last: the number of the last run; the next step looks at the runs after it.
-        shards: the process groups over which FSDP has sharded the weights.
+        sharded: whether FSDP has sharded the weights.
     """
 
     live: Sequence[GraphRun]
     doubtful: Sequence[GraphRun]
     elsewhere: Sequence[GraphRun]
     last: int
-    shards: Sequence[Any] = ()
+    sharded: bool = False
 
     @property
     def scalings(self) -> list[ModelScaling]:
@@ -73,9 +72,8 @@ def gather(
     voided = [r for r in (*mine, *pieces) if r not in live]
     last = runs[-1].number if runs else since
     others = [r for r in runs if r.backward_id not in passes]
-    shards = compat.shard_groups(params)
-    if shards:
-        return Evidence(live, [*voided, *others], [], last, shards)
+    if compat.shard_groups(params):
+        return Evidence(live, [*voided, *others], [], last, sharded=True)
     passing = [r for r in others if r.origin.passes_on and _may_concern(r, met)]
     return Evidence(
         live,
@@ -100,34 +98,38 @@ def _may_concern(run: GraphRun, met: Collection[ModelScaling]) -> bool:
 
 
 def found_inf(
-    evidence: Evidence, params: Sequence[torch.Tensor], doubt: bool
+    evidence: Evidence, params: Sequence[torch.Tensor], team: ranks.Team, doubt: bool
 ) -> torch.Tensor:
-    """One fp32 element, 1 where the gradients of `params` hold an overflow.
+    """One fp32 element, 1 where this rank sees an overflow in gradients of `params`.
 
     The flags of the live runs tell, because the gradients may have changed since:
     clipping by value turns infinities into ones.  The gradients themselves are only
     looked at where they may still hold an overflow of a skipped step (`doubt`), of a
     run that is voided or passed gradients on, or of other ranks, whose gradients the
-    script reduced by itself.
+    script reduced by itself, or that a communication hook has compressed.
+
+    In `join()` the gradients alone tell: they are equal on the ranks that still step.
     """
+    if team.is_joining:
+        return not_finite(p.grad for p in params if p.grad is not None)
     flags = [flag for run in evidence.live for flag in run.found_inf]
     unclear = [*evidence.doubtful, *evidence.elsewhere]
     past = [flag for run in unclear for flag in run.found_inf]
     on_host = all(flag.device.type == "cpu" for flag in past)
     if (
         doubt
-        or evidence.shards
+        or evidence.sharded
+        or team.gradients_tell_more
         or _may_be_reduced_by_hand(evidence)
         or (any(bool(f) for f in past) if on_host else past)
     ):
         flags.append(not_finite(p.grad for p in params if p.grad is not None))
-    ddp = [r.group for r in evidence.live if r.group is not None]
-    return ranks.shared(_any(flags), (*ddp, *evidence.shards))
+    return _any(flags)
 
 
 def _may_be_reduced_by_hand(evidence: Evidence) -> bool:
     """Whether gradients may hold other ranks' overflows, of which no flag tells."""
-    return ranks.are_several() and any(run.group is None for run in evidence.live)
+    return ranks.are_several() and not all(run.reduced for run in evidence.live)
 
 
 def not_finite(grads: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -202,8 +202,8 @@ def no_grad_dtype(patch: pytest.MonkeyPatch) -> None:
 
 def no_ddp(patch: pytest.MonkeyPatch) -> None:
     hide(patch, "DistributedDataParallel")
-    assert gradients.active_ddp_group() is None
-    assert gradients.reduced_by_ddp(mlp()) == []
+    assert ranks.active_ddp() is None
+    assert ranks.reduced_by_ddp(mlp()) == []
 
 
 def no_task_id(patch: pytest.MonkeyPatch) -> None:

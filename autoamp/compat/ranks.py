@@ -1,0 +1,89 @@
+"""Ranks: who reduces gradients with whom, and how a group is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def active_ddp() -> Any:
+    """The DistributedDataParallel whose forward is running; None without one."""
+    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", None)
+    return getattr(ddp, "_active_ddp_module", None)
+
+
+def is_joining(ddp: Any) -> bool:
+    """Whether `ddp` is inside `join()`, where ranks that have no more inputs are done.
+
+    Such a rank shadows the collectives of DDP and no others.
+    """
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
+def has_communication_hook(ddp: Any) -> bool:
+    """Whether code besides a plain all-reduce makes the gradients that `ddp` gives.
+
+    Where torch hides its hooks, a hook is taken to be there: looking at gradients that
+    need no look costs one pass over the gradients.
+    """
+    if not hasattr(ddp, "_comm_hooks") or not hasattr(ddp, "_get_ddp_logging_data"):
+        return True
+    return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
+
+
+def forget_feedback(ddp: Any) -> None:
+    """Clears what a communication hook of `ddp` remembers of gradients not finite.
+
+    PowerSGD adds the error of each step's compression to the next step's gradients,
+    and begins with the last step's factors: after one overflow all of these would be
+    NaN for ever.  The factors are equal on all ranks, and so is the decision.
+    """
+    for _, state in getattr(ddp, "_comm_hooks", ()):
+        errors = getattr(state, "error_dict", None)
+        if not isinstance(errors, dict):
+            continue
+        for error in errors.values():
+            if not error.isfinite().all():
+                error.zero_()
+        factors = [getattr(state, f"{name}_memory_dict", {}) for name in "pq"]
+        if any(not each.isfinite().all() for d in factors for each in d.values()):
+            for each in factors:
+                each.clear()
+
+
+def shard_groups(params: Iterable[torch.Tensor]) -> list[Any]:
+    """The process groups over which FSDP has sharded `params`; mostly none.
+
+    The original parameters of FSDP1 tell no group, so all ranks are taken to be it.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return []
+    meshes, flat = {}, False
+    for p in params:
+        mesh = getattr(p, "device_mesh", None)
+        if mesh is not None:
+            meshes[id(mesh)] = mesh
+        flat = flat or getattr(p, "_fsdp_flattened", False)
+    groups = [g for mesh in meshes.values() for g in mesh.get_all_groups()]
+    return [*groups, distributed.group.WORLD] if flat else groups
+
+
+def reduced_by_ddp(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters of `model` whose gradients DistributedDataParallel reduces.
+
+    DistributedDataParallel reduces in buckets of the parameters' own dtype, and takes
+    no gradients of another dtype.
+    """
+    ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
+    reducers = [m for m in model.modules() if isinstance(m, ddp)]
+    return [p for reducer in reducers for p in reducer.parameters()]
+
+
+def reached_on(group: Any, device: torch.device) -> torch.device:
+    """`device`, or another one where collectives of `group` take no such tensors."""
+    backends: str = torch.distributed.get_backend_config(group)
+    named = [each.partition(":")[0] for each in backends.split(",")]
+    return device if device.type in named else torch.device(named[0])
