@@ -70,6 +70,7 @@ from autoamp.compat.hooks import (
     step_hooks,
     tells_nodes,
 )
+from autoamp.compat.layers import PACKED, is_packed, packed_result
 from autoamp.compat.listening import Heard, op_heard
 from autoamp.compat.names import (
     CHECKPOINT,
@@ -92,10 +93,12 @@ from autoamp.compat.ranks import (
     active_ddp,
     forget_feedback,
     has_communication_hook,
+    in_buckets,
     is_joining,
     reached_on,
     reduced_by_ddp,
     shard_groups,
+    without_buckets,
 )
 from autoamp.compat.recording import (
     aliased,
@@ -115,7 +118,6 @@ from autoamp.compat.recording import (
     split_identity,
     without_torch_function,
 )
-from autoamp.compat.recurrent import PACKED, is_packed, packed_result
 from autoamp.compat.stack import with_room
 from autoamp.compat.tensors import (
     Memory,

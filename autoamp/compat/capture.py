@@ -11,6 +11,8 @@ import torch._dynamo
 from torch import fx
 from torch.autograd import forward_ad
 
+from autoamp.compat.ranks import active_ddp, in_buckets, splits_for_ddp
+
 
 def compile_with(
     backend: str | Callable[..., Any], gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -25,6 +27,9 @@ def compile_with(
     if backend == "inductor":
         from torch._inductor.compile_fx import compile_fx as backend
     assert callable(backend)
+    ddp = active_ddp()
+    if ddp is not None and splits_for_ddp() and torch.is_grad_enabled():
+        return in_buckets(backend, gm, example_inputs, ddp)
     compiled: Callable[..., Any] = cast(Any, backend(gm, list(example_inputs)))
     return compiled
 

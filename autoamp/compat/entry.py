@@ -17,12 +17,11 @@ import torch._dynamo
 import torch._dynamo.convert_frame
 from torch import fx, nn
 
-from autoamp.compat.layers import layer_captured, layer_left
-from autoamp.compat.recurrent import recurrent_results
+from autoamp.compat.layers import layer_captured, layer_left, recurrent_results
+from autoamp.compat.ranks import note_ddp_mode
 
 _COMPILE_TIME_CONFIG = {
-    # DDPOptimizer would call the backend once per bucket with fake tensors; the eager
-    # back end has per-op autograd, so DDP overlaps without any splitting.
+    # DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
     "optimize_ddp": False,
 }
 
@@ -166,14 +165,18 @@ def _configure_while_compiling(  # noqa: PLR0917
         others = sum(entry.backend is not backend for entry in _entries(code))
         more = others + max(len(known) - 1, 0) + raced[code]
         config = torch._dynamo.config
+        note_ddp_mode(config.optimize_ddp)
         limits = {name: getattr(config, name) + more for name in _LIMITS}
         as_is = backend.runs_as_is
         recurrent = recurrent_results() if as_is else nullcontext()
         failed = _failed_frames()
         # Without `allow_rnn` nn.LSTM, GRU and RNN give no graph.  A compiler would take
         # their steps apart, and what inductor makes of an LSTM raises (torch 2.13).
-        options = {**ours, **limits, "allow_rnn": as_is}
-        with config.patch(options), recurrent, _quietly():
+        with (
+            config.patch({**ours, **limits, "allow_rnn": as_is}),
+            recurrent,
+            _quietly(),
+        ):
             found = base.__call__(self, frame, *args, **kwargs)
             if layer_left(frame, found):
                 found = layer_captured(self, frame, *args, **kwargs) or found

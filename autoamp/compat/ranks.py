@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
+from torch import fx
 
 
 def active_ddp() -> Any:
@@ -87,3 +88,48 @@ def reached_on(group: Any, device: torch.device) -> torch.device:
     backends: str = torch.distributed.get_backend_config(group)
     named = [each.partition(":")[0] for each in backends.split(",")]
     return device if device.type in named else torch.device(named[0])
+
+
+def without_buckets(backend: Any) -> Any:
+    """The backend that `DDPOptimizer` hands pieces of a graph to, or `backend`."""
+    return getattr(getattr(backend, "__self__", None), "backend_compile_fn", backend)
+
+
+_mode: list[Any] = [True]
+
+
+def note_ddp_mode(mode: Any) -> None:
+    """Notes the user's own setting of `torch._dynamo.config.optimize_ddp`."""
+    _mode[:] = [mode]
+
+
+def splits_for_ddp() -> bool:
+    """Whether the user leaves it to torch to cut compiled graphs at DDP's buckets."""
+    return _mode[0] in (True, "ddp_optimizer")
+
+
+def in_buckets(
+    backend: Callable[..., Any], gm: fx.GraphModule, given: Sequence[Any], ddp: Any
+) -> Callable[..., Any]:
+    """`gm` compiled by `backend` in as many pieces as `ddp` has buckets of gradients.
+
+    A compiled backward gives all gradients at its end.  In pieces, the first gradients
+    are reduced while others are yet to be computed (torch's own `DDPOptimizer`, which
+    cannot be used as it is: it would cut the graph before our pass sees the graph).
+    """
+    try:
+        from torch._dynamo.backends.distributed import DDPOptimizer
+    except ImportError:
+        return cast(Callable[..., Any], backend(gm, given))
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for node, value in zip(inputs, given, strict=True):
+        node.meta["example_value"] = value
+        node._dynamo_source = getattr(node, "_dynamo_source", None)
+    more: Any = gm
+    distributed: Any = torch.distributed
+    more._param_name_to_source = getattr(gm, "_param_name_to_source", {})
+    cap = ddp.bucket_bytes_cap
+    first = min(cap, distributed._DEFAULT_FIRST_BUCKET_BYTES)
+    return cast(
+        Callable[..., Any], DDPOptimizer(cap, backend, first).compile_fn(gm, [*given])
+    )

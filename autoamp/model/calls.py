@@ -49,7 +49,6 @@ _TRACED = (
 )
 
 _INSTEAD = "calls run under torch.autocast instead of rewritten graphs, because "
-
 _MOST_IN_VAIN = 2
 """How many calls in a row may capture nothing before autocast takes over."""
 

@@ -47,6 +47,7 @@ def users_backend() -> int:
     The answer may also be `ONE_GRAPH` or `RUNS_OUR_PASS`.
     """
     backend, may_break = compat.tracing_backend()
+    backend = compat.without_buckets(backend)
     if is_ours(compat.unwrapped_backend(backend)):
         return RUNS_OUR_PASS
     if backend is None or not may_break:

@@ -45,12 +45,14 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     Raises:
         AutoampError: the optimizer was loaded with an unusable state of ours.
     """
-    known = boundary_of(optimizer)
+    outer, known = optimizer, boundary_of(optimizer)
     if known is not None:
+        known.note_outer(outer)
         return known
     optimizer = innermost(optimizer)
     saved_state.check_loaded(optimizer)
     boundary = OptimizerBoundary(optimizer)
+    boundary.note_outer(outer)
     own: Any = optimizer.step
 
     def inner(*args: Any, **kwargs: Any) -> Any:

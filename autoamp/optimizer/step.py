@@ -84,6 +84,7 @@ class OptimizerBoundary:
         self.steps = 0
         self.masters: Masters | None = None
         self.writes_first = True
+        self._outer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._skipped_before = False
         self._passed: list[GraphRun] = []
         self._passed_sizes: list[Sizes] = []
@@ -91,8 +92,13 @@ class OptimizerBoundary:
 
     @property
     def params(self) -> list[torch.Tensor]:
-        """The tensors optimized now: groups may be added at any time."""
-        return params_of(self.optimizer)
+        """The tensors optimized now, by all parts of a ZeroRedundancyOptimizer."""
+        return params_of(self._outer() or self.optimizer)
+
+    def note_outer(self, outer: torch.optim.Optimizer) -> None:
+        """Notes the optimizer that wraps this one."""
+        if outer is not self.optimizer:
+            self._outer = weakref.ref(outer)
 
     @property
     def weights(self) -> list[torch.Tensor]:

@@ -28,7 +28,7 @@ _SCALES = 4
 backward share one scale, and a vector of one length needs no second collective."""
 
 _SILENT, _UNKNOWN = -torch.inf, torch.inf
-"""A number that has no part in a largest value, and one that makes the value unknown."""
+"""A number with no part in a largest value, and one that makes the value unknown."""
 
 _INFINITE = torch.finfo(torch.float32).max
 """Stands for a gradient that is not finite."""

@@ -7,9 +7,12 @@ does its work; those that tell of captures are in test_faults_capture.py.
 from __future__ import annotations
 
 import copy
+import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat
-from autoamp.compat import capture, entry, gradients, layers, tensors, tracing
+from autoamp.compat import capture, entry, gradients, layers, ranks, tensors, tracing
 from autoamp.graph_functions import attention, cpu_attention
 from tests.conformance.table import Figures
 from tests.steps import BF16, FP16, assert_same, mlp, weights_of
@@ -206,6 +209,48 @@ def no_ddp(patch: pytest.MonkeyPatch) -> None:
     assert ranks.reduced_by_ddp(mlp()) == []
 
 
+class _Reducer:
+    """What compat/ranks.py asks of a DistributedDataParallel."""
+
+    def __init__(self, state: Any = None) -> None:
+        self._comm_hooks = [] if state is None else [(None, state)]
+        self._join_config = SimpleNamespace(enable=True)
+
+    def _get_ddp_logging_data(self) -> dict[str, str]:
+        return {}
+
+
+def no_hooks_of_ddp(patch: pytest.MonkeyPatch) -> None:
+    """Where hooks or `join()` cannot be seen, gradients are looked at, ranks agree."""
+    state = SimpleNamespace(error_dict={0: torch.full((2,), math.nan)})
+    reducer = _Reducer(state)
+    assert ranks.is_joining(reducer)
+    assert ranks.has_communication_hook(reducer)
+    assert not ranks.has_communication_hook(_Reducer())
+    ranks.forget_feedback(reducer)
+    assert state.error_dict[0].tolist() == [0, 0]
+    for name in ("_comm_hooks", "_get_ddp_logging_data"):
+        hide(patch, name)
+        assert ranks.has_communication_hook(_Reducer())
+    hide(patch, "_join_config", "enable")
+    assert not ranks.is_joining(reducer)
+    hide(patch, "error_dict")
+    ranks.forget_feedback(reducer)
+
+
+def no_buckets(patch: pytest.MonkeyPatch) -> None:
+    """Where there is no DDPOptimizer, a graph is compiled as a whole."""
+    whole, gm = object(), SimpleNamespace()
+
+    def backend(given: Any, inputs: Any) -> Any:
+        return whole if given is gm else None
+
+    patch.setitem(sys.modules, "torch._dynamo.backends.distributed", None)
+    hide(patch, "backend_compile_fn", "_param_name_to_source")
+    assert ranks.in_buckets(backend, gm, [], _Reducer()) is whole
+    assert ranks.without_buckets(backend) is backend
+
+
 def no_task_id(patch: pytest.MonkeyPatch) -> None:
     hide(patch, "_current_graph_task_id")
     assert not gradients.inside_backward()
@@ -342,6 +387,8 @@ ALONE = [
     no_attention,
     no_cpu_attention,
     no_total_norm,
+    no_hooks_of_ddp,
+    no_buckets,
     no_backends,
     no_layouts,
     no_translator,

@@ -1,0 +1,318 @@
+"""DDP in all its settings: ranks step together or not at all, at one loss scale."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoamp
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import WIDTH, Net, Trained, batch, steps, zero_adamw
+from tests.trainers.harness import bound
+
+STEPS, BAD = 6, 3
+SCALED: dict[str, Any] = {
+    "precision": "fp16",
+    "loss_scale": "dynamic",
+    "do_no_harm": False,
+}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "converted after": {"after": True},
+    "small buckets": {"bucket_cap_mb": 0.001},
+    "static graph": {"static_graph": True},
+    "gradients are views": {"gradient_as_bucket_view": True},
+    "accumulation": {"no_sync": True},
+    "unused parameters": {"branch": True, "find_unused_parameters": True},
+    "zero": {"zero": True},
+    "reduced in fp16": {"hook": "fp16"},
+    "PowerSGD": {"hook": "powersgd"},
+}
+
+
+def train(
+    rank: int,
+    *,
+    mixed: str = "ours",
+    after: bool = False,
+    branch: bool = False,
+    no_sync: bool = False,
+    zero: bool = False,
+    hook: str = "",
+    bad: int = BAD,
+    backend: str = "eager",
+    **settings: Any,
+) -> Trained:
+    """Six steps; the gradients of rank 1 overflow in one of them."""
+    net = Net(branch)
+    if mixed == "ours" and not after:
+        autoamp.convert(net, backend=backend, **SCALED)
+    ddp = DistributedDataParallel(net, **settings)
+    if mixed == "ours" and after:
+        autoamp.convert(ddp, **SCALED)
+    if hook == "fp16":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer: Any = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    if zero:
+        optimizer = zero_adamw(ddp)
+    calls = iter(range(STEPS * 2))
+
+    def call(x: Tensor) -> Tensor:
+        # In every step the branch is used by one rank, and not by the other.
+        return ddp(x, branch and (next(calls) + rank) % 2 == 0)
+
+    return steps(
+        ddp,
+        optimizer,
+        [batch(step, rank) for step in range(STEPS)],
+        bad=[bad] if rank == 1 else (),
+        call=call,
+        accumulate=(lambda _: ddp.no_sync()) if no_sync else None,
+        autocast=mixed == "autocast",
+    )
+
+
+def agreed(results: list[Trained]) -> Trained:
+    """What the ranks agree on, which they do in every step."""
+    first, *others = results
+    for other in others:
+        assert other.weights == first.weights
+        assert other.skipped == first.skipped
+        assert other.scales == first.scales
+    return first
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_ranks_skip_the_same_step(setting: str, two: Ranks) -> None:
+    trained = agreed(two.run(train, **SETTINGS[setting]))
+    assert trained.skipped == [step == BAD for step in range(STEPS)]
+    assert trained.weights[BAD] == trained.weights[BAD - 1]
+    assert trained.weights[BAD + 1] != trained.weights[BAD]
+
+
+@pytest.mark.parametrize("setting", [{}, {"zero": True}])
+def test_ranks_skip_the_first_step(setting: dict[str, Any], two: Ranks) -> None:
+    trained = agreed(two.run(train, bad=0, **setting))
+    assert trained.skipped == [step == 0 for step in range(STEPS)]
+    assert trained.weights[1] != trained.weights[0]
+
+
+@pytest.mark.parametrize("setting", ["plain", "accumulation", "zero"])
+def test_losses_are_as_near_to_fp32s_as_autocasts(setting: str, two: Ranks) -> None:
+    more = {**SETTINGS[setting], "bad": -1}
+    ours, plain, autocast = (
+        torch.tensor([r.losses for r in two.run(train, mixed=mixed, **more)])
+        for mixed in ("ours", "no", "autocast")
+    )
+    deviation = float((ours - plain).abs().max())
+    assert 0 < deviation <= bound(plain, autocast)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", [25, 0.001])
+def test_compiled_graphs_skip_the_same_step(cap: float, two: Ranks) -> None:
+    run = two.run(train, backend="inductor", bucket_cap_mb=cap, deadline=200)
+    assert agreed(run).skipped == [step == BAD for step in range(STEPS)]
+
+
+# -- a rank that did nothing which the others could wait for ---------------------------
+
+
+class _Mode(TorchDispatchMode):
+    """Dynamo steps aside under any such mode."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def train_without_a_graph(rank: int, why: str) -> tuple[Trained, float]:
+    """Rank 1 runs no scaled graph; rank 0's gradients overflow in one step."""
+    by_price = why == "price"
+    options = {**SCALED, "do_no_harm": by_price, "precision": "bf16"}
+    ddp = DistributedDataParallel(autoamp.convert(Net(), **options))
+
+    def call(x: Tensor) -> Tensor:
+        if rank == 0 or by_price:
+            return ddp(x)
+        with _Mode():
+            return ddp(x)
+
+    rows = 4096 if by_price and rank == 0 else 2
+    trained = steps(
+        ddp,
+        torch.optim.SGD(ddp.parameters(), 0.01, momentum=0.9),
+        [batch(step, rank, rows) for step in range(STEPS)],
+        bad=[BAD] if rank == 0 else (),
+        factor=math.inf,
+        call=call,
+    )
+    return trained, autoamp.report(ddp).coverage.share_of_flops or 0.0
+
+
+@pytest.mark.parametrize("why", ["a mode", "price"])
+def test_a_rank_without_graphs_takes_part(why: str, two: Ranks) -> None:
+    (first, covered), (second, not_covered) = two.run(train_without_a_graph, why)
+    assert covered > 0.9
+    assert not_covered == 0
+    assert first.weights == second.weights
+    for each in first, second:
+        assert each.skipped == [step == BAD for step in range(STEPS)]
+
+
+def train_uneven(rank: int, zero: bool) -> tuple[Trained, Trained]:
+    """Rank 1 runs out of inputs after four steps; then both take three more."""
+    ddp = DistributedDataParallel(autoamp.convert(Net(), **SCALED))
+    # SGD has no state: that of a rank that waits would fall behind.
+    sgd = torch.optim.SGD(ddp.parameters(), 0.05)
+    optimizer: Any = zero_adamw(ddp) if zero else sgd
+    count = STEPS if rank == 0 else STEPS - 2
+    with Join([ddp, optimizer]) if zero else ddp.join():
+        uneven = steps(
+            ddp,
+            optimizer,
+            [batch(step, rank) for step in range(count)],
+            bad=[BAD] if rank == 1 else (),
+        )
+    even = steps(ddp, optimizer, [batch(step, rank) for step in range(7, 10)])
+    return uneven, even
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_uneven_inputs(zero: bool, two: Ranks) -> None:
+    """Scales may part while a rank waits; they are one again after the next step."""
+    (longer, even), (shorter, other) = two.run(train_uneven, zero)
+    assert longer.skipped == [step == BAD for step in range(STEPS)]
+    assert shorter.skipped == longer.skipped[: STEPS - 2]
+    assert shorter.weights == longer.weights[: STEPS - 2]
+    agreed([even, other])
+
+
+def train_one_weight(rank: int) -> Trained:
+    """ZeroRedundancyOptimizer gives the only weight to one rank, the other has none."""
+    layer = nn.Linear(WIDTH, 4, bias=False)
+    ddp = DistributedDataParallel(autoamp.convert(layer, **SCALED))
+    optimizer = zero_adamw(ddp)
+    batches = [batch(step, rank) for step in range(STEPS)]
+    return steps(ddp, optimizer, batches, bad=[BAD] if rank == 1 else ())
+
+
+def test_a_rank_whose_optimizer_holds_no_weight_takes_part(two: Ranks) -> None:
+    trained = agreed(two.run(train_one_weight))
+    assert trained.weights[BAD] == trained.weights[BAD - 1]
+    assert trained.weights[BAD + 1] != trained.weights[BAD]
+
+
+# -- overflows that one rank alone could see -------------------------------------------
+
+
+def train_clipped(rank: int, after: bool) -> Trained:
+    """Rank 1's gradient is clipped in the hook that DDP reduces gradients after."""
+    net = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+    for parameter in net.parameters():
+        parameter.register_hook(lambda g: g.nan_to_num(1.0, 1.0, 1.0).clamp(-1, 1))
+    options = {**SCALED, "precision": "bf16"}
+    ddp = DistributedDataParallel(net if after else autoamp.convert(net, **options))
+    if after:
+        autoamp.convert(ddp, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    batches = [batch(step, rank) for step in range(STEPS)]
+    if rank == 1:
+        batches[BAD][1].fill_(math.inf)
+    return steps(ddp, optimizer, batches)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_gradient_clipped_before_it_is_reduced(after: bool, two: Ranks) -> None:
+    results = two.run(train_clipped, after)
+    assert results[0].weights == results[1].weights
+    for each in results:
+        assert each.skipped == [step == BAD for step in range(STEPS)]
+
+
+def train_near_the_limit(rank: int) -> Trained:
+    """The gradients of one step are finite on both ranks, and too large for fp16."""
+    ddp = DistributedDataParallel(autoamp.convert(nn.Linear(16, 4), **SCALED))
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), 1e-9)
+    batches = [batch(step, rank) for step in range(STEPS)]
+    batches[BAD][1].fill_(4e6)
+    return steps(ddp, optimizer, batches)
+
+
+def test_a_gradient_that_overflows_as_it_is_reduced(two: Ranks) -> None:
+    trained = agreed(two.run(train_near_the_limit))
+    assert trained.skipped[BAD]
+    assert trained.weights[BAD] == trained.weights[BAD - 1]
+    assert not any(trained.skipped[:BAD])
+
+
+def train_with_other_sizes(rank: int) -> Trained:
+    """Gradients of the ranks differ in size a thousandfold, and so would the scales."""
+    ddp = DistributedDataParallel(autoamp.convert(Net(), **SCALED))
+    batches = [batch(step, rank) for step in range(STEPS)]
+    for _, y in batches:
+        y.mul_(1 if rank else 1e-3)
+    with torch.no_grad():
+        for p in ddp.module.last.parameters():
+            p.zero_()
+    return steps(ddp, torch.optim.SGD(ddp.parameters(), 1e-9), batches)
+
+
+def test_ranks_climb_together(two: Ranks) -> None:
+    trained = agreed(two.run(train_with_other_sizes))
+    assert len(set(trained.scales)) > 1
+
+
+# -- communication while gradients are still computed ----------------------------------
+
+
+def events(rank: int, backend: str) -> list[str]:
+    """The order of a backward's events: gradients of weights, reductions of buckets."""
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+    autoamp.convert(net, backend=backend, **{**SCALED, "precision": "bf16"})
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.02)
+    seen: list[str] = []
+
+    def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        seen.append(f"reduced {bucket.buffer().dtype}")
+        return default_hooks.allreduce_hook(None, bucket)
+
+    reduce.__annotations__.clear()  # DDP takes types, not the names of types
+    ddp.register_comm_hook(None, reduce)
+    for name, parameter in net.named_parameters():
+        parameter.register_hook(lambda _, name=name: seen.append(name))
+    for _step in range(3):  # buckets are made anew in the second step
+        seen.clear()
+        ddp(torch.randn(8, 64)).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_the_first_bucket_is_reduced_before_the_last_gradient(
+    backend: str, two: Ranks
+) -> None:
+    """An autograd node with all weights as its inputs would give all gradients last."""
+    for seen in two.run(events, backend, deadline=200):
+        reductions = [i for i, event in enumerate(seen) if event.startswith("reduced")]
+        gradients = [i for i, event in enumerate(seen) if event[0].isdigit()]
+        assert len(gradients) == 12
+        assert len(reductions) >= 3
+        assert reductions[0] < gradients[6]
+        assert {seen[i] for i in reductions} == {"reduced torch.float32"}
