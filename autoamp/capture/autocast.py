@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from autoamp.dtypes import LOW_DTYPES
+from autoamp.place.devices import main_device
 
 
 def under_autocast(
@@ -42,6 +43,42 @@ def under_autocast(
         return value
 
     return pytree.tree_map(widen, result)
+
+
+def graph_under_autocast(
+    gm: fx.GraphModule, run: Callable[..., Any], low: torch.dtype
+) -> Callable[..., Any]:
+    """`run`, which runs graph `gm`, under autocast; fp32 results stay fp32.
+
+    Args:
+        low: the compute dtype where nothing is differentiated.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    wide = [_is_wide(value) for value in output.args[0]]
+
+    def call(*args: Any) -> Any:
+        with autocast_region(gm, low):
+            results = run(*args)
+        return tuple(
+            r.to(torch.float32) if keep and r.dtype != torch.float32 else r
+            for r, keep in zip(results, wide, strict=True)
+        )
+
+    return call
+
+
+def autocast_region(gm: fx.GraphModule, low: torch.dtype) -> torch.autocast:
+    """A region of autocast for graph `gm`, with `low` where it is not differentiated.
+
+    Each use of a weight has its own cast, so that the weight's gradient sums in fp32.
+    """
+    device, dtype = main_device(gm).type, unscaled_dtype(low)
+    return torch.autocast(device_type=device, dtype=dtype, cache_enabled=False)
+
+
+def _is_wide(result: Any) -> bool:
+    value = result.meta.get("example_value") if isinstance(result, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
 def unscaled_dtype(low: torch.dtype) -> torch.dtype:

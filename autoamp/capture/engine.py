@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.capture.autocast import autocast_region, graph_under_autocast
 from autoamp.capture.captured import CapturedGraph, Prepared
 from autoamp.capture.locked import check_graph
 from autoamp.capture.prepare import as_it_is, prepare
@@ -27,7 +28,7 @@ from autoamp.capture.running import (
     scaled,
     unscaled,
 )
-from autoamp.errors import AutoampError
+from autoamp.errors import AutoampError, CaptureError
 from autoamp.options import Options
 from autoamp.pipeline import Setting
 from autoamp.place.cost import PriceModel
@@ -43,6 +44,12 @@ logger = logging.getLogger(__name__)
 _SWITCHED_OFF = (
     "the model calls it where it has switched autocast off (`torch.autocast(..., "
     "enabled=False)`), in a function that Dynamo leaves to Python: it stays fp32"
+)
+
+
+_DTENSORS = (
+    "it computes on DTensors (tensor parallel), which the pass cannot rewrite: unless "
+    "strict=True it runs under torch.autocast, in bf16 and unscaled where it is trained"
 )
 
 
@@ -86,6 +93,8 @@ class Engine:
         low, scaling = self.record.low, self.record.scaling
         if not compat.any_autocast() and compat.autocast_nesting() > self.local.regions:
             return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
+        if _computes_on_dtensors(gm, example_inputs):
+            return self._by_autocast(gm, example_inputs)
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
                 on = Setting(device=self.device, price=self.price)
@@ -106,6 +115,20 @@ class Engine:
             return self._as_it_is(gm, example_inputs, problem)
         finally:
             compat.forget_inputs(gm)
+
+    def _by_autocast(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+    ) -> Prepared:
+        label, low = self.record.label, self.record.low
+        if self.options.strict:
+            self.local.error = CaptureError(f"a graph of {label}: {_DTENSORS}")
+            raise self.local.error
+        say_once(logger, logging.WARNING, f"autoamp: a graph of {label}: {_DTENSORS}")
+        with autocast_region(gm, low):  # a compiler looks at autocast as it traces
+            found = as_it_is(gm, example_inputs, self._options, _DTENSORS)
+        found = replace(found, run=graph_under_autocast(gm, found.run, low))
+        self.bind(found, example_inputs)
+        return found
 
     def _as_it_is(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], problem: str
@@ -203,3 +226,8 @@ class Engine:
             return results
 
         return call_watched
+
+
+def _computes_on_dtensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    values = [n.meta.get("example_value") for n in gm.graph.nodes]
+    return any(map(compat.is_distributed, [*inputs, *values]))

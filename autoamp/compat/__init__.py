@@ -94,6 +94,7 @@ from autoamp.compat.ranks import (
     forget_feedback,
     has_communication_hook,
     in_buckets,
+    is_distributed,
     is_joining,
     reached_on,
     reduced_by_ddp,

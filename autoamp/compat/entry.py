@@ -20,10 +20,8 @@ from torch import fx, nn
 from autoamp.compat.layers import layer_captured, layer_left, recurrent_results
 from autoamp.compat.ranks import note_ddp_mode
 
-_COMPILE_TIME_CONFIG = {
-    # DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
-    "optimize_ddp": False,
-}
+# DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
+_COMPILE_TIME_CONFIG = {"optimize_ddp": False}
 
 _SUPPRESSED = "an error was suppressed during compilation"
 
@@ -269,7 +267,7 @@ def never_a_graph_by_itself(function: Any) -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """A region in which Dynamo's messages reach only users who asked for them."""
+    """A region in which Dynamo's messages reach only those who asked for them."""
     with warnings.catch_warnings():
         # Dynamo looks at `.grad` of every input and hides the warning, but not from a
         # filter that makes the warning an error, and the error would end the capture.

@@ -133,3 +133,8 @@ def in_buckets(
     return cast(
         Callable[..., Any], DDPOptimizer(cap, backend, first).compile_fn(gm, [*given])
     )
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether a value is a DTensor, of which this rank holds a part or a copy."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
