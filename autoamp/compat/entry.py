@@ -162,19 +162,14 @@ def _configure_while_compiling(  # noqa: PLR0917
         # break; one for each thread that waited while another made the same graph.
         others = sum(entry.backend is not backend for entry in _entries(code))
         more = others + max(len(known) - 1, 0) + raced[code]
-        config = torch._dynamo.config
-        note_ddp_mode(config.optimize_ddp)
-        limits = {name: getattr(config, name) + more for name in _LIMITS}
+        note_ddp_mode(torch._dynamo.config.optimize_ddp)
         as_is = backend.runs_as_is
         recurrent = recurrent_results() if as_is else nullcontext()
         failed = _failed_frames()
         # Without `allow_rnn` nn.LSTM, GRU and RNN give no graph.  A compiler would take
         # their steps apart, and what inductor makes of an LSTM raises (torch 2.13).
-        with (
-            config.patch({**ours, **limits, "allow_rnn": as_is}),
-            recurrent,
-            _quietly(),
-        ):
+        options = {**ours, **_limits(more), "allow_rnn": as_is}
+        with torch._dynamo.config.patch(options), recurrent, _quietly():
             found = base.__call__(self, frame, *args, **kwargs)
             if layer_left(frame, found):
                 found = layer_captured(self, frame, *args, **kwargs) or found
@@ -193,6 +188,10 @@ def _configure_while_compiling(  # noqa: PLR0917
         return found
 
     callback.__class__ = type(base.__name__, (base,), {"__call__": call})
+
+
+def _limits(more: int) -> dict[str, int]:
+    return {name: getattr(torch._dynamo.config, name) + more for name in _LIMITS}
 
 
 def _module_of(frame: Any) -> set[int]:

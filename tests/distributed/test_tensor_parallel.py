@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
 
 def parallel(world: int, replicas: int = 1) -> nn.Module:
-    """A net whose blocks are cut over `world / replicas` ranks, and FSDP's over rest."""
+    """A net with tensor-parallel blocks, sharded over `replicas` by FSDP."""
     net = Net()
     shape = (replicas, world // replicas)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
