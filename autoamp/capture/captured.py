@@ -26,6 +26,7 @@ class Prepared:
         problem: why the graph runs unconverted; "" where it is converted.
         notes: further sentences about the graph for the report.
         weights: positions of the inputs that are weights with a copy.
+        read_wide: positions of the inputs that are read otherwise than by a copy.
         layouts: the memory formats of the copies; empty if all are the weights'.
         edge: the inputs that loss scaling adds to the graph.
         sizes: positions of the inputs that are symbolic sizes.
@@ -37,6 +38,7 @@ class Prepared:
     problem: str = ""
     notes: tuple[str, ...] = ()
     weights: tuple[int, ...] = ()
+    read_wide: tuple[int, ...] = ()
     layouts: tuple[torch.memory_format, ...] = ()
     edge: Edge = field(default_factory=Edge)
     sizes: tuple[int, ...] = ()

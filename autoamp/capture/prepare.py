@@ -32,7 +32,12 @@ from autoamp.rewrite.layouts import lay_out
 from autoamp.rewrite.rotary import with_rotary
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.edge import Edge, scale_edge
-from autoamp.weights.hoist import Hoisted, hoist_weight_casts, with_casts_inside
+from autoamp.weights.hoist import (
+    Hoisted,
+    hoist_weight_casts,
+    read_wide,
+    with_casts_inside,
+)
 
 _ANYWHERE = Setting()
 
@@ -99,6 +104,7 @@ def prepare(
         run,
         notes=tuple(notes),
         weights=tuple(hoisted.weights),
+        read_wide=read_wide(bound, len(inputs)),
         layouts=layouts,
         edge=edge,
         sizes=tuple(i for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)),

@@ -15,6 +15,7 @@ from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
 from autoamp.scaling.leaves import Origins
 from autoamp.scaling.watch import watched_run
+from autoamp.weights.shards import SHARDED
 
 
 class Local(threading.local):
@@ -38,13 +39,15 @@ class Local(threading.local):
 def unscaled(local: Local, captured: CapturedGraph) -> Callable[..., Any]:
     """The function called for a graph without gradients to scale."""
     run = captured.prepared.run
-    slots = captured.prepared.weights
+    slots, wide = captured.prepared.weights, captured.prepared.read_wide
     fresh = captured.copies.fresh if captured.copies is not None else None
 
     def call(*args: Any) -> Any:
         local.runs += 1
         local.rewritten += 1
         captured.runs += 1
+        if SHARDED:
+            SHARDED.note_wide([args[i] for i in wide])
         if fresh is None:
             return run(*args)
         return run(*args, *fresh([args[i] for i in slots]))
@@ -69,6 +72,7 @@ def scaled(
     """
     run = captured.prepared.run
     slots, edge = captured.prepared.weights, captured.edge
+    wide = captured.prepared.read_wide
     fresh = captured.copies.fresh if captured.copies is not None else None
     origins = Origins(captured, inputs, edge.exits)
 
@@ -76,6 +80,8 @@ def scaled(
         local.runs += 1
         local.rewritten += 1
         captured.runs += 1
+        if SHARDED:
+            SHARDED.note_wide([args[i] for i in wide])
         origin = origins.of(args)
         tensors, leaves = origin.leaves(args)
         extra = scaling.inputs(edge.devices, tensors)

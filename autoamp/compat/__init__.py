@@ -92,13 +92,20 @@ from autoamp.compat.names import (
 from autoamp.compat.ranks import (
     active_ddp,
     forget_feedback,
+    gather_low,
+    gather_wide,
+    gathered,
     has_communication_hook,
     in_buckets,
     is_distributed,
     is_joining,
+    may_gather_low,
     reached_on,
     reduced_by_ddp,
     shard_groups,
+    sharded_parameters,
+    uses_fsdp,
+    whole_parameter,
     without_buckets,
 )
 from autoamp.compat.recording import (

@@ -22,7 +22,7 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.program import RUNNING
 from autoamp.errors import CaptureError
 from autoamp.model.hooks import Hooks
-from autoamp.model.thread import THREAD
+from autoamp.model.thread import THREAD, tell_ranks
 from autoamp.model.users_compile import (
     ONE_GRAPH,
     RUNS_OUR_PASS,
@@ -100,7 +100,7 @@ class CompiledCall:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
-        self.engine.record.scaling.note_call()
+        tell_ranks(model, self.engine.record.scaling)
         if THREAD.off:
             return self._code.entry(model, *args, **kwargs)
         if self._by_autocast or compat.transforms_active():

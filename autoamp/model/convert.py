@@ -44,6 +44,7 @@ from autoamp.ranges.rules import Rule
 from autoamp.saying import say_once
 from autoamp.scaling.domain import ModelScaling
 from autoamp.weights.loaded import own_loaded_weights
+from autoamp.weights.shards import SHARDED
 
 logger = logging.getLogger(__name__)
 
@@ -219,6 +220,7 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     state = model.__dict__.get(STATE)
     if not isinstance(state, Conversion):
         return model
+    SHARDED.forget(model)
     call, state.call = state.call, None
     if call is not None and all(each.call is not call for each in CONVERSIONS):
         stop_meeting(call.engine.record.scaling)

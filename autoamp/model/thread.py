@@ -1,10 +1,16 @@
-"""Knows whether this thread is in a call of a converted model, or a disabled region."""
+"""Calls of converted models: which this thread is in, and which ranks must know of."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator
+
+from torch import nn
+
+from autoamp import compat
+from autoamp.scaling.domain import ModelScaling
+from autoamp.weights.shards import SHARDED
 
 
 class _ThisThread(threading.local):
@@ -30,3 +36,13 @@ def disabled() -> Iterator[None]:
 def inside_a_call() -> bool:
     """Whether this thread is in a call of a converted model."""
     return THREAD.inside > 0
+
+
+def tell_ranks(model: nn.Module, scaling: ModelScaling) -> None:
+    """Tells of a call that begins: who reduces gradients, and which weights are shards.
+
+    Ranks count the calls of a model, so that every call counts, whatever it runs.
+    """
+    scaling.note_call()
+    if compat.uses_fsdp():
+        SHARDED.note_call(model, inside_a_call)

@@ -43,6 +43,7 @@ from autoamp.weights.sentinels import (
     note_captured,
     refresh,
 )
+from autoamp.weights.shards import SHARDED
 
 # One thread refreshes at a time: a second one must see that the first one has moved the
 # version.
@@ -93,17 +94,43 @@ class WeightCopies:
         recording = torch.is_grad_enabled()
         # A copy made under inference_mode could not be saved for a backward.
         with _no_inference_mode(), torch.no_grad():
-            return self._checked(weights, recording)
+            if SHARDED:
+                return self._of_shards(weights, recording)
+            return self._checked(weights, self.layouts, recording)
+
+    def _of_shards(
+        self, weights: Sequence[torch.Tensor], recording: bool
+    ) -> list[torch.Tensor]:
+        """The same as `fresh`, where FSDP has sharded some of the weights.
+
+        The memory of such a weight is there for one forward or backward, and so is its
+        copy: a kept copy would be a whole model on every rank.
+        """
+        layouts = self.layouts or (AS_THE_WEIGHT,) * len(weights)
+        pairs = [*zip(weights, layouts, strict=True)]
+        shards = [SHARDED.of(weight) for weight in weights]
+        own = [pair for pair, s in zip(pairs, shards, strict=True) if s is None]
+        lows = iter(self._checked([w for w, _ in own], [f for _, f in own], recording))
+        found = []
+        for (weight, layout), shard in zip(pairs, shards, strict=True):
+            if shard is None:
+                found.append(next(lows))
+            else:
+                found.append(shard.copy(weight, self.low, layout))
+        return found
 
     def _checked(
-        self, weights: Sequence[torch.Tensor], recording: bool
+        self,
+        weights: Sequence[torch.Tensor],
+        formats: Sequence[torch.memory_format],
+        recording: bool,
     ) -> list[torch.Tensor]:
         """The same as `fresh`, but looks at each weight by itself."""
         devices = {weight.device for weight in weights}
         aside = any(map(_on_side_stream, devices))
         if aside and _capturing():
             return self._for_cuda_graph(weights)
-        layouts = self.layouts or (AS_THE_WEIGHT,) * len(weights)
+        layouts = formats or (AS_THE_WEIGHT,) * len(weights)
         copies = [*map(self._find, weights, layouts)]
         stale: list[Stale] = []
         with _lock:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import fx
 
 from autoamp import compat
-from autoamp.graph_functions import checkpointed, low_weight
+from autoamp.graph_functions import checkpointed, low_weight, low_weight_unscaled
 from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND, WEIGHT_PATH
 from autoamp.trace.control_flow import CONTROL_FLOW
@@ -42,6 +42,29 @@ def hoist_weight_casts(rewritten: Rewritten) -> Hoisted:
 def with_casts_inside(rewritten: Rewritten) -> Hoisted:
     """A copy of `rewritten.gm` that casts its weights itself, at every call."""
     return Hoisted(_Hoist(rewritten).gm)
+
+
+def read_wide(gm: fx.GraphModule, count: int) -> tuple[int, ...]:
+    """The positions, among the first `count` inputs, of those that an op reads itself.
+
+    The rest are weights of which the ops read copies alone, and unused inputs.
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")[:count]
+    read = [any(_reads(gm, user, node) for user in node.users) for node in inputs]
+    return tuple(i for i, wide in enumerate(read) if wide)
+
+
+def _reads(gm: fx.GraphModule, user: fx.Node, value: fx.Node) -> bool:
+    """Whether a user of `value` reads it, or in a checkpointed region some op does."""
+    if user.target in (low_weight, low_weight_unscaled):
+        return False
+    if user.target is not checkpointed:
+        return True
+    body = getattr(gm, str(cast(fx.Node, user.args[0]).target))
+    within = body.graph.find_nodes(op="placeholder")
+    pairs = zip(within, user.args[1:], strict=True)
+    inner = [node for node, given in pairs if given is value]
+    return any(_reads(body, reader, node) for node in inner for reader in node.users)
 
 
 class _Hoist:

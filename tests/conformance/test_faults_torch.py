@@ -238,6 +238,34 @@ def no_hooks_of_ddp(patch: pytest.MonkeyPatch) -> None:
     ranks.forget_feedback(reducer)
 
 
+def no_records_of_fsdp(patch: pytest.MonkeyPatch) -> None:
+    """Where FSDP's records cannot be read, shards are gathered as FSDP gathers them."""
+    patch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace())
+    assert ranks.uses_fsdp()
+    assert ranks.sharded_parameters(mlp()) == []
+
+    class Sharding(nn.Linear):
+        def _get_fsdp_state(self) -> Any:
+            group = SimpleNamespace(fsdp_params=[record])
+            return SimpleNamespace(_fsdp_param_groups=[group], _fsdp_param_group=group)
+
+    record = SimpleNamespace(_unsharded_param=torch.ones(1))
+    fsdp = SimpleNamespace(FSDPModule=Sharding)
+    patch.setitem(sys.modules, "torch.distributed.fsdp", fsdp)
+    ((group, found),) = ranks.sharded_parameters(Sharding(1, 1))
+    assert found is record
+    assert not ranks.may_gather_low(group, record)
+    assert ranks.whole_parameter(record) is record._unsharded_param
+    hide(patch, "_fsdp_param_groups")
+    assert ranks.sharded_parameters(Sharding(1, 1)) == [(group, record)]
+    one_of_each = ("_fsdp_param_groups", "_fsdp_param_group")
+    for names in (["fsdp_params"], one_of_each, ["FSDPModule"]):
+        hide(patch, *names)
+        assert ranks.sharded_parameters(Sharding(1, 1)) == []
+    hide(patch, "_unsharded_param")
+    assert ranks.whole_parameter(record) is None
+
+
 def no_buckets(patch: pytest.MonkeyPatch) -> None:
     """Where there is no DDPOptimizer, a graph is compiled as a whole."""
     whole, gm = object(), SimpleNamespace()
@@ -388,6 +416,7 @@ ALONE = [
     no_cpu_attention,
     no_total_norm,
     no_hooks_of_ddp,
+    no_records_of_fsdp,
     no_buckets,
     no_backends,
     no_layouts,
@@ -419,7 +448,14 @@ def test_fallback(
 _ASKED = re.compile(r'(?:getattr|hasattr)\(\s*[^()]*?(?:\([^()]*\))?,\s*"(\w+)"')
 _NOT_OF_TORCH = {
     # Of a tensor, a node or an optimizer, which has them or not: tests elsewhere.
-    *("to_local", "device_mesh", "_fsdp_flattened", "found_inf", "grad_dtype"),
+    *(
+        "to_local",
+        "device_mesh",
+        "_fsdp_flattened",
+        "fsdp_pre_all_gather",
+        "found_inf",
+        "grad_dtype",
+    ),
     *("callback", "error_on_graph_break", "tensor_source", "node", "shape_env"),
     *("hint", "expr", "subs", "apply", "_get_data_attr", "__name__", "_dynamo_source"),
     "__code__",

@@ -1,0 +1,168 @@
+"""Weights that FSDP2 shards: gathered in the low dtype where graphs read no other.
+
+FSDP gathers a module's parameters before its forward, frees them after it, and gathers
+them again for the backward.  A weight that all graphs read through its low copy may as
+well be gathered in the low dtype, at half the traffic: the numbers that the graphs read
+are the same to the bit.  What was gathered then *is* the copy, so that no graph casts,
+and none keeps a copy of its own until its backward: FSDP frees and gathers that memory.
+
+Ranks must gather alike, but one rank may capture a graph that others do not.  So ranks
+agree, in the calls of a model whose number is a power of two: a weight is gathered low
+once every rank has seen it read, and none has seen it read in fp32.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp import compat
+from autoamp.dtypes import short_name
+
+logger = logging.getLogger(__name__)
+
+
+class Shard:
+    """One sharded parameter, and how graphs on this rank have read it.
+
+    Attributes:
+        group, record: FSDP's own, which hold the parameter.
+        low: the dtype of the copies that graphs read; None before the first such graph.
+        wide: whether some graph reads the parameter in fp32.
+        is_low: whether the shards are gathered in `low`.
+    """
+
+    def __init__(self, group: Any, record: Any) -> None:
+        self.group, self.record = group, record
+        self.low: torch.dtype | None = None
+        self.wide = self.is_low = False
+
+    @property
+    def may_be_low(self) -> bool:
+        """Whether this rank has nothing against gathering in the low dtype."""
+        if self.wide or self.low is None:
+            return False
+        return self.is_low or compat.may_gather_low(self.group, self.record)
+
+    def copy(
+        self, weight: torch.Tensor, low: torch.dtype, layout: torch.memory_format
+    ) -> torch.Tensor:
+        """A copy of `weight`, the whole parameter, for one run of a graph."""
+        if self.low not in (None, low):
+            self.wide = True  # graphs of two low dtypes
+        self.low = low
+        if self.is_low and not self.wide and layout == torch.preserve_format:
+            return compat.gathered(self.record)
+        return weight.detach().to(low, memory_format=layout)
+
+    def note_wide(self, weight: torch.Tensor) -> None:
+        """Notes that a graph reads the whole parameter in fp32."""
+        if self.is_low and not self.wide:
+            logger.warning(
+                "autoamp: a new graph reads a sharded weight of shape %s in fp32. No "
+                "graph did before, and the weight is gathered in %s: it is read "
+                "rounded until the ranks agree to gather it in fp32",
+                tuple(weight.shape),
+                short_name(weight.dtype if self.low is None else self.low),
+            )
+        self.wide = True
+
+
+class Sharded:
+    """The sharded parameters of all converted models."""
+
+    def __init__(self) -> None:
+        self._by_whole: dict[int, Shard] = {}
+        self._waiting: list[Shard] = []
+        self._of_model: weakref.WeakKeyDictionary[nn.Module, _Shards]
+        self._of_model = weakref.WeakKeyDictionary()
+
+    def __bool__(self) -> bool:
+        return bool(self._of_model)
+
+    def of(self, weight: torch.Tensor) -> Shard | None:
+        """The shard whose whole parameter is `weight`; None for any other tensor."""
+        found = self._by_whole.get(id(weight))
+        if found is None and self._waiting:
+            for shard in self._waiting:
+                whole = compat.whole_parameter(shard.record)
+                if whole is not None:
+                    self._by_whole[id(whole)] = shard
+            self._waiting = [
+                s for s in self._waiting if compat.whole_parameter(s.record) is None
+            ]
+            found = self._by_whole.get(id(weight))
+        same = found is not None and compat.whole_parameter(found.record) is weight
+        return found if same else None
+
+    def note_wide(self, weights: Iterable[Any]) -> None:
+        """Notes that a graph reads `weights` (tensors or sizes) themselves."""
+        for weight in weights:
+            shard = self.of(weight)
+            if shard is not None:
+                shard.note_wide(weight)
+
+    def note_call(self, model: nn.Module, in_call: Callable[[], bool]) -> None:
+        """Looks for shards, and has the ranks agree, in some of a model's calls.
+
+        Args:
+            in_call: whether this thread is in a call of a converted model.
+        """
+        known = self._of_model.get(model)
+        if known is None:
+            pairs = compat.sharded_parameters(model)
+            if not pairs:
+                return
+            known = self._of_model[model] = _Shards(pairs)
+            self._waiting += known.shards
+        known.calls += 1
+        if known.calls > 1 and known.calls & (known.calls - 1) == 0:
+            with torch.inference_mode(False):  # tensors made here are saved in training
+                known.agree(in_call)
+
+    def forget(self, model: nn.Module) -> None:
+        """Has the shards of a model gathered as FSDP gathers them."""
+        known = self._of_model.pop(model, None)
+        for shard in known.shards if known is not None else ():
+            self._by_whole.pop(id(compat.whole_parameter(shard.record)), None)
+            if shard.is_low:
+                compat.gather_wide(shard.record)
+
+
+class _Shards:
+    """The shards of one model.
+
+    Attributes:
+        shards: in the same order on all ranks.
+        calls: how often the model has been called, which is equal on all ranks.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        self.shards = [Shard(group, record) for group, record in pairs]
+        self.calls = 0
+
+    def agree(self, in_call: Callable[[], bool]) -> None:
+        """Gathers in the low dtype what no rank has anything against."""
+        stepped = [shard.record.sharded_param for shard in self.shards]
+        groups = {id(g): g for g in compat.shard_groups(stepped)}.values()
+        bits = torch.tensor([s.may_be_low for s in self.shards], dtype=torch.uint8)
+        for group in groups:
+            bits = bits.to(compat.reached_on(group, stepped[0].device))
+            torch.distributed.all_reduce(bits, torch.distributed.ReduceOp.MIN, group)
+        for shard, low in zip(self.shards, bits.tolist(), strict=True):
+            if low and not shard.is_low:
+                assert shard.low is not None
+                compat.gather_low(
+                    shard.record, shard.low, in_call, compat.inside_backward
+                )
+            elif shard.is_low and not low:
+                compat.gather_wide(shard.record)
+            shard.is_low = bool(low)
+
+
+SHARDED = Sharded()

@@ -1,0 +1,356 @@
+"""FSDP2: weights are gathered in the low dtype, and graphs read the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+
+import autoamp
+from autoamp import compat
+from autoamp.weights.sentinels import COPIES
+from tests.distributed.ranks import Ranks
+from tests.distributed.training import Block, Net, Trained, batch, steps
+from tests.trainers.harness import bound
+
+STEPS, BAD = 6, 3
+OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+SCALED = {**OPTIONS, "precision": "fp16", "loss_scale": "dynamic"}
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "converted after": {"after": True},
+    "root alone": {"blocks": False},
+    "kept until the backward": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "checkpointed": {"checkpointed": True},
+    "reduced in bf16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+}
+
+
+def sharded(
+    *,
+    blocks: bool = True,
+    checkpointed: bool = False,
+    replicas: int = 1,
+    net: nn.Module | None = None,
+    **settings: Any,
+) -> Net:
+    """A net that FSDP2 shards, by default block by block."""
+    world = torch.distributed.get_world_size()
+    net = net or Net()
+    if checkpointed:
+        apply_activation_checkpointing(net, check_fn=lambda m: isinstance(m, Block))
+    names = ("replicate", "shard")
+    shape = (replicas, world // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    settings["mesh"] = mesh if replicas > 1 else mesh["shard"]
+    for block in net.blocks if blocks else ():
+        fully_shard(block, **settings)
+    return fully_shard(net, **settings)
+
+
+def train(
+    rank: int,
+    mixed: str = "ours",
+    *,
+    bad: int = -1,
+    after: bool = False,
+    count: int = STEPS,
+    options: dict[str, Any] = OPTIONS,
+    **settings: Any,
+) -> tuple[Trained, float]:
+    """Some steps, and the share of flops that ran low."""
+    net = Net()
+    if mixed == "ours" and not after:
+        autoamp.convert(net, **options)
+    net = sharded(net=net, **settings)
+    if mixed == "ours" and after:
+        autoamp.convert(net, **options)
+    trained = steps(
+        net,
+        torch.optim.AdamW(net.parameters(), lr=1e-2),
+        [batch(step, rank) for step in range(count)],
+        bad=[bad] if rank == 1 else (),
+        autocast=mixed == "autocast",
+    )
+    if mixed != "ours":
+        return trained, 0.0
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    return trained, autoamp.report(net).coverage.share_of_flops or 0.0
+
+
+def losses(results: list[tuple[Trained, float]]) -> Tensor:
+    return torch.tensor([trained.losses for trained, _ in results])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_all_products_are_low(setting: str, two: Ranks) -> None:
+    more = SETTINGS[setting]
+    results = two.run(train, **more)
+    assert [share for _, share in results] == [1, 1]
+    assert results[0][0].weights == results[1][0].weights
+    common = {k: v for k, v in more.items() if k != "after"}
+    plain, autocast = (
+        losses(two.run(train, mixed, **common)) for mixed in ("no", "autocast")
+    )
+    deviation = float((losses(results) - plain).abs().max())
+    assert 0 < deviation <= bound(plain, autocast)
+
+
+@pytest.mark.parametrize("bad", [0, BAD])
+@pytest.mark.parametrize("setting", ["plain", "root alone", "checkpointed"])
+def test_ranks_skip_the_same_step(setting: str, bad: int, two: Ranks) -> None:
+    results = two.run(train, bad=bad, options=SCALED, **SETTINGS[setting])
+    for trained, _ in results:
+        assert trained.skipped == [step == bad for step in range(STEPS)]
+        assert trained.weights == results[0][0].weights
+        assert trained.scales == results[0][0].scales
+
+
+@pytest.mark.slow
+def test_replicas_skip_the_same_step(four: Ranks) -> None:
+    results = four.run(train, bad=BAD, options=SCALED, replicas=2)
+    for trained, share in results:
+        assert share == 1
+        assert trained.skipped == [step == BAD for step in range(STEPS)]
+        assert trained.weights == results[0][0].weights
+        assert trained.scales == results[0][0].scales
+
+
+# -- traffic ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[list[int]]:
+    """The bytes of each all-gather of FSDP."""
+    import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
+
+    sizes: list[int] = []
+    gather: Any = collectives.DefaultAllGather
+    original = gather.__call__
+
+    def counted(self: Any, output_tensor: Tensor, *args: Any, **kw: Any) -> Any:
+        sizes.append(output_tensor.numel() * output_tensor.itemsize)
+        return original(self, output_tensor, *args, **kw)
+
+    gather.__call__ = counted
+    try:
+        yield sizes
+    finally:
+        gather.__call__ = original
+
+
+def traffic(rank: int, mixed: str, *, low: bool = True, **more: Any) -> Any:
+    """The training, and the bytes gathered in its last four steps."""
+    with pytest.MonkeyPatch.context() as patch, counting() as sizes:
+        if not low:
+            patch.setattr(compat, "may_gather_low", lambda *_: False)
+        trained, _ = train(rank, mixed, **more)
+    return trained, sum(sizes[len(sizes) * 2 // STEPS :])
+
+
+@pytest.mark.parametrize("setting", ["plain", "offloaded", "checkpointed"])
+def test_blocks_are_gathered_low_and_read_the_same(setting: str, two: Ranks) -> None:
+    """Bit for bit; 0.55 of fp32's bytes are asked for, with the root's in fp32."""
+    more = SETTINGS[setting]
+    for (low, fewer), (wide, all_of_ours), (_, fp32s) in zip(
+        two.run(traffic, "ours", **more),
+        two.run(traffic, "ours", low=False, **more),
+        two.run(traffic, "no", **more),
+        strict=True,
+    ):
+        assert low.losses == wide.losses
+        assert low.weights == wide.weights
+        assert all_of_ours == fp32s
+        assert fewer <= 0.55 * fp32s
+
+
+@pytest.mark.parametrize(
+    "setting", ["root alone", "kept until the backward", "reduced in bf16"]
+)
+def test_what_others_may_read_is_gathered_in_fp32(setting: str, two: Ranks) -> None:
+    """The root's weights stay whole after the forward, where anybody may read them."""
+    for (_, ours), (_, fp32s) in zip(
+        two.run(traffic, "ours", **SETTINGS[setting]),
+        two.run(traffic, "no", **SETTINGS[setting]),
+        strict=True,
+    ):
+        assert (ours < fp32s) == (setting == "reduced in bf16")
+
+
+def a_policy_of_the_users(rank: int) -> tuple[int, int, set[torch.dtype]]:
+    """Bytes gathered with the user's own `param_dtype`, with and without us."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    seen = set()
+    found = []
+    for mixed in ("ours", "no"):
+        with counting() as sizes:
+            train(rank, mixed, mp_policy=policy)
+        found.append(sum(sizes))
+    net = sharded(mp_policy=policy)
+    net.first.register_forward_hook(lambda *given: seen.add(given[2].dtype))
+    autoamp.convert(net, **OPTIONS)(batch(0, rank)[0])
+    return (*found, seen)
+
+
+def test_a_policy_of_the_users_is_honoured(two: Ranks) -> None:
+    for ours, theirs, dtypes in two.run(a_policy_of_the_users):
+        assert ours == theirs
+        assert dtypes == {torch.bfloat16}
+
+
+# -- whoever else reads a weight -------------------------------------------------------
+
+
+def after_three_calls(rank: int, **settings: Any) -> Net:
+    """A net whose blocks are gathered low."""
+    net = autoamp.convert(sharded(**settings), **OPTIONS)
+    for step in range(3):
+        net(batch(step, rank)[0]).sum().backward()
+    net.zero_grad()
+    assert any(gathered_low(net))
+    return net
+
+
+def read_outside(rank: int) -> None:
+    net = after_three_calls(rank)
+    block = net.blocks[0]
+    exact = block.up.weight.full_tensor()
+    assert not torch.equal(exact, exact.bfloat16().float())
+    block.unshard()
+    assert torch.equal(block.up.weight, exact)
+    block.reshard()
+    assert torch.equal(net.state_dict()["blocks.0.up.weight"].full_tensor(), exact)
+    # A call and a backward in fp32 read fp32.
+    with counting() as sizes, autoamp.disabled():
+        net(batch(0, rank)[0]).sum().backward()
+    wide = [p.grad.full_tensor() for p in net.parameters()]
+    autoamp.revert(net)
+    net.zero_grad()
+    with counting() as plain:
+        net(batch(0, rank)[0]).sum().backward()
+    assert sizes == plain
+    for one, other in zip(wide, net.parameters(), strict=True):
+        assert torch.equal(one, other.grad.full_tensor())
+
+
+def test_weights_read_outside_of_a_call_are_exact(two: Ranks) -> None:
+    two.run(read_outside)
+
+
+class Penalised(Block):
+    """A block that returns a penalty on one of its weights, if it is asked to."""
+
+    asked = False
+
+    def forward(self, x: Tensor) -> Any:
+        result = super().forward(x)
+        if self.asked:
+            result = result + self.up.weight.square().mean() * 0
+        return result
+
+
+def read_later(rank: int) -> tuple[bool, bool, int]:
+    """Whether a weight is gathered low before and after a new graph reads it in fp32.
+
+    The last number is how many weights are gathered low in the end.
+    """
+    net = Net()
+    net.blocks[0] = Penalised()
+    net = autoamp.convert(sharded(net=net), **OPTIONS)
+    found = []
+    for step in range(9):
+        net.blocks[0].asked = step >= 4
+        net(batch(step, rank)[0]).sum().backward()
+        if step in (3, 8):
+            found.append(gathered_low(net.blocks[0]))
+    names = [name for name, _ in net.blocks[0].named_parameters()]
+    before, after = (each[names.index("up.weight")] for each in found)
+    return before, after, sum(found[1])
+
+
+def gathered_low(model: nn.Module) -> list[bool]:
+    """Whether each sharded parameter is gathered in the low dtype."""
+    pairs = compat.sharded_parameters(model)
+    return [type(record).__name__ == "LowGathered" for _, record in pairs]
+
+
+def test_a_weight_that_a_new_graph_reads_is_gathered_in_fp32_again(two: Ranks) -> None:
+    for before, after, others in two.run(read_later):
+        assert before
+        assert not after
+        assert others
+
+
+def graph_on_one_rank(rank: int) -> list[bool]:
+    """Rank 1 reads a weight in fp32 as well, and so neither rank gathers it low."""
+    net = Net()
+    net.blocks[0] = Penalised()
+    net.blocks[0].asked = rank == 1
+    net = autoamp.convert(sharded(net=net), **OPTIONS)
+    for step in range(5):
+        net(batch(step, rank)[0]).sum().backward()
+    return gathered_low(net)
+
+
+def test_ranks_gather_alike(two: Ranks) -> None:
+    first, second = two.run(graph_on_one_rank)
+    assert first == second
+    assert any(first)
+
+
+# -- memory ----------------------------------------------------------------------------
+
+
+def memory(rank: int, checkpointed: bool) -> None:
+    """Between its forward and its backward a block holds no whole weights."""
+    copies = {low: set(store) for low, store in COPIES.items()}
+    net = after_three_calls(rank, checkpointed=checkpointed)
+    loss = net(batch(0, rank)[0]).sum()
+    records = [r for _, r in compat.sharded_parameters(net) if hasattr(r, "in_low")]
+    assert records
+    for record in records:
+        assert record.in_low.untyped_storage().size() == 0
+        assert record.in_wide.untyped_storage().size() == 0
+    loss.backward()
+    # None is kept either, not even of the weights that are gathered in fp32.
+    assert {low: set(store) for low, store in COPIES.items()} == copies
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_no_copy_outlives_the_weights(checkpointed: bool, two: Ranks) -> None:
+    two.run(memory, checkpointed)
+
+
+def inference_first(rank: int, mixed: str, *modes: Any) -> Trained:
+    """Calls without gradients, in which the ranks agree; then a training."""
+    net = sharded()
+    if mixed == "ours":
+        autoamp.convert(net, **OPTIONS)
+    for mode in modes:
+        with mode():
+            net(batch(0, rank)[0])
+            net(batch(1, rank)[0])
+    sgd = torch.optim.SGD(net.parameters(), 1e-2)
+    return steps(net, sgd, [batch(step, rank) for step in range(3)])
+
+
+def test_training_after_inference(two: Ranks) -> None:
+    modes = torch.no_grad, torch.inference_mode, torch.inference_mode
+    first, second = two.run(inference_first, "ours", *modes)
+    assert first.weights == second.weights
+    assert len(set(map(tuple, first.weights))) == 3
