@@ -99,6 +99,7 @@ from autoamp.compat.ranks import (
     in_buckets,
     is_distributed,
     is_joining,
+    local_part,
     may_gather_low,
     reached_on,
     reduced_by_ddp,

@@ -143,6 +143,12 @@ def is_distributed(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's own memory of a DTensor, or `tensor` itself."""
+    value: Any = tensor
+    return cast(torch.Tensor, value.to_local()) if is_distributed(tensor) else tensor
+
+
 # -- parameters that FSDP2 shards ------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from autoamp.errors import CheckpointError
 from autoamp.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from autoamp.optimizer.step import OptimizerBoundary
-from autoamp.weights.master_state import KEY as MASTERS
+from autoamp.weights.master_state import without_masters
 
 KEY = "autoamp"
 _FIELDS = {"loss_scales"}
@@ -32,7 +32,7 @@ def carry(boundary: OptimizerBoundary) -> None:
         if scales and state["param_groups"]:
             state["param_groups"][0][KEY] = {"loss_scales": scales}
         if boundary.masters is not None:
-            state[MASTERS] = boundary.masters.state_dict()
+            boundary.masters.save(state)
 
     def before_load(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         loaded.clear()
@@ -45,7 +45,7 @@ def carry(boundary: OptimizerBoundary) -> None:
             for scale, saved in zip(boundary.scale_of_each, scales, strict=False):
                 scale.check(saved)
             loaded.append(scales)
-        return {**state, "param_groups": groups}
+        return {**state, "param_groups": groups, "state": without_masters(state)}
 
     def after_load(_: Optimizer) -> None:
         for scales in loaded:

@@ -57,8 +57,8 @@ def gather(
     model that the optimizer has `met`, because the optimizer keeps that model's weights
     alive: the ids of another model's weights may by now be ids of foreign tensors.
 
-    The tensors that FSDP gathers for a graph belong to no optimizer: there every run
-    may be for the optimizer that steps, and the gradients themselves have to tell.
+    The tensors that FSDP gathers for a graph belong to no optimizer: there every run of
+    the optimizer's models counts, and the gradients themselves have to tell.
     """
     held = {id(p): p for p in params}
     runs = BACKWARDS.since(since)
@@ -73,7 +73,8 @@ def gather(
     last = runs[-1].number if runs else since
     others = [r for r in runs if r.backward_id not in passes]
     if compat.shard_groups(params):
-        return Evidence(live, [*voided, *others], [], last, sharded=True)
+        doubtful = _of_the_same_models([*voided, *others], held, met)
+        return Evidence(live, doubtful, [], last, sharded=True)
     passing = [r for r in others if r.origin.passes_on and _may_concern(r, met)]
     return Evidence(
         live,
@@ -81,6 +82,17 @@ def gather(
         [r for r in passing if r.backward_id in filling],
         last,
     )
+
+
+def _of_the_same_models(
+    runs: Sequence[GraphRun],
+    held: Mapping[int, torch.Tensor],
+    met: Collection[ModelScaling],
+) -> list[GraphRun]:
+    """The runs of models that have some of the tensors `held` among their weights."""
+    unmet = {run.scaling for run in runs}.difference(met)
+    others = {s for s in unmet if held.keys().isdisjoint(map(id, s.weights))}
+    return [run for run in runs if run.scaling not in others]
 
 
 def _concerns(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from autoamp.errors import CheckpointError
 
 KEY = "autoamp_masters"
 """The entry of an optimizer's saved state: the masters by parameter name."""
+
+KEY_BESIDE = "autoamp_master"
+"""The entry of one parameter's saved state, for tools that keep no other entries."""
 
 
 def check_masters(saved: Any, named: Mapping[str, torch.Tensor]) -> None:
@@ -69,3 +72,56 @@ def restored(now: Any, saved: Any, key: Any = None) -> Any:
     if isinstance(saved, torch.Tensor) and saved.is_floating_point() and key != "step":
         return saved.to(now.device, torch.float32)
     return now
+
+
+def beside(
+    saved: Mapping[str, Any], params: Iterable[torch.Tensor]
+) -> list[tuple[Any, torch.Tensor]]:
+    """Each parameter's state in `saved`, or None, with the parameter."""
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    return [(saved["state"].get(i), p) for i, p in zip(ids, params, strict=True)]
+
+
+def put_beside(
+    saved: dict[str, Any],
+    params: Iterable[torch.Tensor],
+    masters: Mapping[torch.Tensor, torch.Tensor],
+) -> None:
+    """Puts each master beside its parameter's state in `saved`, too.
+
+    The tools of `torch.distributed.checkpoint` keep nothing else: they save, shard and
+    name such an entry as they do a moment.
+    """
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    for index, param in zip(ids, params, strict=True):
+        if param in masters:
+            own = {KEY_BESIDE: masters[param].detach()}
+            saved["state"][index] = saved["state"].get(index, {}) | own
+
+
+def take_over(
+    saved: Mapping[str, Any],
+    named: Mapping[str, torch.Tensor],
+    params: Iterable[torch.Tensor],
+    masters: Mapping[torch.Tensor, torch.Tensor],
+) -> None:
+    """Writes the masters in `saved` into `masters`: those by name, or those beside."""
+    by_name = saved.get(KEY)
+    with torch.no_grad():
+        for name, value in (by_name or {}).items():
+            named[name].data.copy_(value)
+        for state, param in beside(saved, params) if by_name is None else ():
+            if param in masters and state is not None and KEY_BESIDE in state:
+                masters[param].data.copy_(state[KEY_BESIDE])
+
+
+def without_masters(saved: Mapping[str, Any]) -> dict[Any, Any]:
+    """The state of each parameter in `saved`, without the masters beside it."""
+    found = {}
+    for key, state in saved["state"].items():
+        rest = state
+        if isinstance(state, dict) and KEY_BESIDE in state:
+            rest = {k: v for k, v in state.items() if k != KEY_BESIDE}
+        if rest or not state:
+            found[key] = rest
+    return found

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.plain import class_name
-from autoamp.weights.master_state import KEY, check_masters, in_dtype, restored
+from autoamp.weights import master_state
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Masters:
             compat.accumulate_in(param, param.dtype)
             state = self.optimizer.state.get(param)
             if state is not None:  # in the dtype of `Optimizer.load_state_dict`
-                self.optimizer.state[param] = in_dtype(state, param.dtype)
+                self.optimizer.state[param] = master_state.in_dtype(state, param.dtype)
         if self.of:
             logger.info(
                 "autoamp: the fp32 masters of %d parameters are gone; the weights stay "
@@ -181,7 +181,8 @@ class Masters:
         self._exchange({master: param for param, master in self.of.items()})
         with torch.no_grad():
             # All masters are copied, because a write through `.data` leaves no trace.
-            compat.copy_all([p.data for p in self.of], list(self.of.values()))
+            whole = [p.data for p in self.of], self.of.values()
+            compat.copy_all(*([*map(compat.local_part, part)] for part in whole))
         for (param, master), (grad, version) in zip(
             self.of.items(), given, strict=True
         ):
@@ -202,31 +203,30 @@ class Masters:
 
     # -- saved state ---------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The masters by the names their parameters have in the model."""
+    def save(self, state: dict[str, Any]) -> None:
+        """Puts the masters into the optimizer's `state`, by the parameters' names."""
         self.refresh()
-        return {name: master.detach() for name, master in self._named().items()}
+        state[master_state.KEY] = {
+            name: each.detach() for name, each in self._named().items()
+        }
+        master_state.put_beside(state, self._params(), self.of)
 
     def check(self, saved: Any) -> None:
         """Raises CheckpointError where the masters in `saved` state do not fit."""
-        if saved.get(KEY) is not None:
+        if saved.get(master_state.KEY) is not None:
             self.refresh()
-            check_masters(saved[KEY], self._named())
+            master_state.check_masters(saved[master_state.KEY], self._named())
 
     def load(self, saved: Any) -> None:
         """Takes over the masters of `saved` state, and its optimizer state in fp32.
 
         Torch has just cast the optimizer state to the parameters' half dtype.
         """
-        named = self._named()
-        with torch.no_grad():
-            for name, value in (saved.get(KEY) or {}).items():
-                named[name].data.copy_(value)
-        ids = [i for group in saved["param_groups"] for i in group["params"]]
-        for index, param in zip(ids, self._params(), strict=True):
-            if param in self.of and index in saved["state"]:
-                now = self.optimizer.state[param]
-                self.optimizer.state[param] = restored(now, saved["state"][index])
+        master_state.take_over(saved, self._named(), self._params(), self.of)
+        for state, param in master_state.beside(saved, self._params()):
+            now = self.optimizer.state.get(param)
+            if param in self.of and state is not None and now is not None:
+                self.optimizer.state[param] = master_state.restored(now, state)
 
     # -- helpers -------------------------------------------------------------------
 
@@ -237,11 +237,16 @@ class Masters:
         """A master for `param`, whose gradients and state are fp32 from now on."""
         if id(param) in self._reduced:
             self._say_half("DistributedDataParallel reduces them in that")
+        elif compat.is_distributed(param):
+            self._say_half("FSDP reduces them, and gives them in that")
         elif not compat.accumulate_in(param, torch.float32):
             self._say_half(f"torch {torch.__version__} cannot do otherwise")
         state = self.optimizer.state.get(param)
         if state is not None:
-            self.optimizer.state[param] = in_dtype(state, torch.float32)
+            state.pop(
+                master_state.KEY_BESIDE, None
+            )  # loaded, and rounded, before there were masters
+            self.optimizer.state[param] = master_state.in_dtype(state, torch.float32)
         return nn.Parameter(param.detach().float())
 
     def _say_half(self, why: str) -> None:
@@ -286,7 +291,7 @@ def _follow(master: torch.Tensor, half: torch.Tensor) -> None:
     """Sets `master`, in place, where its elements do not round to those in `half`."""
     if master.device != half.device:
         master.data = master.data.to(half.device)
-    value = master.detach()
+    value, half = compat.local_part(master.detach()), compat.local_part(half)
     rounded, now = value.to(half.dtype).view(torch.int16), half.view(torch.int16)
     if half.device.type == "cpu" and torch.equal(rounded, now):
         return

@@ -9,6 +9,14 @@ import pytest
 from tests.distributed.ranks import Ranks
 
 
+@pytest.fixture(scope="module")
+def one() -> Iterator[Ranks]:
+    """One rank."""
+    ranks = Ranks(1)
+    yield ranks
+    ranks.close()
+
+
 @pytest.fixture(scope="session")
 def two() -> Iterator[Ranks]:
     """Two ranks."""
