@@ -72,5 +72,9 @@ class LossScaleError(AutoampError, ValueError):
     """A loss scale is unusable, its state does not fit, or it reached its floor."""
 
 
+class RankError(AutoampError, RuntimeError):
+    """Ranks of one training have not converted the same model in the same way."""
+
+
 class CheckpointError(AutoampError, ValueError):
     """The saved state of an optimizer does not fit the one it is loaded into."""

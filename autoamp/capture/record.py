@@ -94,6 +94,14 @@ class Record:
         if why:
             self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", why))
 
+    def in_short(self) -> str:
+        """How many graphs there are, and how many of their ops are low."""
+        sums = [g.rewritten.sums for g in self.graphs if g.rewritten is not None]
+        low, every = (sum(each[at] for each in sums) for at in (0, 1))
+        count = len(self.graphs)
+        dtype = short_name(self.low)
+        return f"{count} graph{'s' * (count != 1)}, {low} of {every} ops in {dtype}"
+
     def leave_out(self, problem: str) -> None:
         """Keeps the reason why the next graph cannot even be run as it is."""
         self.skipped.append(Skipped(f"graph {len(self.graphs)}", problem))

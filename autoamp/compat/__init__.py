@@ -91,6 +91,7 @@ from autoamp.compat.names import (
 )
 from autoamp.compat.ranks import (
     active_ddp,
+    default_store,
     forget_feedback,
     gather_low,
     gather_wide,
@@ -105,6 +106,7 @@ from autoamp.compat.ranks import (
     reduced_by_ddp,
     shard_groups,
     sharded_parameters,
+    stage_groups,
     uses_fsdp,
     whole_parameter,
     without_buckets,

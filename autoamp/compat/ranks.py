@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -84,6 +85,28 @@ def reduced_by_ddp(model: torch.nn.Module) -> list[torch.Tensor]:
     ddp = getattr(torch.nn.parallel, "DistributedDataParallel", ())
     reducers = [m for m in model.modules() if isinstance(m, ddp)]
     return [p for reducer in reducers for p in reducer.parameters()]
+
+
+def stage_groups(models: Iterable[torch.nn.Module]) -> list[Any]:
+    """The groups of ranks that hold stages of pipelines, if a stage runs a model.
+
+    The search looks at all objects of the process, which takes tens of milliseconds.
+    """
+    pipelining = sys.modules.get("torch.distributed.pipelining.stage")
+    base = getattr(pipelining, "_PipelineStageBase", None)
+    if base is None:
+        return []
+    wanted = set(map(id, models))
+    stages: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), base)]
+    mine = [s for s in stages if not wanted.isdisjoint(map(id, s.submod.modules()))]
+    return [stage.group or torch.distributed.group.WORLD for stage in mine]
+
+
+def default_store() -> Any:
+    """The store through which the ranks have met; None where torch hides the store."""
+    private = torch.distributed.distributed_c10d
+    ask = getattr(private, "_get_default_store", None)
+    return None if ask is None else ask()
 
 
 def reached_on(group: Any, device: torch.device) -> torch.device:

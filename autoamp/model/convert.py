@@ -106,6 +106,7 @@ def convert_model(
     record = Record(label, low, scaling)
     state.call = CompiledCall(forward, Engine(options, record))
     scaling.models = functools.partial(_models_of, weakref.ref(scaling))
+    scaling.describe = functools.partial(_graphs_of, weakref.ref(record))
     state.call.engine.record.skipped += notes
     if example_inputs is not None:
         try:
@@ -124,6 +125,11 @@ def _models_of(scaling: weakref.ref[ModelScaling]) -> list[nn.Module]:
     engines = {each.engine for each in CONVERSIONS if each.engine is not None}
     mine = [each for each in engines if each.record.scaling is scaling()]
     return [model for engine in mine for model in models_of(engine)]
+
+
+def _graphs_of(record: weakref.ref[Record]) -> str:
+    known = record()
+    return "" if known is None else known.in_short()
 
 
 def convert_again(scaling: ModelScaling, rule: Rule) -> None:

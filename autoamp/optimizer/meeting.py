@@ -20,13 +20,14 @@ from autoamp import compat
 from autoamp.loss_scale import LossScale
 from autoamp.optimizer import closures
 from autoamp.optimizer.attach import attach, boundary_of, detach, meet
+from autoamp.optimizer.greeting import greet, has_greeted
 from autoamp.optimizer.optimizers import closure_of, evaluated, params_of
 from autoamp.optimizer.step import BOUNDARIES
 from autoamp.options import Options
 from autoamp.scaling.backwards import lower_where_nobody_steps
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.overflow import gather
-from autoamp.scaling.ranks import owners_of
+from autoamp.scaling.ranks import are_several, enabled, owners_of, team_of
 from autoamp.weights.copies import before_write
 
 _scalings: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
@@ -93,6 +94,10 @@ def _before_step(
     if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
         return None
     changed = None
+    if are_several() and not has_greeted(optimizer):  # of a model that is not scaled
+        params = params_of(optimizer)
+        owners = owners_of(params, _scalings)
+        greet(optimizer, team_of(owners, params), owners, params)
     if boundary_of(optimizer) is None:
         changed = _first_step(optimizer, args, kwargs)
     if changed is None or changed[0][0] is optimizer:
@@ -120,7 +125,7 @@ def _first_step(
     if closure and not (others and closures.has_gradients(optimizer)):
         _, given, kwargs = evaluated(given, kwargs, params if others else ())
     evidence = gather(params, -1)
-    owners = owners_of(params, _scalings)
+    owners = owners_of(params, enabled(_scalings))
     if not (evidence.runs or evidence.elsewhere or owners):
         return ((optimizer, *given), kwargs) if closure else None
     boundary = attach(optimizer)

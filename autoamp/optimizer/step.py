@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from autoamp import compat
 from autoamp.errors import LossScaleError
 from autoamp.loss_scale import LossScale
+from autoamp.optimizer.greeting import greet
 from autoamp.optimizer.kernel_flag import given_flag, takes_flag
 from autoamp.optimizer.moves import largest_in, move_scales, sizes_in
 from autoamp.optimizer.optimizers import evaluated, params_of
@@ -22,7 +23,7 @@ from autoamp.scaling.backwards import BACKWARDS
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
 from autoamp.scaling.overflow import Evidence, found_inf, gather
-from autoamp.scaling.ranks import Sizes, agree, team_of
+from autoamp.scaling.ranks import Sizes, agree, enabled, team_of
 from autoamp.weights.masters import Masters
 
 logger = logging.getLogger(__name__)
@@ -62,8 +63,7 @@ class OptimizerBoundary:
         bound: the `step` that the boundary put on the instance; None before.
         hooks: the hooks that save and load our entries with the optimizer's state.
         off: whether the boundary was taken away, but other code has wrapped its `step`.
-        scalings: the scaling of each model whose weights the optimizer was seen to
-            step, in order.
+        scalings: the scaling of each model that the optimizer was seen to step.
         pending: saved loss scales of models that the optimizer has yet to meet.
         last_read: number of the last run whose flags were read.
         steps: how often `step` was called.
@@ -160,7 +160,8 @@ class OptimizerBoundary:
         params = self.params
         evidence = self._read(params)
         doubt = self._in_doubt(params)
-        team = team_of([*self.scalings, *evidence.scalings], params)
+        scalings = enabled([*self.scalings, *evidence.scalings])
+        greet(self.optimizer, team := team_of(scalings, params), scalings, params)
         if not (evidence.runs or evidence.elsewhere or doubt or team.groups):
             return torch.zeros(1)
         for scaling in evidence.scalings:

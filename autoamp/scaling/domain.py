@@ -6,6 +6,7 @@ then on.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -69,6 +70,7 @@ class ModelScaling:
         heal: captures the model again under one more rule; None where the user has not
             asked for that.
         models: gives the converted model and its deep copies.
+        describe: says what graphs the model runs.
     """
 
     def __init__(
@@ -98,7 +100,13 @@ class ModelScaling:
         self.suspicion = Suspicion()
         self.heal: Callable[[ModelScaling, Rule], None] | None = None
         self.models: Callable[[], Sequence[torch.nn.Module]] = list
+        self.describe: Callable[[], str] = str
         self._reducers: list[weakref.ref[Any]] = []
+
+    @functools.cached_property
+    def stage_groups(self) -> list[Any]:
+        """The ranks of each pipeline that the model is a stage of; looked for once."""
+        return compat.stage_groups(self.models())
 
     @property
     def reducers(self) -> list[Any]:

@@ -42,11 +42,13 @@ class Team:
         groups: their process groups, the same and in the same order on each of them.
         reducers: the instances of DistributedDataParallel that reduce the gradients.
         device: where tensors are that ranks exchange; None where there are no others.
+        staged: whether the ranks hold stages of one pipeline, each of its own weights.
     """
 
     groups: Sequence[Any] = ()
     reducers: Sequence[Any] = ()
     device: torch.device | None = None
+    staged: bool = False
 
     @property
     def is_joining(self) -> bool:
@@ -69,19 +71,26 @@ class Team:
 ALONE = Team()
 
 
+def enabled(scalings: Iterable[ModelScaling]) -> list[ModelScaling]:
+    """Those of `scalings` whose graphs are scaled, about which ranks agree."""
+    return [scaling for scaling in scalings if scaling.enabled]
+
+
 def team_of(scalings: Iterable[ModelScaling], params: Sequence[torch.Tensor]) -> Team:
     """The team of an optimizer that holds `params`, of models with `scalings`."""
-    scalings = [s for s in dict.fromkeys(scalings) if s.enabled]
+    scalings = list(dict.fromkeys(scalings))
     if not scalings or not are_several():
         return ALONE
     reducers = [each for s in scalings for each in s.reducers]
     groups = [each.process_group for each in reducers]
     groups += compat.shard_groups(params)
+    groups += [each for s in scalings for each in s.stage_groups]
     if not groups:
         return ALONE
     weights = [*params[:1], *(p for each in reducers for p in each.parameters())]
     device = compat.reached_on(groups[0], weights[0].device)
-    return Team([*{id(g): g for g in groups}.values()], reducers, device)
+    staged = any(s.stage_groups for s in scalings)
+    return Team([*{id(g): g for g in groups}.values()], reducers, device, staged)
 
 
 def owners_of(
@@ -94,9 +103,7 @@ def owners_of(
     if not are_several():
         return []
     held = set(map(id, params))
-    return [
-        s for s in scalings if s.enabled and not held.isdisjoint(map(id, s.weights))
-    ]
+    return [s for s in scalings if not held.isdisjoint(map(id, s.weights))]
 
 
 def agree(

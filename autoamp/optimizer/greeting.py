@@ -1,0 +1,141 @@
+"""Ranks tell each other once, at an optimizer's first step, how they run its models.
+
+A rank whose model is not converted, or is converted otherwise, would not answer at the
+first agreement: the others would wait, or take another collective for the answer.  The
+greeting goes through the store by which the ranks have met, and is no collective.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from autoamp import compat
+from autoamp.errors import RankError
+from autoamp.scaling.domain import ModelScaling
+from autoamp.scaling.ranks import Team
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 300.0
+"""Seconds after which a rank that has not answered is taken not to answer at all: half
+of the process group's own timeout where that is less."""
+
+_FIRST_WORD = 15.0
+"""Seconds after which a rank says whom it waits for."""
+
+_PAUSE = 0.01
+
+_GRAPHS = "graphs"
+"""What may differ between ranks, with a warning."""
+
+_greeted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_counts: dict[str, int] = {}
+
+
+def has_greeted(optimizer: Optimizer) -> bool:
+    """Whether the ranks that step the weights of `optimizer` know of each other."""
+    return optimizer in _greeted
+
+
+def greet(
+    optimizer: Optimizer,
+    team: Team,
+    scalings: Sequence[ModelScaling],
+    params: Sequence[torch.Tensor],
+) -> None:
+    """Waits for the ranks of `team`, and compares how they run their models; once.
+
+    Raises:
+        RankError: a rank does not answer, or has converted its models otherwise.
+    """
+    if optimizer in _greeted or not team.groups or team.is_joining:
+        return
+    _greeted.add(optimizer)
+    store = compat.default_store()
+    if store is None:
+        return
+    ours, mine = _words(team, scalings, params), torch.distributed.get_rank()
+    for group in team.groups:
+        name = str(group.group_name)
+        number = _counts[name] = _counts.get(name, -1) + 1
+        prefix = f"autoamp/{name}/{number}"
+        store.set(f"{prefix}/{mine}", json.dumps(ours))
+        ranks = torch.distributed.get_process_group_ranks(group)
+        whose = ours.get("models", "a pipeline's stage")
+        _wait(store, {rank: f"{prefix}/{rank}" for rank in ranks}, whose)
+        words = {r: json.loads(store.get(f"{prefix}/{r}")) for r in ranks}
+        _compare(words, speaks=mine == min(ranks))
+
+
+def _words(
+    team: Team, scalings: Sequence[ModelScaling], params: Sequence[torch.Tensor]
+) -> dict[str, str]:
+    """What a rank says of itself."""
+    each_once = [*dict.fromkeys(scalings)]
+    scales = [type(each.domain.loss_scale).__name__ for each in each_once]
+    words = {"loss scaling": ", ".join(scales)}
+    if not team.staged:
+        words["models"] = ", ".join(each.label for each in each_once)
+        words["parameters"] = str(len(params))
+        words[_GRAPHS] = ", ".join(each.describe() for each in each_once)
+    return words
+
+
+def _wait(store: Any, keys: dict[int, str], whose: str) -> None:
+    """Waits until all of `keys`, by the ranks that set them, are in the store."""
+    patience = min(PATIENCE, store.timeout.total_seconds() / 2)
+    start, said, waiting = time.monotonic(), False, dict(keys)
+    while True:
+        waiting = {r: key for r, key in waiting.items() if not store.check([key])}
+        if not waiting:
+            return
+        waited, names = time.monotonic() - start, ", ".join(map(str, waiting))
+        if waited > patience:
+            raise RankError(
+                f"rank {names} has not stepped an optimizer of {whose}, converted, "
+                f"within {patience:.0f} s of this rank's first step. Convert the model "
+                "on every rank, with the same options"
+            )
+        if waited > _FIRST_WORD and not said:
+            said = True
+            logger.warning(
+                "autoamp: the first step of the optimizer of %s waits for rank %s: a "
+                "rank that has not converted its model never answers",
+                whose,
+                names,
+            )
+        time.sleep(_PAUSE)
+
+
+def _compare(words: dict[int, dict[str, str]], *, speaks: bool) -> None:
+    """Compares what ranks say of themselves.
+
+    Args:
+        speaks: whether this rank is the one that warns.
+    """
+    for field in dict.fromkeys(name for each in words.values() for name in each):
+        ranks: dict[str, list[str]] = {}
+        for rank, each in words.items():
+            ranks.setdefault(each.get(field, "unknown"), []).append(str(rank))
+        if len(ranks) == 1:
+            continue
+        text = "; ".join(f"{v} on rank {', '.join(r[:8])}" for v, r in ranks.items())
+        if field != _GRAPHS:
+            raise RankError(
+                f"the ranks have converted their models otherwise: {field}: {text}. "
+                "Convert the same model, with the same options, on every rank"
+            )
+        if speaks:
+            logger.warning(
+                "autoamp: the ranks run other graphs, because their inputs differ in "
+                "shape, or their programs do: %s",
+                text,
+            )
