@@ -57,7 +57,7 @@ def test_two_processes_train_as_in_fp32(wrap: str, precision: str, ranks: Any) -
     if wrap == "fsdp1":  # Dynamo has no support for it with use_orig_params=False
         assert said.count("calls run under torch.autocast") == 2
         return
-    assert said.count("is converted to") == 2
+    assert said.count("is converted to") == 1  # the first rank speaks for all
     coverage = [r["coverage"] for r in reports]
     assert [c["share_of_calls"] for c in coverage] == [1, 1]
     assert [c["share_of_flops"] for c in coverage] == [1, 1]

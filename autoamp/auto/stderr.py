@@ -6,6 +6,8 @@ import contextlib
 import logging
 import sys
 
+from autoamp.scaling.ranks import own_rank
+
 _PACKAGE = logging.getLogger("autoamp")
 
 
@@ -14,15 +16,21 @@ class _Fallback(logging.Handler):
 
     A script that was never changed does not know our logger.  A script that sets up its
     own logging gets every line there, once.
+    Of several ranks the first speaks for all; the others say only what is a warning,
+    and which rank they are.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or sys.stderr is None:
             return
+        rank = own_rank()
+        if rank and record.levelno < logging.WARNING:
+            return
+        where = f"rank {rank}: " if rank else ""
         # stderr may be closed, or a pipe nobody reads: a call of a model must not fail
         # because of a message about it.
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.write(f"{where}{self.format(record)}\n")
             sys.stderr.flush()
 
 

@@ -8,6 +8,7 @@ no graph at all.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,6 +158,17 @@ def _size(largest: torch.Tensor) -> torch.Tensor | None:
     if not bool(largest < _UNKNOWN):
         return None
     return torch.where(largest < _INFINITE, largest, torch.inf)
+
+
+def own_rank() -> int | None:
+    """The number of this process among several; None where it is the only one.
+
+    torchrun tells it before the script has made a process group.
+    """
+    if are_several():
+        return torch.distributed.get_rank()
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("RANK", "0")) if several else None
 
 
 def are_several() -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ import autoamp
 from autoamp import compat
 from autoamp.weights.sentinels import COPIES
 from tests.distributed.ranks import Ranks
+from tests.distributed.traffic import counting
 from tests.distributed.training import Block, Net, Trained, batch, steps
 from tests.trainers.harness import bound
 
@@ -132,26 +131,6 @@ def test_replicas_skip_the_same_step(four: Ranks) -> None:
 
 
 # -- traffic ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[list[int]]:
-    """The bytes of each all-gather of FSDP."""
-    import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
-
-    sizes: list[int] = []
-    gather: Any = collectives.DefaultAllGather
-    original = gather.__call__
-
-    def counted(self: Any, output_tensor: Tensor, *args: Any, **kw: Any) -> Any:
-        sizes.append(output_tensor.numel() * output_tensor.itemsize)
-        return original(self, output_tensor, *args, **kw)
-
-    gather.__call__ = counted
-    try:
-        yield sizes
-    finally:
-        gather.__call__ = original
 
 
 def traffic(rank: int, mixed: str, *, low: bool = True, **more: Any) -> Any:
