@@ -37,7 +37,7 @@ MODELS = {"gpt2": "GPT2Block", "llama": "LlamaDecoderLayer"}
 """Names of the models of `benchmarks.bytes`, and the class of their blocks."""
 
 WRAPS = ("DDP", "FSDP2")
-WAYS = ("fp32", "autocast", "autoamp bf16", "autoamp fp16")
+WAYS = ("fp32", "autocast", "autoamp bf16")
 
 NOTE = f"""\
 Median of {ROUNDS} interleaved rounds, as a share of autocast's time; and the MB that
