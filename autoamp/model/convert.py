@@ -105,9 +105,8 @@ def convert_model(
         scaling.heal = convert_again
     record = Record(label, low, scaling)
     state.call = CompiledCall(forward, Engine(options, record))
-    scaling.models = functools.partial(_models_of, weakref.ref(scaling))
-    scaling.describe = functools.partial(_graphs_of, weakref.ref(record))
-    state.call.engine.record.skipped += notes
+    _introduce(scaling, record)
+    record.skipped += notes
     if example_inputs is not None:
         try:
             capture_now(model, example_inputs)
@@ -119,6 +118,12 @@ def convert_model(
     DECLINED.pop(model, None)
     logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
     return model
+
+
+def _introduce(scaling: ModelScaling, record: Record) -> None:
+    """Lets `scaling` ask for its models and their graphs, and keep neither alive."""
+    scaling.models = functools.partial(_models_of, weakref.ref(scaling))
+    scaling.describe = functools.partial(_graphs_of, weakref.ref(record))
 
 
 def _models_of(scaling: weakref.ref[ModelScaling]) -> list[nn.Module]:

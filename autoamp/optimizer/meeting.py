@@ -94,15 +94,28 @@ def _before_step(
     if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
         return None
     changed = None
-    if are_several() and not has_greeted(optimizer):  # of a model that is not scaled
-        params = params_of(optimizer)
-        owners = owners_of(params, _scalings)
-        greet(optimizer, team_of(owners, params), owners, params)
+    if are_several() and not has_greeted(optimizer):
+        _greet(optimizer)
     if boundary_of(optimizer) is None:
         changed = _first_step(optimizer, args, kwargs)
     if changed is None or changed[0][0] is optimizer:
         before_write(params_of(optimizer))
     return changed
+
+
+def _greet(optimizer: Optimizer) -> None:
+    """Has the ranks greet each other where no loss scale makes them agree on steps."""
+    if _strangers.get(optimizer) == len(_scalings):
+        return
+    params = params_of(optimizer)
+    owners = owners_of(params, _scalings)
+    if not owners:
+        _strangers[optimizer] = len(_scalings)
+    greet(optimizer, team_of(owners, params), owners, params)
+
+
+_strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers of no converted model, with how many conversions there were then."""
 
 
 def _first_step(

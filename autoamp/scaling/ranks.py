@@ -8,7 +8,9 @@ no graph at all.
 
 from __future__ import annotations
 
+import itertools
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,17 +61,26 @@ class Team:
     @property
     def gradients_tell_more(self) -> bool:
         """Whether the reduction itself may make gradients overflow, in fp16 say."""
-        return any(map(compat.has_communication_hook, self.reducers))
+        return any(map(_is_hooked, self.reducers))
 
     def recover(self, flag: torch.Tensor) -> None:
         """Clears what communication hooks keep of an overflow (`flag` is not 0)."""
-        hooked = [*filter(compat.has_communication_hook, self.reducers)]
+        hooked = [*filter(_is_hooked, self.reducers)]
         if hooked and bool(flag):
             for each in hooked:
                 compat.forget_feedback(each)
 
 
 ALONE = Team()
+
+_hooked: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _is_hooked(reducer: Any) -> bool:
+    """Whether a reducer has a communication hook, which it cannot get after a step."""
+    if reducer not in _hooked:
+        _hooked[reducer] = compat.has_communication_hook(reducer)
+    return _hooked[reducer]
 
 
 def enabled(scalings: Iterable[ModelScaling]) -> list[ModelScaling]:
@@ -88,8 +99,8 @@ def team_of(scalings: Iterable[ModelScaling], params: Sequence[torch.Tensor]) ->
     groups += [each for s in scalings for each in s.stage_groups]
     if not groups:
         return ALONE
-    weights = [*params[:1], *(p for each in reducers for p in each.parameters())]
-    device = compat.reached_on(groups[0], weights[0].device)
+    weight = next(itertools.chain(params, *(each.parameters() for each in reducers)))
+    device = compat.reached_on(groups[0], weight.device)
     staged = any(s.stage_groups for s in scalings)
     return Team([*{id(g): g for g in groups}.values()], reducers, device, staged)
 

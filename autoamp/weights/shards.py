@@ -79,11 +79,12 @@ class Sharded:
     def __init__(self) -> None:
         self._by_whole: dict[int, Shard] = {}
         self._waiting: list[Shard] = []
+        self._any = False
         self._of_model: weakref.WeakKeyDictionary[nn.Module, _Shards]
         self._of_model = weakref.WeakKeyDictionary()
 
     def __bool__(self) -> bool:
-        return bool(self._of_model)
+        return self._any
 
     def of(self, weight: torch.Tensor) -> Shard | None:
         """The shard whose whole parameter is `weight`; None for any other tensor."""
@@ -115,15 +116,18 @@ class Sharded:
         """
         known = self._of_model.get(model)
         if known is None:
-            pairs = compat.sharded_parameters(model)
-            if not pairs:
-                return
-            known = self._of_model[model] = _Shards(pairs)
-            self._waiting += known.shards
+            known = self._of_model[model] = _Shards()
         known.calls += 1
-        if known.calls > 1 and known.calls & (known.calls - 1) == 0:
+        if known.calls & (known.calls - 1):
+            return
+        if known.shards:
             with torch.inference_mode(False):  # tensors made here are saved in training
                 known.agree(in_call)
+            return
+        pairs = compat.sharded_parameters(model)
+        known.shards = [Shard(group, record) for group, record in pairs]
+        self._waiting += known.shards
+        self._any = self._any or bool(known.shards)
 
     def forget(self, model: nn.Module) -> None:
         """Has the shards of a model gathered as FSDP gathers them."""
@@ -142,8 +146,8 @@ class _Shards:
         calls: how often the model has been called, which is equal on all ranks.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        self.shards = [Shard(group, record) for group, record in pairs]
+    def __init__(self) -> None:
+        self.shards: list[Shard] = []
         self.calls = 0
 
     def agree(self, in_call: Callable[[], bool]) -> None:

@@ -266,6 +266,23 @@ def no_records_of_fsdp(patch: pytest.MonkeyPatch) -> None:
     assert ranks.whole_parameter(record) is None
 
 
+def no_stages_and_no_store(patch: pytest.MonkeyPatch) -> None:
+    """Then stages skip steps by themselves, and ranks do not greet each other."""
+
+    class Stage:
+        submod, group = mlp(), object()
+
+    stage = Stage()
+    pipelining = SimpleNamespace(_PipelineStageBase=Stage)
+    patch.setitem(sys.modules, "torch.distributed.pipelining.stage", pipelining)
+    assert ranks.stage_groups([stage.submod[0]]) == [stage.group]
+    assert ranks.stage_groups([mlp()]) == []
+    hide(patch, "_PipelineStageBase")
+    assert ranks.stage_groups([stage.submod]) == []
+    hide(patch, "_get_default_store")
+    assert ranks.default_store() is None
+
+
 def no_buckets(patch: pytest.MonkeyPatch) -> None:
     """Where there is no DDPOptimizer, a graph is compiled as a whole."""
     whole, gm = object(), SimpleNamespace()
@@ -417,6 +434,7 @@ ALONE = [
     no_total_norm,
     no_hooks_of_ddp,
     no_records_of_fsdp,
+    no_stages_and_no_store,
     no_buckets,
     no_backends,
     no_layouts,

@@ -52,8 +52,15 @@ def train(rank: int, converted: list[dict[str, Any] | None], wrap: str) -> Train
     return steps(net, sgd, [batch(step, rank) for step in range(3)])
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-@pytest.mark.parametrize("options", [(FP16, BF16), (BF16, FP16)])
+@pytest.mark.parametrize(
+    ("wrap", "options"),
+    [
+        ("ddp", (FP16, BF16)),
+        pytest.param("ddp", (BF16, FP16), marks=pytest.mark.slow),
+        pytest.param("fsdp", (FP16, BF16), marks=pytest.mark.slow),
+        pytest.param("fsdp", (BF16, FP16), marks=pytest.mark.slow),
+    ],
+)
 def test_other_options_are_an_error_on_every_rank(
     options: tuple[Any, Any], wrap: str, two: Ranks
 ) -> None:
@@ -134,7 +141,7 @@ def pipeline(rank: int, bad: int) -> Trained:
     return trained
 
 
-@pytest.mark.parametrize("bad", [0, 4])
+@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_stages_of_a_pipeline_step_together(bad: int, two: Ranks) -> None:
     first, last = two.run(pipeline, bad)
     assert first.skipped == last.skipped

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import autoamp
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_fsdp import sharded
-from tests.distributed.training import Net, batch, steps
+from tests.distributed.training import Net, batch, slow, steps
 
 OPTIONS: dict[str, Any] = {"precision": "fp16", "do_no_harm": False}
 BEFORE, AFTER = 4, 3
@@ -69,8 +69,8 @@ def resume(rank: int, wrap: str, folder: str, named: bool) -> Any:
     return trained.losses, trained.weights, scale.state_dict()
 
 
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize("named", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("wrap", slow(["ddp", "fsdp"], "fsdp"))
 def test_a_training_goes_on_bit_for_bit(
     wrap: str, named: bool, two: Ranks, tmp_path: Path
 ) -> None:
@@ -124,7 +124,7 @@ def half(rank: int, wrap: str, folder: str, resumed: bool) -> Any:
     return exact, rounded, set(moments)
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.parametrize("wrap", slow(["ddp", "fsdp"], "ddp"))
 def test_masters_are_saved_and_loaded(wrap: str, two: Ranks, tmp_path: Path) -> None:
     saved, loaded = (
         two.run(half, wrap, str(tmp_path), resumed) for resumed in (False, True)

@@ -16,7 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from tests.distributed.ranks import Ranks
-from tests.distributed.training import WIDTH, Net, Trained, batch, steps, zero_adamw
+from tests.distributed.training import (
+    WIDTH,
+    Net,
+    Trained,
+    batch,
+    slow,
+    steps,
+    zero_adamw,
+)
 from tests.trainers.harness import bound
 
 STEPS, BAD = 6, 3
@@ -95,7 +103,10 @@ def agreed(results: list[Trained]) -> Trained:
     return first
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    slow(SETTINGS, "plain", "converted after", "unused parameters", "reduced in fp16"),
+)
 def test_ranks_skip_the_same_step(setting: str, two: Ranks) -> None:
     trained = agreed(two.run(train, **SETTINGS[setting]))
     assert trained.skipped == [step == BAD for step in range(STEPS)]
@@ -103,6 +114,7 @@ def test_ranks_skip_the_same_step(setting: str, two: Ranks) -> None:
     assert trained.weights[BAD + 1] != trained.weights[BAD]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{}, {"zero": True}])
 def test_ranks_skip_the_first_step(setting: dict[str, Any], two: Ranks) -> None:
     trained = agreed(two.run(train, bad=0, **setting))
@@ -110,7 +122,7 @@ def test_ranks_skip_the_first_step(setting: dict[str, Any], two: Ranks) -> None:
     assert trained.weights[1] != trained.weights[0]
 
 
-@pytest.mark.parametrize("setting", ["plain", "accumulation", "zero"])
+@pytest.mark.parametrize("setting", slow(["plain", "accumulation", "zero"], "plain"))
 def test_losses_are_as_near_to_fp32s_as_autocasts(setting: str, two: Ranks) -> None:
     more = {**SETTINGS[setting], "bad": -1}
     ours, plain, autocast = (

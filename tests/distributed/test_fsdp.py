@@ -22,7 +22,7 @@ from autoamp import compat
 from autoamp.weights.sentinels import COPIES
 from tests.distributed.ranks import Ranks
 from tests.distributed.traffic import counting
-from tests.distributed.training import Block, Net, Trained, batch, steps
+from tests.distributed.training import Block, Net, Trained, batch, slow, steps
 from tests.trainers.harness import bound
 
 STEPS, BAD = 6, 3
@@ -96,7 +96,7 @@ def losses(results: list[tuple[Trained, float]]) -> Tensor:
     return torch.tensor([trained.losses for trained, _ in results])
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", slow(SETTINGS, "plain"))
 def test_all_products_are_low(setting: str, two: Ranks) -> None:
     more = SETTINGS[setting]
     results = two.run(train, **more)
@@ -110,8 +110,10 @@ def test_all_products_are_low(setting: str, two: Ranks) -> None:
     assert 0 < deviation <= bound(plain, autocast)
 
 
-@pytest.mark.parametrize("bad", [0, BAD])
-@pytest.mark.parametrize("setting", ["plain", "root alone", "checkpointed"])
+@pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), BAD])
+@pytest.mark.parametrize(
+    "setting", slow(["plain", "root alone", "checkpointed"], "plain")
+)
 def test_ranks_skip_the_same_step(setting: str, bad: int, two: Ranks) -> None:
     results = two.run(train, bad=bad, options=SCALED, **SETTINGS[setting])
     for trained, _ in results:
@@ -142,7 +144,9 @@ def traffic(rank: int, mixed: str, *, low: bool = True, **more: Any) -> Any:
     return trained, sum(sizes[len(sizes) * 2 // STEPS :])
 
 
-@pytest.mark.parametrize("setting", ["plain", "offloaded", "checkpointed"])
+@pytest.mark.parametrize(
+    "setting", slow(["plain", "offloaded", "checkpointed"], "plain")
+)
 def test_blocks_are_gathered_low_and_read_the_same(setting: str, two: Ranks) -> None:
     """Bit for bit; 0.55 of fp32's bytes are asked for, with the root's in fp32."""
     more = SETTINGS[setting]
@@ -158,6 +162,7 @@ def test_blocks_are_gathered_low_and_read_the_same(setting: str, two: Ranks) -> 
         assert fewer <= 0.55 * fp32s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", ["root alone", "kept until the backward", "reduced in bf16"]
 )
@@ -186,6 +191,7 @@ def a_policy_of_the_users(rank: int) -> tuple[int, int, set[torch.dtype]]:
     return (*found, seen)
 
 
+@pytest.mark.slow
 def test_a_policy_of_the_users_is_honoured(two: Ranks) -> None:
     for ours, theirs, dtypes in two.run(a_policy_of_the_users):
         assert ours == theirs
@@ -310,6 +316,7 @@ def memory(rank: int, checkpointed: bool) -> None:
     assert {low: set(store) for low, store in COPIES.items()} == copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_no_copy_outlives_the_weights(checkpointed: bool, two: Ranks) -> None:
     two.run(memory, checkpointed)
@@ -328,6 +335,7 @@ def inference_first(rank: int, mixed: str, *modes: Any) -> Trained:
     return steps(net, sgd, [batch(step, rank) for step in range(3)])
 
 
+@pytest.mark.slow
 def test_training_after_inference(two: Ranks) -> None:
     modes = torch.no_grad, torch.inference_mode, torch.inference_mode
     first, second = two.run(inference_first, "ours", *modes)

@@ -62,6 +62,7 @@ def test_tensor_parallel_is_autocasts_to_the_bit(two: Ranks) -> None:
         assert any("computes on DTensors" in each for each in why)
 
 
+@pytest.mark.slow
 def test_fp16_is_bf16_where_nothing_scales(two: Ranks) -> None:
     theirs = two.run(train, 2, "autocast")
     ours = two.run(train, 2, "ours", precision="fp16")

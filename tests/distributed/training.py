@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -140,3 +141,9 @@ def zero_adamw(model: nn.Module) -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+def slow(names: Iterable[str], *quick: str) -> list[Any]:
+    """`names` as cases of a test, all of them slow but for the `quick` ones."""
+    marks = pytest.mark.slow
+    return [n if n in quick else pytest.param(n, marks=marks) for n in names]
