@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autoamp.compat.tensors import version_kept
+from autoamp.compat.tensors import modules_of, version_kept
 
 
 def active_ddp() -> Any:
@@ -188,7 +188,7 @@ def sharded_parameters(model: torch.nn.Module) -> list[tuple[Any, Any]]:
     empty where torch hides its records.
     """
     kind = getattr(sys.modules.get(_FSDP), "FSDPModule", ())
-    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, kind)]
+    states = [m._get_fsdp_state() for m in modules_of(model) if isinstance(m, kind)]
     found = []
     for state in states:
         one = [getattr(state, "_fsdp_param_group", None)]  # torch 2.11

@@ -31,16 +31,25 @@ class Shard:
     """One sharded parameter, and how graphs on this rank have read it.
 
     Attributes:
-        group, record: FSDP's own, which hold the parameter.
+        group, record: FSDP's own, which hold the parameter and its module; None once
+            the model is gone.
         low: the dtype of the copies that graphs read; None before the first such graph.
         wide: whether some graph reads the parameter in fp32.
         is_low: whether the shards are gathered in `low`.
     """
 
     def __init__(self, group: Any, record: Any) -> None:
-        self.group, self.record = group, record
+        self._group, self._record = weakref.ref(group), weakref.ref(record)
         self.low: torch.dtype | None = None
         self.wide = self.is_low = False
+
+    @property
+    def group(self) -> Any:
+        return self._group()
+
+    @property
+    def record(self) -> Any:
+        return self._record()
 
     @property
     def may_be_low(self) -> bool:
@@ -80,8 +89,8 @@ class Sharded:
         self._by_whole: dict[int, Shard] = {}
         self._waiting: list[Shard] = []
         self._any = False
-        self._of_model: weakref.WeakKeyDictionary[nn.Module, _Shards]
-        self._of_model = weakref.WeakKeyDictionary()
+        # By the model's id: a module may have no hash, or answer to any name.
+        self._of_model: dict[int, _Shards] = {}
 
     def __bool__(self) -> bool:
         return self._any
@@ -95,7 +104,9 @@ class Sharded:
                 if whole is not None:
                     self._by_whole[id(whole)] = shard
             self._waiting = [
-                s for s in self._waiting if compat.whole_parameter(s.record) is None
+                s
+                for s in self._waiting
+                if s.record and compat.whole_parameter(s.record) is None
             ]
             found = self._by_whole.get(id(weight))
         same = found is not None and compat.whole_parameter(found.record) is weight
@@ -114,9 +125,9 @@ class Sharded:
         Args:
             in_call: whether this thread is in a call of a converted model.
         """
-        known = self._of_model.get(model)
-        if known is None:
-            known = self._of_model[model] = _Shards()
+        known = self._of_model.get(id(model))
+        if known is None or known.model() is not model:
+            known = self._of_model[id(model)] = _Shards(model)
         known.calls += 1
         if known.calls & (known.calls - 1):
             return
@@ -131,8 +142,8 @@ class Sharded:
 
     def forget(self, model: nn.Module) -> None:
         """Has the shards of a model gathered as FSDP gathers them."""
-        known = self._of_model.pop(model, None)
-        for shard in known.shards if known is not None else ():
+        known = self._of_model.pop(id(model), None)
+        for shard in known.shards if known and known.model() is model else ():
             self._by_whole.pop(id(compat.whole_parameter(shard.record)), None)
             if shard.is_low:
                 compat.gather_wide(shard.record)
@@ -142,11 +153,13 @@ class _Shards:
     """The shards of one model.
 
     Attributes:
+        model: a weak reference to the model.
         shards: in the same order on all ranks.
         calls: how often the model has been called, which is equal on all ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
         self.shards: list[Shard] = []
         self.calls = 0
 

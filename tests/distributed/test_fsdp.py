@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -314,6 +316,19 @@ def memory(rank: int, checkpointed: bool) -> None:
     loss.backward()
     # None is kept either, not even of the weights that are gathered in fp32.
     assert {low: set(store) for low, store in COPIES.items()} == copies
+
+
+def freed(rank: int) -> bool:
+    """Whether a model and its weights go with the last reference to the model."""
+    net = after_three_calls(rank)
+    known = [weakref.ref(each) for each in (net, net.blocks[0], net.blocks[0].up)]
+    del net
+    gc.collect()
+    return all(ref() is None for ref in known)
+
+
+def test_nothing_of_ours_keeps_a_model(two: Ranks) -> None:
+    assert two.run(freed) == [True, True]
 
 
 @pytest.mark.slow
