@@ -18,9 +18,9 @@ import threading
 import weakref
 from pathlib import Path
 
+from autoamp import compat
 from autoamp.capture.engine import Engine
 from autoamp.model.reporting import report_of
-from autoamp.scaling.ranks import own_rank
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Recorder:
             # Names of classes may hold anything.
             name = re.sub(r"[^A-Za-z0-9_]", "_", engine.record.label)[:60]
             host = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())[:40]
-            rank = own_rank()
+            rank = compat.own_rank()
             ranked = name if rank is None else f"{name}-rank{rank}"
             folder = _new_folder(self.root, f"{ranked}-{host}-{self._pid}")
             self._folders[engine] = folder

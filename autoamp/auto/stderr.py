@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 
-from autoamp.scaling.ranks import own_rank
+from autoamp import compat
 
 _PACKAGE = logging.getLogger("autoamp")
 
@@ -23,7 +23,7 @@ class _Fallback(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or sys.stderr is None:
             return
-        rank = own_rank()
+        rank = compat.own_rank()
         if rank and record.levelno < logging.WARNING:
             return
         where = f"rank {rank}: " if rank else ""

@@ -38,6 +38,34 @@ from autoamp.compat.device import (
     on_real_numbers,
     runs_one_kernel,
 )
+from autoamp.compat.distributed.ddp import (
+    active_ddp,
+    forget_feedback,
+    has_communication_hook,
+    in_buckets,
+    is_joining,
+    reduced_by_ddp,
+    without_buckets,
+)
+from autoamp.compat.distributed.fsdp import (
+    gather_low,
+    gather_wide,
+    gathered,
+    may_gather_low,
+    sharded_parameters,
+    uses_fsdp,
+    whole_parameter,
+)
+from autoamp.compat.distributed.groups import (
+    are_several,
+    default_store,
+    is_distributed,
+    local_part,
+    own_rank,
+    reached_on,
+    shard_groups,
+    stage_groups,
+)
 from autoamp.compat.entry import CompiledEntry, never_a_graph_by_itself
 from autoamp.compat.gradients import (
     accumulate_in,
@@ -70,7 +98,6 @@ from autoamp.compat.hooks import (
     step_hooks,
     tells_nodes,
 )
-from autoamp.compat.layers import PACKED, is_packed, packed_result
 from autoamp.compat.listening import Heard, op_heard
 from autoamp.compat.names import (
     CHECKPOINT,
@@ -88,28 +115,6 @@ from autoamp.compat.names import (
     TRANSFORM_EXITS,
     WHILE_LOOP,
     WRAP,
-)
-from autoamp.compat.ranks import (
-    active_ddp,
-    default_store,
-    forget_feedback,
-    gather_low,
-    gather_wide,
-    gathered,
-    has_communication_hook,
-    in_buckets,
-    is_distributed,
-    is_joining,
-    local_part,
-    may_gather_low,
-    reached_on,
-    reduced_by_ddp,
-    shard_groups,
-    sharded_parameters,
-    stage_groups,
-    uses_fsdp,
-    whole_parameter,
-    without_buckets,
 )
 from autoamp.compat.recording import (
     aliased,
@@ -129,6 +134,7 @@ from autoamp.compat.recording import (
     split_identity,
     without_torch_function,
 )
+from autoamp.compat.recurrent import PACKED, is_packed, packed_result
 from autoamp.compat.stack import with_room
 from autoamp.compat.tensors import (
     Memory,

@@ -11,7 +11,7 @@ import torch._dynamo
 from torch import fx
 from torch.autograd import forward_ad
 
-from autoamp.compat.ranks import active_ddp, in_buckets, splits_for_ddp
+from autoamp.compat.distributed.ddp import active_ddp, in_buckets, splits_for_ddp
 
 
 def compile_with(

@@ -17,8 +17,9 @@ import torch._dynamo
 import torch._dynamo.convert_frame
 from torch import fx, nn
 
-from autoamp.compat.layers import layer_captured, layer_left, recurrent_results
-from autoamp.compat.ranks import note_ddp_mode
+from autoamp.compat.distributed.ddp import note_ddp_mode
+from autoamp.compat.layers import layer_captured, layer_left
+from autoamp.compat.recurrent import recurrent_results
 
 # DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
 _COMPILE_TIME_CONFIG = {"optimize_ddp": False}

@@ -27,7 +27,7 @@ from autoamp.options import Options
 from autoamp.scaling.backwards import lower_where_nobody_steps
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.overflow import gather
-from autoamp.scaling.ranks import are_several, enabled, owners_of, team_of
+from autoamp.scaling.ranks import enabled, owners_of, team_of
 from autoamp.weights.copies import before_write
 
 _scalings: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
@@ -94,7 +94,7 @@ def _before_step(
     if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
         return None
     changed = None
-    if are_several() and not has_greeted(optimizer):
+    if compat.are_several() and not has_greeted(optimizer):
         _greet(optimizer)
     if boundary_of(optimizer) is None:
         changed = _first_step(optimizer, args, kwargs)

@@ -161,7 +161,8 @@ class OptimizerBoundary:
         evidence = self._read(params)
         doubt = self._in_doubt(params)
         scalings = enabled([*self.scalings, *evidence.scalings])
-        greet(self.optimizer, team := team_of(scalings, params), scalings, params)
+        team = team_of(scalings, params)
+        greet(self.optimizer, team, scalings, params)
         if not (evidence.runs or evidence.elsewhere or doubt or team.groups):
             return torch.zeros(1)
         for scaling in evidence.scalings:
@@ -174,14 +175,11 @@ class OptimizerBoundary:
         by_kernel = not retries and takes_flag(self.optimizer, flag)
         if by_kernel:
             self._unsure = evidence.live or self._unsure
-        if by_kernel and not self._is_due(evidence):
-            pass  # nobody waits for the device
-        elif bool(flag):
+        waits = not by_kernel or self._is_due(evidence)  # for the device's answer
+        if waits and bool(flag):
             self._note_skip(evidence, params)
-        else:
+        elif waits:
             note_step(evidence.scalings)
-            if not by_kernel and not evidence.runs:
-                return flag
             if retries:
                 self._passed += evidence.runs
                 self._passed_sizes.append(sizes)

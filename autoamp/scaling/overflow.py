@@ -141,7 +141,7 @@ def found_inf(
 
 def _may_be_reduced_by_hand(evidence: Evidence) -> bool:
     """Whether gradients may hold other ranks' overflows, of which no flag tells."""
-    return ranks.are_several() and not all(run.reduced for run in evidence.live)
+    return compat.are_several() and not all(run.reduced for run in evidence.live)
 
 
 def not_finite(grads: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -9,7 +9,6 @@ no graph at all.
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -91,7 +90,7 @@ def enabled(scalings: Iterable[ModelScaling]) -> list[ModelScaling]:
 def team_of(scalings: Iterable[ModelScaling], params: Sequence[torch.Tensor]) -> Team:
     """The team of an optimizer that holds `params`, of models with `scalings`."""
     scalings = list(dict.fromkeys(scalings))
-    if not scalings or not are_several():
+    if not scalings or not compat.are_several():
         return ALONE
     reducers = [each for s in scalings for each in s.reducers]
     groups = [each.process_group for each in reducers]
@@ -112,7 +111,7 @@ def owners_of(
 
     Ranks agree on steps of such weights even where this rank's model ran no graph.
     """
-    if not are_several():
+    if not compat.are_several():
         return []
     held = set(map(id, params))
     return [s for s in scalings if not held.isdisjoint(map(id, s.weights))]
@@ -169,24 +168,3 @@ def _size(largest: torch.Tensor) -> torch.Tensor | None:
     if not bool(largest < _UNKNOWN):
         return None
     return torch.where(largest < _INFINITE, largest, torch.inf)
-
-
-def own_rank() -> int | None:
-    """The number of this process among several; None where it is the only one.
-
-    torchrun tells it before the script has made a process group.
-    """
-    if are_several():
-        return torch.distributed.get_rank()
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    return int(os.environ.get("RANK", "0")) if several else None
-
-
-def are_several() -> bool:
-    """Whether this process is one of several ranks."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )

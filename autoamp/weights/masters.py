@@ -243,9 +243,8 @@ class Masters:
             self._say_half(f"torch {torch.__version__} cannot do otherwise")
         state = self.optimizer.state.get(param)
         if state is not None:
-            state.pop(
-                master_state.KEY_BESIDE, None
-            )  # loaded, and rounded, before there were masters
+            # A checkpoint's master, which was rounded when there was no master here.
+            state.pop(master_state.KEY_BESIDE, None)
             self.optimizer.state[param] = master_state.in_dtype(state, torch.float32)
         return nn.Parameter(param.detach().float())
 

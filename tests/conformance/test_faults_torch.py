@@ -210,7 +210,7 @@ def no_ddp(patch: pytest.MonkeyPatch) -> None:
 
 
 class _Reducer:
-    """What compat/ranks.py asks of a DistributedDataParallel."""
+    """What compat/distributed/ddp.py asks of a DistributedDataParallel."""
 
     def __init__(self, state: Any = None) -> None:
         self._comm_hooks = [] if state is None else [(None, state)]

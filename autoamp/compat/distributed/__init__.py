@@ -1,0 +1,1 @@
+"""Ranks: who reduces gradients with whom, and gathers parameters from whom."""
