@@ -1,0 +1,62 @@
+"""The module round a spelled-out layer: a product before it and one after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BATCH, WIDTH, HEADS = 2, 32, 4
+SIZE = WIDTH // HEADS
+LONGEST = 320
+"""No input has more tokens: buffers of masks are that large."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a layer is written, and what it is expected to become.
+
+    `function` is called with the module and the `parts` equal parts of what the product
+    before it gives; parts of attention are of shape (batch, heads, tokens, size).
+    """
+
+    function: Callable[..., Any]
+    parts: int = 1
+    kernel: str = ""
+    """The kernel that must stand for it; "" where nothing is promised."""
+    single: bool = False
+    """One part, by heads all the same."""
+    lengths: tuple[int, ...] = ()
+    """The numbers of tokens that it can take; () for any."""
+
+
+class Layer(nn.Module):
+    """Two products with a spelled-out layer between them."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__()
+        self.spelling, self.parts = spelling, spelling.parts
+        self.function = spelling.function
+        self.heads = spelling.parts > 1 or spelling.single
+        self.before = nn.Linear(WIDTH, spelling.parts * WIDTH)
+        self.after = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.drop = nn.Dropout(0.0)
+        self.register_buffer("causal", torch.ones(LONGEST, LONGEST).tril()[None, None])
+        self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, HEADS + 1) * 2)
+        angles = torch.outer(torch.arange(LONGEST), 0.1 ** (torch.arange(SIZE) / 4))
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+        self.register_buffer("first", torch.tensor([3, 0]))
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.before(x)
+        if not self.heads:
+            return self.after(self.function(self, h))
+        parts = h.view(*x.shape[:2], self.parts, HEADS, SIZE).permute(2, 0, 3, 1, 4)
+        result = self.function(self, *(parts[i] for i in range(self.parts)))
+        return self.after(result.transpose(1, 2).reshape(*x.shape[:2], WIDTH))

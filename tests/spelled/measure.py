@@ -1,0 +1,259 @@
+"""The accuracy law for one spelling on one kind of data.
+
+Of the output, of what is written, and of the gradients of the input and of each
+parameter (those of queries, keys and values apart, though one product makes them): the
+error's Euclidean norm, against the same model in float64, is at most 1.1 times that
+under `torch.autocast`, or that of fp32 if it is the larger.
+
+Errors are set in relation to the norm of the truth, or of the gradient of the whole
+parameter of which they are a part, so that a gradient that is truly 0 (a key's bias)
+has its size compared with autocast's.  The only floor is one rounding to fp32 of that
+norm.  Numbers that are not finite in float64, in fp32 or under autocast are left out;
+those that are finite there must be so in ours.
+
+Two errors of one draw of the data are two draws of chance.  Root mean squares over four
+draws must break the law, and then those over each of `GROUPS` groups of eight others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+import autoamp
+from autoamp.place.devices import Device
+from tests.spelled.data import Situation
+from tests.spelled.layers import WIDTH, Layer, Spelling
+
+LIMIT = 1.1
+TINY = torch.finfo(torch.float32).eps / 2
+"""One rounding to fp32."""
+
+FIRST, GROUP, GROUPS = 4, 8, 4
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SCALES = tuple(2.0**k for k in (8, 0, -8, -16))
+"""Of fp16's loss: the largest is taken that autocast's gradients survive."""
+
+Tensors = dict[str, Tensor]
+Errors = dict[str, tuple[float, float]]
+"""Our error and the larger of autocast's and fp32's, by the name of a tensor."""
+
+
+class Exact(TorchFunctionMode):
+    """What asks for fp32 gets float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].double()
+        args, kwargs = pytree.tree_map(
+            lambda a: torch.float64 if a is torch.float32 else a, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def exactly() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Exact():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def kernels_are_faster() -> Iterator[None]:
+    """On this processor, whatever it is, written attention runs as one kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "attends_by_products", False)
+        yield
+
+
+def run(model: Any, x: Tensor, cotangent: Tensor, context: Any) -> Tensors:
+    """The output and all gradients."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    with context:
+        output = model(x)
+    found = {"output": output.detach().clone()}
+    with exactly() if x.dtype == torch.float64 else contextlib.nullcontext():
+        output.backward(cotangent.to(output.dtype))
+    for name, leaf in (("input", x), *model.named_parameters()):
+        if leaf.grad is not None:
+            found[f"gradient of {name}"] = leaf.grad.detach()
+    return found
+
+
+def split(found: Tensors, parts: int) -> Iterator[tuple[str, str, Tensor]]:
+    """Each tensor that is compared: its name, that of the whole, and its numbers."""
+    for whole, tensor in found.items():
+        if not whole.startswith("gradient of before") or parts == 1:
+            yield whole, whole, tensor.double()
+            continue
+        for letter, piece in zip("qkv", tensor.double().split(WIDTH), strict=False):
+            yield f"{whole} ({letter})", whole, piece
+
+
+def norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor))
+
+
+class RefusedError(Exception):
+    """Autocast cannot run it: there is nothing to be held against."""
+
+
+@dataclass
+class Subject:
+    """A spelling as it is converted for one kind of data."""
+
+    spelling: Spelling
+    situation: Situation
+    precision: str
+    options: dict[str, Any] = field(default_factory=dict)
+    ours: Any = None
+
+    def errors(self, seed: int) -> Errors:
+        """All that is compared, from one draw of the data."""
+        model, x, cotangent = self.situation.made(self.spelling, seed)
+        plain = run(model, x, cotangent, contextlib.nullcontext())
+        theirs, scale = self.autocast(model, x, cotangent)
+        if scale != 1.0:
+            plain = run(model, x, cotangent * scale, contextlib.nullcontext())
+        wide = copy.deepcopy(model).double()
+        given = x.double(), cotangent.double() * scale
+        true = run(wide, *given, exactly())
+        ours = self.run_ours(model, x, cotangent * scale)
+        return compared(true, plain, theirs, ours, self.spelling.parts)
+
+    def autocast(
+        self, model: Layer, x: Tensor, cotangent: Tensor
+    ) -> tuple[Tensors, float]:
+        """Autocast's results, and the scale of the loss that all get."""
+        found: Tensors = {}
+        for scale in SCALES if self.precision == "fp16" else (1.0,):
+            context = torch.autocast("cpu", LOW[self.precision])
+            try:
+                found = run(model, x, cotangent * scale, context)
+            except RuntimeError as error:
+                raise RefusedError(str(error)) from error
+            if all(t.isfinite().all() for t in found.values()):
+                return found, scale
+        return run(model, x, cotangent, context), 1.0
+
+    def run_ours(self, model: Layer, x: Tensor, cotangent: Tensor) -> Tensors:
+        if self.ours is None:
+            torch._dynamo.reset()
+            options = {"do_no_harm": False, "strict": True, "loss_scale": "off"}
+            self.ours = autoamp.convert(
+                copy.deepcopy(model),
+                **{"precision": self.precision, **options, **self.options},
+            )
+        else:
+            self.ours.load_state_dict(model.state_dict())
+        with kernels_are_faster():
+            return run(self.ours, x, cotangent, contextlib.nullcontext())
+
+    def kernels(self) -> list[str]:
+        """What chains of the layer run as."""
+        return [op.kernel for op in autoamp.report(self.ours).ops if op.kernel]
+
+
+def compared(
+    true: Tensors, plain: Tensors, theirs: Tensors, ours: Tensors, parts: int
+) -> Errors:
+    """The errors, in relation to the norm of the truth."""
+    if ours["output"].stride() != plain["output"].stride():
+        raise AssertionError("the output has other strides than in fp32")
+    pieces = [
+        {name: tensor for name, _, tensor in split(found, parts)}
+        for found in (plain, theirs, ours)
+    ]
+    errors = {}
+    for name, whole, exact in split(true, parts):
+        ends = [piece[name] for piece in pieces]
+        known = torch.stack([t.isfinite() for t in (exact, *ends[:2])]).all(0)
+        if not known.any():
+            continue
+        size = norm(true[whole].double().nan_to_num(0.0, 0.0, 0.0)) or 1.0
+        mine, *others = (norm((t - exact)[known]) for t in reversed(ends))
+        mine = mine if math.isfinite(mine) else math.inf
+        errors[name] = mine / size, max(others) / size
+    return errors
+
+
+def mean_squares(draws: list[Errors]) -> Errors:
+    """Roots of the mean squares, of what is in every draw."""
+    found = {}
+    for name in set.union(*(set(draw) for draw in draws)):
+        pairs = [draw[name] for draw in draws if name in draw]
+        mine, allowed = (
+            math.sqrt(sum(e * e for e in column) / len(pairs))
+            for column in zip(*pairs, strict=True)
+        )
+        found[name] = mine, allowed
+    return found
+
+
+def broken(found: Errors) -> Errors:
+    return {n: e for n, e in found.items() if not e[0] <= LIMIT * e[1] + TINY}
+
+
+def ratio(pair: tuple[float, float]) -> float:
+    return pair[0] / max(pair[1], TINY)
+
+
+@dataclass
+class Verdict:
+    """What breaks the law, and how far everything is."""
+
+    errors: Errors
+    broken: Errors
+    kernels: list[str]
+    raised: str = ""
+    refused: str = ""
+
+    @property
+    def fails(self) -> bool:
+        return bool(self.broken or self.raised)
+
+    def worst(self) -> float:
+        if self.raised:
+            return math.inf
+        return max(map(ratio, (self.broken or self.errors).values()), default=0.0)
+
+    def __str__(self) -> str:
+        worst = sorted(self.broken.items(), key=lambda item: -ratio(item[1]))
+        told = [f"{n} {a:.2g} (autocast {b:.2g})" for n, (a, b) in worst]
+        return self.raised or "; ".join(told)
+
+
+def judged(subject: Subject, seeds: int = FIRST, groups: int = GROUPS) -> Verdict:
+    """The law, for one spelling on one kind of data; what breaks it is confirmed."""
+    try:
+        errors = mean_squares([subject.errors(seed) for seed in range(seeds)])
+        suspects = broken(errors)
+        for group in range(groups):
+            if not suspects:
+                break
+            first = 100 + group * GROUP
+            draws = [subject.errors(seed) for seed in range(first, first + GROUP)]
+            again = broken(mean_squares(draws))
+            suspects = {n: again[n] for n in suspects if n in again}
+    except RefusedError as error:
+        return Verdict({}, {}, [], refused=str(error).splitlines()[0])
+    except Exception as error:  # noqa: BLE001  # what raises in ours alone is a failure
+        said = (str(error).strip().splitlines() or [""])[0]
+        return Verdict({}, {}, [], f"{type(error).__name__}: {said}"[:200])
+    return Verdict(errors, suspects, subject.kernels())
