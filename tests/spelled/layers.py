@@ -29,8 +29,8 @@ class Spelling:
     """The kernel that must stand for it; "" where nothing is promised."""
     single: bool = False
     """One part, by heads all the same."""
-    lengths: tuple[int, ...] = ()
-    """The numbers of tokens that it can take; () for any."""
+    bare: bool = False
+    """Its result is returned: no product comes after it."""
 
 
 class Layer(nn.Module):
@@ -56,7 +56,10 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Any:
         h = self.before(x)
         if not self.heads:
-            return self.after(self.function(self, h))
+            result = self.function(self, h)
+            return result if self.spelling.bare else self.after(result)
         parts = h.view(*x.shape[:2], self.parts, HEADS, SIZE).permute(2, 0, 3, 1, 4)
         result = self.function(self, *(parts[i] for i in range(self.parts)))
+        if self.spelling.bare:
+            return result
         return self.after(result.transpose(1, 2).reshape(*x.shape[:2], WIDTH))

@@ -88,6 +88,7 @@ def run(model: Any, x: Tensor, cotangent: Tensor, context: Any) -> Tensors:
     with context:
         output = model(x)
     found = {"output": output.detach().clone()}
+    cotangent = cotangent.flatten()[: output.numel()].view(output.shape)
     with exactly() if x.dtype == torch.float64 else contextlib.nullcontext():
         output.backward(cotangent.to(output.dtype))
     for name, leaf in (("input", x), *model.named_parameters()):
@@ -127,10 +128,8 @@ class Subject:
     def errors(self, seed: int) -> Errors:
         """All that is compared, from one draw of the data."""
         model, x, cotangent = self.situation.made(self.spelling, seed)
-        plain = run(model, x, cotangent, contextlib.nullcontext())
         theirs, scale = self.autocast(model, x, cotangent)
-        if scale != 1.0:
-            plain = run(model, x, cotangent * scale, contextlib.nullcontext())
+        plain = run(model, x, cotangent * scale, contextlib.nullcontext())
         wide = copy.deepcopy(model).double()
         given = x.double(), cotangent.double() * scale
         true = run(wide, *given, exactly())
@@ -146,7 +145,7 @@ class Subject:
             context = torch.autocast("cpu", LOW[self.precision])
             try:
                 found = run(model, x, cotangent * scale, context)
-            except RuntimeError as error:
+            except Exception as error:
                 raise RefusedError(str(error)) from error
             if all(t.isfinite().all() for t in found.values()):
                 return found, scale

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tests.spelled import activations, attention, norms
+from tests.spelled import activations, attention, layouts, norms
 from tests.spelled.data import CHANGES, COTANGENTS, LENGTHS, Situation
 from tests.spelled.layers import Spelling
 from tests.spelled.measure import FIRST, Subject, Verdict, judged
@@ -18,6 +17,7 @@ SPELLINGS: dict[str, Spelling] = {
     **attention.spellings(),
     **norms.spellings(),
     **activations.spellings(),
+    **layouts.spellings(),
 }
 
 
@@ -55,9 +55,12 @@ ISSUE: tuple[tuple[str, Situation], ...] = (
     ("softmax/less 20, 1e-6", Situation()),
     ("norm/rms_outside", Situation("rows_of_zeros")),
     ("norm/rms_outside", Situation("rows_of_little")),
-    ("custom/normalised", Situation()),
-    ("custom/squared", Situation()),
-    ("custom/averaged", Situation()),
+    ("custom/times itself", Situation()),
+    ("custom/averaged over all", Situation()),
+    ("custom/softmax", Situation()),
+    ("custom/cubed", Situation()),
+    ("layout/every other", Situation()),
+    ("layout/transposed", Situation()),
     ("attention/timm", Situation("scale 3000")),
     ("attention/timm", Situation("scale 10000")),
     ("norm/bert_norm", Situation("plain", 64)),
@@ -94,7 +97,7 @@ def sampled(
         is_plain = draw.random() < 0.15
         situation = Situation(
             "plain" if is_plain else draw.choice(list(CHANGES)),
-            draw.choice(SPELLINGS[name].lengths or LENGTHS),
+            draw.choice(LENGTHS),
             draw.choice(["random", *COTANGENTS]),
         )
         asked = precision or ("bf16", "fp16")[turn % 2]
@@ -144,10 +147,3 @@ def timed(results: Iterable[Result], seconds: float) -> Iterator[Result]:
         yield result
         if time.monotonic() > end:
             return
-
-
-def with_seed(case: Case, **changes: object) -> Case:
-    """The same case on other data."""
-    return dataclasses.replace(
-        case, situation=dataclasses.replace(case.situation, **changes)
-    )
