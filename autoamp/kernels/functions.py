@@ -2,14 +2,15 @@
 
 Libraries write activations as custom Functions to keep less for the backward (BLOOM's
 GELU, memory-saving Swish and Mish).  Dynamo captures such a Function as one call with
-two graphs, its forward and its backward.  Both are run on the numbers that chains are
-tried on: a kernel has to agree with the forward, and its derivative with the backward.
+two graphs, its forward and its backward.  The forward has to be proved to be a kernel,
+and the backward to be its derivative times the gradient: what normalises, limits or
+averages the gradient is another function.  Both are then tried on numbers.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,19 @@ from torch import Tensor, fx
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.kernels.chains import Chain, sizes_of
-from autoamp.kernels.recognise import Recognised, agree, elements
-from autoamp.kernels.table import KERNELS
+from autoamp.kernels.proof.algebra import Algebra, UnknownError
+from autoamp.kernels.proof.elementary import slope
+from autoamp.kernels.proof.meaning import Meaning, meaning
+from autoamp.kernels.recognise import Recognised
+from autoamp.kernels.table import KERNELS, Kernel
+from autoamp.kernels.trials import agree, elements
 from autoamp.ops import bodies_of
-from autoamp.rules import family
+
+_SCALES = (1.0, 1e3)
+"""Sizes of the gradients that a backward is tried on: one that is not linear shows."""
+
+_WIDTH = 40
+"""Elements of a row: a backward that mixes those of one row, or of several, shows."""
 
 
 def functions_in(
@@ -59,41 +69,72 @@ def _is_function_of_one_tensor(node: fx.Node) -> bool:
         return False
     read_back = [(u.target, *u.args[1:]) for u in node.users]
     one_result = read_back == [(operator.getitem, 0)]  # an older torch lists others too
-    bodies = bodies_of(node)
-    smooth = len(bodies) == 2 and all(map(_is_smooth, bodies))
-    return sizes_of(read) == sizes_of(made[0]) and one_result and smooth
-
-
-def _is_smooth(body: fx.GraphModule) -> bool:
-    """Whether a graph of Dynamo's calls nothing but smooth functions of elements."""
-    names = {op.removeprefix("aten::") for op in family("in_chains")} | {"truediv"}
-    for node in body.graph.nodes:
-        if node.op.startswith("call") and node.target is not compat.SET_GRAD:
-            name = getattr(node.target, "__name__", node.target)
-            if node.op == "call_module" or name not in names:
-                return False
-    return True
+    both = len(bodies_of(node)) == 2
+    return sizes_of(read) == sizes_of(made[0]) and one_result and both
 
 
 def _recognised(forward: fx.GraphModule, backward: fx.GraphModule) -> Recognised | None:
-    with compat.on_real_numbers():
-        data = elements()
-        try:
-            (result, *others), saved = forward(data)
-            unread = [torch.zeros_like(other) for other in others]
-            (slope,) = backward(torch.ones_like(data), *unread, *saved)
-        except (RuntimeError, TypeError, ValueError):
-            return None  # the Function does not return what it is taken to return
-        for kernel in KERNELS:
-            if not kernel.by_rows and _is_kernel(kernel, data, result, slope):
-                return Recognised(kernel)
+    try:
+        found = _proved(forward, backward)
+        is_kernel = found is not None and _is_tried(found, forward, backward)
+    except (UnknownError, RuntimeError, TypeError, ValueError):
+        return None  # the Function does not return what it is taken to return
+    return Recognised(found) if found is not None and is_kernel else None
+
+
+def _proved(forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel | None:
+    """The kernel whose result a forward computes, and whose gradient a backward."""
+    algebra = Algebra(0)
+    data, gradient = algebra.letter("x"), algebra.letter("g")
+    (result, *others), saved = _read(forward, algebra, [Meaning(data)])
+    unread = [Meaning(algebra.number(0)) for _ in others]
+    (back,) = _read(backward, algebra, [Meaning(gradient), *unread, *saved])
+    for kernel in KERNELS:
+        if not kernel.by_rows and result.form.is_equal(kernel.form(data)):
+            expected = gradient * slope(kernel.form(data), data)
+            return kernel if back.form.is_equal(expected) else None
     return None
 
 
-def _is_kernel(kernel: Any, data: Tensor, result: Tensor, slope: Tensor) -> bool:
-    given = data.clone().requires_grad_()
-    with torch.enable_grad():
-        expected = kernel(given)
-        (expected_slope,) = torch.autograd.grad(expected.sum(), given)
-    same = agree(result, expected.detach(), data)
-    return same and agree(slope, expected_slope, data)
+def _read(body: fx.GraphModule, algebra: Algebra, inputs: Sequence[Meaning]) -> Any:
+    """What a graph of Dynamo's computes of its inputs, in algebra."""
+    values: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in body.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given, None)
+        elif node.op == "output":
+            return fx.map_arg(node.args[0], values.get)
+        elif node.target is not compat.SET_GRAD:
+            if not node.op.startswith("call") or node.op == "call_module":
+                raise UnknownError
+            name = getattr(node.target, "__name__", node.target)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
+            values[node] = meaning(name, algebra, 0, args, kwargs)
+    raise UnknownError
+
+
+def _is_tried(
+    kernel: Kernel, forward: fx.GraphModule, backward: fx.GraphModule
+) -> bool:
+    """Whether the numbers agree too, of tensors of two dimensions as in use."""
+    with compat.on_real_numbers():
+        data = elements()
+        data = torch.cat([data, data[: -len(data) % _WIDTH]]).view(-1, _WIDTH)
+        generator = torch.Generator("cpu").manual_seed(0)
+        drawn = torch.empty_like(data).normal_(generator=generator)
+        (result, *others), saved = forward(data)
+        given = data.clone().requires_grad_()
+        with torch.enable_grad():
+            expected = kernel(given)
+        if not agree(result, expected.detach(), data):
+            return False
+        for scale in _SCALES:
+            gradient = drawn * scale
+            unread = [torch.zeros_like(other) for other in others]
+            (found,) = backward(gradient, *unread, *saved)
+            (slopes,) = torch.autograd.grad(expected, given, gradient, True)
+            lost = gradient * (1 + data.abs())
+            if not agree(found, slopes, data, cancelled=lost):
+                return False
+    return True

@@ -1,11 +1,15 @@
-"""Tells which kernel a chain computes, by the numbers and not by the spelling.
+"""Tells which kernel a chain computes: proved by algebra, and checked by numbers.
 
-A chain and a kernel are both run in float64 on the same numbers: small, large and
-ordinary ones, negative and positive.  The ops of chains are smooth functions, with no
-comparisons and no limits (`in_chains` in `rules/families.toml`), and two smooth
-functions that agree on all these numbers, to less than fp32 resolves, are one function.
-So one row of `kernels/table.py` covers every way in which a function is written:
-`x.pow(3)`, `x * x * x`, constants cut off after ten digits, factors in any order.
+What a chain computes is written as a quotient of sums (`kernels/proof`), by rules that
+hold for all real numbers.  It is a kernel if the kernel's own (`kernels/table.py`) is
+equal to it, multiplied out.  So one row of the table covers every way in which a
+function is written: `x.pow(3)`, `x * x * x`, constants cut off after ten digits,
+factors in any order.  `exp(x - c)` over its sum is softmax for every `c`; with a small
+number added to the sum it is none.  The epsilon of a norm is what is left under the
+root, and the kernel is given just that.
+
+What is proved is then tried: both run in float64 on the same numbers (`trials.py`).
+Where either says no, or does not know, the chain stays as it is written.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -22,18 +27,12 @@ from torch import Tensor, fx
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.kernels.chains import Chain, is_cast
+from autoamp.kernels.proof.algebra import Algebra, Form, UnknownError, form_of
+from autoamp.kernels.proof.elementary import row_sum
+from autoamp.kernels.proof.meaning import Meaning, meaning
 from autoamp.kernels.table import KERNELS, Kernel
-
-TOLERANCE = 2.0**-22
-"""The largest difference, as a share of the largest number of a row, or of the element:
-two units in the last place of fp32, as much as a chain of a few fp32 ops is off."""
-
-_LOST = 2.0**-40
-"""The same, as a share of the element that was read: where `1 + tanh(x)` cancels, this
-share of float64's own digits is lost, and more than half of fp32's."""
-
-_SCALES = (1e-6, 1e-4, 1e-2, 1.0, 1.0, 30.0)
-"""Sizes of the rows that chains are tried on.  An epsilon shows in the small ones."""
+from autoamp.kernels.trials import agree, elements, rows
+from autoamp.op_names import base_name
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,9 @@ def recognised(chain: Chain) -> Recognised | None:
     size = 0 if chain.is_pointwise else sizes[0]
     try:
         calls = tuple(_calls(chain))
-        return _recognised(calls, len(chain.vectors), size, 0 if not size else sizes[1])
-    except _UnknownError:
+    except UnknownError:
         return None
-
-
-class _UnknownError(Exception):
-    """A call of a chain has an argument that cannot be run on other numbers."""
+    return _recognised(calls, len(chain.vectors), size, sizes[1] if size else 0)
 
 
 def _calls(chain: Chain) -> Iterator[_Call]:
@@ -111,56 +106,100 @@ def _written(value: Any, numbers: Mapping[fx.Node, int]) -> Any:
     """An argument as it is written in a `_Call`, which is compared and hashed."""
     if isinstance(value, fx.Node):
         if value not in numbers:
-            raise _UnknownError
+            raise UnknownError
         return _Value(numbers[value])
     if isinstance(value, list | tuple):
         return tuple(_written(each, numbers) for each in value)
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return value
-    raise _UnknownError
+    raise UnknownError
 
 
 @lru_cache(maxsize=1024)  # the layers of a network spell a function alike
 def _recognised(
     calls: tuple[_Call, ...], vectors: int, size: int, dims: int
 ) -> Recognised | None:
+    try:
+        found = next(_proved(calls, vectors, size, dims), None)
+    except UnknownError:
+        found = None
+    if found is None:
+        return None
     with compat.on_real_numbers():
-        inputs = _rows(vectors, size, dims) if size else (elements(),)
+        inputs = rows(vectors, size, dims) if size else (elements(),)
         try:
             result = _run(calls, inputs)
         except (RuntimeError, TypeError, IndexError):
             return None  # it cannot be run on rows of other shapes, or not in float64
-        for candidate in _candidates(calls, vectors, by_rows=bool(size)):
-            if agree(result, candidate(inputs[0], inputs[1:]), inputs[0], size):
-                return candidate
-    return None
+        same = agree(result, found(inputs[0], inputs[1:]), inputs[0], size)
+    return found if same else None
 
 
-def elements() -> Tensor:
-    """The numbers that functions of one element are tried on, in float64."""
-    large = torch.logspace(-30, 4, 200, dtype=torch.float64, device="cpu")
-    fine = torch.linspace(-12, 12, 2001, dtype=torch.float64, device="cpu")
-    return torch.cat([fine, large, -large])
+def _proved(
+    calls: Sequence[_Call], vectors: int, size: int, dims: int
+) -> Iterator[Recognised]:
+    """The kernels that compute the same as a chain for all numbers."""
+    algebra = Algebra(size)
+    letters = [algebra.letter(name) for name in ("x", "v", "u")[: vectors + 1]]
+    result = _read(algebra, calls, [Meaning(letter) for letter in letters], dims)
+    if not result.is_whole:
+        return
+    for found, epsilon in _candidates(algebra, letters):
+        weight = None if found.weight is None else letters[1 + found.weight]
+        bias = None if found.bias is None else letters[1 + found.bias]
+        form = found.kernel.form(letters[0], weight, bias, epsilon)
+        if result.form.is_equal(form):
+            yield found
 
 
-def _rows(vectors: int, size: int, dims: int) -> tuple[Tensor, ...]:
-    """Rows of all sizes, and vectors, from a generator of their own, in float64.
+def _read(
+    algebra: Algebra, calls: Sequence[_Call], inputs: Sequence[Meaning], dims: int
+) -> Meaning:
+    """What a chain computes of its inputs."""
+    values = [*inputs]
 
-    The rows have as many dimensions as in the graph, but at least two, each of more
-    than one element, so that a sum over a wrong dimension shows.
-    """
-    generator = torch.Generator("cpu").manual_seed(0)
+    def read(written: Any) -> Any:
+        return values[written.number] if isinstance(written, _Value) else written
 
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(
-            shape, generator=generator, dtype=torch.float64, device="cpu"
-        )
+    for call in calls:
+        args = [read(a) for a in call.args]
+        if call.target is None:
+            values.append(args[0])
+            continue
+        assert isinstance(call.target, compat.OpOverload)
+        name = base_name(call.target).removeprefix("aten::")
+        kwargs = {k: read(v) for k, v in call.kwargs}
+        values.append(meaning(name, algebra, dims, args, kwargs))
+    return values[-1]
 
-    scales = torch.tensor(_SCALES, dtype=torch.float64, device="cpu")
-    data = drawn(len(_SCALES), *[2] * (dims - 2), size)
-    data = data * scales.view(-1, *[1] * (data.dim() - 1))
-    data[3] += 4.0  # rows whose mean is not zero
-    return (data, *(drawn(size) for _ in range(vectors)))
+
+def _candidates(
+    algebra: Algebra, letters: Sequence[Form]
+) -> Iterator[tuple[Recognised, Fraction]]:
+    """The kernels that a chain may be, with every use of its vectors and epsilons."""
+    vectors, small = len(letters) - 1, [*_epsilons(algebra, letters[0])]
+    for kernel in KERNELS:
+        if kernel.by_rows != bool(algebra.size) or vectors > len(kernel.vectors):
+            continue
+        for epsilon in small if "epsilon" in kernel.takes else (Fraction(0),):
+            for names in itertools.permutations(kernel.vectors, vectors):
+                at = dict(zip(names, range(vectors), strict=True))
+                places = at.get("weight"), at.get("bias")
+                yield Recognised(kernel, *places, float(epsilon)), epsilon
+
+
+def _epsilons(algebra: Algebra, data: Form) -> Iterator[Fraction]:
+    """What is added, under the roots of a chain, to the mean of the squares."""
+    if not algebra.size:
+        return
+    (squares,) = row_sum(data * data).above
+    found = set()
+    for atom in list(algebra.atoms):
+        if atom.kind == "root":
+            base = form_of(algebra, atom.of).above
+            if base.get(squares, 0) > 0:
+                found.add(base.get((), Fraction(0)) / base[squares] / algebra.size)
+    yield from sorted(each for each in found if each >= 0)
 
 
 def _run(calls: Sequence[_Call], inputs: Sequence[Tensor]) -> Tensor:
@@ -180,29 +219,3 @@ def _run(calls: Sequence[_Call], inputs: Sequence[Tensor]) -> Tensor:
         else:
             values.append(call.target(*args, **{k: read(v) for k, v in call.kwargs}))
     return values[-1]
-
-
-def _candidates(
-    calls: Sequence[_Call], vectors: int, *, by_rows: bool
-) -> Iterator[Recognised]:
-    """The kernels that a chain may be, with every use of its numbers and vectors."""
-    written = [a for call in calls for a in call.args if isinstance(a, float)]
-    small = dict.fromkeys([e for e in written if 0 < e < 0.1] + [0.0])
-    for kernel in KERNELS:
-        if kernel.by_rows != by_rows or vectors > len(kernel.vectors):
-            continue
-        for epsilon in small if "epsilon" in kernel.takes else (0.0,):
-            for names in itertools.permutations(kernel.vectors, vectors):
-                at = dict(zip(names, range(vectors), strict=True))
-                yield Recognised(kernel, at.get("weight"), at.get("bias"), epsilon)
-
-
-def agree(found: Tensor, expected: Tensor, data: Tensor, size: int = 0) -> bool:
-    """Whether numbers are the expected ones, element by element or row by row."""
-    if found.shape != expected.shape:
-        return False
-    scale = expected.abs()
-    if size:
-        scale = scale.amax(-1, keepdim=True)
-    allowed = TOLERANCE * scale + (0 if size else _LOST * data.abs())
-    return bool(((found - expected).abs() <= allowed).all())

@@ -1,0 +1,1 @@
+"""Proves that a chain of calls is a kernel: by algebra that holds for all numbers."""
