@@ -33,8 +33,26 @@ class Spelling:
     """Its result is returned: no product comes after it."""
 
 
+class Rounded(torch.autograd.Function):
+    """Rounds a number, and its gradient, once and correctly."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype).to(grad.dtype), None
+
+
 class Layer(nn.Module):
-    """Two products with a spelled-out layer between them."""
+    """Two products with a spelled-out layer between them.
+
+    With `edge`, what the one gives and the other gets is rounded to that dtype.
+    """
+
+    edge: torch.dtype | None = None
 
     def __init__(self, spelling: Spelling) -> None:
         super().__init__()
@@ -54,12 +72,18 @@ class Layer(nn.Module):
         self.register_buffer("first", torch.tensor([3, 0]))
 
     def forward(self, x: Tensor) -> Any:
-        h = self.before(x)
+        result = self.layer(self.rounded(self.before(x)))
+        return result if self.spelling.bare else self.after(self.rounded(result))
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return x if self.edge is None else Rounded.apply(x, self.edge)
+
+    def layer(self, h: Tensor) -> Tensor:
+        """The spelled-out layer, on all of what `before` gives."""
         if not self.heads:
-            result = self.function(self, h)
-            return result if self.spelling.bare else self.after(result)
-        parts = h.view(*x.shape[:2], self.parts, HEADS, SIZE).permute(2, 0, 3, 1, 4)
+            return self.function(self, h)
+        parts = h.view(*h.shape[:2], self.parts, HEADS, SIZE).permute(2, 0, 3, 1, 4)
         result = self.function(self, *(parts[i] for i in range(self.parts)))
         if self.spelling.bare:
             return result
-        return self.after(result.transpose(1, 2).reshape(*x.shape[:2], WIDTH))
+        return result.transpose(1, 2).reshape(*h.shape[:2], WIDTH)

@@ -3,7 +3,10 @@
 Of the output, of what is written, and of the gradients of the input and of each
 parameter (those of queries, keys and values apart, though one product makes them): the
 error's Euclidean norm, against the same model in float64, is at most 1.1 times that
-under `torch.autocast`, or that of fp32 if it is the larger.
+under `torch.autocast`, or that of fp32 if it is the larger, or that of float64 where
+what the layer gets and gives is rounded to 16 bits, once and correctly: no graph whose
+products run low can be better than this.  (Autocast can, by chance that has a reason:
+halves of numbers below fp16's normal range fall to either side, and SiLU's do not.)
 
 Errors are set in relation to the norm of the truth, or of the gradient of the whole
 parameter of which they are a part, so that a gradient that is truly 0 (a key's bias)
@@ -46,7 +49,7 @@ SCALES = tuple(2.0**k for k in (8, 0, -8, -16))
 
 Tensors = dict[str, Tensor]
 Errors = dict[str, tuple[float, float]]
-"""Our error and the larger of autocast's and fp32's, by the name of a tensor."""
+"""Our error and the largest that is allowed, by the name of a tensor."""
 
 
 class Exact(TorchFunctionMode):
@@ -87,7 +90,7 @@ def run(model: Any, x: Tensor, cotangent: Tensor, context: Any) -> Tensors:
     model.zero_grad()
     with context:
         output = model(x)
-    found = {"output": output.detach().clone()}
+    found = {"output": output.detach()}
     cotangent = cotangent.flatten()[: output.numel()].view(output.shape)
     with exactly() if x.dtype == torch.float64 else contextlib.nullcontext():
         output.backward(cotangent.to(output.dtype))
@@ -133,8 +136,10 @@ class Subject:
         wide = copy.deepcopy(model).double()
         given = x.double(), cotangent.double() * scale
         true = run(wide, *given, exactly())
+        wide.edge = LOW[self.precision]
+        best = run(wide, *given, exactly())
         ours = self.run_ours(model, x, cotangent * scale)
-        return compared(true, plain, theirs, ours, self.spelling.parts)
+        return compared(true, (plain, theirs, best), ours, self.spelling.parts)
 
     def autocast(
         self, model: Layer, x: Tensor, cotangent: Tensor
@@ -169,26 +174,37 @@ class Subject:
         return [op.kernel for op in autoamp.report(self.ours).ops if op.kernel]
 
 
+def strides(tensor: Tensor) -> list[int]:
+    """Those that say anything: not where there is one number."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [stride for size, stride in pairs if size > 1]
+
+
 def compared(
-    true: Tensors, plain: Tensors, theirs: Tensors, ours: Tensors, parts: int
+    true: Tensors, others: tuple[Tensors, ...], ours: Tensors, parts: int
 ) -> Errors:
-    """The errors, in relation to the norm of the truth."""
-    if ours["output"].stride() != plain["output"].stride():
+    """The errors, in relation to the norm of the truth.
+
+    `others` are fp32's, autocast's, and the truth's with rounded edges.
+    """
+    plain, theirs, best = others
+    if strides(ours["output"]) not in map(strides, (plain["output"], theirs["output"])):
         raise AssertionError("the output has other strides than in fp32")
     pieces = [
         {name: tensor for name, _, tensor in split(found, parts)}
-        for found in (plain, theirs, ours)
+        for found in (ours, plain, theirs, best)
     ]
     errors = {}
     for name, whole, exact in split(true, parts):
         ends = [piece[name] for piece in pieces]
-        known = torch.stack([t.isfinite() for t in (exact, *ends[:2])]).all(0)
+        known = torch.stack([t.isfinite() for t in (exact, *ends[1:3])]).all(0)
         if not known.any():
             continue
         size = norm(true[whole].double().nan_to_num(0.0, 0.0, 0.0)) or 1.0
-        mine, *others = (norm((t - exact)[known]) for t in reversed(ends))
-        mine = mine if math.isfinite(mine) else math.inf
-        errors[name] = mine / size, max(others) / size
+        off = [norm((t - exact)[known]) / size for t in ends]
+        mine, single, amp, once = (e if math.isfinite(e) else math.inf for e in off)
+        allowed = max(single, amp, once if math.isfinite(once) else 0.0)
+        errors[name] = mine, allowed
     return errors
 
 
