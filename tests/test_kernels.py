@@ -42,6 +42,10 @@ def standard(x: Tensor, eps: float = 1e-5) -> Tensor:
     return (x - mean) / torch.sqrt(variance + eps)
 
 
+def moved(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
 def exps(x: Tensor) -> Tensor:
     return torch.exp(x - x.amax(-1, keepdim=True))
 
@@ -117,6 +121,102 @@ SPELLINGS: dict[str, tuple[str, Callable[..., Tensor]]] = {
         "rms_norm",
         lambda x: x * (x.square().mean(-1, keepdim=True) + 1e-6).pow(-0.5),
     ),
+    # Megatron's GELU without its bias, with both constants multiplied out
+    "gelu_megatron": (
+        "gelu_tanh",
+        lambda x: x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))),
+    ),
+    "gelu_multiplied_out": (
+        "gelu_tanh",
+        lambda x: 0.5 * x * (1 + torch.tanh(C * x + 0.035677408136300125 * x**3)),
+    ),
+    # the sigmoid of ten digits, as accelerators' compilers write it
+    "gelu_ten_digits": (
+        "gelu_tanh",
+        lambda x: x / (1 + torch.exp(-1.5957691216 * (x + 0.044715 * x * x * x))),
+    ),
+    "gelu_fairseq": (
+        "gelu",
+        lambda x: x * 0.5 * (1.0 + torch.erf(x * 0.7071067811865475)),
+    ),
+    "gelu_eight_digits": ("gelu", lambda x: 0.5 * (x + x * torch.erf(0.70710678 * x))),
+    # ESM's and XLM's
+    "gelu_xlm": ("gelu", lambda x: 0.5 * x * (1.0 + torch.erf(x / 1.4142135623730951))),
+    "gelu_by_an_odd_function": (
+        "gelu",
+        lambda x: x * 0.5 * (1.0 - torch.erf(-x / math.sqrt(2.0))),
+    ),
+    "swish_beta_one": ("silu", lambda x: x * torch.sigmoid(x * 1.0)),
+    "swish_by_tanh": ("silu", lambda x: 0.5 * x * (1 + torch.tanh(0.5 * x))),
+    "swish_by_reciprocal": ("silu", lambda x: x * (1 + (-x).exp()).reciprocal()),
+    "mish_by_logarithm": (
+        "mish",
+        lambda x: x * torch.tanh(torch.log(1 + torch.exp(x))),
+    ),
+    "mish_by_log1p": ("mish", lambda x: x * torch.tanh(torch.log1p(torch.exp(x)))),
+    # the shift cancels, whatever it is
+    "softmax_less_a_number": (
+        "softmax",
+        lambda x: torch.exp(x - 20) / torch.exp(x - 20).sum(-1, keepdim=True),
+    ),
+    "softmax_less_the_mean": (
+        "softmax",
+        lambda x: (
+            torch.exp(x - x.mean(-1, keepdim=True))
+            * torch.exp(x - x.mean(-1, keepdim=True)).sum(-1, keepdim=True).reciprocal()
+        ),
+    ),
+    "softmax_by_logsumexp": (
+        "softmax",
+        lambda x: torch.exp(x - torch.logsumexp(x, -1, keepdim=True)),
+    ),
+    "log_softmax_shifted": (
+        "log_softmax",
+        lambda x: x - x.amax(-1, True) - exps(x).sum(-1, True).log(),
+    ),
+    # fairseq's, of the variance alone
+    "layer_norm_root": (
+        "layer_norm",
+        lambda x, w, b: (
+            w
+            * (
+                (x - x.mean(-1, True))
+                / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+            )
+            + b
+        ),
+    ),
+    "layer_norm_power": (
+        "layer_norm",
+        lambda x, w: w * moved(x) * (moved(x) ** 2).mean(-1, True).add(1e-6) ** -0.5,
+    ),
+    "layer_norm_by_correction": (
+        "layer_norm",
+        lambda x, w, b: (
+            moved(x) / (torch.var(x, -1, correction=0, keepdim=True) + 1e-5) ** 0.5 * w
+            + b
+        ),
+    ),
+    # by the length of the row, as lucidrains' and x-transformers' older ones
+    "rms_by_length": (
+        "rms_norm",
+        lambda x, w: (
+            x / (x.pow(2).sum(-1, True) + WIDTH * 1e-6).sqrt() * WIDTH**0.5 * w
+        ),
+    ),
+    "rms_mamba": (
+        "rms_norm",
+        lambda x, w: x * (1 / torch.sqrt(x.square().mean(-1, True) + 1e-5)) * w,
+    ),
+    "rms_olmo": ("rms_norm", lambda x: rms(x.to(torch.float32), 1e-5)),
+    "rms_epsilon_of_fp32": (
+        "rms_norm",
+        lambda x, w: rms(x, torch.finfo(torch.float32).eps) * w,
+    ),
+    "rms_without_epsilon": (
+        "rms_norm",
+        lambda x: x / torch.sqrt((x * x).mean(-1, keepdim=True)),
+    ),
 }
 """How libraries and people write what torch has one kernel for."""
 
@@ -142,6 +242,92 @@ OTHERS: dict[str, Callable[..., Tensor]] = {
     "sum_for_mean": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
     "limited": lambda x: rms(x.clamp(-3, 3)),
     "weight_twice": lambda x, w: w * (w * rms(x)),
+    # epsilons that are no kernel's
+    "softmax_and_an_epsilon": lambda x: (
+        torch.exp(x - 20) / (torch.exp(x - 20).sum(-1, keepdim=True) + 1e-6)
+    ),
+    "softmax_and_a_small_epsilon": lambda x: (
+        exps(x) / (exps(x).sum(-1, keepdim=True) + 1e-30)
+    ),
+    "softmax_above_an_epsilon": lambda x: (
+        exps(x) / exps(x).sum(-1, keepdim=True) + 1e-30
+    ),
+    "log_softmax_and_an_epsilon": lambda x: (
+        x - torch.log(torch.exp(x).sum(-1, keepdim=True) + 1e-12)
+    ),
+    "rms_and_a_small_epsilon": lambda x: (
+        x / (torch.sqrt(x.square().mean(-1, keepdim=True)) + 1e-13)
+    ),
+    "rms_epsilon_before_the_square": lambda x: (
+        x * torch.rsqrt((x + 1e-12).square().mean(-1, keepdim=True))
+    ),
+    "norm_of_a_negative_epsilon": lambda x: rms(x, -1e-12),
+    "layer_norm_and_an_epsilon": lambda x: standard(x, 0.0) + 1e-13,
+    "layer_norm_epsilon_outside": lambda x: (
+        moved(x) / (x.std(-1, unbiased=False, keepdim=True) + 1e-12)
+    ),
+    # constants that are another number
+    "gelu_of_four_digits": lambda x: (
+        0.5 * x * (1 + torch.tanh(0.7978 * (x + 0.044715 * x**3)))
+    ),
+    "gelu_of_five_digits": lambda x: (
+        0.5 * x * (1 + torch.tanh(0.79788 * (x + 0.044715 * x**3)))
+    ),
+    "gelu_of_another_cubic": lambda x: (
+        0.5 * x * (1 + torch.tanh(C * (x + 0.0447149 * x**3)))
+    ),
+    "gelu_of_another_root": lambda x: x * 0.5 * (1 + torch.erf(x / 1.4142)),
+    "gelu_squared": lambda x: x * 0.5 * (1 + torch.erf(x * x / math.sqrt(2))),
+    "swish_of_almost_one": lambda x: x * torch.sigmoid(x * (1 + 2**-23)),
+    "swish_squared": lambda x: x * x * torch.sigmoid(x),
+    "swish_of_another_sign": lambda x: x * torch.sigmoid(-x),
+    "swish_off_by_one": lambda x: x / (1.0000002 + torch.exp(-x)),
+    "mish_of_half": lambda x: x * torch.tanh(F.softplus(x, beta=0.5)),
+    "mish_of_a_threshold": lambda x: x * torch.tanh(F.softplus(x, threshold=8)),
+    "mish_twice": lambda x: x * torch.tanh(2 * F.softplus(x)),
+    # sums of something else
+    "softmax_of_half": lambda x: (
+        torch.exp(x / 2) / torch.exp(x / 2).sum(-1, keepdim=True)
+    ),
+    "softmax_of_two_shifts": lambda x: (
+        torch.exp(x - 1) / torch.exp(x - 2).sum(-1, keepdim=True)
+    ),
+    "softmax_of_two_temperatures": lambda x: (
+        torch.exp(x) / torch.exp(x * 2).sum(-1, keepdim=True)
+    ),
+    "softmax_squared": lambda x: (
+        torch.exp(x) / torch.exp(x).sum(-1, keepdim=True).square()
+    ),
+    "mean_of_exps": lambda x: torch.exp(x) / torch.exp(x).mean(-1, keepdim=True),
+    "log_softmax_of_twice": lambda x: x - torch.logsumexp(2 * x, -1, keepdim=True),
+    "log_softmax_of_half_the_sum": lambda x: x - torch.logsumexp(x, -1, True) / 2,
+    "layer_norm_unbiased": lambda x, w, b: (
+        moved(x) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5) * w + b
+    ),
+    "layer_norm_moved_once": lambda x: (
+        moved(x) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    ),
+    "layer_norm_moved_below": lambda x: x / standard(x, 1e-5) * moved(x),
+    "rms_of_one_too_few": lambda x: (
+        x * torch.rsqrt(x.square().sum(-1, keepdim=True) / (WIDTH - 1) + 1e-6)
+    ),
+    "rms_of_a_fourth_power": lambda x: (
+        x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-6)
+    ),
+    "rms_to_another_power": lambda x: (
+        x * (x.square().mean(-1, keepdim=True) + 1e-6).pow(-0.25)
+    ),
+    "rms_of_two_epsilons": lambda x: rms(x, 1e-6) + rms(x, 1e-5),
+    "rms_times_two": lambda x: 2 * rms(x),
+    "rms_and_weight_added": lambda x, w: rms(x) + w,
+    "rms_mean_of_a_mean": lambda x: (
+        x * torch.rsqrt(x.square().mean(-1, True).sum(-1, True) * WIDTH + 1e-6)
+    ),
+    # a norm in algebra, but in fp32 the kernel overflows where this does not
+    "rms_of_scaled_rows": lambda x: (
+        (x / x.amax(-1, True))
+        * torch.rsqrt((x / x.amax(-1, True)).square().mean(-1, True))
+    ),
 }
 """Functions that look like kernels and are none, from their first op to the last."""
 

@@ -8,7 +8,8 @@ factors in any order.  `exp(x - c)` over its sum is softmax for every `c`; with 
 number added to the sum it is none.  The epsilon of a norm is what is left under the
 root, and the kernel is given just that.
 
-What is proved is then tried: both run in float64 on the same numbers (`trials.py`).
+What is proved is then tried: both run in float64 on the same numbers, and in fp32,
+where the kernel may not lose what the chain keeps (`trials.py`).
 Where either says no, or does not know, the chain stays as it is written.
 """
 
@@ -31,7 +32,7 @@ from autoamp.kernels.proof.algebra import Algebra, Form, UnknownError, form_of
 from autoamp.kernels.proof.elementary import row_sum
 from autoamp.kernels.proof.meaning import Meaning, meaning
 from autoamp.kernels.table import KERNELS, Kernel
-from autoamp.kernels.trials import agree, elements, rows
+from autoamp.kernels.trials import agree, elements, is_as_true, rows
 from autoamp.op_names import base_name
 
 
@@ -128,11 +129,21 @@ def _recognised(
     with compat.on_real_numbers():
         inputs = rows(vectors, size, dims) if size else (elements(),)
         try:
-            result = _run(calls, inputs)
+            return found if _is_tried(found, calls, inputs, size) else None
         except (RuntimeError, TypeError, IndexError):
             return None  # it cannot be run on rows of other shapes, or not in float64
-        same = agree(result, found(inputs[0], inputs[1:]), inputs[0], size)
-    return found if same else None
+
+
+def _is_tried(
+    found: Recognised, calls: Sequence[_Call], inputs: Sequence[Tensor], size: int
+) -> bool:
+    """Whether the numbers of a chain and of the kernel it was proved to be agree."""
+    result = _run(calls, inputs)
+    if not agree(result, found(inputs[0], inputs[1:]), inputs[0], size):
+        return False
+    low = [each.to(HIGH_DTYPE) for each in inputs]
+    exact = _run(calls, [each.double() for each in low])
+    return is_as_true(found(low[0], low[1:]), _run(calls, low), exact, low[0], size)
 
 
 def _proved(
@@ -210,7 +221,7 @@ def _run(calls: Sequence[_Call], inputs: Sequence[Tensor]) -> Tensor:
             return values[written.number]
         if isinstance(written, tuple):
             return [read(each) for each in written]
-        return torch.float64 if written == HIGH_DTYPE else written
+        return inputs[0].dtype if written == HIGH_DTYPE else written
 
     for call in calls:
         args = [read(a) for a in call.args]

@@ -1,10 +1,11 @@
 """The numbers that a proof is checked by: a second opinion that knows no algebra.
 
 A chain and a kernel run in float64 on ordinary numbers and on hostile ones: zeros,
-denormals, rows of 1e-30, rows far from zero, infinities, NaN.  Wherever the chain gives
-a finite number, the kernel has to give the same, and NaN where a NaN that was read made
-the chain give NaN.  Where the chain overflows nothing is asked of the kernel: a row of
-which an infinity makes a part NaN has lost its sum, and the rest of it means nothing.
+denormals, rows of 1e-30 and 1e30, rows far from zero, infinities, NaN.  Wherever the
+chain gives a finite number, the kernel has to give the same, and NaN where a NaN that
+was read made the chain give NaN.  Where the chain overflows nothing is asked of the
+kernel: a row of which an infinity makes a part NaN has lost its sum, and the rest of it
+means nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ LOST = 2.0**-40
 """The same, as a share of numbers that may have cancelled: where `1 + tanh(x)` does,
 this share of float64's own digits is lost, and more than half of fp32's."""
 
-_SCALES = (1e-6, 1e-4, 1e-2, 1.0, 1.0, 30.0, 0.0, 1e-310, 1e-40, 1e-30)
+_SCALES = (1e-6, 1e-4, 1e-2, 1.0, 1.0, 30.0, 0.0, 1e-310, 1e-40, 1e-30, 1e30)
 """Sizes of the rows that chains are tried on.  An epsilon shows in the small ones, and
 also where it was left out."""
+
+_COARSE = 2.0**-12
+"""The same for what is computed in fp32, by ops that add up a row in any order."""
 
 _SHIFTS = (20.0, -20.0, 80.0, -80.0, 3e4, -3e4)
 """Means of rows that differ by a tenth of it: `mean(x * x) - mean(x)**2` then keeps
@@ -103,3 +107,22 @@ def agree(
     near = (found - expected).abs() <= allowed
     spread = found.isnan() & has_nan
     return bool((near | ~asked).all()) and bool((expected.isnan() | ~spread).all())
+
+
+def is_as_true(
+    found: Tensor, chain: Tensor, exact: Tensor, data: Tensor, size: int = 0
+) -> bool:
+    """Whether a kernel's numbers in fp32 are true wherever the chain's are.
+
+    Args:
+        found, chain: the results of the kernel and of the chain in fp32.
+        exact: the chain's result in float64 on the same data.
+        data, size: as for `agree`.
+    """
+    sizes = torch.where(exact.isfinite(), exact.abs(), 0.0)
+    sizes = sizes.amax(-1, keepdim=True) if size else sizes.maximum(data.abs())
+    allowed = _COARSE * sizes.nan_to_num(0.0, 0.0)
+    is_true = (chain - exact).abs() <= allowed
+    if size:  # zeros of a row that overflowed are near some of its elements
+        is_true = is_true.all(-1, keepdim=True).expand_as(exact)
+    return bool(((found - exact).abs() <= 2 * allowed)[is_true].all())
