@@ -75,7 +75,8 @@ class Algebra:
         found = read(value)
         result = self.number(found.rational) * self.root_of(found.square)
         if found.of_pi:
-            result *= self.form(self.atom("letter", "sqrt(2/pi)", positive=True))
+            atom = self.atom("letter", "sqrt(2/pi)", positive=True)
+            result *= self.form(atom, Fraction(found.of_pi))
         return result
 
     def root_of(self, value: Fraction) -> Form:

@@ -45,6 +45,8 @@ _FACTORS = (
     (1.0, Fraction(1), 0),
     (math.sqrt(2 / math.pi), Fraction(1), 1),
     (2 / math.sqrt(math.pi), _ROOT_2, 1),
+    (math.sqrt(math.pi / 2), Fraction(1), -1),
+    (math.sqrt(math.pi), _ROOT_2, -1),
 )
 """What a simple rational number may be multiplied by: value, `square`, `of_pi`."""
 
