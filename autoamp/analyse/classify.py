@@ -24,6 +24,7 @@ from autoamp.analyse.literals import cut_off
 from autoamp.analyse.nodes import argument
 from autoamp.analyse.numbers import Known, known_numbers
 from autoamp.analyse.pins import Site, first_pin
+from autoamp.analyse.strides import held_by_strides
 from autoamp.analyse.verdict import GAVE_UP, Mode, Verdict, all_of
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
@@ -55,7 +56,8 @@ def classify(
     """
     given_up = given_up or {}
     nodes = {n.name: n for n in gm.graph.nodes}
-    under = _Context(facts, rules, low, keep, known_numbers(gm), to_the_letter)
+    strides = held_by_strides(gm, facts)
+    under = _Context(facts, rules, low, keep, known_numbers(gm), strides, to_the_letter)
     verdicts: dict[str, Verdict] = {}
     for name, fact in facts.nodes.items():
         if name in facts.constants or not fact.involves_floats:
@@ -130,6 +132,7 @@ class _Context:
     low: torch.dtype
     keep: Sequence[str]
     known: Known
+    strides: Mapping[str, str]
     to_the_letter: bool
 
 
@@ -147,7 +150,16 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
         verdict = replace(verdict, modes=all_of("any", fact))
     if not under.to_the_letter and cut_off(node, under.low, under.known):
         verdict = replace(verdict, moves=not verdict.pinned)
-    at = Site(node, fact, verdict, under.facts, under.low, under.known, under.keep)
+    at = Site(
+        node,
+        fact,
+        verdict,
+        graph=under.facts,
+        low=under.low,
+        known=under.known,
+        strides=under.strides,
+        keep=under.keep,
+    )
     found = first_pin(at, to_the_letter=under.to_the_letter)
     if found is None:
         return verdict

@@ -28,7 +28,6 @@ from autoamp.graph_functions.edge import scale_grad, unscale_grad, unscale_grad_
 from autoamp.graph_functions.half import unscale_half
 from autoamp.graph_functions.layouts import laid_out
 from autoamp.graph_functions.norms import (
-    MANY_ROWS,
     OWN_NORMS,
     layer_norm,
     own_kernel,

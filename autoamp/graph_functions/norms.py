@@ -3,13 +3,13 @@
 Torch 2.13 has one kernel for `aten::rms_norm` on GPUs.  On CPUs the op is five kernels,
 its backward is about twenty, and five tensors of the data's size are kept for it.
 
-Torch's kernel for the backward of `aten::layer_norm` on CPUs sums the gradients of
-weight and bias over the rows in the dtype of the data: 512 instead of 16000 in bf16.
+Torch's kernels of `aten::layer_norm` on CPUs lose the digits of low rows whose numbers
+are alike, and sum the gradients of weight and bias over the rows in the dtype of the
+data: 512 instead of 16000 in bf16.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,14 +18,9 @@ from torch import Tensor, fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
+from autoamp.graph_functions.layer_norm import apply_layer_norm, of_torchs_own
 
 _ATEN = torch.ops.aten
-
-MANY_ROWS = 256
-"""Rows from which on a sum of ones is no longer exact in bf16 (8 bits).
-
-On torch 2.13's CPU a bf16 layer norm gave 512 as the weight gradient over 16000 rows of
-ones, and an fp16 layer norm gave 4096."""
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -60,7 +55,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         data, weight, scale = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return (*_of_torchs_own(ctx.again, grad, data, weight), None)
+            return (*of_torchs_own(ctx.again, grad, data, weight), None)
         grad, wide, size = grad.to(HIGH_DTYPE), data.to(HIGH_DTYPE), data.shape[-1]
         given = None if weight is None else weight.to(HIGH_DTYPE)
         needed = [True, weight is not None, False]
@@ -75,93 +70,7 @@ class _RmsNorm(torch.autograd.Function):
         return of_data.to(data.dtype), of_weight, None
 
 
-class _LayerNorm(torch.autograd.Function):
-    """`aten.layer_norm`, whose parameters' gradients are sums in fp32.
-
-    The gradient of the data is torch's kernel's.  The gradient of the bias is the sum
-    of the rows of `g`, that of the weight the sum of the rows of `g * y`, where `y` is
-    the data normalised without weight and bias, made again in the backward.  The kernel
-    of a batch norm's backward takes both sums over `y` in one pass, and in fp32.
-    """
-
-    @staticmethod
-    def forward(  # noqa: PLR0917
-        ctx: Any,
-        data: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        sizes: Sequence[int],
-        epsilon: float,
-    ) -> Tensor:
-        norm = _ATEN.native_layer_norm.default
-        result, mean, scale = norm(data, sizes, weight, bias, epsilon)
-        ctx.sizes, ctx.epsilon = sizes, epsilon
-        ctx.save_for_backward(data, weight, bias, mean, scale)
-        return result  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        data, weight, bias, mean, scale = ctx.saved_tensors
-        sizes, epsilon = ctx.sizes, ctx.epsilon
-        if torch.is_grad_enabled():
-
-            def again(x: Tensor, w: Tensor | None, b: Tensor | None) -> Any:
-                return _ATEN.layer_norm.default(x, sizes, w, b, epsilon)
-
-            return (*_of_torchs_own(again, grad, data, weight, bias), None, None)
-        of_data = _ATEN.native_layer_norm_backward.default(
-            grad, data, sizes, mean, scale, weight, bias, [True, False, False]
-        )[0]
-        given = [None if p is None else p.dtype for p in (weight, bias)]
-        if given == [None, None]:
-            return of_data, None, None, None, None
-        plain = _ATEN.native_layer_norm.default(data, sizes, None, None, epsilon)[0]
-        sums = _sums_of_rows(grad, plain, sizes)
-        parameters = (
-            None if dtype is None else total.view(sizes).to(dtype)
-            for total, dtype in zip(sums, given, strict=True)
-        )
-        return of_data, *parameters, None, None
-
-
-def _sums_of_rows(
-    grad: Tensor, plain: Tensor, sizes: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """The sums, over all dimensions but the last ones, of `grad * plain` and `grad`.
-
-    Rows are the places of an image, laid out with channels last, and the elements of a
-    row its channels.  A batch norm of mean 0 and variance 1 changes nothing.
-
-    Returns:
-        Two fp32 vectors as long as a row.
-    """
-    size = math.prod(sizes)
-    one, zero = (make(size, device=grad.device) for make in (torch.ones, torch.zeros))
-    if not grad.numel():
-        return zero, zero
-    given = (t.reshape(1, -1, 1, size).permute(0, 3, 1, 2) for t in (grad, plain))
-    _, of_weight, of_bias = _ATEN.native_batch_norm_backward.default(
-        *given, one, zero, one, None, None, False, 0.0, [False, True, True]
-    )
-    return of_weight, of_bias
-
-
-def _of_torchs_own(
-    op: Callable[..., Tensor], grad: Tensor, data: Tensor, *parameters: Tensor | None
-) -> list[Tensor | None]:
-    """The gradients of torch's own op, recorded, for a backward of the backward."""
-    with torch.enable_grad():
-        wide = [None if t is None else t.to(HIGH_DTYPE) for t in (data, *parameters)]
-        result = op(*wide).to(grad.dtype)
-        given = (data, *parameters)
-        needing = [t for t in given if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad(result, needing, grad, create_graph=True))
-    needed = [t is not None and t.requires_grad for t in given]
-    return [next(found) if need else None for need in needed]
-
-
 _apply_rms_norm = compat.direct_apply(_RmsNorm)
-_apply_layer_norm = compat.direct_apply(_LayerNorm)
 
 
 def rms_norm(
@@ -197,7 +106,7 @@ def layer_norm(  # noqa: PLR0917 - as torch's op
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     epsilon: float = 1e-5,
-    cudnn_enable: bool = True,
+    cudnn_enable: bool = True,  # noqa: ARG001
 ) -> Tensor:
     """`aten.layer_norm` of low data, with gradients of its parameters that are true.
 
@@ -213,11 +122,7 @@ def layer_norm(  # noqa: PLR0917 - as torch's op
         >>> layer_norm(torch.tensor([[1.0, 3.0]], dtype=torch.bfloat16), [2])
         tensor([[-1.,  1.]], dtype=torch.bfloat16)
     """
-    few = data.numel() < MANY_ROWS * math.prod(sizes)
-    if few or not torch.is_grad_enabled():
-        op = _ATEN.layer_norm.default
-        return op(data, sizes, weight, bias, epsilon, cudnn_enable)  # type: ignore[no-any-return]
-    return _apply_layer_norm(data, weight, bias, sizes, epsilon)
+    return apply_layer_norm(data, weight, bias, sizes, epsilon)
 
 
 OWN_NORMS: dict[Any, Callable[..., Tensor]] = {

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import FP32, Facts
+from autoamp.analyse.strides import views_down_to
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
 from autoamp.place.mincut import ContradictionError, solve
@@ -163,26 +164,13 @@ def _returned_aliases(facts: Facts) -> set[str]:
     for storage, values in sharing.items():
         if storage not in facts.outside and len(values) == 1:
             continue
-        chains = [_views_down_to(value, facts) for value in values]
+        chains = [views_down_to(value, facts) for value in values]
         found.update(facts.producer(value) for value in values)
         found.update(view for views, _ in chains for view in views)
         # Within one region, one cast of the base serves all the views.
         if len({facts.nodes[views[-1]].region for views, _ in chains if views}) > 1:
             found.update(base for _, base in chains)
     return found
-
-
-def _views_down_to(value: str, facts: Facts) -> tuple[list[str], str]:
-    """The makers of `value` and of the views below it, and the maker of the base."""
-    storage = facts.nodes[value].storage
-    views: list[str] = []
-    while True:
-        maker = facts.producer(value)
-        below = (o.value for o in facts.nodes[maker].operands)
-        value = next((v for v in below if facts.nodes[v].storage == storage), "")
-        if not value:
-            return views, maker
-        views.append(maker)
 
 
 def _ties(facts: Facts, unary: Mapping[str, object]) -> list[tuple[str, str, str]]:

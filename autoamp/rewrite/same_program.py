@@ -70,6 +70,62 @@ def _same_interface(
         )
 
 
+def check_same_strides(
+    rewritten: fx.GraphModule, before: StandIns, after: StandIns
+) -> None:
+    """Raises where a result, or what `as_strided` reads, lies otherwise than before.
+
+    Raises:
+        VerificationError: the strides differ, or the place in memory that is read.
+    """
+    old, new = (_leaves(run.values["output"]) for run in (before, after))
+    made_by = _leaves(rewritten.graph.output_node().args[0])
+    for node, one, other in zip(made_by, old, new, strict=True):
+        if _strides(one) != _strides(other):
+            raise VerificationError(
+                f"{where(node)} is returned with strides {_strides(other)}, "
+                f"where the model's has {_strides(one)}",
+                nodes=named(node),
+            )
+    for node in rewritten.graph.nodes:
+        if not _is_strided_read(node.target) or node.name not in before.nodes:
+            continue
+        read, twin = node.args[0], before.nodes[node.name].args[0]
+        assert isinstance(read, fx.Node)
+        assert isinstance(twin, fx.Node)
+        one, other = before.values[twin.name], after.values[read.name]
+        if _place(one) != _place(other):
+            raise VerificationError(
+                f"{where(node)} reads {read.name} with offset and strides "
+                f"{_place(other)}, where it read {_place(one)}",
+                nodes=[*named(node), *(n.name for n in read.all_input_nodes)],
+            )
+
+
+def _leaves(value: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(value)
+
+
+def _strides(value: Any) -> tuple[int, ...] | None:
+    """The strides that tell elements apart: none where there is one, or no element."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    if not value.numel():
+        return None
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return tuple(stride for size, stride in pairs if size != 1)
+
+
+def _place(value: Any) -> tuple[Any, ...]:
+    return (value.storage_offset(), _strides(value))
+
+
+def _is_strided_read(target: Any) -> bool:
+    """Whether a call takes elements of its operand by their places in memory."""
+    is_op = isinstance(target, compat.OpOverload)
+    return is_op and compat.schema(target).name.startswith("aten::as_strided")
+
+
 def _same_calls(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
     """Raises unless every call of the original is there once, in order, unchanged.
 

@@ -19,7 +19,11 @@ from torch import fx
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import WITH_FP32_STATE
 from autoamp.rewrite.operands import operands_agree, read_dtypes, reads_as_it_comes
-from autoamp.rewrite.same_program import check_same_program, check_same_wiring
+from autoamp.rewrite.same_program import (
+    check_same_program,
+    check_same_strides,
+    check_same_wiring,
+)
 from autoamp.rewrite.stale import is_cast, no_stale_casts
 from autoamp.rewrite.standin import Memo, StandIns, dtypes_of, named, where
 
@@ -60,6 +64,7 @@ class Verifier:
                 _makes_as_before(node, before, after)
             if node.name in must_read_high and not reads_as_it_comes(node):
                 _reads_as_before(node, before, after)
+        check_same_strides(rewritten, before, after)
         no_stale_casts(self.original, rewritten, after)
         check_same_wiring(self.original, rewritten)
 
