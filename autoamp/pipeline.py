@@ -97,12 +97,14 @@ class Setting:
             passes cached copies in.
         own_kernels: whether the graph runs without a compiler, and so with kernels of
             ours where torch has none.
+        own_ops: whether the graph may call ops of autoamp's (`autoamp::attention`).
         price: gives the prices; by default the roofline of the device.
         device: the device that the graph is to run on; by default the one it is on.
     """
 
     free_weights: bool = False
     own_kernels: bool = False
+    own_ops: bool = False
     price: PriceModel | None = None
     device: Device | None = None
 
@@ -152,15 +154,29 @@ def rewrite_normalised(
         return retreating(attempt, graph.gm.graph, strict=options.strict)
 
     with _timed(seconds, "kernels"):
-        on = setting.device or device_of(main_device(normalised.gm), low)
-        slow = on.attends_by_products and options.objective != "memory"
-        fused = fuse(normalised, options, low, where, (ATTENTION,) if slow else ())
+        fused = fuse(
+            normalised, options, low, where, _left(normalised, options, low, setting)
+        )
     found = rewrite(fused or normalised)
     if fused is not None and not found.assignment.low:
         found = rewrite(normalised)  # a graph that stays fp32 keeps its very numbers
     for name, why in normalised.gm.meta.get(UNTRACED, {}).items():
         left[name] = kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
     return replace(found, bodies=bodies, given_up={**left, **found.given_up})
+
+
+def _left(
+    normalised: Normalised, options: Options, low: torch.dtype, setting: Setting
+) -> tuple[str, ...]:
+    """The kernels that are left out of a graph because of where and how it runs.
+
+    `autoamp::attention` has kernels for CPUs alone.  The backward of torch's kernels
+    for other devices has an error of its own that nobody has held against autocast's.
+    """
+    on = setting.device or device_of(main_device(normalised.gm), low)
+    slow = on.attends_by_products and options.objective != "memory"
+    has_kernel = setting.own_ops and on.type == "cpu"
+    return () if has_kernel and not slow else (ATTENTION,)
 
 
 @dataclass(frozen=True)

@@ -165,9 +165,14 @@ def two_masks(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1) @ v
 
 
+def slopes(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """ALiBi: what is added is no mask, and stays in fp32."""
+    return (q @ k.transpose(-2, -1) + m.slopes).softmax(-1) @ v
+
+
 HEADS_FIRST: tuple[Way, ...] = (
     *(min_gpt, annotated, bert, flat, gpt2, by_letters, timm, in_place, llama),
-    *(by_hand, two_masks),
+    *(by_hand, two_masks, slopes),
 )
 WAYS = (*HEADS_FIRST, heads_last)
 
@@ -233,11 +238,6 @@ def test_it_runs_as_one_kernel_at_least_as_true_as_autocast(way: Way) -> None:
 
 
 # -- what is left alone ----------------------------------------------------------------
-
-
-def slopes(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """ALiBi: its numbers would be rounded to 16 bits."""
-    return (q @ k.transpose(-2, -1) + m.slopes).softmax(-1) @ v
 
 
 def trained_bias(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ def regional(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 LEFT = (
-    *(slopes, trained_bias, trained_scale, capped, returns_weights, dropped),
+    *(trained_bias, trained_scale, capped, returns_weights, dropped),
     *(over_queries, values_first, narrow_values, weak_mask, negative, scaled_mask),
     *(writes_between, regional, bart),
 )
@@ -351,10 +351,10 @@ def test_a_hook_between_the_calls_sees_the_weights() -> None:
     assert attentions(ours) == 0
 
 
-def test_without_a_way_to_tell_nodes_nothing_is_recognised(
+def test_without_a_kernel_nothing_is_recognised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compat, "tells_nodes", lambda: False)
+    monkeypatch.setattr(compat, "cpu_attention", lambda: None)
     ours = converted(made(timm))
     ours(given())
     assert attentions(ours) == 0
@@ -436,7 +436,9 @@ def test_lengths_may_change(backend: Any) -> None:
         x = torch.randn(2, length, HEADS * WIDTH)
         error = (ours(x) - plain(x)).norm() / plain(x).norm()
         assert error <= 2**-6
-    assert attentions(ours) == len(autoamp.report(ours).graphs) > 1
+    graphs = len(autoamp.report(ours).graphs)
+    assert graphs > 1
+    assert attentions(ours) == (graphs if backend == "eager" else 0)
 
 
 def test_the_result_may_be_viewed_and_written_to() -> None:

@@ -1,13 +1,11 @@
 """The gradients of attention, beside those of autocast and of float64.
 
 The backward of torch's kernels reads the result of the attention, which is rounded;
-autocast rounds scores and weights.  Which of the two is nearer to float64 depends on
-how much the tokens of a text are alike.
+autocast rounds scores and weights.  Ours rounds neither.
 """
 
 from __future__ import annotations
 
-import importlib
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from autoamp.graph_functions import cpu_attention
-from autoamp.graph_functions.attention import attention, written_attention
+from autoamp.graph_functions.attention import WRITTEN_ATTENTION, attention
 from autoamp.graph_functions.cpu_attention import LONG
+from autoamp.graph_functions.scores import Kind
 from autoamp.place.devices import Device
 from tests.test_attention import (
     HEADS,
@@ -36,17 +34,14 @@ from tests.test_attention import (
     timm,
 )
 
-module = importlib.import_module("autoamp.graph_functions.attention")
 SEEDS = 6
 SIZE = HEADS * WIDTH
 
 
-@pytest.fixture(params=["in fp32", "of the kernel"])
-def backward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention runs as torch's kernel, with our backward or with torch's own."""
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that is written out runs as one call."""
     monkeypatch.setattr(Device, "attends_by_products", False)
-    if request.param == "of the kernel":
-        monkeypatch.setattr(cpu_attention, "LONG", 0)
 
 
 def tokens(length: int, spread: float) -> Tensor:
@@ -70,7 +65,7 @@ def beside_autocast(model: Attention, ours: nn.Module, x: Tensor) -> list[float]
 @pytest.mark.parametrize("way", [timm, min_gpt], ids=lambda way: way.__name__)
 @pytest.mark.parametrize("spread", [1.0, 0.3, 0.1])
 @pytest.mark.parametrize("sharpness", [1.0, 4.0])
-@pytest.mark.usefixtures("backward")
+@pytest.mark.usefixtures("replaced")
 def test_projections_of_queries_and_keys(
     way: Way, spread: float, sharpness: float
 ) -> None:
@@ -86,16 +81,6 @@ def test_projections_of_queries_and_keys(
         for into, ratio in zip(ratios, found, strict=True):
             into.append(ratio)
     assert max(map(statistics.geometric_mean, ratios)) <= 1.05
-
-
-def test_without_a_common_part_taken_away_they_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The figures above are owed to what `_apart` takes away."""
-    monkeypatch.setattr(Device, "attends_by_products", False)
-    monkeypatch.setattr(module, "_apart", lambda t: (t, torch.zeros_like(t[:, :, :1])))
-    with pytest.raises(AssertionError):
-        test_projections_of_queries_and_keys(timm, 0.1, 1.0)
 
 
 def test_a_cpu_with_fast_products_keeps_attention_as_it_is_written(
@@ -221,16 +206,20 @@ def test_a_models_own_attention_has_it_unless_it_is_left_out() -> None:
     assert backwards(converted(model, fuse=False)) == 0
 
 
-def test_a_query_that_sees_nothing() -> None:
-    """Its result is that of the kernel, and not what all values have in common."""
-    q, k, v = torch.ones(3, 1, 1, 2, 8, dtype=torch.bfloat16).unbind()
-    mask = torch.tensor([[True, True], [False, False]])
-    results = [
-        written_attention(query, k, v, mask, scale=1.0)
-        for query in (q, q.clone().requires_grad_())
-    ]
-    assert torch.equal(results[1], results[0])
-    assert torch.equal(results[0][0, 0, 0], v[0, 0, 0])
+@pytest.mark.parametrize("number", [-torch.inf, -1e9, -1e4])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_query_that_sees_nothing(number: float, trains: bool) -> None:
+    """Its weights are what a softmax makes of scores that are all one number."""
+    q, k, v = torch.randn(3, 1, 1, 2, 8).to(torch.bfloat16).unbind()
+    hidden = torch.tensor([[False, False], [True, True]])
+    kinds, numbers = [Kind.SCALE, Kind.FILL], [1.0, number]
+    q.requires_grad_(trains)
+    result = WRITTEN_ATTENTION(q, k, v, [hidden], kinds, numbers).float()
+    if number == -torch.inf:
+        assert result[0, 0, 1].isnan().all()
+    else:
+        assert (result[0, 0, 1] - v.float()[0, 0].mean(0)).abs().max() < 2**-7
+    assert result[0, 0, 0].isfinite().all()
 
 
 @pytest.mark.parametrize("empty", range(4))
@@ -248,5 +237,5 @@ def test_operands_without_numbers(empty: int) -> None:
 def test_an_infinity_stays_where_it_was() -> None:
     q, k, v = torch.randn(3, 1, 1, 4, 8).to(torch.bfloat16).unbind()
     v[..., 0, 3] = torch.inf
-    result = written_attention(q.requires_grad_(), k, v, scale=1.0)
+    result = WRITTEN_ATTENTION(q.requires_grad_(), k, v, [], [Kind.SCALE], [1.0])
     assert result.isfinite().all(-2).tolist() == [[[c != 3 for c in range(8)]]]

@@ -15,11 +15,8 @@ from autoamp.capture.for_compilers import for_compilers
 from autoamp.graph_functions import (
     attention,
     checkpoint_as_python_does,
-    plain_written_attention,
     traced_attention,
-    traced_written_attention,
     with_own_kernels,
-    written_attention,
 )
 from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY
 from autoamp.options import Options
@@ -72,6 +69,7 @@ def prepare(
         low,
         free_weights=True,
         own_kernels=eager and bool(options.fuse),
+        own_ops=_takes_our_ops(options),
         price=setting.price,
         device=setting.device,
     )
@@ -121,7 +119,9 @@ def _with_functions(
         device: the device the graph runs on.
     """
     gm, left = hoisted.gm, options.left_kernels
-    with_own_attention(gm, *_attention_for(options))
+    own = _attention_for(options)
+    if own is not None:
+        with_own_attention(gm, own)
     if options.backend == "eager":
         with_own_kernels(gm)
         if ROTARY not in left:
@@ -134,19 +134,18 @@ def _with_functions(
     return _as_inductor_lays(gm, hoisted, first) if on_inductor else ()
 
 
-def _attention_for(
-    options: Options,
-) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """The functions for attention that was written out, and for other attention.
-
-    Of compilers inductor alone is known to call an op that is not torch's.
-    """
-    has_own = ATTENTION_BACKWARD not in options.left_kernels
+def _attention_for(options: Options) -> Callable[..., Any] | None:
+    """The function for attention that the model calls; None leaves it to torch."""
+    if ATTENTION_BACKWARD in options.left_kernels:
+        return None
     if options.backend == "eager":
-        return written_attention, attention if has_own else None
-    if has_own and compat.is_inductor(options.backend):
-        return traced_written_attention, traced_attention
-    return plain_written_attention, None
+        return attention
+    return traced_attention if _takes_our_ops(options) else None
+
+
+def _takes_our_ops(options: Options) -> bool:
+    """Whether ops that are not torch's may be called: of compilers inductor can."""
+    return options.backend == "eager" or compat.is_inductor(options.backend)
 
 
 def _laid_out(

@@ -93,10 +93,8 @@ from autoamp.compat.hooks import (
     hooks_everywhere,
     hooks_of_others,
     mark_stepped,
-    saved_by_attention,
     set_hooks_after_step,
     step_hooks,
-    tells_nodes,
 )
 from autoamp.compat.listening import Heard, op_heard
 from autoamp.compat.names import (
@@ -161,6 +159,7 @@ from autoamp.compat.tensors import (
 from autoamp.compat.tracing import (
     as_traced,
     current_fake_mode,
+    expression,
     fake_inputs,
     forget_inputs,
     free_name,

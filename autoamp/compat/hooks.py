@@ -82,23 +82,3 @@ def set_hooks_after_step(optimizer: Any, hooks: OrderedDict[int, Any]) -> None:
 def mark_stepped(optimizer: Any) -> None:
     """Sets the mark without which `LRScheduler` warns of a step it has not seen."""
     optimizer._opt_called = True
-
-
-def tells_nodes() -> bool:
-    """Whether a hook can tell the node of autograd's graph that it is called for."""
-    return hasattr(torch._C, "_current_autograd_node")
-
-
-def saved_by_attention() -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-    """What the attention whose backward has just run was given.
-
-    For a hook after a node of one of torch's attention kernels, where `tells_nodes()`.
-
-    Returns:
-        Query, key and value, with their history, and the numbers added to the scores.
-    """
-    node: Any = torch._C._current_autograd_node()
-    operands = (node._saved_query, node._saved_key, node._saved_value)
-    names = ("_saved_attn_mask", "_saved_attn_bias")
-    masks = (getattr(node, name, None) for name in names)
-    return operands, next((mask for mask in masks if mask is not None), None)

@@ -154,6 +154,11 @@ def make_code(gm: fx.GraphModule) -> None:
         make(gm)
 
 
+def expression(size: torch.SymInt) -> Any:
+    """The expression of a symbolic size, which can be compared and calculated with."""
+    return size.node.expr
+
+
 def hint(value: Any) -> int:
     """An int for a possibly symbolic size, without specialising the graph on it.
 

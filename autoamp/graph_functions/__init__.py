@@ -10,11 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from autoamp.graph_functions.attention import (
+    WRITTEN_ATTENTION,
     attention,
-    plain_written_attention,
     traced_attention,
-    traced_written_attention,
-    written_attention,
 )
 from autoamp.graph_functions.casts import (
     low_uses,
@@ -49,10 +47,7 @@ from autoamp.graph_functions.traceable import (
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {
         attention,
-        plain_written_attention,
         traced_attention,
-        traced_written_attention,
-        written_attention,
         checkpointed,
         laid_out,
         layer_norm,

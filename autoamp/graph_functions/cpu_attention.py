@@ -1,16 +1,8 @@
-"""Attention in 16 bits on CPUs, whose backward computes in fp32.
-
-The backward of torch 2.13's kernel (`cpu_flash_attention_backward` of
-`aten/src/ATen/native/cpu/FlashAttentionKernel.cpp`) multiplies blocks of 32 or 64
-queries, each of 16-bit products a call of its own with more set-up than work, and sums
-the gradients of keys and values over the blocks in 16 bits.  The same kernel in fp32
-took from a twelfth to two thirds of the time, casts included, and its error was that of
-rounding its results.  From `LONG` queries on the blocks have 256, and the kernel for 16
-bits is the faster one.
-"""
+"""Attention on CPUs, whose backward computes in fp32 (`attention_ops.py`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,101 +10,16 @@ from torch import Tensor
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
-
-_KERNELS = compat.cpu_attention()
+from autoamp.graph_functions.attention_ops import BACKWARD, FORWARD, KERNELS
+from autoamp.graph_functions.scores import Kind, Step, for_kernel, stepped, steps_of
 
 LONG = 768
-"""Queries from which on the kernel takes them in blocks of 256."""
-
-_CACHE = 2 * 2**20
-"""Bytes of fp32 operands and results that one thread works on at a time, so that these
-stay in the cache of its core."""
-
-_NAME = "attention_backward"
-_SCHEMA = (
-    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor result, "
-    "Tensor logsumexp, Tensor? mask, bool is_causal, float? scale) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-
-
-def _backward(  # noqa: PLR0917 - as the kernel
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    result: Tensor,
-    logsumexp: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, some heads at a time."""
-    assert _KERNELS is not None
-    given = (grad, query, key, value, result)
-    made = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-    wide = None if mask is None else mask.to(HIGH_DTYPE)
-    for part in _parts(query, key):
-        found = _KERNELS[1](
-            *(t[part].to(HIGH_DTYPE) for t in given),
-            logsumexp[part],
-            0.0,
-            is_causal,
-            attn_mask=None if wide is None else _of_part(wide, part),
-            scale=scale,
-        )
-        for all_of_it, some in zip(made, found, strict=True):
-            all_of_it[part].copy_(some)
-    return made
-
-
-def _parts(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
-    """The batches and heads to compute at a time, which together fit the caches."""
-    batch, heads, queries, width = query.shape
-    threads = torch.get_num_threads()
-    size = 4 * HIGH_DTYPE.itemsize * width * (queries + key.shape[2])
-    count = max(threads, threads * _CACHE // size)
-    if count >= heads:
-        step = count // heads
-        return [(slice(b, b + step), slice(None)) for b in range(0, batch, step)]
-    return [
-        (slice(b, b + 1), slice(h, h + count))
-        for b in range(batch)
-        for h in range(0, heads, count)
-    ]
-
-
-def _of_part(mask: Tensor, part: tuple[slice, slice]) -> Tensor:
-    """The numbers of a mask (2 or 4 dimensions) for some batches and heads."""
-    if mask.dim() == 2:
-        return mask
-    batches, heads = mask.shape[:2]
-    nothing = slice(None)
-    return mask[part[0] if batches > 1 else nothing, part[1] if heads > 1 else nothing]
-
-
-def _like_operands(
-    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _op() -> Any:
-    """The backward as one op: profilers and dispatch modes see one kernel."""
-    library = torch.library.Library("autoamp", "FRAGMENT")
-    if not hasattr(torch.ops.autoamp, _NAME):
-        library.define(_NAME + _SCHEMA)
-        library.impl(_NAME, _backward, "CPU")
-        library.impl(_NAME, _like_operands, "Meta")
-        _LIBRARIES.append(library)  # which takes its ops away where nobody holds it
-    return getattr(torch.ops.autoamp, _NAME).default
-
-
-_LIBRARIES: list[torch.library.Library] = []
+"""Queries from which on torch's kernel takes them in blocks of 256, and its backward in
+16 bits is the faster one."""
 
 
 class _Attention(torch.autograd.Function):
-    """Torch's kernel, the gradients of which are computed in fp32."""
+    """Attention on a CPU, the gradients of which are computed in fp32."""
 
     @staticmethod
     def forward(  # noqa: PLR0917
@@ -120,31 +27,95 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        scale: float | None,
+        kinds: Sequence[int],
+        numbers: Sequence[float],
+        written: bool,
+        *tensors: Tensor,
     ) -> Tensor:
-        assert _KERNELS is not None
-        result, logsumexp = _KERNELS[0](
-            query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+        ctx.given = kinds, numbers, not written
+        ctx.save_for_backward(query, key, value, *tensors)
+        if written:
+            return FORWARD(query, key, value, [*tensors], kinds, numbers)  # type: ignore[no-any-return]
+        assert KERNELS is not None
+        steps = steps_of(tensors, kinds, numbers)
+        given = for_kernel(steps, query, key.shape[2])
+        result, _ = KERNELS[0](
+            *(query, key, value, 0.0, given.is_causal),
+            attn_mask=given.mask,
+            scale=given.scale,
         )
-        ctx.is_causal, ctx.scale = is_causal, scale
-        ctx.save_for_backward(query, key, value, result, logsumexp, mask)
         return result  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, result, logsumexp, mask = ctx.saved_tensors
-        options = (mask, ctx.is_causal, ctx.scale)
+        query, key, value, *tensors = ctx.saved_tensors
+        kinds, numbers, safe = ctx.given
+        rest = (None,) * (3 + len(tensors))
         if torch.is_grad_enabled():
-            found = gradients_written_out(grad, (query, key, value), *options)
-            return (*found, None, None, None)
-        given = (grad, query, key, value, result, logsumexp)
-        return (*_OWN_BACKWARD(*given, *options), None, None, None)
+            steps = steps_of(tensors, kinds, numbers)
+            return (*_recorded(grad, (query, key, value), steps, safe=safe), *rest)
+        given = (grad, query, key, value, tensors, kinds, numbers, safe)
+        return (*BACKWARD(*given), *rest)
 
 
 _apply = compat.direct_apply(_Attention)
-_OWN_BACKWARD = _op()
+
+
+def _recorded(
+    grad: Tensor, operands: tuple[Tensor, ...], steps: Sequence[Step], *, safe: bool
+) -> list[Tensor | None]:
+    """The gradients of query, key and value, so that they can be differentiated."""
+    with torch.enable_grad():
+        query, key, value = operands
+        result = written_out(query, key, value, steps, safe=safe).to(grad.dtype)
+        needing = [t for t in operands if t.requires_grad]
+        found = iter(torch.autograd.grad(result, needing, grad, create_graph=True))
+    return [next(found) if t.requires_grad else None for t in operands]
+
+
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step], *, safe: bool
+) -> Tensor:
+    """Attention in fp32 by torch's plain ops, which can be differentiated at will.
+
+    Args:
+        query, key, value: (batch, heads, queries or keys, width).
+        steps: what becomes of the scores.
+        safe: whether a query that sees no key has weights of 0, and not NaN.
+    """
+    query, key, value = (t.to(HIGH_DTYPE) for t in (query, key, value))
+    scores = stepped(query @ key.mT, steps)
+    weights = torch._safe_softmax(scores, -1) if safe else scores.softmax(-1)
+    return weights @ value
+
+
+Given = tuple[list[int], list[float], list[Tensor]]
+"""Steps as an op takes them: kinds, numbers and tensors."""
+
+
+def as_written(  # noqa: PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: Sequence[Tensor],
+    kinds: Sequence[int],
+    numbers: Sequence[float],
+) -> Tensor:
+    """Attention that was written out, on a CPU.
+
+    Args:
+        query, key, value: (batch, heads, queries or keys, width), in one float dtype.
+        tensors, kinds, numbers: the steps of the scores (`scores.steps_of`).
+
+    Returns:
+        A tensor of the shape and dtype of `query`.
+    """
+    if compat.transforms_active():
+        steps = steps_of(tensors, kinds, numbers)
+        return written_out(query, key, value, steps, safe=False).to(query.dtype)
+    if not _is_trained(query, key, value):
+        return FORWARD(query, key, value, [*tensors], kinds, numbers)  # type: ignore[no-any-return]
+    return _apply(query, key, value, kinds, numbers, True, *tensors)
 
 
 def with_fp32_backward(  # noqa: PLR0917
@@ -168,10 +139,10 @@ def with_fp32_backward(  # noqa: PLR0917
         or compat.transforms_active()
     ):
         return None
-    given = (*operands, _of_kernel(mask, query.dtype))
-    if not compat.runs_one_kernel(*given, 0.0, is_causal, scale=scale):
+    if not compat.runs_one_kernel(*operands, mask, 0.0, is_causal, scale=scale):
         return None
-    return _apply(*given, is_causal, scale)
+    kinds, numbers, tensors = _as_steps(query, mask, is_causal, scale)
+    return _apply(*operands, kinds, numbers, False, *tensors)
 
 
 def traced_with_fp32_backward(  # noqa: PLR0917
@@ -192,30 +163,42 @@ def traced_with_fp32_backward(  # noqa: PLR0917
     runs_kernel = node is not None and node.name().startswith(_NODE)
     if not runs_kernel or not _fits(query, key, value, mask):
         return result
-    return _apply(query, key, value, _of_kernel(mask, query.dtype), is_causal, scale)
+    kinds, numbers, tensors = _as_steps(query, mask, is_causal, scale)
+    return _apply(query, key, value, kinds, numbers, False, *tensors)
+
+
+def _as_steps(
+    query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Given:
+    """What torch's attention does to its scores, as steps."""
+    kinds: list[int] = [Kind.SCALE]
+    numbers = [query.shape[-1] ** -0.5 if scale is None else scale]
+    if mask is not None:
+        is_bool = mask.dtype == torch.bool
+        kinds.append(Kind.KEEP if is_bool else Kind.ADD)
+        numbers.append(-torch.inf)
+    if is_causal:
+        kinds.append(Kind.CAUSAL)
+        numbers.append(-torch.inf)
+    return kinds, numbers, [] if mask is None else [mask]
+
+
+def _is_trained(*operands: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in operands)
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether the backward in fp32 computes this attention's gradients, and faster."""
     return (
-        _KERNELS is not None
+        KERNELS is not None
         and query.dtype in _LOW
         and query.is_cpu
         and query.dim() == 4
         and query.shape[2] < LONG
         and query.numel() > 0
-        and torch.is_grad_enabled()
-        and (query.requires_grad or key.requires_grad or value.requires_grad)
+        and _is_trained(query, key, value)
         and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
     )
-
-
-def _of_kernel(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as torch gives it to the kernel: numbers that are added."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    hidden = torch.zeros_like(mask, dtype=dtype)
-    return hidden.masked_fill_(mask.logical_not(), -torch.inf)
 
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -224,34 +207,3 @@ _NODE = "ScaledDotProductFlashAttentionForCpu"
 
 _LOW = frozenset(LOW_DTYPES.values())
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
-
-
-def gradients_written_out(
-    grad: Tensor,
-    operands: tuple[Tensor, ...],
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> list[Tensor | None]:
-    """The gradients of attention, written out, so that they can be differentiated.
-
-    Args:
-        grad: the gradient of the result.
-        operands: query, key and value, with their history.
-        mask: the numbers added to the scores.
-        is_causal: whether a query sees no later keys.
-        scale: the factor of the scores; None for one over the root of their length.
-    """
-    with torch.enable_grad():
-        query, key, value = (t.to(HIGH_DTYPE) for t in operands)
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        scores = query @ key.transpose(-2, -1) * factor
-        if mask is not None:
-            scores = scores + mask
-        if is_causal:
-            hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        result = (scores.softmax(-1) @ value).to(grad.dtype)
-        needing = [t for t in operands if t.requires_grad]
-        found = iter(torch.autograd.grad(result, needing, grad, create_graph=True))
-    return [next(found) if t.requires_grad else None for t in operands]

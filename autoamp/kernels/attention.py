@@ -1,13 +1,18 @@
 """Finds attention that is written out: `softmax(q @ k.T * scale + mask) @ v`.
 
-Torch's kernel computes the scores and their softmax in fp32, a block at a time, where
-the calls write both to memory and keep both for the backward.
+What lies between the product and the softmax is read as steps, in the order in which
+they were written (`graph_functions/scores.py`): factors, numbers that are added, fills.
+The op that takes the place of the calls, `autoamp::attention`, follows these steps to
+the letter, so that nothing has to be known of what a mask holds.  The op computes the
+scores and their softmax in fp32, a block at a time, where the calls write both to
+memory and keep both for the backward.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +20,27 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.dtypes import HIGH_DTYPE
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
+from autoamp.graph_functions.scores import FILLS, Kind
 from autoamp.kernels.chains import is_cast, sizes_of
-from autoamp.kernels.hiding import Hidden, hides, number_of
+from autoamp.kernels.constants import number_of
 from autoamp.kernels.products import Product, is_in_order, product_of
 from autoamp.op_names import base_name
+
+_FLOATS = (HIGH_DTYPE, *LOW_DTYPES.values())
+
+_FILLED = -1e4
+"""The largest number that is filled in.  Scores filled with a larger one may well have
+a weight, and the kernel would be run in vain."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A step, as `graph_functions.scores.Step` is one, with a node for its tensor."""
+
+    kind: Kind
+    number: float = 0.0
+    tensor: fx.Node | None = None
 
 
 @dataclass(frozen=True)
@@ -30,15 +51,13 @@ class WrittenAttention:
         nodes: the calls, in graph order; the last one makes the result.
         scores: the product of queries and keys.
         values: the product of weights and values.
-        scale: the positive factor of the scores.
-        masks: what hides keys from queries, in the order of the calls.
+        steps: what becomes of the scores, in the order of the calls.
     """
 
     nodes: tuple[fx.Node, ...]
     scores: Product
     values: Product
-    scale: float
-    masks: tuple[Hidden, ...]
+    steps: tuple[Written, ...]
 
     @property
     def result(self) -> fx.Node:
@@ -46,19 +65,40 @@ class WrittenAttention:
 
 
 def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
-    """The attentions of `graph` that `aten::scaled_dot_product_attention` computes.
+    """The attentions of `graph` that `autoamp::attention` computes.
 
-    Left alone is what the kernel does not compute: active dropout (its mask would be
-    another one), weights that something else reads, a bias of scores that is no mask.
-    Such a bias may be trained, or lose too much where it is rounded to 16 bits.
+    Left alone is what the op does not compute: active dropout (its mask would be
+    another one), weights that something else reads, numbers added that are trained.
     """
-    if not compat.tells_nodes():
-        return  # the kernel could be differentiated once only
+    if compat.cpu_attention() is None:
+        return
+    softmaxes = softmaxes_in(graph)
+    if not softmaxes:
+        return
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for softmax in softmaxes_in(graph):
-        found = _around(softmax, order)
+    trained = _trained(graph)
+    for softmax in softmaxes:
+        found = _around(softmax, order, trained)
         if found is not None:
             yield found
+
+
+def _trained(graph: fx.Graph) -> set[fx.Node]:
+    """The float values that a gradient may flow through."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            flows = bool(node.meta.get("autoamp_requires_grad"))
+        else:
+            flows = _name(node) != "aten::detach" and any(
+                n in found for n in node.all_input_nodes
+            )
+        value = node.meta.get("val")
+        if flows and not (
+            isinstance(value, torch.Tensor) and not value.is_floating_point()
+        ):
+            found.add(node)
+    return found
 
 
 def softmaxes_in(graph: fx.Graph) -> list[fx.Node]:
@@ -75,20 +115,22 @@ def _is_softmax(node: fx.Node) -> bool:
     return node.args[1] in (-1, last) and dtype in (None, HIGH_DTYPE)
 
 
-def _around(softmax: fx.Node, order: Mapping[fx.Node, int]) -> WrittenAttention | None:
+def _around(
+    softmax: fx.Node, order: Mapping[fx.Node, int], trained: Collection[fx.Node]
+) -> WrittenAttention | None:
     """The attention whose weights `softmax` makes."""
     after = _to_values(softmax)
-    before = _to_scores(softmax)
+    before = _to_scores(softmax, trained)
     if after is None or before is None:
         return None
-    calls, scores, scale, masks = before
+    calls, scores, steps = before
     values = product_of(after[-1])
     assert values is not None
     plain = is_in_order(scores.of_result) and is_in_order(values.of_left)
     if not plain or not _fits(scores, values):
         return None
     nodes = tuple(sorted({*calls, softmax, *after}, key=order.__getitem__))
-    return WrittenAttention(nodes, scores, values, scale, tuple(masks))
+    return WrittenAttention(nodes, scores, values, steps)
 
 
 def _to_values(softmax: fx.Node) -> list[fx.Node] | None:
@@ -116,12 +158,12 @@ def _changes_nothing(node: fx.Node) -> bool:
 
 
 def _to_scores(
-    softmax: fx.Node,
-) -> tuple[list[fx.Node], Product, float, list[Hidden]] | None:
+    softmax: fx.Node, trained: Collection[fx.Node]
+) -> tuple[list[fx.Node], Product, tuple[Written, ...]] | None:
     """The calls from the scores to their softmax, and what these calls do."""
     found: list[fx.Node] = []
-    masks: list[Hidden] = []
-    scale, is_scaled = 1.0, False
+    steps: list[Written] = []
+    scale = 1.0
     node: Any = softmax.args[0]
     while isinstance(node, fx.Node) and all(u in (softmax, *found) for u in node.users):
         if not _is_high(node) or node.target is torch.ops.aten.softmax.int:
@@ -129,20 +171,91 @@ def _to_scores(
         found.append(node)
         scores = product_of(node)
         if scores is not None:
-            return found, scores, scale, masks[::-1]
-        factor, mask = _factor(node), hides(node)
-        if factor is not None and factor > 0:
-            scale, is_scaled = scale * factor, True
-        elif mask is not None and (mask.is_total or not is_scaled):
-            masks.append(mask)
-            node = mask.scores
-            continue
-        elif not _changes_nothing(node):
-            shifting = _shifting(node)
-            if shifting is None:
+            return found, scores, tuple(steps[::-1])
+        step = _step(node, trained)
+        if step is not None:
+            read, made = step
+            if any(fill.number * scale > _FILLED for fill in _fills([made])):
                 return None
+            if made.kind is Kind.SCALE:
+                scale *= made.number
+            steps.append(made)
+            node = read
+            continue
+        if not _changes_nothing(node):
+            shifting = _shifting(node)
+            if shifting is None or any(s.number > -math.inf for s in _fills(steps)):
+                return None  # a number that is filled in later would count from there
             found += shifting
         node = node.args[0]
+    return None
+
+
+def _fills(steps: Sequence[Written]) -> list[Written]:
+    return [step for step in steps if step.kind in FILLS]
+
+
+def _step(
+    node: fx.Node, trained: Collection[fx.Node]
+) -> tuple[fx.Node, Written] | None:
+    """The scores that a call reads, and what the call does to them."""
+    factor = _factor(node)
+    if factor is not None:
+        scaled = Written(Kind.SCALE, factor)
+        return (node.args[0], scaled) if 0 < factor < math.inf else None  # type: ignore[return-value]
+    found = _added(node, trained) or _filled(node)
+    if found is None:
+        return None
+    before, after = found[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return None
+    alike = before.dtype == after.dtype and sizes_of(before) == sizes_of(after)
+    return found if alike else None
+
+
+def _added(
+    node: fx.Node, trained: Collection[fx.Node]
+) -> tuple[fx.Node, Written] | None:
+    """A call that adds numbers which need no gradient to scores."""
+    name, args = _name(node), node.args
+    if name.removesuffix("_") != "aten::add" or len(args) != 2 or node.kwargs:
+        return None
+    if not all(isinstance(n, fx.Node) for n in args):
+        return None
+    one, other = args
+    turned = name == "aten::add" and (
+        other in trained if one not in trained else _size(other) > _size(one)
+    )
+    scores, numbers = (other, one) if turned else (one, other)
+    value = numbers.meta.get("val")  # type: ignore[union-attr]
+    is_float = isinstance(value, torch.Tensor) and value.dtype in _FLOATS
+    if not is_float or numbers in trained:
+        return None
+    return scores, Written(Kind.ADD, 0.0, numbers)  # type: ignore[return-value, arg-type]
+
+
+def _size(node: Any) -> int:
+    """How many dimensions of a tensor are not of size 1."""
+    value = node.meta.get("val")
+    is_tensor = isinstance(value, torch.Tensor)
+    return sum(size != 1 for size in sizes_of(value)) if is_tensor else -1
+
+
+def _filled(node: fx.Node) -> tuple[fx.Node, Written] | None:
+    """A call that fills scores with one number where a mask says so."""
+    name, args = _name(node).removesuffix("_"), node.args
+    if name == "aten::masked_fill":
+        places = [(0, 1, 2, Kind.FILL)]
+    elif name == "aten::where" and len(args) == 3:
+        places = [(1, 0, 2, Kind.KEEP), (2, 0, 1, Kind.FILL)]
+    else:
+        return None
+    for scores, mask, value, kind in places:
+        number = number_of(args[value])
+        if number is not None and all(
+            isinstance(args[at], fx.Node) for at in (scores, mask)
+        ):
+            return args[scores], Written(kind, number, args[mask])  # type: ignore[return-value, arg-type]
     return None
 
 

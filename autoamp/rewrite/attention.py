@@ -1,4 +1,4 @@
-"""Puts torch's attention in the place of attention that is written out."""
+"""Puts one call in the place of attention that is written out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import KERNEL, ForChain, tensors_of, written_values
-from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
-from autoamp.kernels.attention import WrittenAttention
+from autoamp.dtypes import LOW_DTYPES
+from autoamp.graph_functions import WRITTEN_ATTENTION
+from autoamp.graph_functions.scores import Kind
+from autoamp.kernels.attention import Written, WrittenAttention
 from autoamp.kernels.chains import layout_of
-from autoamp.kernels.hiding import Hidden
-from autoamp.kernels.masks import ATTENTION as KERNEL_OP
+from autoamp.kernels.masks import ATTENTION as TORCHS
+from autoamp.kernels.masks import hides_later_keys, shows_no_later_keys
+from autoamp.kernels.positions.reading import Positions
+from autoamp.kernels.positions.sizes import shape_of
 from autoamp.kernels.table import ATTENTION
 from autoamp.op_names import base_name
 
@@ -31,13 +35,17 @@ def with_attention(
     every: Sequence[WrittenAttention],
     mode: compat.FakeTensorMode,
     exposed: Collection[int],
+    *,
+    tell_causal: bool,
 ) -> bool:
     """Puts a call of attention in the place of each of `every`; whether any was put.
 
     Args:
         exposed: storages that somebody may write to.
+        tell_causal: whether a mask that is the causal one is told and not given.
     """
-    put = [_put(graph, each, mode, exposed) for each in every]
+    positions = Positions(graph) if tell_causal else None
+    put = [_put(graph, each, mode, exposed, positions) for each in every]
     return any(put)
 
 
@@ -67,11 +75,13 @@ def _put(
     found: WrittenAttention,
     mode: compat.FakeTensorMode,
     exposed: Collection[int],
+    positions: Positions | None,
 ) -> bool:
     result = found.result
     calls = _Calls(graph, result, mode)
     is_copied = _is_copied(result, exposed)
-    made = _emitted(calls, found, is_copied)
+    steps = [_told(step, found, positions) for step in found.steps]
+    made = _emitted(calls, found, steps, is_copied)
     layouts = [layout_of(node.meta["val"]) for node in (made, result)]
     if layouts[0] != layouts[1] and not is_copied:
         for node in reversed(calls.made):
@@ -84,7 +94,26 @@ def _put(
     return True
 
 
-def _emitted(calls: _Calls, found: WrittenAttention, any_layout: bool) -> fx.Node:
+def _told(
+    step: Written, found: WrittenAttention, positions: Positions | None
+) -> Written:
+    """A step, told by positions if its mask hides the later keys and nothing else."""
+    if positions is None or step.tensor is None:
+        return step
+    scores = found.scores
+    rows = shape_of(scores.left)[scores.of_left[-2]]
+    columns = shape_of(scores.right)[scores.of_right[-1]]
+    given = (step.tensor, positions, [rows, columns])
+    if step.kind is Kind.FILL:
+        return Written(Kind.CAUSAL, step.number) if hides_later_keys(*given) else step
+    if not shows_no_later_keys(*given):
+        return step
+    return Written(Kind.CAUSAL, -math.inf if step.kind is Kind.ADD else step.number)
+
+
+def _emitted(
+    calls: _Calls, found: WrittenAttention, steps: Sequence[Written], any_layout: bool
+) -> fx.Node:
     """The calls that compute an attention; the last one has its result."""
     scores, values = found.scores, found.values
     query = calls.permuted(scores.left, scores.of_left)
@@ -95,9 +124,13 @@ def _emitted(calls: _Calls, found: WrittenAttention, any_layout: bool) -> fx.Nod
         query, key, value = (
             calls(_ATEN.unsqueeze.default, n, 1) for n in (query, key, value)
         )
-    mask = _mask(calls, found.masks, len(scores.of_left))
-    args = (query, key, value, mask, 0.0, False)
-    made = calls(KERNEL_OP, *args, scale=found.scale)
+    tensors = [
+        calls(_ATEN.unsqueeze.default, n, 1) if flat and n.meta["val"].dim() == 3 else n
+        for step in steps
+        if (n := step.tensor) is not None
+    ]
+    kinds, numbers = [int(s.kind) for s in steps], [s.number for s in steps]
+    made = calls(WRITTEN_ATTENTION, query, key, value, tensors, kinds, numbers)
     made.meta[KERNEL] = ForChain(ATTENTION, len(found.nodes), widens=False)
     if flat:
         made = calls(_ATEN.squeeze.dim, made, 1)
@@ -106,47 +139,6 @@ def _emitted(calls: _Calls, found: WrittenAttention, any_layout: bool) -> fx.Nod
         layout = torch.contiguous_format
         made = calls(_ATEN.clone.default, made, memory_format=layout)
     return calls.permuted(made, values.of_result)
-
-
-def _mask(calls: _Calls, masks: Sequence[Hidden], dimensions: int) -> fx.Node | None:
-    """One mask that hides all that `masks` hide, of 2 or 4 dimensions."""
-    totals = [m for m in masks if m.is_total]
-    added = [_numbers(calls, m) for m in masks if not m.is_total]
-    made: fx.Node | None = None
-    for numbers in added:
-        made = numbers if made is None else calls(_ATEN.add.Tensor, made, numbers)
-    for total in totals:
-        if added:
-            drop = _negated(calls, total.mask) if total.keeps else total.mask
-            made = calls(_ATEN.masked_fill.Scalar, made, drop, -math.inf)
-        else:
-            keep = total.mask if total.keeps else _negated(calls, total.mask)
-            both = _ATEN.logical_and.default
-            made = keep if made is None else calls(both, made, keep)
-    return None if made is None else _as_many(calls, made, dimensions)
-
-
-def _numbers(calls: _Calls, mask: Hidden) -> fx.Node:
-    """What is added to the scores, so that a key is hidden."""
-    if mask.value is None:
-        return mask.mask
-    hidden = _negated(calls, mask.mask) if mask.keeps else mask.mask
-    wide = calls(_ATEN._to_copy.default, hidden, dtype=HIGH_DTYPE)
-    return calls(_ATEN.mul.Tensor, wide, mask.value)
-
-
-def _negated(calls: _Calls, mask: fx.Node) -> fx.Node:
-    return calls(_ATEN.logical_not.default, mask)
-
-
-def _as_many(calls: _Calls, mask: fx.Node, dimensions: int) -> fx.Node:
-    """A mask of 2 or 4 dimensions; the scores have `dimensions`."""
-    own = mask.meta["val"].dim()
-    if own < 2:
-        return calls(_ATEN.unsqueeze.default, mask, 0) if own else mask
-    if own == 3:  # of scores of 3 dimensions the second is to be the heads
-        return calls(_ATEN.unsqueeze.default, mask, 1 if dimensions == 3 else 0)
-    return mask
 
 
 def _is_copied(result: fx.Node, exposed: Collection[int]) -> bool:
@@ -202,25 +194,14 @@ class _Calls:
         return self(_ATEN.permute.default, node, list(dimensions))
 
 
-def with_own_attention(
-    gm: fx.GraphModule, written: Callable[..., Any], other: Callable[..., Any] | None
-) -> None:
-    """Lets attention be differentiated as truly and as often as it was before.
-
-    Args:
-        written: called for attention that was written out.
-        other: called for other attention in 16 bits on CPUs; None leaves it to torch.
-    """
+def with_own_attention(gm: fx.GraphModule, own: Callable[..., Any]) -> None:
+    """Puts `own` in the place of torch's attention in 16 bits on CPUs."""
     for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.find_nodes(op="call_function", target=KERNEL_OP):
-            note = node.meta.get(KERNEL)
-            if note is not None and note.kernel == ATTENTION:
-                node.target = written
-            elif other is not None and _is_low_on_cpu(node):
-                node.target = other
-        module.recompile()
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=TORCHS):
+                if _is_low_on_cpu(node):
+                    node.target = own
+            module.recompile()
 
 
 def _is_low_on_cpu(node: fx.Node) -> bool:

@@ -115,7 +115,10 @@ def fuse(
         _replace(graph, replacement, values)
     in_regions = {values[node] for node in _in_regions(gm) if node in values}
     written = _written(graph, wishes, in_regions)
-    put = with_attention(graph, written, mode, _exposed(graph)) if written else False
+    put = bool(written) and with_attention(
+        *(graph, written, mode, _exposed(graph)),
+        tell_causal=CAUSAL_MASK not in leave,
+    )
     causal = _causal(graph, wishes, in_regions)
     if not found and not put and not causal:
         return None

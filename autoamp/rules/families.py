@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 
+from autoamp.op_names import parse_op_name
 from autoamp.rules.files import builtin_path
 
 
@@ -23,6 +24,6 @@ def family(*names: str) -> frozenset[str]:
 def _families() -> dict[str, frozenset[str]]:
     text = builtin_path("families").read_text(encoding="utf-8")
     return {
-        name: frozenset(f"aten::{op}" for op in table["ops"])
+        name: frozenset(map(parse_op_name, table["ops"]))
         for name, table in tomllib.loads(text).items()
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -164,7 +164,12 @@ class Rules:
         if is_out_variant(target):
             return None
         overload = split_key(op_name(target))[2]
-        for name in _own_and_plain(base_name(target)):
+        own = base_name(target)
+        if own in STANDS_FOR and own not in self.table:
+            rule = self.table.get(STANDS_FOR[own].op)
+            operands = STANDS_FOR[own].fp32_operands
+            return None if rule is None else replace(rule, fp32_operands=operands)
+        for name in _own_and_plain(own):
             for key in (f"{name}.{overload}", name):
                 if key in self.table:
                     return self.table[key]
@@ -173,6 +178,21 @@ class Rules:
     def names(self, category: Category | str) -> tuple[str, ...]:
         """The ops of a category, sorted."""
         return tuple(sorted(k for k, r in self.table.items() if r.category == category))
+
+
+class _StandsFor(NamedTuple):
+    """The op whose rule an op of autoamp's has, and its own operands that stay fp32."""
+
+    op: str
+    fp32_operands: tuple[str, ...]
+
+
+STANDS_FOR = {
+    "autoamp::attention": _StandsFor(
+        "aten::scaled_dot_product_attention", fp32_operands=("tensors",)
+    )
+}
+"""Ops of autoamp's that every rules file knows by the name of torch's op."""
 
 
 def _own_and_plain(name: str) -> tuple[str, ...]:

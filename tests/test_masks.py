@@ -1,0 +1,165 @@
+"""Which masks are the causal one, told from positions, and what attention does then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autoamp
+from autoamp.kernels.table import CAUSAL_MASK
+
+LENGTH = 12
+LOWEST = torch.finfo(torch.float32).min
+Mask = Callable[[int], Tensor]
+
+
+def rows(n: int) -> Tensor:
+    return torch.arange(n)[:, None]
+
+
+def columns(n: int) -> Tensor:
+    return torch.arange(n)[None]
+
+
+def lower(n: int) -> Tensor:
+    return torch.ones(n, n).tril()
+
+
+def counted(n: int) -> Tensor:
+    return torch.ones(n, dtype=torch.long).cumsum(0)
+
+
+def written_to(n: int) -> Tensor:
+    mask = lower(n).bool()
+    mask[:, 3].fill_(False)
+    return mask
+
+
+def assigned_to(n: int) -> Tensor:
+    mask = lower(n)
+    mask[1:, 2] = 0.0
+    return mask.bool()
+
+
+CAUSAL: dict[str, Mask] = {
+    "columns up to rows": lambda n: columns(n) <= rows(n),
+    "rows from columns": lambda n: rows(n) >= columns(n),
+    "not beyond": lambda n: ~(columns(n) > rows(n)),
+    "below the next": lambda n: columns(n) < rows(n) + 1,
+    "of ones": lambda n: lower(n).bool(),
+    "equal to one": lambda n: lower(n) == 1,
+    "with four dimensions": lambda n: lower(n).bool().view(1, 1, n, n),
+    "expanded": lambda n: lower(n).bool().expand(2, 3, n, n),
+    "infinities": lambda n: torch.full((n, n), -torch.inf).triu(1),
+    "filled": lambda n: torch.zeros(n, n).masked_fill(~lower(n).bool(), -torch.inf),
+    "chosen": lambda n: torch.where(lower(n) > 0, 0.0, -torch.inf),
+    "times the lowest": lambda n: (1.0 - lower(n)) * LOWEST,
+    "part of a larger one": lambda n: lower(2 * n).bool()[:n, :n],
+    "from the middle of one": lambda n: lower(2 * n).bool()[n:, n:],
+    "a window of all": lambda n: (
+        (columns(n) <= rows(n)) & (columns(n) > rows(n) - LENGTH)
+    ),
+    "counted": lambda n: counted(n)[None] <= counted(n)[:, None],
+}
+
+OTHERS: dict[str, Mask] = {
+    "one zero": lambda n: torch.zeros(1, 1, 1, 1),
+    "one column": lambda n: torch.ones(n, 1, dtype=torch.bool),
+    "the first key alone": lambda n: (torch.arange(n) < 1)[None],
+    "zeros": lambda n: torch.zeros(n, n),
+    "written to": written_to,
+    "assigned to": assigned_to,
+    "one more": lambda n: torch.ones(n, n).tril(1).bool(),
+    "and the next": lambda n: columns(n) < rows(n) + 2,
+    "turned": lambda n: (columns(n) <= rows(n)).T,
+    "a window": lambda n: (columns(n) <= rows(n)) & (columns(n) > rows(n) - 4),
+    "the end of a larger one": lambda n: lower(2 * n).bool()[n:, :n],
+    "a prefix": lambda n: torch.cat([torch.ones(n, 3), lower(n)[:, : n - 3]], 1).bool(),
+    "every second": lambda n: columns(n) * 2 <= rows(n),
+    "of one text alone": lambda n: (
+        (torch.arange(2)[:, None, None, None] > 0) | lower(n).bool()
+    ),
+    "weak": lambda n: torch.full((n, n), -1e4).triu(1),
+    "distances": lambda n: (columns(n) - rows(n)).abs() * -1e4,
+}
+
+
+class Attending(nn.Module):
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self.project, self.mask = nn.Linear(24, 72), mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.project(x).view(len(x), -1, 3, 3, 8).permute(2, 0, 3, 1, 4)
+        mask = self.mask(x.shape[1])
+        return functional.scaled_dot_product_attention(*parts.unbind(), mask)
+
+
+def converted(model: nn.Module) -> nn.Module:
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+    return autoamp.convert(copy.deepcopy(model), strict=True, **options)
+
+
+def told_causal(model: nn.Module) -> list[bool]:
+    """For each graph whether its attention is told that its mask is causal."""
+    report = autoamp.report(model)
+    found = {op.graph for op in report.ops if op.kernel == CAUSAL_MASK}
+    return [at in found for at in range(len(report.graphs))]
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, *OTHERS])
+def test_a_mask_is_causal_or_stays(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Attending((CAUSAL | OTHERS)[name]), torch.randn(2, LENGTH, 24)
+    ours = converted(model)
+    error = (ours(x) - model(x)).norm() / model(x).norm()
+    assert told_causal(ours) == [name in CAUSAL]
+    assert error < 2**-6
+
+
+@pytest.mark.parametrize("name", [*CAUSAL, *OTHERS])
+def test_so_it_is_for_lengths_that_change(name: str) -> None:
+    torch.manual_seed(0)
+    model = Attending((CAUSAL | OTHERS)[name])
+    ours = converted(model)
+    for length in (LENGTH, 7, 9, 31):
+        x = torch.randn(2, length, 24)
+        error = (ours(x) - model(x)).norm() / model(x).norm()
+        assert error < 2**-6
+    graphs = told_causal(ours)
+    assert len(graphs) == 2
+    is_for_every_length = name in CAUSAL and name not in (
+        "a window of all",
+        "from the middle of one",  # no part is read that begins at a symbolic size
+    )
+    assert graphs == [name in CAUSAL, is_for_every_length]
+
+
+def test_a_mask_of_other_queries_than_keys() -> None:
+    """The first query sees the first key alone, as `is_causal` has it."""
+
+    class Across(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(8, 8)
+
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            q, k = (self.project(t)[:, None] for t in (q, k))
+            shown = (
+                torch.arange(k.shape[-2])[None] <= torch.arange(q.shape[-2])[:, None]
+            )
+            return functional.scaled_dot_product_attention(q, k, k, shown)
+
+    for queries, keys in ((5, 9), (9, 5), (1, 6), (6, 1)):
+        model = Across()
+        given = torch.randn(2, queries, 8), torch.randn(2, keys, 8)
+        ours = converted(model)
+        error = (ours(*given) - model(*given)).norm() / model(*given).norm()
+        assert error < 2**-6
