@@ -17,7 +17,6 @@ from autoamp.analyse.classified import Classified
 from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import Facts, collect_facts
 from autoamp.errors import CaptureError, VerificationError
-from autoamp.kernels.table import ATTENTION
 from autoamp.options import Options
 from autoamp.place.assign import Assignment, assign
 from autoamp.place.cost import PriceModel, Prices, price_graph
@@ -27,7 +26,7 @@ from autoamp.retreat import kept_for, retreating
 from autoamp.rewrite.casts import insert_casts
 from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.emitted import Cast
-from autoamp.rewrite.fuse import fuse
+from autoamp.rewrite.fuse import fuse, leave_out
 from autoamp.rewrite.verify import Verifier
 from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.trace.normalise import UNTRACED, Normalised, normalise
@@ -154,29 +153,15 @@ def rewrite_normalised(
         return retreating(attempt, graph.gm.graph, strict=options.strict)
 
     with _timed(seconds, "kernels"):
-        fused = fuse(
-            normalised, options, low, where, _left(normalised, options, low, setting)
-        )
+        on = setting.device or device_of(main_device(normalised.gm), low)
+        left_out = leave_out(on, options, own_ops=setting.own_ops)
+        fused = fuse(normalised, options, low, where, left_out)
     found = rewrite(fused or normalised)
     if fused is not None and not found.assignment.low:
         found = rewrite(normalised)  # a graph that stays fp32 keeps its very numbers
     for name, why in normalised.gm.meta.get(UNTRACED, {}).items():
         left[name] = kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
     return replace(found, bodies=bodies, given_up={**left, **found.given_up})
-
-
-def _left(
-    normalised: Normalised, options: Options, low: torch.dtype, setting: Setting
-) -> tuple[str, ...]:
-    """The kernels that are left out of a graph because of where and how it runs.
-
-    `autoamp::attention` has kernels for CPUs alone.  The backward of torch's kernels
-    for other devices has an error of its own that nobody has held against autocast's.
-    """
-    on = setting.device or device_of(main_device(normalised.gm), low)
-    slow = on.attends_by_products and options.objective != "memory"
-    has_kernel = setting.own_ops and on.type == "cpu"
-    return () if has_kernel and not slow else (ATTENTION,)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ from autoamp.compat.device import (
     in_autocast,
     on_real_numbers,
     runs_one_kernel,
+    safe_softmax,
+    softmax_gradient,
 )
 from autoamp.compat.distributed.ddp import (
     active_ddp,

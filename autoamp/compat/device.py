@@ -1,4 +1,4 @@
-"""The low dtypes and the attention kernel of this CPU, and regions of autocast."""
+"""The low dtypes and the attention kernels of this CPU, and regions of autocast."""
 
 from __future__ import annotations
 
@@ -133,3 +133,25 @@ def runs_one_kernel(*given: Any, scale: float | None) -> bool:
 
 _FLASH = 1
 """`sdp::SDPBackend::flash_attention` of torch's `SDPUtils`."""
+
+
+def softmax_gradient(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The gradient of what a softmax over the last dimension was made of.
+
+    Args:
+        grad: the gradient of `weights`, in their dtype.
+        weights: the result of the softmax.
+    """
+    kernel = getattr(torch, "_softmax_backward_data", None)
+    if kernel is not None:
+        return kernel(grad, weights, -1, weights.dtype)  # type: ignore[no-any-return]
+    return weights * (grad - (grad * weights).sum(-1, keepdim=True))
+
+
+def safe_softmax(scores: torch.Tensor) -> torch.Tensor:
+    """The softmax over the last dimension; 0 in rows of minus infinity, and not NaN."""
+    kernel = getattr(torch, "_safe_softmax", None)
+    if kernel is not None:
+        return kernel(scores, -1)  # type: ignore[no-any-return]
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(nothing, 0.0)

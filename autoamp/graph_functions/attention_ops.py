@@ -122,9 +122,7 @@ def _backward(  # noqa: PLR0917 - as its schema
     for part in _parts(query, key, value, steps):
         slopes = part.of(grad).to(HIGH_DTYPE)
         weights = part.weights(safe=safe)
-        found = torch._softmax_backward_data(
-            slopes @ part.value.mT, weights, -1, HIGH_DTYPE
-        )
+        found = compat.softmax_gradient(slopes @ part.value.mT, weights)
         stepped_back_(found, part.steps, part.first)
         part.of(of_query).copy_(found @ part.key)
         some = [found.mT @ part.query, weights.mT @ slopes]
@@ -164,7 +162,7 @@ class _Part:
     def weights(self, *, safe: bool = False) -> Tensor:
         """The weights, (batches, heads, queries, keys)."""
         scores = stepped_(self.query @ self.key.mT, self.steps, self.first)
-        return torch._safe_softmax(scores, -1) if safe else scores.softmax(-1)
+        return compat.safe_softmax(scores) if safe else scores.softmax(-1)
 
 
 def _parts(

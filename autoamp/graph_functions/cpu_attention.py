@@ -85,7 +85,7 @@ def written_out(
     """
     query, key, value = (t.to(HIGH_DTYPE) for t in (query, key, value))
     scores = stepped(query @ key.mT, steps)
-    weights = torch._safe_softmax(scores, -1) if safe else scores.softmax(-1)
+    weights = compat.safe_softmax(scores) if safe else scores.softmax(-1)
     return weights @ value
 
 

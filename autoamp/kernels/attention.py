@@ -20,27 +20,13 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
-from autoamp.graph_functions.scores import FILLS, Kind
+from autoamp.dtypes import HIGH_DTYPE
+from autoamp.graph_functions.scores import Kind
+from autoamp.kernels.attention_steps import LARGEST_FILL, Written, fills, step_of
 from autoamp.kernels.chains import is_cast, sizes_of
-from autoamp.kernels.constants import number_of
 from autoamp.kernels.products import Product, is_in_order, product_of
 from autoamp.op_names import base_name
-
-_FLOATS = (HIGH_DTYPE, *LOW_DTYPES.values())
-
-_FILLED = -1e4
-"""The largest number that is filled in.  Scores filled with a larger one may well have
-a weight, and the kernel would be run in vain."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """A step, as `graph_functions.scores.Step` is one, with a node for its tensor."""
-
-    kind: Kind
-    number: float = 0.0
-    tensor: fx.Node | None = None
+from autoamp.ops import mutates
 
 
 @dataclass(frozen=True)
@@ -84,21 +70,36 @@ def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
 
 
 def _trained(graph: fx.Graph) -> set[fx.Node]:
-    """The float values that a gradient may flow through."""
+    """The float values that a gradient may flow through.
+
+    A gradient flows through all values of a storage into which a trained value was
+    written, under whatever name.
+    """
     found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            flows = bool(node.meta.get("autoamp_requires_grad"))
-        else:
-            flows = _name(node) != "aten::detach" and any(
-                n in found for n in node.all_input_nodes
-            )
-        value = node.meta.get("val")
-        if flows and not (
-            isinstance(value, torch.Tensor) and not value.is_floating_point()
-        ):
-            found.add(node)
-    return found
+    storages: set[int] = set()
+    while True:
+        known = len(storages)
+        for node in graph.nodes:
+            value = node.meta.get("val")
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and not value.is_floating_point():
+                continue
+            if is_tensor and compat.storage_id(value) in storages:
+                found.add(node)
+            elif _is_trained(node, found):
+                found.add(node)
+                is_op = isinstance(node.target, compat.OpOverload)
+                if is_tensor and is_op and mutates(node.target):
+                    storages.add(compat.storage_id(value))
+        if len(storages) == known:
+            return found
+
+
+def _is_trained(node: fx.Node, found: Collection[fx.Node]) -> bool:
+    if node.op in ("placeholder", "get_attr"):
+        return bool(node.meta.get("autoamp_requires_grad"))
+    detached = _name(node) == "aten::detach"
+    return not detached and any(n in found for n in node.all_input_nodes)
 
 
 def softmaxes_in(graph: fx.Graph) -> list[fx.Node]:
@@ -172,10 +173,10 @@ def _to_scores(
         scores = product_of(node)
         if scores is not None:
             return found, scores, tuple(steps[::-1])
-        step = _step(node, trained)
+        step = step_of(node, trained)
         if step is not None:
             read, made = step
-            if any(fill.number * scale > _FILLED for fill in _fills([made])):
+            if any(fill.number * scale > LARGEST_FILL for fill in fills([made])):
                 return None
             if made.kind is Kind.SCALE:
                 scale *= made.number
@@ -184,78 +185,10 @@ def _to_scores(
             continue
         if not _changes_nothing(node):
             shifting = _shifting(node)
-            if shifting is None or any(s.number > -math.inf for s in _fills(steps)):
+            if shifting is None or any(s.number > -math.inf for s in fills(steps)):
                 return None  # a number that is filled in later would count from there
             found += shifting
         node = node.args[0]
-    return None
-
-
-def _fills(steps: Sequence[Written]) -> list[Written]:
-    return [step for step in steps if step.kind in FILLS]
-
-
-def _step(
-    node: fx.Node, trained: Collection[fx.Node]
-) -> tuple[fx.Node, Written] | None:
-    """The scores that a call reads, and what the call does to them."""
-    factor = _factor(node)
-    if factor is not None:
-        scaled = Written(Kind.SCALE, factor)
-        return (node.args[0], scaled) if 0 < factor < math.inf else None  # type: ignore[return-value]
-    found = _added(node, trained) or _filled(node)
-    if found is None:
-        return None
-    before, after = found[0].meta.get("val"), node.meta.get("val")
-    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
-        return None
-    alike = before.dtype == after.dtype and sizes_of(before) == sizes_of(after)
-    return found if alike else None
-
-
-def _added(
-    node: fx.Node, trained: Collection[fx.Node]
-) -> tuple[fx.Node, Written] | None:
-    """A call that adds numbers which need no gradient to scores."""
-    name, args = _name(node), node.args
-    if name.removesuffix("_") != "aten::add" or len(args) != 2 or node.kwargs:
-        return None
-    if not all(isinstance(n, fx.Node) for n in args):
-        return None
-    one, other = args
-    turned = name == "aten::add" and (
-        other in trained if one not in trained else _size(other) > _size(one)
-    )
-    scores, numbers = (other, one) if turned else (one, other)
-    value = numbers.meta.get("val")  # type: ignore[union-attr]
-    is_float = isinstance(value, torch.Tensor) and value.dtype in _FLOATS
-    if not is_float or numbers in trained:
-        return None
-    return scores, Written(Kind.ADD, 0.0, numbers)  # type: ignore[return-value, arg-type]
-
-
-def _size(node: Any) -> int:
-    """How many dimensions of a tensor are not of size 1."""
-    value = node.meta.get("val")
-    is_tensor = isinstance(value, torch.Tensor)
-    return sum(size != 1 for size in sizes_of(value)) if is_tensor else -1
-
-
-def _filled(node: fx.Node) -> tuple[fx.Node, Written] | None:
-    """A call that fills scores with one number where a mask says so."""
-    name, args = _name(node).removesuffix("_"), node.args
-    if name == "aten::masked_fill":
-        places = [(0, 1, 2, Kind.FILL)]
-    elif name == "aten::where" and len(args) == 3:
-        places = [(1, 0, 2, Kind.KEEP), (2, 0, 1, Kind.FILL)]
-    else:
-        return None
-    for scores, mask, value, kind in places:
-        number = number_of(args[value])
-        if number is not None and all(
-            isinstance(args[at], fx.Node) for at in (scores, mask)
-        ):
-            return args[scores], Written(kind, number, args[mask])  # type: ignore[return-value, arg-type]
     return None
 
 
@@ -285,21 +218,6 @@ def _is_largest(node: fx.Node, scores: Any) -> bool:
     last = scores.meta["val"].dim() - 1
     of_rows = dimensions in (-1, last, [-1], [last])
     return of is scores and of_rows and keeps is True
-
-
-def _factor(node: fx.Node) -> float | None:
-    """The number by which a call multiplies its first operand."""
-    name = _name(node)
-    if name not in ("aten::mul", "aten::mul_", "aten::div", "aten::div_"):
-        return None
-    if len(node.args) != 2 or node.kwargs:
-        return None
-    number = number_of(node.args[1])
-    if number is None or not isinstance(node.args[0], fx.Node):
-        return None
-    if name.startswith("aten::mul"):
-        return number
-    return 1 / number if number else None
 
 
 def _fits(scores: Product, values: Product) -> bool:

@@ -15,7 +15,8 @@ from autoamp.analyse.nodes import KERNEL, ForChain, tensors_of, written_values
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.graph_functions import WRITTEN_ATTENTION
 from autoamp.graph_functions.scores import Kind
-from autoamp.kernels.attention import Written, WrittenAttention
+from autoamp.kernels.attention import WrittenAttention
+from autoamp.kernels.attention_steps import Written
 from autoamp.kernels.chains import layout_of
 from autoamp.kernels.masks import ATTENTION as TORCHS
 from autoamp.kernels.masks import hides_later_keys, shows_no_later_keys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,17 +15,16 @@ from autoamp import compat
 from autoamp.analyse.nodes import (
     KERNEL,
     ForChain,
-    module_paths,
     tensors_of,
     written_values,
 )
-from autoamp.analyse.pins import kept_by
+from autoamp.analyse.wishes import Wishes
 from autoamp.kernels.attention import (
     WrittenAttention,
     softmaxes_in,
     written_attention,
 )
-from autoamp.kernels.chains import Chain, chains_in, is_cast, layout_of
+from autoamp.kernels.chains import Chain, chains_in, layout_of
 from autoamp.kernels.functions import functions_in
 from autoamp.kernels.masks import ATTENTION as MASKED
 from autoamp.kernels.masks import DROPOUT, MASK, causal_attention
@@ -33,52 +32,11 @@ from autoamp.kernels.recognise import Recognised, recognised
 from autoamp.kernels.table import ATTENTION, CAUSAL_MASK, KERNEL_NAMES
 from autoamp.ops import drop_dead
 from autoamp.options import Options
+from autoamp.place.devices import Device
 from autoamp.rewrite.attention import may_be_one, with_attention
-from autoamp.rules import Category, Rules
+from autoamp.rules import Rules
 from autoamp.trace.normalise import Normalised
 from autoamp.trace.regions import Regions
-
-
-@dataclass(frozen=True)
-class _Wishes:
-    """The rules in force, and what the user has said of modules and kernels.
-
-    Attributes:
-        rules, built_in: the rules in force, and those that nobody changed.
-        keep: the user's patterns of modules that stay fp32.
-        leave: names of kernels that replace nothing.
-        device: type of the device that the graph is to run on, if not where it is.
-    """
-
-    rules: Rules
-    built_in: Rules
-    keep: Sequence[str]
-    leave: Sequence[str]
-    device: str | None
-
-    def allow(self, calls: Sequence[fx.Node]) -> bool:
-        """Whether the user has said nothing of any of the calls.
-
-        A rule of the user's about `tanh` is about each `tanh`, so that none may vanish
-        in a kernel; a module that stays fp32 stays as it is.
-        """
-        return not any(
-            self.rules.lookup(node.target) != self.built_in.lookup(node.target)
-            or kept_by(self.keep, module_paths(node))
-            for node in calls
-        )
-
-    def widens(self, node: fx.Node) -> bool:
-        """Whether type promotion may leave a call's result fp32 whatever it reads."""
-        rule = self.rules.lookup(node.target)
-        if rule is None or is_cast(node):
-            return True
-        device = self.device or node.meta["val"].device.type
-        return rule.category is Category.DENY or any(
-            case.category is Category.DENY
-            and (case.test != "device_is" or case.value == device)
-            for case in rule.when
-        )
 
 
 def fuse(
@@ -104,7 +62,7 @@ def fuse(
     gm, mode = normalised.gm, normalised.fake_mode
     rules = options.resolve_rules(low)
     keep = (*options.keep, *rules.keep)
-    wishes = _Wishes(rules, Rules.default(low), keep, leave, device)
+    wishes = Wishes(rules, Rules.default(low), keep, leave, device)
     found = _replaceable(gm, mode, wishes)
     if not found and not _attends(gm.graph):
         return None
@@ -130,6 +88,21 @@ def fuse(
     return replace(normalised, gm=fused)
 
 
+def leave_out(device: Device, options: Options, *, own_ops: bool) -> tuple[str, ...]:
+    """The kernels that are left out of a graph because of where and how it runs.
+
+    `autoamp::attention` has a kernel for CPUs alone.  The backward of torch's kernels
+    for other devices has an error of its own, which has yet to be held against
+    autocast's.
+
+    Args:
+        own_ops: whether the graph may call ops of autoamp's.
+    """
+    slow = device.attends_by_products and options.objective != "memory"
+    has_kernel = own_ops and device.type == "cpu"
+    return () if has_kernel and not slow else (ATTENTION,)
+
+
 @dataclass(frozen=True)
 class _Replacement:
     """A chain, the kernel for it, and the note to leave."""
@@ -140,7 +113,7 @@ class _Replacement:
 
 
 def _replaceable(
-    gm: fx.GraphModule, mode: compat.FakeTensorMode, wishes: _Wishes
+    gm: fx.GraphModule, mode: compat.FakeTensorMode, wishes: Wishes
 ) -> list[_Replacement]:
     """The chains to replace; no two share a call."""
     taken: set[fx.Node] = set()
@@ -193,7 +166,7 @@ def _attends(graph: fx.Graph) -> bool:
 
 
 def _written(
-    graph: fx.Graph, wishes: _Wishes, in_regions: Collection[fx.Node]
+    graph: fx.Graph, wishes: Wishes, in_regions: Collection[fx.Node]
 ) -> list[WrittenAttention]:
     """The attentions written out that become calls of torch's."""
     if ATTENTION in wishes.leave:
@@ -208,7 +181,7 @@ def _written(
 
 
 def _causal(
-    graph: fx.Graph, wishes: _Wishes, in_regions: Collection[fx.Node]
+    graph: fx.Graph, wishes: Wishes, in_regions: Collection[fx.Node]
 ) -> list[fx.Node]:
     """The calls of attention that need no mask if they are told that it is causal."""
     if CAUSAL_MASK in wishes.leave:
@@ -260,7 +233,7 @@ class _Layouts:
 
 
 def _replacement(
-    chain: Chain, kernel: Recognised | None, layouts: _Layouts, wishes: _Wishes
+    chain: Chain, kernel: Recognised | None, layouts: _Layouts, wishes: Wishes
 ) -> _Replacement | None:
     """The kernel for a chain; None where there is none, or where it lies otherwise.
 

@@ -251,21 +251,17 @@ def _joined(
     how: Callable[[Statement, Statement], Statement],
 ) -> Reader:
     def read(positions: Positions, node: fx.Node) -> Element:
-        _bools(node)
+        if node.meta["val"].dtype != torch.bool:
+            raise UnknownError  # bits of whole numbers
         return how(*(positions.statement(each) for each in node.args[:2]))
 
     return read
 
 
 def _inverted(positions: Positions, node: fx.Node) -> Element:
-    _bools(node)
-    return opposite(positions.statement(node.args[0]))
-
-
-def _bools(node: fx.Node) -> None:
-    """An error if bits of whole numbers are meant."""
     if node.meta["val"].dtype != torch.bool:
         raise UnknownError
+    return opposite(positions.statement(node.args[0]))
 
 
 READERS: dict[str, Reader] = {
