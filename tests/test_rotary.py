@@ -37,6 +37,12 @@ def back(x: Tensor) -> Tensor:
     return torch.cat((second, -first), dim=-1)
 
 
+def rolled(x: Tensor) -> Tensor:
+    """Halves of other tokens: of the same ones where there are but four."""
+    x = halves(x)
+    return torch.cat((x[:, :, 4:], x[:, :, :4]), 2)
+
+
 def by_llama(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos) + (halves(x) * sin)
 
@@ -67,6 +73,7 @@ OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "along the tokens": lambda x, cos, sin: (
         x * cos + torch.cat((-x[..., 12:, :], x[..., :12, :]), -2) * sin
     ),
+    "of other tokens": lambda x, cos, sin: x * cos + rolled(x) * sin,
     "the product subtracted": lambda x, cos, sin: halves(x) * sin - x * cos,
     "a weighted sum": lambda x, cos, sin: torch.add(x * cos, halves(x) * sin, alpha=2),
     "written between": lambda x, cos, sin: written_between(x.clone(), cos, sin),
@@ -233,3 +240,25 @@ def test_rotary_differentiates_twice(in_pairs: bool, sign: int) -> None:
         found.append((result, first, second))
     for mine, true in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(mine, true)
+
+
+class Viewed(Attention):
+    """Views the sum, whose second operand alone lies as the data does."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = self.parts(x)
+        q = halves(q) * self.sin + q * self.cos
+        q = q.view(-1, LENGTH, SIZE).view(k.shape)
+        k = self.embed(k, self.cos, self.sin)
+        return self.out((q @ k.mT @ v).transpose(1, 2).flatten(-2)), q, k
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_call_has_the_strides_of_the_sum(spelling: str) -> None:
+    model, x = Viewed(SPELLINGS[spelling]), inputs()
+    expected = copy.deepcopy(model)(x)
+    found = converted(model, strict=True)(x)
+    assert len(embeddings(model)) == 2
+    assert [t.stride() for t in found] == [t.stride() for t in expected]
+    for mine, true in zip(found, expected, strict=True):
+        assert relative_error(mine, true) < 0.02

@@ -31,11 +31,13 @@ class _Rotary(torch.autograd.Function):
         dtype: torch.dtype,
         sign: int,
         pairs: bool,
+        contiguous: bool,
     ) -> Tensor:
         ctx.save_for_backward(cosine, sine)
         ctx.how = data.dtype, sign, pairs
         first, second = _halves(sine, pairs=pairs)
-        return _turned(data, cosine, first, second, sign, pairs=pairs).to(dtype)
+        wide = _contiguous(data) if contiguous else widened(data)
+        return _turned(wide, cosine, first, second, sign, pairs=pairs).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -45,10 +47,11 @@ class _Rotary(torch.autograd.Function):
         if torch.is_grad_enabled():
             ends = torch.stack if pairs else torch.cat
             crossed = ends((second, first), -1).view_as(sine)
-            of_data = _apply(grad, cosine, crossed, dtype, -sign, pairs)
+            of_data = _apply(grad, cosine, crossed, dtype, -sign, pairs, False)
         else:
-            of_data = _turned(grad, cosine, second, first, -sign, pairs=pairs)
-        return of_data.to(dtype), None, None, None, None, None
+            wide = widened(grad)
+            of_data = _turned(wide, cosine, second, first, -sign, pairs=pairs)
+        return of_data.to(dtype), None, None, None, None, None, None
 
 
 def _halves(tensor: Tensor, *, pairs: bool) -> tuple[Tensor, Tensor]:
@@ -60,7 +63,7 @@ def _halves(tensor: Tensor, *, pairs: bool) -> tuple[Tensor, Tensor]:
 
 
 def _turned(
-    data: Tensor,
+    wide: Tensor,
     cosine: Tensor,
     sine_of_first: Tensor,
     sine_of_second: Tensor,
@@ -68,8 +71,7 @@ def _turned(
     *,
     pairs: bool,
 ) -> Tensor:
-    """The result in fp32."""
-    wide = widened(data)
+    """The result in fp32, laid out as `wide` is."""
     result = wide * cosine
     (first, second), (to_first, to_second) = (
         _halves(t, pairs=pairs) for t in (wide, result)
@@ -87,6 +89,11 @@ def widened(data: Tensor) -> Tensor:
     return data.to(HIGH_DTYPE) if data.device.type == "cpu" else data
 
 
+def _contiguous(data: Tensor) -> Tensor:
+    """`data` in fp32 and contiguous: of low data, in the pass that widens it."""
+    return data.to(HIGH_DTYPE, memory_format=torch.contiguous_format)
+
+
 _apply = compat.direct_apply(_Rotary)
 
 
@@ -97,6 +104,7 @@ def rotary(  # noqa: PLR0917
     dtype: torch.dtype,
     sign: int,
     pairs: bool,
+    contiguous: bool = False,
 ) -> Tensor:
     """`data * cosine + other * sine`, where `other` are the two halves exchanged.
 
@@ -110,6 +118,7 @@ def rotary(  # noqa: PLR0917
             sign; -1 as in the paper.
         pairs: whether the halves are the even and the odd elements of a row, and not
             its beginning and its end.
+        contiguous: whether the result is contiguous, and not laid out as `data` is.
 
     Returns:
         A tensor of the shape of `data`.
@@ -120,9 +129,9 @@ def rotary(  # noqa: PLR0917
         tensor([-2., -3.,  0.,  1.])
     """
     if torch.is_grad_enabled() and (cosine.requires_grad or sine.requires_grad):
-        wide = data.to(HIGH_DTYPE)
+        wide = _contiguous(data) if contiguous else data.to(HIGH_DTYPE)
         first, second = _halves(wide, pairs=pairs)
         ends = torch.stack if pairs else torch.cat
         other = ends((sign * second, -sign * first), -1).view_as(wide)
         return (wide * cosine + other * sine).to(dtype)
-    return _apply(data, cosine, sine, dtype, sign, pairs)
+    return _apply(data, cosine, sine, dtype, sign, pairs, contiguous)

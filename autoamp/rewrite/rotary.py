@@ -12,9 +12,8 @@ Compilers get the chain: they make one kernel of it by themselves.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,28 +23,14 @@ from autoamp import compat
 from autoamp.analyse.nodes import KERNEL, ForChain
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.graph_functions import rotary
-from autoamp.kernels.chains import sizes_of
+from autoamp.kernels.chains import layout_of, sizes_of
 from autoamp.kernels.table import ROTARY
 from autoamp.ops import has_effect
 from autoamp.rewrite.emitted import CAST_KIND
+from autoamp.rewrite.halves import EXCHANGES, acts_in_rows, exchanged
 
 _ATEN = torch.ops.aten
 _SIGNS: Mapping[Any, int] = {_ATEN.add.Tensor: 1, _ATEN.sub.Tensor: -1}
-_EXCHANGES = frozenset(
-    {
-        _ATEN.cat.default,
-        _ATEN.chunk.default,
-        _ATEN.flatten.using_ints,
-        _ATEN.neg.default,
-        _ATEN.slice.Tensor,
-        _ATEN.split.Tensor,
-        _ATEN.stack.default,
-        _ATEN.unsqueeze.default,
-        operator.getitem,
-    }
-)
-"""The calls that exchange the halves of a row.  No other name means that they do: what
-they do is tried on numbers."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +43,7 @@ class _Embedding:
         data, cosine, sine: the operands.
         sign, pairs: as in `rotary`.
         cast: the only reader of the sum, if it is a cast of ours to a low dtype.
+        contiguous: as in `rotary`.
     """
 
     result: fx.Node
@@ -68,6 +54,14 @@ class _Embedding:
     sign: int
     pairs: bool
     cast: fx.Node | None
+    contiguous: bool = False
+
+    @property
+    def made(self) -> Tensor:
+        """What the chain makes, as a fake tensor."""
+        value = (self.cast or self.result).meta["val"]
+        assert isinstance(value, Tensor)
+        return value
 
 
 def with_rotary(gm: fx.GraphModule) -> None:
@@ -83,14 +77,14 @@ def with_rotary(gm: fx.GraphModule) -> None:
 
 def _replace(found: _Embedding) -> None:
     node = found.result
-    dtype = HIGH_DTYPE
+    dtype = found.made.dtype
     if found.cast is not None:
-        dtype = found.cast.meta["val"].dtype
         found.cast.replace_all_uses_with(node)
         node.meta = {**node.meta, "val": found.cast.meta["val"]}
         node.graph.erase_node(found.cast)
     node.target, node.kwargs = rotary, {}
-    node.args = found.data, found.cosine, found.sine, dtype, found.sign, found.pairs
+    given = found.data, found.cosine, found.sine
+    node.args = *given, dtype, found.sign, found.pairs, found.contiguous
     node.meta[KERNEL] = ForChain(ROTARY, 1 + len(found.inside), widens=False)
     for each in reversed(found.inside):
         node.graph.erase_node(each)
@@ -110,8 +104,30 @@ def _embeddings(graph: fx.Graph) -> Iterator[_Embedding]:
         first, last = order[found.inside[0]], order[found.cast or end]
         # Nothing but the cast reads the sum, so that nothing writes to it.
         written = any(first < at < order[end] for at in writes)
-        if not written and not any(first < at < last for at in modes):
-            yield found
+        if written or any(first < at < last for at in modes):
+            continue
+        laid = _laid_as_written(found)
+        if laid is not None:
+            yield laid
+
+
+def _laid_as_written(found: _Embedding) -> _Embedding | None:
+    """The embedding with the strides of the sum; None if no one call has them.
+
+    A view of the sum may not be one of a tensor that lies otherwise.
+    """
+    data, cosine, sine = (n.meta["val"] for n in (found.data, found.cosine, found.sine))
+    modes = {getattr(t, "fake_mode", None) for t in (data, cosine, sine)}
+    mode = modes.pop()
+    if mode is None or modes:
+        return None
+    how = found.made.dtype, found.sign, found.pairs
+    for contiguous in (False, True):
+        with mode, compat.as_traced(), torch.no_grad():
+            made = rotary(data, cosine, sine, *how, contiguous)
+        if layout_of(made) == layout_of(found.made) and not found.made.storage_offset():
+            return replace(found, contiguous=contiguous)
+    return None
 
 
 def _may_write(node: fx.Node) -> bool:
@@ -131,8 +147,9 @@ def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> _Embedding | None:
                     continue
                 calls = sorted((straight, crossed, *inside), key=order.__getitem__)
                 how = None
-                if _only_inside(calls, end):
-                    how = _exchanged([n for n in calls if n in inside], data)
+                in_rows = all(acts_in_rows(node, data) for node in inside)
+                if in_rows and _only_inside(calls, end):
+                    how = exchanged([n for n in calls if n in inside], data)
                 if how is not None:
                     sign, pairs = how
                     sign *= _SIGNS[end.target]
@@ -195,7 +212,7 @@ def _between(last: fx.Node, data: fx.Node) -> set[fx.Node] | None:
         node = todo.pop()
         if node is data or node in found:
             continue
-        if node.target not in _EXCHANGES:
+        if node.target not in EXCHANGES:
             return None
         found.add(node)
         todo.extend(node.all_input_nodes)
@@ -206,41 +223,6 @@ def _only_inside(calls: Sequence[fx.Node], end: fx.Node) -> bool:
     """Whether nothing but the chain reads the calls inside it."""
     every = {*calls, end}
     return all(user in every for node in calls for user in node.users)
-
-
-def _exchanged(calls: Sequence[fx.Node], data: fx.Node) -> tuple[int, bool] | None:
-    """The sign and the kind of an exchange of halves; None if the calls do another.
-
-    The calls run on rows of numbers that are all different.
-    """
-    value = data.meta["val"]
-    shape = (*range(2, value.dim() + 1), value.shape[-1])
-    with compat.on_real_numbers():
-        rows = torch.arange(1.0, 1.0 + torch.Size(shape).numel(), dtype=torch.float64)
-        rows = rows.view(shape)
-        values: dict[fx.Node, Any] = {data: rows}
-        try:
-            for node in calls:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                assert callable(node.target)
-                values[node] = node.target(*args, **kwargs)
-        except (RuntimeError, IndexError, TypeError):
-            return None  # the calls cannot be run on rows of another number
-        made = values[calls[-1]]
-        for pairs in (False, True):
-            for sign in (-1, 1):
-                if made.shape == rows.shape and made.equal(_other(rows, sign, pairs)):
-                    return sign, pairs
-    return None
-
-
-def _other(rows: Tensor, sign: int, pairs: bool) -> Tensor:
-    """The exchanged halves by `rotary`'s own account: data times 0 and `other` times 1.
-
-    The dtype keeps whole numbers apart, of which there are less than 2 ** 24.
-    """
-    zero, one = torch.zeros(rows.shape[-1]), torch.ones(rows.shape[-1])
-    return rotary(rows.float(), zero, one, HIGH_DTYPE, sign, pairs).double()
 
 
 def _only_cast(end: fx.Node) -> fx.Node | None:
