@@ -24,7 +24,7 @@ from autoamp.analyse.literals import cut_off
 from autoamp.analyse.nodes import argument
 from autoamp.analyse.numbers import Known, known_numbers
 from autoamp.analyse.pins import Site, first_pin
-from autoamp.analyse.strides import held_by_strides
+from autoamp.analyse.pins.strides import held_by_strides
 from autoamp.analyse.verdict import GAVE_UP, Mode, Verdict, all_of
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import FP32, Facts
-from autoamp.analyse.strides import views_down_to
+from autoamp.analyse.pins.strides import views_down_to
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
 from autoamp.place.mincut import ContradictionError, solve

@@ -27,7 +27,7 @@ from autoamp.kernels.chains import layout_of, sizes_of
 from autoamp.kernels.table import ROTARY
 from autoamp.ops import has_effect
 from autoamp.rewrite.emitted import CAST_KIND
-from autoamp.rewrite.halves import EXCHANGES, acts_in_rows, exchanged
+from autoamp.rewrite.rotary.halves import EXCHANGES, acts_in_rows, exchanged
 
 _ATEN = torch.ops.aten
 _SIGNS: Mapping[Any, int] = {_ATEN.add.Tensor: 1, _ATEN.sub.Tensor: -1}

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
-from autoamp.graph_functions.layer_norm import apply_layer_norm, of_torchs_own
+from autoamp.graph_functions.norms.layer_norm import apply_layer_norm, of_torchs_own
 
 _ATEN = torch.ops.aten
 
