@@ -25,6 +25,7 @@ from autoamp.place.devices import Device, device_of, main_device
 from autoamp.place.layouts import FORMATS, choose_layouts, convolved
 from autoamp.plain import plain_line
 from autoamp.rewrite.attention import with_own_attention
+from autoamp.rewrite.fuse import with_own_softmax
 from autoamp.rewrite.layouts import lay_out
 from autoamp.rewrite.rotary import with_rotary
 from autoamp.scaling.domain import ModelScaling
@@ -122,6 +123,7 @@ def _with_functions(
     own = _attention_for(options)
     if own is not None:
         with_own_attention(gm, own)
+    with_own_softmax(gm)
     if options.backend == "eager":
         with_own_kernels(gm)
         if ROTARY not in left:

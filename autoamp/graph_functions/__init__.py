@@ -32,6 +32,7 @@ from autoamp.graph_functions.norms import (
     rms_norm,
     with_own_kernels,
 )
+from autoamp.graph_functions.norms.softmax import softmax
 from autoamp.graph_functions.rotary import rotary
 from autoamp.graph_functions.states import (
     STATE,
@@ -59,6 +60,7 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         saturating_cast,
         scaled_result,
         scale_grad,
+        softmax,
         unscale_grad,
         unscale_grad_,
         traced_scale_grad_,

@@ -19,6 +19,8 @@ from autoamp.analyse.nodes import (
     written_values,
 )
 from autoamp.analyse.wishes import Wishes
+from autoamp.dtypes import LOW_DTYPES
+from autoamp.graph_functions import softmax
 from autoamp.kernels.attention import (
     WrittenAttention,
     softmaxes_in,
@@ -101,6 +103,9 @@ def leave_out(device: Device, options: Options, *, own_ops: bool) -> tuple[str, 
     slow = device.attends_by_products and options.objective != "memory"
     has_kernel = own_ops and device.type == "cpu"
     return () if has_kernel and not slow else (ATTENTION,)
+
+
+SOFTMAX = torch.ops.aten.softmax.int
 
 
 @dataclass(frozen=True)
@@ -188,6 +193,20 @@ def _causal(
         return []
     found = causal_attention(graph)
     return [n for n in found if wishes.allow([n]) and n not in in_regions]
+
+
+def with_own_softmax(gm: fx.GraphModule) -> None:
+    """Puts a softmax with truer gradients where the kernel stands for a chain.
+
+    A softmax that the model calls itself is torch's, as it is under autocast.
+    """
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=SOFTMAX):
+                is_low = node.meta["val"].dtype in LOW_DTYPES.values()
+                if is_low and node.meta.get(KERNEL) is not None:
+                    node.target = softmax
+            module.recompile()
 
 
 def _without_mask(attention: fx.Node) -> None:
