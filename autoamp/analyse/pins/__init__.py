@@ -149,7 +149,8 @@ def _sums_over_rows(at: Site) -> str | None:
     shape = argument(at.node, "normalized_shape")
     size = math.prod(compat.hint(s) for s in shape)
     unknown = any(not isinstance(s, int) for s in _output_shape(at.node))
-    if unknown or fact.numel >= _MANY_ROWS * size:
+    # The calls of a norm that is written out sum in fp32, over few rows as well.
+    if unknown or fact.chain is not None or fact.numel >= _MANY_ROWS * size:
         return (
             "torch's CPU kernel sums its weight gradient over the rows in the low dtype"
         )
