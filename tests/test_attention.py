@@ -301,6 +301,27 @@ def writes_between(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.softmax(-1) @ v + q
 
 
+def writes_later(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    numbers = torch.zeros(LENGTH, LENGTH)
+    result = (q @ k.transpose(-2, -1) + numbers).softmax(-1) @ v
+    numbers.fill_(2.0)
+    return result * numbers[0, 0]
+
+
+def biased_in_place(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A gradient flows to a row of what is added, by another name."""
+    numbers = torch.zeros(HEADS, LENGTH, LENGTH)
+    numbers[0].add_(m.bias[0])
+    return (q @ k.transpose(-2, -1) + numbers).softmax(-1) @ v
+
+
+def shifted_before_a_fill(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-2, -1)
+    scores = scores - scores.amax(-1, keepdim=True)
+    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -1e4).softmax(-1) @ v
+
+
 def regional(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
         return (q @ k.transpose(-2, -1)).softmax(-1) @ v
@@ -309,7 +330,8 @@ def regional(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 LEFT = (
     *(trained_bias, trained_scale, capped, returns_weights, dropped),
     *(over_queries, values_first, narrow_values, weak_mask, negative, scaled_mask),
-    *(writes_between, regional, bart),
+    *(writes_between, writes_later, biased_in_place, shifted_before_a_fill),
+    *(regional, bart),
 )
 
 

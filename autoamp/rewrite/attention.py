@@ -51,7 +51,11 @@ def with_attention(
 
 
 def may_be_one(graph: fx.Graph, found: WrittenAttention) -> bool:
-    """Whether no change of mode, and no write to an operand, lies between the calls."""
+    """Whether no change of mode, and no write to an operand, lies between the calls.
+
+    Numbers that are added may not be written to later either: a sum does not keep them
+    for its backward, and the one call does.
+    """
     own = set(found.nodes)
     read = {n for node in found.nodes for n in node.all_input_nodes} - own
     storages = _storages(read)
@@ -63,7 +67,12 @@ def may_be_one(graph: fx.Graph, found: WrittenAttention) -> bool:
             return node.target is not operator.getitem and node.op != "get_attr"
         return not storages.isdisjoint(_storages(written_values(node)))
 
-    return not any(parts(node) for node in order[first:last] if node not in own)
+    if any(parts(node) for node in order[first:last] if node not in own):
+        return False
+    added = [s.tensor for s in found.steps if s.kind is Kind.ADD and s.tensor]
+    kept = _storages(added)
+    later = (written_values(node) for node in order[last:])
+    return kept.isdisjoint(_storages(n for written in later for n in written))
 
 
 def _storages(nodes: Iterable[fx.Node]) -> set[int]:
