@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from autoamp.graph_functions.attention import WRITTEN_ATTENTION, attention
+from autoamp.graph_functions.attention import attention
 from autoamp.graph_functions.cpu_attention import LONG
-from autoamp.graph_functions.scores import Kind
+from autoamp.graph_functions.written import WRITTEN_ATTENTION
+from autoamp.graph_functions.written.scores import Kind
 from autoamp.place.devices import Device
 from tests.test_attention import (
     HEADS,

@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoamp.graph_functions.attention import (
-    WRITTEN_ATTENTION,
-    attention,
-    traced_attention,
-)
+from autoamp.graph_functions.attention import attention, traced_attention
 from autoamp.graph_functions.casts import (
     low_uses,
     low_weight,
@@ -44,6 +40,7 @@ from autoamp.graph_functions.traceable import (
     traced_scale_grad_,
     traced_scale_grad_apart,
 )
+from autoamp.graph_functions.written import WRITTEN_ATTENTION
 
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {

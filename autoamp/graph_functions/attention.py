@@ -1,14 +1,11 @@
-"""Attention as the model calls it, and attention that was written out."""
+"""Attention as the model calls it: `scaled_dot_product_attention`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoamp.graph_functions.cpu_attention import (
-    as_written,
     traced_with_fp32_backward,
     with_fp32_backward,
 )
@@ -84,26 +81,3 @@ def _by_torch(  # noqa: PLR0917
         scale=scale,
         enable_gqa=enable_gqa,
     )
-
-
-_NAME = "attention"
-_SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, Tensor[] tensors, int[] kinds, "
-    "float[] numbers) -> Tensor"
-)
-_LIBRARIES: list[torch.library.Library] = []
-"""Held here, since a library takes its ops away where nobody holds it."""
-
-
-def _op() -> Any:
-    """`as_written` as one op, which graphs call and compilers trace into."""
-    library = torch.library.Library("autoamp", "FRAGMENT")
-    if not hasattr(torch.ops.autoamp, _NAME):
-        library.define(_NAME + _SCHEMA)
-        library.impl(_NAME, as_written, "CompositeImplicitAutograd")
-        _LIBRARIES.append(library)
-    return getattr(torch.ops.autoamp, _NAME).default
-
-
-WRITTEN_ATTENTION = _op()
-"""`autoamp::attention`: attention that was written out (`cpu_attention.as_written`)."""

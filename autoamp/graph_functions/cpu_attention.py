@@ -1,4 +1,4 @@
-"""Attention on CPUs, whose backward computes in fp32 (`attention_ops.py`)."""
+"""Torch's attention in 16 bits on CPUs, with a backward in fp32 (`written/ops.py`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from autoamp import compat
-from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
-from autoamp.graph_functions.attention_ops import BACKWARD, FORWARD, KERNELS
-from autoamp.graph_functions.scores import Kind, Step, for_kernel, stepped, steps_of
+from autoamp.dtypes import LOW_DTYPES
+from autoamp.graph_functions.written.ops import BACKWARD
+from autoamp.graph_functions.written.plain import recorded_gradients
+from autoamp.graph_functions.written.scores import Kind, for_kernel, steps_of
+
+_KERNELS = compat.cpu_attention()
 
 LONG = 768
 """Queries from which on torch's kernel takes them in blocks of 256, and its backward in
@@ -19,7 +22,7 @@ LONG = 768
 
 
 class _Attention(torch.autograd.Function):
-    """Attention on a CPU, the gradients of which are computed in fp32."""
+    """Torch's kernel, the gradients of which are computed in fp32."""
 
     @staticmethod
     def forward(  # noqa: PLR0917
@@ -29,93 +32,34 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         kinds: Sequence[int],
         numbers: Sequence[float],
-        written: bool,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.given = kinds, numbers, not written
-        ctx.save_for_backward(query, key, value, *tensors)
-        if written:
-            return FORWARD(query, key, value, [*tensors], kinds, numbers)  # type: ignore[no-any-return]
-        assert KERNELS is not None
-        steps = steps_of(tensors, kinds, numbers)
-        given = for_kernel(steps, query, key.shape[2])
-        result, _ = KERNELS[0](
+        assert _KERNELS is not None
+        given = for_kernel(steps_of(tensors, kinds, numbers), query, key.shape[2])
+        result, _ = _KERNELS[0](
             *(query, key, value, 0.0, given.is_causal),
             attn_mask=given.mask,
             scale=given.scale,
         )
+        ctx.given = kinds, numbers
+        ctx.save_for_backward(query, key, value, *tensors)
         return result  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *tensors = ctx.saved_tensors
-        kinds, numbers, safe = ctx.given
-        rest = (None,) * (3 + len(tensors))
+        kinds, numbers = ctx.given
+        safe = bool(tensors)  # a mask of the caller's may hide all keys from a query
+        rest = (None,) * (2 + len(tensors))
         if torch.is_grad_enabled():
             steps = steps_of(tensors, kinds, numbers)
-            return (*_recorded(grad, (query, key, value), steps, safe=safe), *rest)
+            operands = (query, key, value)
+            return (*recorded_gradients(grad, operands, steps, safe=safe), *rest)
         given = (grad, query, key, value, tensors, kinds, numbers, safe)
         return (*BACKWARD(*given), *rest)
 
 
 _apply = compat.direct_apply(_Attention)
-
-
-def _recorded(
-    grad: Tensor, operands: tuple[Tensor, ...], steps: Sequence[Step], *, safe: bool
-) -> list[Tensor | None]:
-    """The gradients of query, key and value, so that they can be differentiated."""
-    with torch.enable_grad():
-        query, key, value = operands
-        result = written_out(query, key, value, steps, safe=safe).to(grad.dtype)
-        needing = [t for t in operands if t.requires_grad]
-        found = iter(torch.autograd.grad(result, needing, grad, create_graph=True))
-    return [next(found) if t.requires_grad else None for t in operands]
-
-
-def written_out(
-    query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step], *, safe: bool
-) -> Tensor:
-    """Attention in fp32 by torch's plain ops, which can be differentiated at will.
-
-    Args:
-        query, key, value: (batch, heads, queries or keys, width).
-        steps: what becomes of the scores.
-        safe: whether a query that sees no key has weights of 0, and not NaN.
-    """
-    query, key, value = (t.to(HIGH_DTYPE) for t in (query, key, value))
-    scores = stepped(query @ key.mT, steps)
-    weights = compat.safe_softmax(scores) if safe else scores.softmax(-1)
-    return weights @ value
-
-
-Given = tuple[list[int], list[float], list[Tensor]]
-"""Steps as an op takes them: kinds, numbers and tensors."""
-
-
-def as_written(  # noqa: PLR0917
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tensors: Sequence[Tensor],
-    kinds: Sequence[int],
-    numbers: Sequence[float],
-) -> Tensor:
-    """Attention that was written out, on a CPU.
-
-    Args:
-        query, key, value: (batch, heads, queries or keys, width), in one float dtype.
-        tensors, kinds, numbers: the steps of the scores (`scores.steps_of`).
-
-    Returns:
-        A tensor of the shape and dtype of `query`.
-    """
-    if compat.transforms_active():
-        steps = steps_of(tensors, kinds, numbers)
-        return written_out(query, key, value, steps, safe=False).to(query.dtype)
-    if not _is_trained(query, key, value):
-        return FORWARD(query, key, value, [*tensors], kinds, numbers)  # type: ignore[no-any-return]
-    return _apply(query, key, value, kinds, numbers, True, *tensors)
 
 
 def with_fp32_backward(  # noqa: PLR0917
@@ -142,7 +86,7 @@ def with_fp32_backward(  # noqa: PLR0917
     if not compat.runs_one_kernel(*operands, mask, 0.0, is_causal, scale=scale):
         return None
     kinds, numbers, tensors = _as_steps(query, mask, is_causal, scale)
-    return _apply(*operands, kinds, numbers, False, *tensors)
+    return _apply(*operands, kinds, numbers, *tensors)
 
 
 def traced_with_fp32_backward(  # noqa: PLR0917
@@ -164,12 +108,12 @@ def traced_with_fp32_backward(  # noqa: PLR0917
     if not runs_kernel or not _fits(query, key, value, mask):
         return result
     kinds, numbers, tensors = _as_steps(query, mask, is_causal, scale)
-    return _apply(query, key, value, kinds, numbers, False, *tensors)
+    return _apply(query, key, value, kinds, numbers, *tensors)
 
 
 def _as_steps(
     query: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-) -> Given:
+) -> tuple[list[int], list[float], list[Tensor]]:
     """What torch's attention does to its scores, as steps."""
     kinds: list[int] = [Kind.SCALE]
     numbers = [query.shape[-1] ** -0.5 if scale is None else scale]
@@ -190,7 +134,7 @@ def _is_trained(*operands: Tensor) -> bool:
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether the backward in fp32 computes this attention's gradients, and faster."""
     return (
-        KERNELS is not None
+        _KERNELS is not None
         and query.dtype in _LOW
         and query.is_cpu
         and query.dim() == 4

@@ -21,7 +21,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.graph_functions.scores import Kind
+from autoamp.graph_functions.written.scores import Kind
 from autoamp.kernels.attention_steps import LARGEST_FILL, Written, fills, step_of
 from autoamp.kernels.chains import is_cast, sizes_of
 from autoamp.kernels.products import Product, is_in_order, product_of

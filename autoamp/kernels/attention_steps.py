@@ -12,7 +12,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
-from autoamp.graph_functions.scores import FILLS, Kind
+from autoamp.graph_functions.written.scores import FILLS, Kind
 from autoamp.kernels.chains import sizes_of
 from autoamp.kernels.constants import number_of
 from autoamp.op_names import base_name

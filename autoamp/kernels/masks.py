@@ -39,7 +39,7 @@ MASK, DROPOUT, CAUSAL = 3, 4, 5
 _CAUSAL = AtMostZero(Whole(((-2, -1), (-1, 1)), 0))
 """The key's position less the query's is at most 0, counted from the first of each."""
 
-_LOWEST = torch.finfo(torch.float32).min
+LOWEST = torch.finfo(torch.float32).min
 """A number that hides a key where it is added: the sum with any score below 1e31 is
 this number again, in fp32, and has no weight beside a score that is shown."""
 
@@ -85,9 +85,9 @@ def _shown(found: Any) -> Statement | None:
         return found
     if not isinstance(found, Choice):
         return None
-    if found.number == 0 and found.otherwise <= _LOWEST:
+    if found.number == 0 and found.otherwise <= LOWEST:
         return found.where
-    if found.otherwise == 0 and found.number <= _LOWEST:
+    if found.otherwise == 0 and found.number <= LOWEST:
         return opposite(found.where)
     return None
 
@@ -112,5 +112,5 @@ def _agrees(mask: fx.Node, *, shows: bool) -> bool:
     seen = torch.ones(sizes[-2:], dtype=torch.bool, device="cpu").tril()
     if found.dtype == torch.bool:
         return bool((found == (seen if shows else ~seen)).all())
-    hidden = found <= _LOWEST
+    hidden = found <= LOWEST
     return bool(((found == 0) & seen | hidden & ~seen).all())

@@ -14,12 +14,12 @@ from autoamp import compat
 from autoamp.analyse.nodes import KERNEL, ForChain, tensors_of, written_values
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.graph_functions import WRITTEN_ATTENTION
-from autoamp.graph_functions.scores import Kind
+from autoamp.graph_functions.written.scores import Kind
 from autoamp.kernels.attention import WrittenAttention
 from autoamp.kernels.attention_steps import Written
 from autoamp.kernels.chains import layout_of
 from autoamp.kernels.masks import ATTENTION as TORCHS
-from autoamp.kernels.masks import hides_later_keys, shows_no_later_keys
+from autoamp.kernels.masks import LOWEST, hides_later_keys, shows_no_later_keys
 from autoamp.kernels.positions.reading import Positions
 from autoamp.kernels.positions.sizes import shape_of
 from autoamp.kernels.table import ATTENTION
@@ -114,11 +114,12 @@ def _told(
     rows = shape_of(scores.left)[scores.of_left[-2]]
     columns = shape_of(scores.right)[scores.of_right[-1]]
     given = (step.tensor, positions, [rows, columns])
-    if step.kind is Kind.FILL:
-        return Written(Kind.CAUSAL, step.number) if hides_later_keys(*given) else step
-    if not shows_no_later_keys(*given):
+    is_fill = step.kind is Kind.FILL
+    if not (hides_later_keys if is_fill else shows_no_later_keys)(*given):
         return step
-    return Written(Kind.CAUSAL, -math.inf if step.kind is Kind.ADD else step.number)
+    # Every query sees the first key, beside which the lowest number has no weight.
+    is_lowest = step.kind is Kind.ADD or step.number <= LOWEST
+    return Written(Kind.CAUSAL, -math.inf if is_lowest else step.number)
 
 
 def _emitted(

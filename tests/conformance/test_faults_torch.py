@@ -21,14 +21,22 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat
-from autoamp.compat import capture, entry, gradients, layers, ranks, tensors, tracing
+from autoamp.compat import (
+    capture,
+    entry,
+    gradients,
+    layers,
+    tensors,
+    tracing,
+)
+from autoamp.compat.distributed import ddp, fsdp, groups
 from autoamp.graph_functions import attention, cpu_attention
 from tests.conformance.table import Figures
 from tests.steps import BF16, FP16, assert_same, mlp, weights_of
 
 COMPAT = Path(compat.__file__).parent
 HERE = Path(__file__).parent
-MODULES = [vars(compat)[f.stem] for f in COMPAT.glob("*.py") if f.stem[0] != "_"]
+MODULES = [vars(compat)[f.stem] for f in COMPAT.rglob("*.py") if f.stem[0] != "_"]
 
 # -- taken away one by one -------------------------------------------------------------
 
@@ -205,8 +213,8 @@ def no_grad_dtype(patch: pytest.MonkeyPatch) -> None:
 
 def no_ddp(patch: pytest.MonkeyPatch) -> None:
     hide(patch, "DistributedDataParallel")
-    assert ranks.active_ddp() is None
-    assert ranks.reduced_by_ddp(mlp()) == []
+    assert ddp.active_ddp() is None
+    assert ddp.reduced_by_ddp(mlp()) == []
 
 
 class _Reducer:
@@ -224,25 +232,25 @@ def no_hooks_of_ddp(patch: pytest.MonkeyPatch) -> None:
     """Where hooks or `join()` cannot be seen, gradients are looked at, ranks agree."""
     state = SimpleNamespace(error_dict={0: torch.full((2,), math.nan)})
     reducer = _Reducer(state)
-    assert ranks.is_joining(reducer)
-    assert ranks.has_communication_hook(reducer)
-    assert not ranks.has_communication_hook(_Reducer())
-    ranks.forget_feedback(reducer)
+    assert ddp.is_joining(reducer)
+    assert ddp.has_communication_hook(reducer)
+    assert not ddp.has_communication_hook(_Reducer())
+    ddp.forget_feedback(reducer)
     assert state.error_dict[0].tolist() == [0, 0]
     for name in ("_comm_hooks", "_get_ddp_logging_data"):
         hide(patch, name)
-        assert ranks.has_communication_hook(_Reducer())
+        assert ddp.has_communication_hook(_Reducer())
     hide(patch, "_join_config", "enable")
-    assert not ranks.is_joining(reducer)
+    assert not ddp.is_joining(reducer)
     hide(patch, "error_dict")
-    ranks.forget_feedback(reducer)
+    ddp.forget_feedback(reducer)
 
 
 def no_records_of_fsdp(patch: pytest.MonkeyPatch) -> None:
     """Where FSDP's records cannot be read, shards are gathered as FSDP gathers them."""
     patch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace())
-    assert ranks.uses_fsdp()
-    assert ranks.sharded_parameters(mlp()) == []
+    assert fsdp.uses_fsdp()
+    assert fsdp.sharded_parameters(mlp()) == []
 
     class Sharding(nn.Linear):
         def _get_fsdp_state(self) -> Any:
@@ -250,20 +258,20 @@ def no_records_of_fsdp(patch: pytest.MonkeyPatch) -> None:
             return SimpleNamespace(_fsdp_param_groups=[group], _fsdp_param_group=group)
 
     record = SimpleNamespace(_unsharded_param=torch.ones(1))
-    fsdp = SimpleNamespace(FSDPModule=Sharding)
-    patch.setitem(sys.modules, "torch.distributed.fsdp", fsdp)
-    ((group, found),) = ranks.sharded_parameters(Sharding(1, 1))
+    torchs = SimpleNamespace(FSDPModule=Sharding)
+    patch.setitem(sys.modules, "torch.distributed.fsdp", torchs)
+    ((group, found),) = fsdp.sharded_parameters(Sharding(1, 1))
     assert found is record
-    assert not ranks.may_gather_low(group, record)
-    assert ranks.whole_parameter(record) is record._unsharded_param
+    assert not fsdp.may_gather_low(group, record)
+    assert fsdp.whole_parameter(record) is record._unsharded_param
     hide(patch, "_fsdp_param_groups")
-    assert ranks.sharded_parameters(Sharding(1, 1)) == [(group, record)]
+    assert fsdp.sharded_parameters(Sharding(1, 1)) == [(group, record)]
     one_of_each = ("_fsdp_param_groups", "_fsdp_param_group")
     for names in (["fsdp_params"], one_of_each, ["FSDPModule"]):
         hide(patch, *names)
-        assert ranks.sharded_parameters(Sharding(1, 1)) == []
+        assert fsdp.sharded_parameters(Sharding(1, 1)) == []
     hide(patch, "_unsharded_param")
-    assert ranks.whole_parameter(record) is None
+    assert fsdp.whole_parameter(record) is None
 
 
 def no_stages_and_no_store(patch: pytest.MonkeyPatch) -> None:
@@ -275,12 +283,12 @@ def no_stages_and_no_store(patch: pytest.MonkeyPatch) -> None:
     stage = Stage()
     pipelining = SimpleNamespace(_PipelineStageBase=Stage)
     patch.setitem(sys.modules, "torch.distributed.pipelining.stage", pipelining)
-    assert ranks.stage_groups([stage.submod[0]]) == [stage.group]
-    assert ranks.stage_groups([mlp()]) == []
+    assert groups.stage_groups([stage.submod[0]]) == [stage.group]
+    assert groups.stage_groups([mlp()]) == []
     hide(patch, "_PipelineStageBase")
-    assert ranks.stage_groups([stage.submod]) == []
+    assert groups.stage_groups([stage.submod]) == []
     hide(patch, "_get_default_store")
-    assert ranks.default_store() is None
+    assert groups.default_store() is None
 
 
 def no_buckets(patch: pytest.MonkeyPatch) -> None:
@@ -292,8 +300,8 @@ def no_buckets(patch: pytest.MonkeyPatch) -> None:
 
     patch.setitem(sys.modules, "torch._dynamo.backends.distributed", None)
     hide(patch, "backend_compile_fn", "_param_name_to_source")
-    assert ranks.in_buckets(backend, gm, [], _Reducer()) is whole
-    assert ranks.without_buckets(backend) is backend
+    assert ddp.in_buckets(backend, gm, [], _Reducer()) is whole
+    assert ddp.without_buckets(backend) is backend
 
 
 def no_task_id(patch: pytest.MonkeyPatch) -> None:
@@ -404,11 +412,23 @@ def no_cpu_attention(patch: pytest.MonkeyPatch) -> None:
     for names in (["_fused_sdp_choice"], [kernel], [f"{kernel}_backward"]):
         hide(patch, *names)
         assert compat.cpu_attention() is None
-    patch.setattr(cpu_attention, "KERNELS", None)
+    patch.setattr(cpu_attention, "_KERNELS", None)
     assert cpu_attention.with_fp32_backward(*given) is None
     result = attention(query, query, query)
     assert result.grad_fn is not None
     assert result.grad_fn.name().startswith("ScaledDotProduct")
+
+
+def no_kernels_of_softmax(patch: pytest.MonkeyPatch) -> None:
+    """Then attention's weights and their gradients are computed by plain ops."""
+    torch.manual_seed(0)
+    scores, grad = torch.randn(3, 5), torch.randn(3, 5)
+    scores[1] = -torch.inf
+    weights = compat.safe_softmax(scores)
+    slopes = compat.softmax_gradient(grad, weights)
+    hide(patch, "_safe_softmax", "_softmax_backward_data")
+    assert torch.allclose(compat.safe_softmax(scores), weights)
+    assert torch.allclose(compat.softmax_gradient(grad, weights), slopes, atol=1e-6)
 
 
 def no_total_norm(patch: pytest.MonkeyPatch) -> None:
@@ -423,6 +443,7 @@ ALONE = [
     no_entries,
     no_custom_functions,
     no_cpu_attention,
+    no_kernels_of_softmax,
     no_total_norm,
     no_hooks_of_ddp,
     no_records_of_fsdp,
@@ -476,7 +497,7 @@ _NOT_OF_TORCH = {
 def test_every_name_compat_asks_for_is_taken_away_here() -> None:
     asked = {
         name
-        for file in COMPAT.glob("*.py")
+        for file in COMPAT.rglob("*.py")
         for name in _ASKED.findall(file.read_text())
     }
     here = "".join(file.read_text() for file in HERE.glob("test_faults_*.py"))

@@ -28,10 +28,12 @@ from torch import Tensor
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.graph_functions.scores import (
+from autoamp.graph_functions.written.scores import (
     KernelScores,
     Step,
     for_kernel,
+    hides_later_keys_alone,
+    leading_scale,
     stepped_,
     stepped_back_,
     steps_of,
@@ -45,6 +47,9 @@ that these stay in the cache of its core."""
 
 _FEWEST = 64
 """The fewest queries of a part: products of fewer rows are slow."""
+
+_STAIRS = 4
+"""Parts that the queries of causal attention are cut into, each with fewer keys."""
 
 _VANISHED = 104.0
 """In fp32 `exp(-x)` is 0 from here on: the smallest number is exp(-103.28)."""
@@ -118,20 +123,32 @@ def _backward(  # noqa: PLR0917 - as its schema
     """
     steps = steps_of(tensors, kinds, numbers)
     of_query, of_key, of_value = (torch.empty_like(t) for t in (query, key, value))
-    sums: list[Tensor] = []
+    sums: tuple[Tensor, Tensor] | None = None
     for part in _parts(query, key, value, steps):
-        slopes = part.of(grad).to(HIGH_DTYPE)
+        slopes = _wide(part.of(grad))
         weights = part.weights(safe=safe)
         found = compat.softmax_gradient(slopes @ part.value.mT, weights)
         stepped_back_(found, part.steps, part.first)
-        part.of(of_query).copy_(found @ part.key)
-        some = [found.mT @ part.query, weights.mT @ slopes]
-        sums = [a.add_(b) for a, b in zip(sums, some, strict=True)] if sums else some
-        if part.is_last:
-            of_key[part.heads].copy_(sums[0])
-            of_value[part.heads].copy_(sums[1])
-            sums = []
+        torch.mul(found @ part.key, part.scale, out=part.of(of_query))
+        some = found.mT @ part.query, weights.mT @ slopes
+        if part.is_last:  # it sees all keys
+            for whole, total, own in zip(
+                (of_key, of_value), sums or some, some, strict=True
+            ):
+                whole[part.heads].copy_(own if sums is None else total.add_(own))
+            sums = None
+        elif sums is None:
+            sums = tuple(_with_room(own, key.shape[2]) for own in some)  # type: ignore[assignment]
+        else:
+            for total, own in zip(sums, some, strict=True):
+                total[:, :, : own.shape[2]].add_(own)
     return of_query, of_key, of_value
+
+
+def _with_room(some: Tensor, keys: int) -> Tensor:
+    """Sums for the first keys, and zeros for the others."""
+    missing = keys - some.shape[2]
+    return torch.nn.functional.pad(some, (0, 0, 0, missing)) if missing else some
 
 
 @dataclass(frozen=True)
@@ -142,14 +159,17 @@ class _Part:
         heads: the batches and heads.
         first, last: the numbers of the first query and of the one after the last.
         is_last: whether these are the last queries of their heads.
-        query: (batches, heads, queries, width); `key` and `value` for all keys.
-        steps: the steps of these scores.
+        scale: the factor that `query` has been multiplied by.
+        query: (batches, heads, queries, width).
+        key, value: (batches, heads, keys, width), of the keys that any query sees.
+        steps: the other steps of these scores.
     """
 
     heads: tuple[slice, slice]
     first: int
     last: int
     is_last: bool
+    scale: float
     query: Tensor
     key: Tensor
     value: Tensor
@@ -169,28 +189,33 @@ def _parts(
     query: Tensor, key: Tensor, value: Tensor, steps: Sequence[Step]
 ) -> Iterator[_Part]:
     """All of an attention, in parts that fit the caches together."""
+    scale, steps = leading_scale(steps)
     queries, keys, width = query.shape[2], key.shape[2], query.shape[3]
-    size = HIGH_DTYPE.itemsize * 2 * (width * (queries + keys) + queries * keys)
+    is_causal = hides_later_keys_alone(steps)
+    rows = max(_FEWEST, -(-queries // _STAIRS)) if is_causal else queries
     threads = torch.get_num_threads()
-    for heads in _some_heads(query, max(threads, threads * _CACHE // size)):
+    room = threads * _CACHE // (2 * HIGH_DTYPE.itemsize)
+    for heads in _some_heads(query, room // (width * (queries + keys) + rows * keys)):
         wide = [_wide(t[heads]) for t in (query, key, value)]
-        row = HIGH_DTYPE.itemsize * 2 * keys * wide[0].shape[:2].numel()
-        count = max(_FEWEST, threads * _CACHE // row)
+        wide[0] = wide[0] * scale
+        count = min(rows, max(_FEWEST, room // (keys * wide[0].shape[:2].numel())))
         for first in range(0, queries, count):
             last = min(first + count, queries)
-            seen = [s.part(*heads, slice(first, last), slice(None)) for s in steps]
-            own = wide[0][:, :, first:last]
             is_last = last == queries
-            yield _Part(heads, first, last, is_last, own, wide[1], wide[2], seen)
+            seen = slice(last if is_causal and not is_last else keys)
+            own = [s.part(*heads, slice(first, last), seen) for s in steps]
+            given = wide[0][:, :, first:last], wide[1][:, :, seen], wide[2][:, :, seen]
+            yield _Part(heads, first, last, is_last, scale, *given, own)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(HIGH_DTYPE).contiguous()
+    return tensor.to(HIGH_DTYPE, memory_format=torch.contiguous_format)
 
 
 def _some_heads(query: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
-    """All batches and heads of `query`, `count` heads at a time."""
+    """All batches and heads, `count` heads at a time, or one for each thread."""
     batch, heads = query.shape[:2]
+    count = max(count, torch.get_num_threads())
     if count >= heads:
         step = count // heads
         for b in range(0, batch, step):

@@ -7,7 +7,7 @@ is added stays in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -50,9 +50,10 @@ class Step:
     number: float = 0.0
     tensor: Tensor | None = None
 
-    @property
-    def hidden(self) -> Tensor:
-        """Where a FILL or a KEEP fills in its number."""
+    def hidden_of(self, scores: Tensor, first: int = 0) -> Tensor:
+        """Where a fill puts its number in `scores`, whose first query is `first`."""
+        if self.kind is Kind.CAUSAL:
+            return later_keys(scores.shape[-2], scores.shape[-1], first, scores)
         assert self.tensor is not None
         return self.tensor if self.kind is Kind.FILL else self.tensor.logical_not()
 
@@ -102,52 +103,60 @@ def stepped(scores: Tensor, steps: Sequence[Step], first: int = 0) -> Tensor:
         steps: in the order in which they were written.
         first: the number of the first of these queries.
     """
-    for step, hidden in _with_hidden(scores, steps, first):
+    for step in steps:
         if step.kind is Kind.SCALE:
             scores = scores * step.number
         elif step.kind is Kind.ADD:
             scores = scores + step.tensor  # type: ignore[operator]
         else:
-            scores = scores.masked_fill(hidden, step.number)  # type: ignore[arg-type]
+            scores = scores.masked_fill(step.hidden_of(scores, first), step.number)
     return scores
 
 
 def stepped_(scores: Tensor, steps: Sequence[Step], first: int = 0) -> Tensor:
     """As `stepped`, in place."""
-    for step, hidden in _with_hidden(scores, steps, first):
+    for step in steps:
         if step.kind is Kind.SCALE:
             scores.mul_(step.number)
         elif step.kind is Kind.ADD:
             scores.add_(step.tensor)  # type: ignore[arg-type]
         else:
-            scores.masked_fill_(hidden, step.number)  # type: ignore[arg-type]
+            scores.masked_fill_(step.hidden_of(scores, first), step.number)
     return scores
+
+
+def leading_scale(steps: Sequence[Step]) -> tuple[float, Sequence[Step]]:
+    """The factor by which the first steps multiply, and the other steps."""
+    scale = 1.0
+    for at, step in enumerate(steps):
+        if step.kind is not Kind.SCALE:
+            return scale, steps[at:]
+        scale *= step.number
+    return scale, ()
+
+
+def hides_later_keys_alone(steps: Sequence[Step]) -> bool:
+    """Whether steps do no more than multiply, and hide later keys by an infinity."""
+    fills = [step for step in steps if step.kind is not Kind.SCALE]
+    return bool(fills) and all(
+        step.kind is Kind.CAUSAL and step.number == -torch.inf for step in fills
+    )
 
 
 def stepped_back_(slopes: Tensor, steps: Sequence[Step], first: int = 0) -> Tensor:
     """The gradient before all steps from the gradient after them, in place.
 
-    No gradient flows to what was filled in.
+    No gradient flows to what was filled in, NaN neither, of a query that sees no key.
+    If later keys alone are hidden, each query sees one, and the others have no weight.
     """
-    for step, hidden in reversed([*_with_hidden(slopes, steps, first)]):
+    if hides_later_keys_alone(steps):
+        steps = [step for step in steps if step.kind is Kind.SCALE]
+    for step in reversed(steps):
         if step.kind is Kind.SCALE:
             slopes.mul_(step.number)
-        elif hidden is not None:
-            slopes.masked_fill_(hidden, 0.0)
+        elif step.kind is not Kind.ADD:
+            slopes.masked_fill_(step.hidden_of(slopes, first), 0.0)
     return slopes
-
-
-def _with_hidden(
-    scores: Tensor, steps: Sequence[Step], first: int
-) -> Iterator[tuple[Step, Tensor | None]]:
-    """Each step, and where it fills in a number."""
-    for step in steps:
-        hidden = None
-        if step.kind in (Kind.FILL, Kind.KEEP):
-            hidden = step.hidden
-        elif step.kind is Kind.CAUSAL:
-            hidden = later_keys(scores.shape[-2], scores.shape[-1], first, scores)
-        yield step, hidden
 
 
 @dataclass(frozen=True)
@@ -202,7 +211,7 @@ def _hiding(mask: Tensor | None, step: Step, query: Tensor, keys: int) -> Tensor
     if step.kind is Kind.CAUSAL:
         hidden = later_keys(query.shape[-2], keys, 0, query)[None, None]
     else:
-        hidden = step.hidden
+        hidden = step.hidden_of(query)
     if mask is None:
         mask = torch.zeros((), dtype=query.dtype, device=query.device)
     return torch.where(hidden, -torch.inf, mask)
