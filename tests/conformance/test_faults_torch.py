@@ -36,7 +36,10 @@ from tests.steps import BF16, FP16, assert_same, mlp, weights_of
 
 COMPAT = Path(compat.__file__).parent
 HERE = Path(__file__).parent
-MODULES = [vars(compat)[f.stem] for f in COMPAT.rglob("*.py") if f.stem[0] != "_"]
+MODULES = [
+    *(vars(compat)[f.stem] for f in COMPAT.glob("*.py") if f.stem[0] != "_"),
+    *(ddp, fsdp, groups),
+]
 
 # -- taken away one by one -------------------------------------------------------------
 
