@@ -47,7 +47,28 @@ def assigned_to(n: int) -> Tensor:
     return mask.bool()
 
 
+def packed(n: int) -> Tensor:
+    """As transformers 5 makes it, of positions that also tell texts apart."""
+    position = torch.arange(n)[None].expand(2, -1)
+    texts = (position.diff(prepend=position[:, :1] - 1) != 1).cumsum(-1)
+    batch = torch.arange(2)[:, None, None, None]
+    query, key = torch.arange(n)[None, None, :, None], torch.arange(n)[None, None, None]
+    same_text = texts[batch, query] == texts[batch, key]
+    later = position[batch, key] <= position[batch, query]
+    return torch.ones((), dtype=torch.bool) & later & same_text
+
+
+def packed_of_two(n: int) -> Tensor:
+    """The same, of positions that begin anew."""
+    position = torch.arange(n)[None].expand(2, -1) % 5
+    texts = (position.diff(prepend=position[:, :1] - 1) != 1).cumsum(-1)
+    batch = torch.arange(2)[:, None, None, None]
+    query, key = torch.arange(n)[None, None, :, None], torch.arange(n)[None, None, None]
+    return (texts[batch, query] == texts[batch, key]) & (key <= query)
+
+
 CAUSAL: dict[str, Mask] = {
+    "packed": packed,
     "columns up to rows": lambda n: columns(n) <= rows(n),
     "rows from columns": lambda n: rows(n) >= columns(n),
     "not beyond": lambda n: ~(columns(n) > rows(n)),
@@ -69,6 +90,8 @@ CAUSAL: dict[str, Mask] = {
 }
 
 OTHERS: dict[str, Mask] = {
+    "packed, of two texts": packed_of_two,
+    "taken from the end": lambda n: columns(n) <= torch.arange(n)[rows(n) - n],
     "one zero": lambda n: torch.zeros(1, 1, 1, 1),
     "one column": lambda n: torch.ones(n, 1, dtype=torch.bool),
     "the first key alone": lambda n: (torch.arange(n) < 1)[None],

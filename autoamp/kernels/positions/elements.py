@@ -7,7 +7,7 @@ or a statement for bools (`statements.py`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,20 +78,33 @@ def shown(
     """
     places = {d - rank: at - len(order) for at, d in enumerate(order) if d is not None}
     moved = {d - rank: by for d, by in (shift or {}).items()}
+    held: Element = _with_wholes(found, lambda number: number.moved(places.get, moved))
+    return held
+
+
+def replaced(found: Element, by: Mapping[int, Whole]) -> Element:
+    """What is found, at positions that are whole numbers by dimension."""
 
     def whole(number: Whole) -> Whole:
-        return number.moved(places.get, moved)
+        total = Whole((), number.number)
+        for dimension, factor in number.factors:
+            total = total.plus(by[dimension], factor)
+        return total
 
-    def of(part: Any) -> Any:
-        if isinstance(part, AtMostZero):
-            return AtMostZero(whole(part.whole))
-        if isinstance(part, (Every, Some)):
-            return type(part)(frozenset(map(of, part.parts)))
-        if isinstance(part, Choice):
-            return Choice(of(part.where), part.number, part.otherwise)
-        return whole(part) if isinstance(part, Whole) else part
+    held: Element = _with_wholes(found, whole)
+    return held
 
-    return of(found)  # type: ignore[no-any-return]
+
+def _with_wholes(found: Any, whole: Callable[[Whole], Whole]) -> Any:
+    """What is found, with other whole numbers in the place of its own."""
+    if isinstance(found, AtMostZero):
+        return AtMostZero(whole(found.whole))
+    if isinstance(found, (Every, Some)):
+        return type(found)(frozenset(_with_wholes(p, whole) for p in found.parts))
+    if isinstance(found, Choice):
+        where = _with_wholes(found.where, whole)
+        return Choice(where, found.number, found.otherwise)
+    return whole(found) if isinstance(found, Whole) else found
 
 
 def only(found: Element, inside: Statement) -> Element:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,9 +18,8 @@ from autoamp.kernels.positions.elements import (
     parted,
     plain,
     result,
-    shown,
 )
-from autoamp.kernels.positions.sizes import shape_of, size_of
+from autoamp.kernels.positions.sizes import shape_of
 from autoamp.kernels.positions.statements import (
     FAILS,
     HOLDS,
@@ -28,7 +27,6 @@ from autoamp.kernels.positions.statements import (
     Choice,
     Element,
     Every,
-    Size,
     Some,
     Statement,
     Whole,
@@ -36,32 +34,15 @@ from autoamp.kernels.positions.statements import (
     chosen,
     either,
     opposite,
+    simplified,
 )
-from autoamp.op_names import base_name
-
-
-class Positions(Protocol):
-    """What is known of the operands (`reading.Positions`)."""
-
-    def known(self, value: Any) -> Element:
-        """What a tensor holds, or the number that an argument is, or an error."""
-
-    def statement(self, value: Any) -> Statement:
-        """What bools say, or where numbers are not 0."""
-
-
-Reader = Callable[[Positions, fx.Node], Element]
-
-
-def _argument(node: fx.Node, at: int, name: str, default: Any = None) -> Any:
-    return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
-
-
-def _size(value: Any) -> Size:
-    found = size_of(value)
-    if found is None:
-        raise UnknownError
-    return found
+from autoamp.kernels.positions.views import (
+    VIEWS,
+    Positions,
+    Reader,
+    argument,
+    known_size,
+)
 
 
 def _filled(at: int) -> Reader:
@@ -77,8 +58,9 @@ def _number(value: float) -> Reader:
 
 def _arange(_: Positions, node: fx.Node) -> Element:
     overload = compat.schema(node.target).overload_name  # type: ignore[arg-type]
-    start = _size(node.args[0]) if overload.startswith("start") else 0
-    step = _size(node.args[2]) if overload == "start_step" and len(node.args) > 2 else 1
+    start = known_size(node.args[0]) if overload.startswith("start") else 0
+    has_step = overload == "start_step" and len(node.args) > 2
+    step = known_size(node.args[2]) if has_step else 1
     if not isinstance(step, int):
         raise UnknownError
     return _trimmed(Whole(((-1, step),), start), node)
@@ -92,6 +74,8 @@ def _trimmed(found: Whole, node: fx.Node) -> Whole:
 
 def _cumsum(positions: Positions, node: fx.Node) -> Element:
     added = positions.known(node.args[0])
+    if isinstance(added, (AtMostZero, Every, Some)):
+        added = {HOLDS: 1.0, FAILS: 0.0}.get(simplified(added, shape_of(node)), added)
     if isinstance(added, float) and added.is_integer():
         added = Whole((), int(added))
     if (
@@ -101,14 +85,33 @@ def _cumsum(positions: Positions, node: fx.Node) -> Element:
     ):
         raise UnknownError
     rank = len(shape_of(node))
-    dimension = int(_argument(node, 1, "dim")) % rank - rank
-    return _trimmed(Whole(((dimension, added.number),), added.number), node)
+    dimension = int(argument(node, 1, "dim")) % rank - rank
+    counted = _trimmed(Whole(((dimension, 1),), 1), node)
+    return Whole((), 0).plus(counted, added.number)
+
+
+def _diff(positions: Positions, node: fx.Node) -> Element:
+    """Differences of numbers that grow evenly, also from the one put before them."""
+    if argument(node, 1, "n", 1) != 1 or len(node.args) != 4:
+        raise UnknownError
+    counted, before = (positions.known(node.args[at]) for at in (0, 3))
+    rank = len(shape_of(node))
+    dimension = int(argument(node, 2, "dim", -1)) % rank
+    if not (isinstance(counted, Whole) and isinstance(before, Whole)):
+        raise UnknownError
+    if shape_of(node.args[3])[dimension] != 1:  # type: ignore[arg-type]
+        raise UnknownError
+    step = dict(counted.factors).get(dimension - rank, 0)
+    left = tuple((d, f) for d, f in counted.factors if d != dimension - rank)
+    if Whole(left, counted.number).plus(before, -1) != Whole((), step):
+        raise UnknownError
+    return Whole((), step)
 
 
 def _band(*, lower: bool) -> Reader:
     def read(positions: Positions, node: fx.Node) -> Element:
         found = positions.known(node.args[0])
-        diagonal = Whole((), _size(_argument(node, 1, "diagonal", 0)))
+        diagonal = Whole((), known_size(argument(node, 1, "diagonal", 0)))
         over = _trimmed(Whole(((-2, -1), (-1, 1)), 0), node).plus(diagonal, -1)
         zero = Whole((), 0)
         inside = AtMostZero(over if lower else zero.plus(over, -1))
@@ -138,74 +141,6 @@ def _chosen_by(positions: Positions, node: fx.Node) -> Element:
 
 def _same(positions: Positions, node: fx.Node) -> Element:
     return positions.known(node.args[0])
-
-
-def _viewed(positions: Positions, node: fx.Node) -> Element:
-    """A view with the same sizes but for those that are 1, or an expansion."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    before, after = shape_of(source), shape_of(node)
-    order: list[int | None] = [None] * len(after)
-    name = base_name(node.target).removeprefix("aten::")  # type: ignore[arg-type]
-    if name.startswith("expand"):
-        order[len(after) - len(before) :] = range(len(before))
-    else:
-        old, new = (
-            [i for i, s in enumerate(sizes) if s != 1] for sizes in (before, after)
-        )
-        if [before[i] for i in old] != [after[i] for i in new]:
-            raise UnknownError
-        for at, dimension in zip(new, old, strict=True):
-            order[at] = dimension
-    return shown(positions.known(source), len(before), order)
-
-
-def _permuted(positions: Positions, node: fx.Node) -> Element:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    rank = len(shape_of(source))
-    order: list[int | None] = list(range(rank))
-    name = base_name(node.target).removeprefix("aten::")  # type: ignore[arg-type]
-    if name == "permute":
-        order = [int(d) % rank for d in node.args[1]]  # type: ignore[arg-type, union-attr]
-    elif rank > 1:
-        one, other = node.args[1:3] if name == "transpose" else (-2, -1)
-        one, other = int(one) % rank, int(other) % rank  # type: ignore[arg-type]
-        order[one], order[other] = order[other], order[one]
-    return shown(positions.known(source), rank, order)
-
-
-def _sliced(positions: Positions, node: fx.Node) -> Element:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    sizes = shape_of(source)
-    rank = len(sizes)
-    dimension = int(_argument(node, 1, "dim", 0)) % rank
-    if _argument(node, 4, "step", 1) != 1:
-        raise UnknownError
-    start = _argument(node, 2, "start")
-    start = 0 if start is None else _size(start)
-    if not isinstance(start, int):
-        raise UnknownError
-    if start < 0:
-        if not isinstance(sizes[dimension], int):
-            raise UnknownError
-        start = max(start + sizes[dimension], 0)
-    found = shown(positions.known(source), rank, range(rank), {dimension: start})
-    is_one = shape_of(node)[dimension] == 1
-    order = [None if is_one and d == dimension else d for d in range(rank)]
-    return shown(found, rank, order)
-
-
-def _selected(positions: Positions, node: fx.Node) -> Element:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    sizes = shape_of(source)
-    dimension, at = int(node.args[1]) % len(sizes), _size(node.args[2])  # type: ignore[arg-type]
-    if not isinstance(at, int) or at < 0:
-        raise UnknownError
-    order = [d for d in range(len(sizes)) if d != dimension]
-    return shown(positions.known(source), len(sizes), order, {dimension: at})
 
 
 def _calculated(
@@ -272,11 +207,7 @@ READERS: dict[str, Reader] = {
         ("alias", "clone", "contiguous", "detach", "to", "_to_copy"), _same
     ),
     **dict.fromkeys(("type_as", "lift_fresh_copy"), _same),
-    **dict.fromkeys(
-        ("view", "reshape", "unsqueeze", "squeeze", "_unsafe_view"), _viewed
-    ),
-    **dict.fromkeys(("expand", "expand_as"), _viewed),
-    **dict.fromkeys(("permute", "transpose", "t", "mT"), _permuted),
+    **VIEWS,
     **dict.fromkeys(("logical_and", "bitwise_and", "__and__"), _joined(both)),
     **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), _joined(either)),
     **dict.fromkeys(("logical_not", "bitwise_not"), _inverted),
@@ -294,7 +225,6 @@ READERS: dict[str, Reader] = {
     "triu": _band(lower=False),
     "masked_fill": _masked_fill,
     "where": _chosen_by,
-    "slice": _sliced,
-    "select": _selected,
+    "diff": _diff,
 }
 """The ops whose results are known, each with what tells the result."""
