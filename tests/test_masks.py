@@ -69,6 +69,7 @@ def packed_of_two(n: int) -> Tensor:
 
 CAUSAL: dict[str, Mask] = {
     "packed": packed,
+    "repeated": lambda n: (columns(n) <= rows(n))[None, None].repeat(2, 3, 1, 1),
     "columns up to rows": lambda n: columns(n) <= rows(n),
     "rows from columns": lambda n: rows(n) >= columns(n),
     "not beyond": lambda n: ~(columns(n) > rows(n)),
@@ -91,6 +92,9 @@ CAUSAL: dict[str, Mask] = {
 
 OTHERS: dict[str, Mask] = {
     "packed, of two texts": packed_of_two,
+    "repeated rows": lambda n: (columns(n) <= torch.arange(n // 2)[:, None]).repeat(
+        n // (n // 2) + 1, 1
+    )[:n],
     "taken from the end": lambda n: columns(n) <= torch.arange(n)[rows(n) - n],
     "one zero": lambda n: torch.zeros(1, 1, 1, 1),
     "one column": lambda n: torch.ones(n, 1, dtype=torch.bool),

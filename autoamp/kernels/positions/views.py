@@ -128,6 +128,19 @@ def _counts_up(whole: Whole) -> bool:
     return is_int and all(factor > 0 for _, factor in whole.factors)
 
 
+def _repeated(positions: Positions, node: fx.Node) -> Element:
+    """A tensor repeated along dimensions of size 1."""
+    source, times = node.args[:2]
+    assert isinstance(source, fx.Node)
+    before, after = shape_of(source), shape_of(node)
+    new = len(after) - len(before)
+    for size, count in zip(before, times[new:], strict=True):  # type: ignore[index, arg-type]
+        if size != 1 and not (isinstance(count, int) and count == 1):
+            raise UnknownError
+    order: list[int | None] = [*[None] * new, *range(len(before))]
+    return shown(positions.known(source), len(before), order)
+
+
 VIEWS: dict[str, Reader] = {
     **dict.fromkeys(
         ("view", "reshape", "unsqueeze", "squeeze", "_unsafe_view"), _viewed
@@ -135,6 +148,7 @@ VIEWS: dict[str, Reader] = {
     **dict.fromkeys(("expand", "expand_as"), _viewed),
     **dict.fromkeys(("permute", "transpose", "t", "mT"), _permuted),
     "index": _indexed,
+    "repeat": _repeated,
     "select": _selected,
     "slice": _sliced,
 }
