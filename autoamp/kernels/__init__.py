@@ -1,1 +1,1 @@
-"""Chains of ops that torch has one kernel for: found by their numbers, and replaced."""
+"""Chains of ops that one kernel computes: found, proved and tried, and attention."""

@@ -154,7 +154,7 @@ CAUSAL_MASK = "causal_mask"
 """Attention whose mask is causal, told so instead of given a mask (`masks.py`)."""
 
 ROTARY = "rotary"
-"""Rotary position embedding, where no compiler runs the graph (`rewrite/rotary.py`)."""
+"""Rotary position embedding, where no compiler runs the graph (`rewrite/rotary/`)."""
 
 CHANNELS_LAST = "channels_last"
 """Convolutions with the channels last, where no compiler runs the graph
