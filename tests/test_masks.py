@@ -128,6 +128,17 @@ class Attending(nn.Module):
         return functional.scaled_dot_product_attention(*parts.unbind(), mask)
 
 
+def test_a_mask_that_is_added_in_place_is_read_and_not_written() -> None:
+    def causal(n: int) -> Tensor:
+        mask = lower(n).bool()
+        torch.zeros(n, n).masked_fill_(mask, 1.0)
+        return mask
+
+    ours = converted(Attending(causal))
+    ours(torch.randn(2, LENGTH, 24))
+    assert told_causal(ours) == [True]
+
+
 def converted(model: nn.Module) -> nn.Module:
     torch._dynamo.reset()
     options: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
-from autoamp.graph_functions.written.ops import BACKWARD
-from autoamp.graph_functions.written.plain import recorded_gradients
+from autoamp.graph_functions.written import gradients
 from autoamp.graph_functions.written.scores import Kind, for_kernel, steps_of
 
 _KERNELS = compat.cpu_attention()
@@ -47,16 +46,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *tensors = ctx.saved_tensors
-        kinds, numbers = ctx.given
-        safe = bool(tensors)  # a mask of the caller's may hide all keys from a query
-        rest = (None,) * (2 + len(tensors))
-        if torch.is_grad_enabled():
-            steps = steps_of(tensors, kinds, numbers)
-            operands = (query, key, value)
-            return (*recorded_gradients(grad, operands, steps, safe=safe), *rest)
-        given = (grad, query, key, value, tensors, kinds, numbers, safe)
-        return (*BACKWARD(*given), *rest)
+        # A mask of the caller's may hide all keys from a query.
+        return gradients(ctx, grad, safe=len(ctx.saved_tensors) > 3)
 
 
 _apply = compat.direct_apply(_Attention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,15 +36,26 @@ def constant(node: fx.Node) -> Tensor | None:
             return None
 
 
-def written_storages(graph: fx.Graph) -> set[int]:
-    """The storages that some call of a graph writes to."""
+def written_storages(nodes: Iterable[fx.Node]) -> set[int]:
+    """The storages that some of the calls `nodes` write to."""
     return {
         compat.storage_id(value)
-        for node in graph.nodes
+        for node in nodes
         if isinstance(node.target, compat.OpOverload) and mutates(node.target)
-        for operand in node.all_input_nodes
+        for operand in _written_operands(node)
         if isinstance(value := operand.meta.get("val"), Tensor)
     }
+
+
+def _written_operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that a call writes to, by the schema of its op."""
+    assert isinstance(node.target, compat.OpOverload)
+    for at, argument in enumerate(compat.schema(node.target).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[at] if at < len(node.args) else None
+            found: list[fx.Node] = []
+            fx.map_arg(node.kwargs.get(argument.name, given), found.append)
+            yield from found
 
 
 def _made_from_sizes(made: fx.Node) -> list[fx.Node] | None:
@@ -54,16 +66,31 @@ def _made_from_sizes(made: fx.Node) -> list[fx.Node] | None:
     found: dict[fx.Node, None] = {}
     todo = [made]
     while todo:
-        node = todo.pop()
+        node = todo[-1]
+        left = [n for n in node.all_input_nodes if n not in found]
         if not isinstance(node.target, compat.OpOverload) or has_effect(node):
             return None
-        found[node] = None
-        todo.extend(n for n in node.all_input_nodes if n not in found)
-    written = written_storages(made.graph)
-    if any(compat.storage_id(node.meta["val"]) in written for node in found):
-        return None
-    order = {node: i for i, node in enumerate(made.graph.nodes)}
-    return sorted(found, key=order.__getitem__)
+        if left:
+            todo += left
+        else:
+            found[todo.pop()] = None
+    return None if _are_written(found) else [*found]
+
+
+def _are_written(nodes: Collection[fx.Node]) -> bool:
+    """Whether a call writes to one of the values, under this or another name."""
+    own = {compat.storage_id(node.meta["val"]) for node in nodes}
+    seen, todo = {*nodes}, [*nodes]
+    while todo:
+        users = [user for user in todo.pop().users if user not in seen]
+        if not own.isdisjoint(written_storages(users)):
+            return True
+        for user in users:
+            value = user.meta.get("val")
+            if isinstance(value, Tensor) and compat.storage_id(value) in own:
+                seen.add(user)
+                todo.append(user)
+    return False
 
 
 def _computed(calls: list[fx.Node]) -> Tensor:

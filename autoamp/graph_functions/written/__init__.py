@@ -37,14 +37,26 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *tensors = ctx.saved_tensors
-        kinds, numbers = ctx.given
-        rest = (None,) * (2 + len(tensors))
-        if torch.is_grad_enabled():
-            steps = steps_of(tensors, kinds, numbers)
-            return (*recorded_gradients(grad, (query, key, value), steps), *rest)
-        given = (grad, query, key, value, tensors, kinds, numbers, False)
-        return (*BACKWARD(*given), *rest)
+        return gradients(ctx, grad, safe=False)
+
+
+def gradients(ctx: Any, grad: Tensor, *, safe: bool) -> tuple[Tensor | None, ...]:
+    """The backward of a Function of (query, key, value, kinds, numbers, *tensors).
+
+    Args:
+        ctx: has saved the tensors, and the kinds and numbers as `ctx.given`.
+        grad: the gradient of the result.
+        safe: whether a query that sees no key has weights of 0, and not NaN.
+    """
+    query, key, value, *tensors = ctx.saved_tensors
+    kinds, numbers = ctx.given
+    rest = (None,) * (2 + len(tensors))
+    if torch.is_grad_enabled():
+        steps = steps_of(tensors, kinds, numbers)
+        found = recorded_gradients(grad, (query, key, value), steps, safe=safe)
+        return (*found, *rest)
+    given = (grad, query, key, value, tensors, kinds, numbers, safe)
+    return (*BACKWARD(*given), *rest)
 
 
 _apply = compat.direct_apply(_Attention)

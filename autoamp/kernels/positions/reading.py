@@ -32,7 +32,7 @@ class Positions:
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._written = written_storages(graph)
+        self._written = written_storages(graph.nodes)
         self._known: dict[fx.Node, Element | None] = {}
 
     def of(self, value: Any) -> Element | None:
