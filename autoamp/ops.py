@@ -68,6 +68,14 @@ def mutated_arguments(target: OpOverload) -> tuple[str, ...]:
     return declared + HIDDEN_WRITES.get(base_name(target), ())
 
 
+_OF_TORCH = frozenset({"aten", "prims", "prim", "autoamp"})
+
+
+def is_custom(target: object) -> bool:
+    """Whether `target` is an op that neither torch nor this package defines."""
+    return isinstance(target, OpOverload) and target.namespace not in _OF_TORCH
+
+
 def mutates(target: OpOverload) -> bool:
     """Whether `target` may write one of its arguments, hidden writes included."""
     return bool(mutated_arguments(target))

@@ -19,7 +19,7 @@ from autoamp.analyse.facts import Facts, collect_facts
 from autoamp.errors import CaptureError, VerificationError
 from autoamp.options import Options
 from autoamp.place.assign import Assignment, assign
-from autoamp.place.cost import PriceModel, Prices, price_graph
+from autoamp.place.cost import PriceModel, Prices, as_authors_ask, price_graph
 from autoamp.place.devices import Device, device_of, main_device
 from autoamp.place.problem import promised_casts
 from autoamp.retreat import kept_for, retreating
@@ -233,13 +233,14 @@ class _Attempt:
         gm = self.normalised.gm
         device = self.setting.device or device_of(main_device(gm), self.low)
         price: PriceModel = self.setting.price or partial(price_graph, device=device)
-        return price(
+        prices = price(
             gm,
             classified,
             objective=self.options.objective,
             do_no_harm=self.options.do_no_harm,
             free_weights=self.setting.free_weights,
         )
+        return as_authors_ask(prices, classified)
 
 
 def _not_as_promised(

@@ -15,6 +15,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.as_written import as_written
+from autoamp.analyse.authors import as_authors_say
 from autoamp.analyse.ceiling import under_ceiling
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.conditions import condition_holds
@@ -74,6 +75,7 @@ def classify(
             verdicts[name] = _verdict(nodes[name], fact, under)
         except Exception as error:
             raise PassError.at(name, error) from error
+    facts = _with_fp32_results(facts, verdicts)
     found = Classified(facts, verdicts)
     if ceiling:
         found = under_ceiling(gm, found)
@@ -83,6 +85,16 @@ def classify(
         for name, verdict in found.verdicts.items()
     }
     return Classified(facts, verdicts, extreme)
+
+
+def _with_fp32_results(facts: Facts, verdicts: Mapping[str, Verdict]) -> Facts:
+    """The facts, which say of calls that give fp32 in any precision that they do."""
+    found = {
+        name: replace(facts.nodes[name], keeps_state=True)
+        for name, verdict in verdicts.items()
+        if verdict.fp32_results
+    }
+    return replace(facts, nodes={**facts.nodes, **found}) if found else facts
 
 
 def _casting_extremes(
@@ -143,7 +155,7 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
     assert isinstance(node.target, compat.OpOverload)
     rule = _rule_of(node, under.rules)
     if rule is None:
-        verdict = _by_schema(node.target, fact)
+        verdict = as_authors_say(node, fact, under.low) or _by_schema(node.target, fact)
     else:
         verdict = _by_rule(rule, node, fact, under)
     if base_name(node.target) in family("factory", "noise"):

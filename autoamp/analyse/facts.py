@@ -66,7 +66,7 @@ class NodeFacts:
         module: module path ("encoder.layer.0.attention"), outermost first in `modules`.
         source: the user's source line, or "".
         device: device type.
-        keeps_state: whether the node's state, and so its results, are always fp32.
+        keeps_state: whether the node's results are fp32 in whichever precision it runs.
         chain: the calls that the node stands for, if it is not a call of the model's.
     """
 

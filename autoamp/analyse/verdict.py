@@ -18,6 +18,9 @@ forbidden)."""
 GAVE_UP = "a failed check"
 """The origin of verdicts on nodes that a failed check keeps in fp32."""
 
+AUTHOR = "its author"
+"""The origin of verdicts that the author of a custom op or Function asked for."""
+
 CEILING = "ceiling"
 """The origin of verdicts on nodes that type promotion leaves fp32."""
 
@@ -40,6 +43,9 @@ class Verdict:
         listed: whether any rule knows the op.
         may_round: whether the node is pinned only for how it computes: its result may
             be rounded as type promotion decides, and widens nothing.
+        asked: whether the author of the call asks for the compute dtype, so that no
+            price decides.
+        fp32_results: whether a call that is asked low gives fp32 all the same.
     """
 
     category: Category
@@ -50,6 +56,8 @@ class Verdict:
     moves: bool = False
     listed: bool = True
     may_round: bool = False
+    asked: bool = False
+    fp32_results: bool = False
 
 
 def all_of(mode: Mode, fact: NodeFacts) -> tuple[Mode, ...]:

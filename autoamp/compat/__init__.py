@@ -29,6 +29,7 @@ from autoamp.compat.capture import (
 from autoamp.compat.device import (
     AutocastState,
     any_autocast,
+    autocast_enabled,
     autocast_nesting,
     autocast_off,
     autocast_state,
@@ -98,7 +99,13 @@ from autoamp.compat.hooks import (
     set_hooks_after_step,
     step_hooks,
 )
-from autoamp.compat.listening import Heard, op_heard
+from autoamp.compat.listening import (
+    Heard,
+    has_autocast_kernel,
+    op_heard,
+    passed_under_autocast,
+    registered_dtype,
+)
 from autoamp.compat.names import (
     CHECKPOINT,
     COND,
@@ -163,6 +170,7 @@ from autoamp.compat.tracing import (
     current_fake_mode,
     expression,
     fake_inputs,
+    fake_on,
     forget_inputs,
     free_name,
     graph_module,

@@ -88,6 +88,11 @@ def autocast_state(
     return AutocastState(device, known, region._enabled)
 
 
+def autocast_enabled(device: str, dtype: torch.dtype) -> AutocastState:
+    """Autocast switched on, also for a device that this machine lacks."""
+    return AutocastState(device, dtype, True)
+
+
 @contextlib.contextmanager
 def in_autocast(state: AutocastState) -> Iterator[None]:
     """A region of autocast that no trace records.

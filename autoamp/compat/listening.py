@@ -1,13 +1,18 @@
-"""Finds the op of torch that a call comes to, without running any op."""
+"""Finds the ops that a call comes to, in a trace or under autocast, on no real data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoamp.compat.device import AutocastState, in_autocast
 
 
 class Heard(NamedTuple):
@@ -77,3 +82,91 @@ def _is_same(given: Any, result: Any) -> bool:
         return given is result
     alike = len(given) == len(result)
     return alike and all(a is b for a, b in zip(given, result, strict=True))
+
+
+class Passed(NamedTuple):
+    """How the autocast kernel of an op calls the op again.
+
+    Attributes:
+        args: the arguments that the kernel gives to the op.
+        given: the op's result inside the kernel.
+        result: what the kernel returns.
+    """
+
+    args: tuple[Any, ...]
+    given: Any
+    result: Any
+
+
+def has_autocast_kernel(op: OpOverload, device: str) -> bool:
+    """Whether an op has a kernel of its own for autocast on a device type.
+
+    Without torch's private question the answer is no: the op is then left as it is
+    where nobody knows of it.
+    """
+    ask = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+    key = _autocast_key(device)
+    return ask is not None and key is not None and bool(ask(op.name(), key))
+
+
+def registered_dtype(op: OpOverload, device: str) -> torch.dtype | None:
+    """The dtype that `register_autocast` was given for an op; None where it was not.
+
+    Torch keeps the dtype of a `custom_op` on its definition, and the dtype of any other
+    op in the closure of a kernel written in Python.
+    """
+    definitions = getattr(getattr(torch._library, "custom_ops", None), "OPDEFS", {})
+    definition = definitions.get(op._schema.name)
+    found = getattr(definition, "_autocast_dtype", {}).get(device)
+    if found is None:
+        key = getattr(torch._C.DispatchKey, _autocast_key(device) or "", None)
+        kernel = getattr(op, "py_kernels", {}).get(key)
+        if inspect.isfunction(kernel):
+            found = inspect.getclosurevars(kernel).nonlocals.get("cast_inputs")
+    return found if isinstance(found, torch.dtype) else None
+
+
+def passed_under_autocast(
+    op: OpOverload, args: Sequence[Any], state: AutocastState
+) -> Passed | None:
+    """How an op's autocast kernel calls the op, on fake tensors.
+
+    The answer is None where the kernel does not call the op exactly once, or fails.
+    """
+    watch = _Watch(op)
+    try:
+        with contextlib.ExitStack() as stack:
+            for each in (torch.no_grad(), in_autocast(state), watch):
+                stack.enter_context(each)
+            result = op(*args)
+    except Exception:  # noqa: BLE001 (the kernel is the user's)
+        return None
+    if len(watch.calls) != 1:
+        return None
+    ((called, given),) = watch.calls
+    return Passed(called, given, result)
+
+
+def _autocast_key(device: str) -> str | None:
+    name = getattr(torch._C, "_dispatch_key_for_device", None)
+    try:
+        return None if name is None else f"Autocast{name(device)}"
+    except RuntimeError:  # no such device type
+        return None
+
+
+class _Watch(TorchDispatchMode):
+    """Notes the arguments and the result of each call of one op."""
+
+    def __init__(self, op: OpOverload) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.op = op
+        self.calls: list[tuple[tuple[Any, ...], Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is self.op:
+            self.calls.append((args, result))
+        return result

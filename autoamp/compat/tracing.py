@@ -79,6 +79,14 @@ def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
     return [fake(value) for value in inputs]
 
 
+def fake_on(value: Any, device: str) -> Any:
+    """A fake tensor like `value` on a device type; another value as it is."""
+    if not isinstance(value, FakeTensor) or value.device.type == device:
+        return value
+    with value.fake_mode:
+        return torch.empty_like(value, device=device)
+
+
 def told_apart(fakes: Sequence[Any]) -> list[Any]:
     """`fakes` with a tensor that stands for two inputs replaced by an alias of itself.
 

@@ -149,6 +149,8 @@ def _choice(verdict: Verdict, low: bool, pinned: bool, rewarded: bool) -> str:
             return "its neighbours are low"
         return "going low would cost more casts than it saves"
     if low:
+        if verdict.asked:
+            return "as its author asks"
         if rewarded:
             return "do_no_harm=False converts it wherever it may be"
         return "predicted to gain more than it casts"

@@ -9,8 +9,9 @@ are integers of 0.1 ns, because a min-cut needs exact sums.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -111,6 +112,28 @@ def price_graph(
             high, low = ops[name]
             ops[name] = (high + reward, low)
     return Prices(ops, down, casts, reward, objective == "memory", device)
+
+
+def as_authors_ask(prices: Prices, classified: Classified) -> Prices:
+    """The prices with which no price keeps a call in fp32 that its author asks low.
+
+    The cost of a custom op is not known.  Its author's word is taken for it: in fp32
+    the op costs more than in the low dtype with all its casts.
+    """
+    facts, ops = classified.facts, dict(prices.ops)
+    asked = [n for n, verdict in classified.verdicts.items() if verdict.asked]
+    if not asked:
+        return prices
+    uses: Counter[str] = Counter(facts.returned)
+    for name in classified.verdicts:
+        uses.update(operand.value for operand in facts.nodes[name].operands)
+    for name in asked:
+        high, low = ops[name]
+        casts = sum(prices.down[o.value] for o in facts.nodes[name].operands)
+        made = [v for v in prices.up if facts.producer(v) == name]
+        casts += sum(uses[value] * prices.up[value] for value in made)
+        ops[name] = (max(high, low + casts + 1), low)
+    return replace(prices, ops=ops)
 
 
 class _Model:

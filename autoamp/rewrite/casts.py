@@ -141,7 +141,7 @@ class _Emitter:
         target: Any = node.target
         keeps_state = is_low and fact.keeps_state
         if keeps_state:
-            target = WITH_FP32_STATE[target]
+            target = WITH_FP32_STATE.get(target, target)
         new = self.emitted.graph.create_node(node.op, target, args, kwargs, node.name)
         new.meta = dict(node.meta)
         if is_low and fact.makes_floats and not keeps_state:

@@ -14,6 +14,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import WITH_FP32_STATE, op_with_its_state
+from autoamp.ops import is_custom
 from autoamp.rewrite.standin import StandIns, dtypes_of, named, where
 
 _CONVERTS = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
@@ -81,7 +82,7 @@ def operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
     if not isinstance(node.target, compat.OpOverload):
         return
     name = compat.schema(node.target).name
-    if name in _CONVERTS:
+    if name in _CONVERTS or is_custom(node.target):  # its author may want two dtypes
         return
     exempt = _FP32_PARAMETERS.get(name, frozenset())
     if _on_cpu(node):

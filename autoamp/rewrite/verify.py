@@ -18,6 +18,7 @@ from torch import fx
 
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import WITH_FP32_STATE
+from autoamp.ops import is_custom
 from autoamp.rewrite.operands import operands_agree, read_dtypes, reads_as_it_comes
 from autoamp.rewrite.same_program import (
     check_same_program,
@@ -173,7 +174,8 @@ def _runs_low(node: fx.Node, before: StandIns, after: StandIns) -> bool:
     new = dtypes_of(after.values[node.name])
     if node.target in WITH_FP32_STATE.values():
         return True
-    if torch.float32 in old:
+    # The author of a custom op may give fp32 whatever the op reads.
+    if torch.float32 in old and (old != new or not is_custom(node.target)):
         return old != new
     return any(
         torch.float32 in dtypes_of(before.values.get(b.name))

@@ -441,7 +441,38 @@ def no_total_norm(patch: pytest.MonkeyPatch) -> None:
     autoamp.disable()
 
 
+def no_word_of_authors(patch: pytest.MonkeyPatch) -> None:
+    """Then a custom op is one that nobody has said anything of, and stays fp32."""
+    library = torch.library.Library("faults", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    for key in ("CPU", "Meta"):
+        library.impl("twice", lambda x: x + x, key)
+    torch.library.register_autocast("faults::twice", "cpu", torch.bfloat16, lib=library)
+    op = torch.ops.faults.twice.default
+    assert compat.registered_dtype(op, "cpu") == torch.bfloat16
+    hide(patch, "py_kernels", "custom_ops")
+    assert compat.registered_dtype(op, "cpu") is None
+    for name in ("_dispatch_has_kernel_for_dispatch_key", "_dispatch_key_for_device"):
+        hide(patch)
+        assert compat.has_autocast_kernel(op, "cpu")
+        hide(patch, name)
+        assert not compat.has_autocast_kernel(op, "cpu")
+
+    @torch.library.custom_op("faults::defined", mutates_args=())
+    def defined(x: Tensor) -> Tensor:
+        return x + x
+
+    defined.register_autocast("cpu", torch.bfloat16)
+    op = torch.ops.faults.defined.default
+    hide(patch)
+    assert compat.registered_dtype(op, "cpu") == torch.bfloat16
+    for name in ("OPDEFS", "_autocast_dtype"):
+        hide(patch, name)
+        assert compat.registered_dtype(op, "cpu") is None
+
+
 ALONE = [
+    no_word_of_authors,
     no_skip_reasons,
     no_entries,
     no_custom_functions,
