@@ -55,6 +55,14 @@ class Autoencoder(nn.Module):
     def width(self) -> int:
         return self.encoder[0].in_features
 
+    def count(self) -> int:
+        return sum(p.weight.numel() for p in self.decoder) - self.head.weight.numel()
+
+    def start(self) -> None:
+        self.encoder[0].weight.data.mul_(1)
+        for layer in self.decoder:
+            layer.bias.detach().fill_(0)
+
     def weights(self) -> list[Tensor]:
         return list(self.encoder.parameters())
 
@@ -79,6 +87,25 @@ def runs_of(model: nn.Module) -> int:
 def test_methods_that_compute_are_told_by_their_source() -> None:
     found = set(computing_methods(Autoencoder()))
     assert found == {"encode", "decode", "sample", "last", "log_odds"}
+
+
+def test_a_method_of_a_child_counts_and_a_tensor_of_a_child_does_not() -> None:
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"a": Autoencoder()})
+            self.table = nn.Parameter(torch.ones(3))
+
+        def encode(self, x: Tensor) -> Tensor:
+            return self.parts["a"].encode(x)
+
+        def each(self, x: Tensor) -> list[Tensor]:
+            return [part.encode(x) for part in self.parts.values()]
+
+        def size(self) -> int:
+            return self.parts["a"].head.weight.numel() + self.table.numel()
+
+    assert set(computing_methods(Held())) == {"encode", "each"}
 
 
 def test_they_run_rewritten_graphs_and_are_counted() -> None:
@@ -186,3 +213,34 @@ def test_a_method_that_was_taken_before_runs_converted_parts() -> None:
     for _ in range(3):
         encode(X)
     assert autoamp.report(model.encoder).runs == 2
+
+
+@pytest.mark.usefixtures("automatic")
+def test_a_module_is_called_before_its_owner_is_made(caplog) -> None:
+    """As botorch's `SingleTaskGP` transforms its data before `super().__init__()`."""
+
+    class HalfMade(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            self.forward(part)
+            super().__init__()
+            self.part = part
+
+        def forward(self, part: nn.Module) -> Tensor:
+            return part(X)
+
+    class Elusive(Autoencoder):
+        def modules(self) -> Any:
+            raise AttributeError("not yet")
+
+        children = named_children = named_modules = modules
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x)
+
+    for _ in range(2):
+        HalfMade(Autoencoder())
+        elusive = Elusive()
+        for _ in range(3):
+            elusive.forward(X)
+    assert autoamp.report(elusive).runs == 2
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]

@@ -86,7 +86,7 @@ def caller_of(module: nn.Module) -> nn.Module | None:
             computes = code.co_name == "forward" or code.co_name in computing_methods(
                 owner
             )
-            if computes and any(each is module for each in owner.modules()):
+            if computes and any(each is module for each in compat.modules_of(owner)):
                 found = owner
         frame = frame.f_back
     return found
@@ -111,5 +111,5 @@ def _is_lone_layer(module: nn.Module) -> bool:
     A lone layer is called by a plain function or method, with fp32 in, fp32 out and a
     graph of its own, so its conversion mostly does not pay.
     """
-    alone = next(module.children(), None) is None
+    alone = len(compat.modules_of(module)) == 1
     return alone and type(module).__module__.startswith("torch.nn.")

@@ -60,7 +60,7 @@ def likeness(
             tuple(map(_argument, _leaves(args, kwargs))),
             tuple(kwargs),
         )
-    except (_Unlike, RuntimeError, TypeError, ValueError):
+    except (_Unlike, AttributeError, RuntimeError, TypeError, ValueError):
         return None
     return kept
 

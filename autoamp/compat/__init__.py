@@ -146,6 +146,7 @@ from autoamp.compat.stack import with_room
 from autoamp.compat.tensors import (
     Memory,
     buffers_here,
+    children_here,
     copy_all,
     data_address,
     data_addresses,

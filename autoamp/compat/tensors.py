@@ -228,15 +228,32 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
         module = left.pop()
         if module is not None and id(module) not in found:
             found[id(module)] = module
-            left += reversed(module._modules.values())
+            left += reversed(_held(module, "_modules").values())
     return [*found.values()]
 
 
 def parameters_here(module: torch.nn.Module) -> dict[str, Any]:
     """A module's own parameters by name, some None, without those of its children."""
-    return module._parameters
+    return _held(module, "_parameters")
 
 
 def buffers_here(module: torch.nn.Module) -> dict[str, Any]:
     """A module's own buffers by name, some None, without those of its children."""
-    return module._buffers
+    return _held(module, "_buffers")
+
+
+def children_here(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's own children by name, some None."""
+    return _held(module, "_modules")
+
+
+def _held(module: torch.nn.Module, name: str) -> dict[str, Any]:
+    """A dict of `module`; an empty one before `nn.Module.__init__` has made it.
+
+    No attribute is asked for, because a `__getattr__` of the class may need the very
+    dict.
+    """
+    found: Any = vars(module).get(name)
+    if found is None and isinstance(module, torch.jit.ScriptModule):
+        found = getattr(module, name, None)  # made anew by a property
+    return {} if found is None else found

@@ -2,7 +2,9 @@
 
 A script calls such methods past `forward`, so modules called there would run in fp32.
 The source of a method tells: a method that calls a module of the model's own computes,
-unless the method also trains (`loss.backward()`), which is no work for a graph.
+unless the method also trains (`loss.backward()`), which is no work for a graph.  What
+the source calls is looked up on the model: `self.embedding.weight.numel()` calls a
+tensor.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
+
+from autoamp import compat
 
 _TRAINS = frozenset(
     {"backward", "load_state_dict", "save", "state_dict", "step", "zero_grad"}
@@ -35,50 +40,60 @@ def computing_methods(model: nn.Module) -> tuple[str, ...]:
     Methods of torch's own classes, generators, coroutines and methods without source
     are not among them.
     """
-    children = frozenset(name for name, _ in model.named_children())
+    children = frozenset(compat.children_here(model))
+    if not children:
+        return ()
     owner: Any = type(model)
-    return _methods_of(owner, children) if children else ()
+    return tuple(
+        name
+        for name, called in _methods_of(owner, children)
+        if any(_is_computation(function, model) for function in called)
+    )
 
 
 @functools.lru_cache(maxsize=256)
-def _methods_of(owner: Any, children: frozenset[str]) -> tuple[str, ...]:
-    found: dict[str, bool] = {}
+def _methods_of(
+    owner: Any, children: frozenset[str]
+) -> tuple[tuple[str, tuple[ast.expr, ...]], ...]:
+    """The public methods of a class, each with what it calls that children hold."""
+    found: dict[str, tuple[ast.expr, ...]] = {}
     for base in owner.__mro__:
         if base.__module__.partition(".")[0] == "torch":
             break
         for name, function in vars(base).items():
             if name not in found and isinstance(function, types.FunctionType):
-                found[name] = _is_public(name) and _computes(function, children)
-    return tuple(name for name, computes in found.items() if computes)
+                found[name] = ()
+                if _is_public(name):
+                    found[name] = tuple(_called(function, children))
+    return tuple((name, called) for name, called in found.items() if called)
 
 
 def _is_public(name: str) -> bool:
     return not name.startswith("_") and not hasattr(nn.Module, name)
 
 
-def _computes(function: types.FunctionType, children: frozenset[str]) -> bool:
+def _called(function: types.FunctionType, children: frozenset[str]) -> list[ast.expr]:
+    """What a method calls that children hold; nothing where the method trains."""
     plain: Any = inspect.unwrap(function)
     if not isinstance(plain, types.FunctionType):
-        return False
+        return []
     # Most methods are ruled out here, without a look at their source.
     if children.isdisjoint(plain.__code__.co_names):
-        return False
+        return []
     suspends = inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain)
     if suspends or not plain.__code__.co_argcount:
-        return False
+        return []
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
     except (OSError, SyntaxError, TypeError):
-        return False
+        return []
     this = plain.__code__.co_varnames[0]
     called = [n.func for n in ast.walk(tree) if isinstance(n, ast.Call)]
     if any(_trains(f, this) for f in called):
-        return False
-    looped = set(_loop_names(tree, this, children))
-    return any(
-        _is_child(f, this, children) or (isinstance(f, ast.Name) and f.id in looped)
-        for f in called
-    )
+        return []
+    looped = dict(_loops(tree, this, children))
+    found = [_as_child(f, this, children, looped) for f in called]
+    return [f for f in found if f is not None]
 
 
 def _trains(value: ast.AST, this: str) -> bool:
@@ -89,26 +104,98 @@ def _trains(value: ast.AST, this: str) -> bool:
     return value.attr in _TRAINS or (own and value.attr in _OF_A_LOOP)
 
 
-def _loop_names(tree: ast.AST, this: str, children: frozenset[str]) -> Iterator[str]:
-    """Names of the variables of loops over children: `for layer in self.layers`."""
+def _loops(
+    tree: ast.AST, this: str, children: frozenset[str]
+) -> Iterator[tuple[str, ast.expr]]:
+    """Variables of loops over children, with the children (`for x in self.layers`)."""
     for node in ast.walk(tree):
-        if isinstance(node, (ast.For, ast.comprehension)) and any(
-            _is_child(part, this, children) for part in ast.walk(node.iter)
-        ):
-            names = ast.walk(node.target)
-            yield from (part.id for part in names if isinstance(part, ast.Name))
+        if not isinstance(node, (ast.For, ast.comprehension)):
+            continue
+        for part in ast.walk(node.iter):
+            held = _as_child(part, this, children, {})
+            if held is not None:
+                names = ast.walk(node.target)
+                yield from (
+                    (each.id, held) for each in names if isinstance(each, ast.Name)
+                )
+                break
 
 
-def _is_child(value: ast.AST, this: str, children: frozenset[str]) -> bool:
-    """Whether `value` is `self.child`, `self.child[i]` or `self.child.part`.
+def _as_child(
+    value: ast.AST, this: str, children: frozenset[str], looped: dict[str, ast.expr]
+) -> ast.expr | None:
+    """`value` if it is `self.child`, `self.child[i]` or `self.child.part`, or None.
+
+    The variable of a loop over children counts as an element of the children.
 
     Methods that every module has, such as `self.child.parameters`, do not count,
     because they compute nothing.
     """
+    if isinstance(value, ast.Name) and value.id in looped:
+        return ast.Subscript(looped[value.id], ast.Constant(0), ast.Load())
     if isinstance(value, ast.Subscript):
-        return _is_child(value.value, this, children)
+        inner = _as_child(value.value, this, children, looped)
+        return None if inner is None else ast.Subscript(inner, value.slice, value.ctx)
     if not isinstance(value, ast.Attribute):
+        return None
+    if isinstance(value.value, ast.Name) and value.value.id == this:
+        return value if value.attr in children else None
+    inner = _as_child(value.value, this, children, looped)
+    if inner is None or hasattr(nn.Module, value.attr):
+        return None
+    return ast.Attribute(inner, value.attr, value.ctx)
+
+
+def _is_computation(function: ast.expr, model: nn.Module) -> bool:
+    """Whether a call of `function` calls a module, or a method that its class defines.
+
+    Methods of tensors, and of plain objects that modules hold, do not count.
+    """
+    if any(isinstance(each, nn.Module) for each in _held(function, model)):
+        return True
+    if not isinstance(function, ast.Attribute):
         return False
-    if isinstance(value.value, ast.Name):
-        return value.value.id == this and value.attr in children
-    return not hasattr(nn.Module, value.attr) and _is_child(value.value, this, children)
+    owners = _held(function.value, model)
+    return any(
+        isinstance(owner, nn.Module) and not _holds(owner, function.attr)
+        for owner in owners
+    )
+
+
+def _held(value: ast.expr, model: nn.Module) -> list[Any]:
+    """The objects that an expression may stand for; none where that is not known."""
+    if isinstance(value, ast.Name):
+        return [model]
+    if isinstance(value, ast.Subscript):
+        return [part for each in _held(value.value, model) for part in _parts_of(each)]
+    assert isinstance(value, ast.Attribute)
+    owners = _held(value.value, model)
+    found = (_attribute(owner, value.attr) for owner in owners)
+    return [each for each in found if each is not None]
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, nn.Module):
+        return compat.children_here(value).values()
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """What `owner` holds under a name; no code of the owner's is run to find it."""
+    if not isinstance(owner, nn.Module):
+        return None
+    for held in (
+        compat.children_here(owner),
+        compat.parameters_here(owner),
+        compat.buffers_here(owner),
+        vars(owner),
+    ):
+        if name in held:
+            return held[name]
+    return None
+
+
+def _holds(owner: nn.Module, name: str) -> bool:
+    return isinstance(_attribute(owner, name), (nn.Module, torch.Tensor))
