@@ -28,7 +28,7 @@ from autoamp.loss_scale import (
     NoLossScale,
     StaticLossScale,
 )
-from autoamp.model.thread import disabled
+from autoamp.model.call.thread import disabled
 from autoamp.questions import compare, explain, find_overflow, tune
 from autoamp.rules import Rules
 from autoamp.tuning.tuning import Tuning

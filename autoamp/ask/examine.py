@@ -22,7 +22,7 @@ from autoamp.capture.prepare import as_it_is
 from autoamp.capture.record import Record
 from autoamp.errors import UnsupportedModelError
 from autoamp.loss_scale import resolve_loss_scale
-from autoamp.model.calls import CompiledCall
+from autoamp.model.call.calls import CompiledCall
 from autoamp.model.conversion import conversion_of, inside_wrappers, without_ours
 from autoamp.model.eligible import parameters_of, unsupported
 from autoamp.model.forward import forward_of

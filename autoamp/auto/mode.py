@@ -19,11 +19,11 @@ from autoamp.auto.environment import Settings
 from autoamp.auto.report_dir import Recorder
 from autoamp.capture.engine import Engine
 from autoamp.capture.locked import check_model
+from autoamp.model.call.thread import disabled
 from autoamp.model.compile_backend import GraphBackend
 from autoamp.model.conversion import conversion_of, disown, models_of
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import choose_precision
-from autoamp.model.thread import disabled
 from autoamp.optimizer.meeting import retire
 from autoamp.options import Options
 from autoamp.plain import class_name, plain

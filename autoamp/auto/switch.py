@@ -20,8 +20,8 @@ from autoamp.auto.compiled import compiling_with
 from autoamp.auto.environment import Settings
 from autoamp.auto.mode import THREAD, AutomaticMode
 from autoamp.auto.patch import Patch
-from autoamp.model.calls import under_compilation
-from autoamp.model.thread import inside_a_call
+from autoamp.model.call.calls import under_compilation
+from autoamp.model.call.thread import inside_a_call
 from autoamp.optimizer.meeting import expect_models
 from autoamp.options import Options
 

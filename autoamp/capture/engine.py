@@ -95,6 +95,7 @@ class Engine:
             return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
         if _computes_on_dtensors(gm, example_inputs):
             return self._by_autocast(gm, example_inputs)
+        modes, drawn = compat.Modes(), compat.Generators()
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
                 on = Setting(device=self.device, price=self.price)
@@ -114,6 +115,8 @@ class Engine:
             )
             return self._as_it_is(gm, example_inputs, problem)
         finally:
+            modes.restore()
+            drawn.restore()
             compat.forget_inputs(gm)
 
     def _by_autocast(

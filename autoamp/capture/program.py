@@ -35,14 +35,13 @@ class Backend:
 
     Attributes:
         runs_as_is: graphs run as they are, and no compiler gets them.
-        left: code that Dynamo left to Python, each with whether only calls past the
-            recompile limit are.
+        left: code that Dynamo left to Python.
     """
 
     def __init__(self, engine: Engine) -> None:
         """Args: `engine` is the first model's engine."""
         self.runs_as_is = engine.runs_as_is
-        self.left: list[tuple[types.CodeType, bool]] = []
+        self.left: list[compat.Left] = []
         self._first = weakref.ref(engine)
 
     def __call__(
@@ -58,10 +57,10 @@ class Backend:
 
         return run
 
-    def leave(self, code: types.CodeType, at_limit: bool) -> None:
+    def leave(self, left: compat.Left) -> None:
         """Notes code that Dynamo leaves to Python."""
-        self.left.append((code, at_limit))
-        self._running().record.left_to_python(code, at_limit)
+        self.left.append(left)
+        self._running().record.left_to_python(left)
 
     def _running(self) -> Engine:
         engine = RUNNING.engine or self._first()
@@ -94,7 +93,11 @@ class Program:
         self.stepped_aside = False
         self.captured_modes: set[tuple[bool, bool, bool]] = set()
         self.call = compat.CompiledEntry(
-            entry, self.backend, self.backend.leave, hooked=hooked
+            entry,
+            self.backend,
+            self.backend.leave,
+            hooked=hooked,
+            strict=engine.options.strict,
         )
 
     @property
@@ -108,8 +111,8 @@ class Program:
 
     def tell(self, engine: Engine) -> None:
         """Records for a model the code left to Python before the model joined."""
-        for code, at_limit in self.backend.left:
-            engine.record.left_to_python(code, at_limit)
+        for left in self.backend.left:
+            engine.record.left_to_python(left)
 
 
 _PROGRAMS: weakref.WeakValueDictionary[Hashable, Program] = (

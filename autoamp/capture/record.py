@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import types
 from dataclasses import dataclass, field
 
 import torch
 
+from autoamp import compat
 from autoamp.capture.captured import CapturedGraph
 from autoamp.dtypes import short_name
 from autoamp.pipeline import Rewritten
@@ -29,6 +29,12 @@ _AT_THE_LIMIT = (
     "some calls of it run in fp32: each kind of call needs a graph of its own, and "
     "Dynamo makes no more of them than torch._dynamo.config.recompile_limit; "
     "TORCH_LOGS=recompiles tells what differs"
+)
+
+
+_FAILED = (
+    "Dynamo failed on it and leaves it to Python: what it calls is captured by itself, "
+    "and operations written in it run in fp32; its error is"
 )
 
 
@@ -134,16 +140,15 @@ class Record:
         if aloud:
             say_once(logger, logging.WARNING, f"autoamp: {self.label}: {why}")
 
-    def left_to_python(self, code: types.CodeType, at_limit: bool) -> None:
-        """Keeps for the report that Dynamo leaves a function to Python.
-
-        Args:
-            at_limit: Dynamo leaves only those calls to Python that would need more
-                graphs than the recompile limit.
-        """
+    def left_to_python(self, left: compat.Left) -> None:
+        """Keeps for the report that Dynamo leaves a function to Python."""
+        code = left.code
         place = plain_line(f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}")
-        if at_limit:
+        if left.at_limit:
             self.note(f"{place}: {_AT_THE_LIMIT}")
+            return
+        if left.error:
+            self.note(f"{place}: {_FAILED} {left.error}")
             return
         found = Skipped(place, _LEFT)
         if found not in self.skipped:

@@ -10,7 +10,6 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoamp.compat.capture import (
-    capture_errors_suppressed,
     compile_with,
     fx_tracing,
     hides_calls,
@@ -27,16 +26,8 @@ from autoamp.compat.capture import (
     unwrapped_backend,
 )
 from autoamp.compat.device import (
-    AutocastState,
-    any_autocast,
-    autocast_enabled,
-    autocast_nesting,
-    autocast_off,
-    autocast_state,
     cpu_attention,
     cpu_low_precision_units,
-    in_autocast,
-    on_real_numbers,
     runs_one_kernel,
     safe_softmax,
     softmax_gradient,
@@ -69,7 +60,8 @@ from autoamp.compat.distributed.groups import (
     shard_groups,
     stage_groups,
 )
-from autoamp.compat.entry import CompiledEntry, never_a_graph_by_itself
+from autoamp.compat.dynamo.entry import CompiledEntry
+from autoamp.compat.dynamo.frames import Left, never_a_graph_by_itself, said_in_a_line
 from autoamp.compat.gradients import (
     accumulate_in,
     backward_id,
@@ -106,6 +98,17 @@ from autoamp.compat.listening import (
     passed_under_autocast,
     registered_dtype,
 )
+from autoamp.compat.modes.autocast import (
+    AutocastState,
+    any_autocast,
+    autocast_enabled,
+    autocast_nesting,
+    autocast_off,
+    autocast_state,
+    in_autocast,
+    on_real_numbers,
+)
+from autoamp.compat.modes.process import Generators, Modes
 from autoamp.compat.names import (
     CHECKPOINT,
     COND,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -161,7 +160,7 @@ def uncompiled(module: Any) -> torch.nn.Module:
 _COMPILERS = ("_dynamo", "_inductor", "_functorch")
 
 
-def is_capture_error(error: Exception) -> bool:
+def is_capture_error(error: BaseException) -> bool:
     """Whether Dynamo, or a backend it called, failed; not the model's own code."""
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return True
@@ -170,11 +169,3 @@ def is_capture_error(error: Exception) -> bool:
         trace = trace.tb_next
     module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
     return module.startswith(tuple(f"torch.{name}" for name in _COMPILERS))
-
-
-def capture_errors_suppressed() -> contextlib.AbstractContextManager[None]:
-    """A region in which Dynamo leaves frames it fails on to Python."""
-    patched: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(
-        suppress_errors=True
-    )
-    return patched

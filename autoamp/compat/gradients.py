@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from autoamp.compat.device import on_real_numbers
-from autoamp.compat.entry import set_frames_action
+from autoamp.compat.dynamo.frames import set_frames_action
+from autoamp.compat.modes.autocast import on_real_numbers
 
 
 @contextlib.contextmanager

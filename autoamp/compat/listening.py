@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoamp.compat.device import AutocastState, in_autocast
+from autoamp.compat.modes.autocast import AutocastState, in_autocast
 
 
 class Heard(NamedTuple):

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp.capture.alike import STATE
 from autoamp.capture.engine import Engine
 from autoamp.capture.record import Skipped
-from autoamp.model.calls import CompiledCall
+from autoamp.model.call.calls import CompiledCall
 from autoamp.model.forward import MADE_HERE
 
 logger = logging.getLogger(__name__)

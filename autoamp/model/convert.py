@@ -22,7 +22,7 @@ from autoamp.capture.record import Record, Skipped
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.loss_scale import NoLossScale, resolve_loss_scale
-from autoamp.model.calls import CompiledCall
+from autoamp.model.call.calls import CompiledCall
 from autoamp.model.conversion import (
     CONVERSIONS,
     DECLINED,

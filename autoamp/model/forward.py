@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from autoamp.capture.code import Method
-from autoamp.model.calls import under_compilation
-from autoamp.model.thread import inside_a_call
+from autoamp.model.call.calls import under_compilation
+from autoamp.model.call.thread import inside_a_call
 
 MADE_HERE = "_autoamp_method"
 """Set on functions that `make_method` made."""

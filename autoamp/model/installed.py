@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from autoamp.capture.alike import STATE
-from autoamp.model.calls import CompiledCall
+from autoamp.model.call.calls import CompiledCall
 from autoamp.model.conversion import (
     COPY,
     OUR_ATTRIBUTES,

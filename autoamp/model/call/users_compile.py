@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from autoamp import compat
+from autoamp.model.call.thread import THREAD
 from autoamp.model.compile_backend import is_ours
-from autoamp.model.thread import THREAD
 
 logger = logging.getLogger(__name__)
 

@@ -21,34 +21,21 @@ from autoamp.capture.code import Code, Method
 from autoamp.capture.engine import Engine
 from autoamp.capture.program import RUNNING
 from autoamp.errors import CaptureError
-from autoamp.model.hooks import Hooks
-from autoamp.model.thread import THREAD, tell_ranks
-from autoamp.model.users_compile import (
+from autoamp.model.call.aside import INSTEAD, RAN_NOTHING, TRACED
+from autoamp.model.call.hooks import Hooks
+from autoamp.model.call.thread import THREAD, tell_ranks
+from autoamp.model.call.users_compile import (
     ONE_GRAPH,
     RUNS_OUR_PASS,
     USERS_BACKENDS,
     traced_for_us,
     users_backend,
 )
-from autoamp.plain import plain_line
 from autoamp.saying import signs_of_life
 
 logger = logging.getLogger(__name__)
 under_compilation = torch.compiler.is_dynamo_compiling
-_RAN_NOTHING = (
-    "a call ran no rewritten graph, so it was fp32: Dynamo stepped aside (vmap, "
-    "torch.func, torch.jit or torch.export tracing, an active TorchDispatchMode, the "
-    "recompile limit, a hook or code it cannot trace) or the model computes nothing; "
-    "TORCH_LOGS=graph_breaks,recompiles tells which"
-)
 
-_TRACED = (
-    "torch.fx has traced it (symbolic_trace, make_fx), and what it traced is the "
-    "model's own code, in fp32; convert what the tracer returns, or let its "
-    "`is_leaf_module` say that this model is a leaf"
-)
-
-_INSTEAD = "calls run under torch.autocast instead of rewritten graphs, because "
 _MOST_IN_VAIN = 2
 """How many calls in a row may capture nothing before autocast takes over."""
 
@@ -81,13 +68,12 @@ class CompiledCall:
         self._hooks = Hooks()
         self._in_vain = 0
         self._by_autocast = self._left_to_autocast = ""
-        self._suppress = False
         self._lock = threading.RLock()
 
     def leave_to_autocast(self, why: str) -> None:
         """Has all calls, of other methods too, run under `torch.autocast`."""
         self._by_autocast = self._left_to_autocast = why
-        self.engine.record.note(_INSTEAD + why, aloud=False)
+        self.engine.record.note(INSTEAD + why, aloud=False)
 
     def renew(self, method: Method) -> None:
         """Makes `method` the code that is compiled from now on."""
@@ -126,8 +112,9 @@ class CompiledCall:
             if mode in program.captured_modes:
                 result = self._run(model, args, kwargs)
             else:
+                drawn = compat.Generators()
                 with signs_of_life(self.engine.record.tell_progress):
-                    result = compat.with_room(self._run, model, args, kwargs)
+                    result = compat.with_room(self._run, model, args, kwargs, drawn)
             program.captured_modes.add(mode)
             program.tell(self.engine)
             self.engine.record.announce()
@@ -144,35 +131,43 @@ class CompiledCall:
                     self._code.compile()
 
     def _run(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        drawn: compat.Generators | None = None,
     ) -> Any:
+        """Runs a call through its graphs.
+
+        Args:
+            drawn: the random generators before the call, where it is a first call.
+        """
         engine, program = self.engine, self._code.program
         if program is None:
             program = self._code.joined(model, args, kwargs)
         elif engine.differentiated_twice and not program.backend.runs_as_is:
             program = self._code.compile()
         engine.record.calls += 1
-        local = engine.local
+        local, modes = engine.local, compat.Modes()
         runs, rewritten, local.error = local.runs, local.rewritten, None
         local.regions = compat.autocast_nesting()
         THREAD.inside += 1
         outer, RUNNING.engine = RUNNING.engine, engine
         try:
-            if self._suppress:
-                with compat.capture_errors_suppressed():
-                    result = program.call(model, *args, **kwargs)
-            else:
-                result = program.call(model, *args, **kwargs)
+            result = program.call(model, *args, **kwargs)
         except Exception as caught:
+            modes.restore()
             if local.error is not None:  # our error, wrapped by Dynamo
                 error, local.error = local.error, None
                 raise error from error.__cause__
-            if compat.other_tracing():
-                result = self._code.entry(model, *args, **kwargs)
-            elif self._may_try_again(caught):
-                return self._tried_again(caught, model, args, kwargs)
-            else:
+            if not (compat.other_tracing() or compat.is_capture_error(caught)):
                 raise
+            if drawn is not None:
+                drawn.restore()
+            result = self._in_python(caught, model, args, kwargs)
+        except BaseException:  # the user's interrupt
+            modes.restore()
+            raise
         finally:
             THREAD.inside -= 1
             RUNNING.engine = outer
@@ -186,35 +181,33 @@ class CompiledCall:
             self._in_vain = 0
         return result
 
-    def _may_try_again(self, error: Exception) -> bool:
-        once = not self._suppress and not self.engine.options.strict
-        return once and compat.is_capture_error(error)
-
-    def _tried_again(
+    def _in_python(
         self,
         error: Exception,
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Makes the call again, with frames that Dynamo fails on left to Python.
+        """Makes a call again in which Dynamo itself failed, by the model's own code.
 
         A model that runs in fp32 must not fail because Dynamo does, and an error of the
         model's own must be raised by the model's own code.
+
+        Raises:
+            Exception: the model's own; under `strict` the error of Dynamo's, where the
+                model's own code raises none.
         """
-        self._suppress = True
-        self.engine.record.calls -= 1
         try:
-            result = self._run(model, args, kwargs)
+            result = self._code.entry(model, *args, **kwargs)
         except Exception as own:
-            self._suppress = False
             self._code.compile()
             raise own from own.__cause__  # not from Dynamo's error, which says the same
-        (line, *_) = [*str(error).strip().splitlines(), ""]
-        self.engine.record.note(
-            "Dynamo failed on a part of the model, which is left as it is: "
-            f"{type(error).__name__}: {plain_line(line)}"
-        )
+        if compat.other_tracing():
+            return result
+        if self.engine.options.strict:
+            raise error
+        why = compat.said_in_a_line(error)
+        self.engine.record.note(f"Dynamo failed in a call, which ran in fp32: {why}")
         return result
 
     def _in_region(
@@ -223,9 +216,9 @@ class CompiledCall:
         """Runs the model's own code under autocast, where no graph of ours can run."""
         engine = self.engine
         if engine.options.strict:
-            raise CaptureError(f"{engine.record.label}: {_RAN_NOTHING}")
+            raise CaptureError(f"{engine.record.label}: {RAN_NOTHING}")
         why = self._by_autocast or "of vmap, torch.func or forward-mode AD"
-        engine.record.note(_INSTEAD + why)
+        engine.record.note(INSTEAD + why)
         engine.record.calls += 1
         engine.record.aside += 1
         run = partial(under_autocast, cached=bool(self._left_to_autocast))
@@ -256,7 +249,7 @@ class CompiledCall:
         engine = self.engine
         if compat.fx_tracing():  # no real call: torch.fx makes another program
             engine.record.calls -= 1
-            engine.record.note(_TRACED)
+            engine.record.note(TRACED)
             return
         engine.record.aside += 1
         if self._code.program is not None:
@@ -270,8 +263,8 @@ class CompiledCall:
             if self._in_vain >= _MOST_IN_VAIN and not self._code.has_many:
                 self._by_autocast = "Dynamo captured nothing"
         if engine.options.strict:
-            raise CaptureError(f"{engine.record.label}: {_RAN_NOTHING}")
-        engine.record.note(_RAN_NOTHING)
+            raise CaptureError(f"{engine.record.label}: {RAN_NOTHING}")
+        engine.record.note(RAN_NOTHING)
 
     def inlined(
         self,

@@ -1,0 +1,245 @@
+"""The entry of a model, compiled by Dynamo with recompile limits of its own."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch._dynamo
+import torch._dynamo.convert_frame
+from torch import fx
+
+from autoamp.compat.distributed.ddp import note_ddp_mode
+from autoamp.compat.dynamo.frames import (
+    ConvertFrameReturn,
+    Left,
+    broken_off,
+    can_list_entries,
+    entries_of,
+    failed_frames,
+    may_be_left,
+    module_of,
+    said_in_a_line,
+    set_frames_action,
+)
+from autoamp.compat.dynamo.layers import layer_captured, layer_left
+from autoamp.compat.dynamo.quiet import quietly
+from autoamp.compat.recurrent import recurrent_results
+
+# DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
+_COMPILE_TIME_CONFIG = {"optimize_ddp": False}
+
+_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+
+
+class Backend(Protocol):
+    """The Dynamo backend that gets each graph.
+
+    Attributes:
+        runs_as_is: graphs run as they are, and no compiler gets them.
+    """
+
+    @property
+    def runs_as_is(self) -> bool: ...
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: list[Any], /) -> Any: ...
+
+
+class CompiledEntry:
+    """A function compiled by Dynamo with `backend`, and recompile limits of its own.
+
+    Dynamo counts recompiles per code object, shared by every function of one source:
+    two dozen models converted through the same lambda would exhaust the limit of 8 and
+    then run in fp32 without a message.  Therefore the entry gets a fresh code object.
+    In code that models share (a submodule's, after a graph break) graphs of other
+    models are not counted.  (`isolate_recompiles` of torch 2.13 would count so too, but
+    is one number for all threads: models called in two at once recompile without end.)
+    """
+
+    def __init__(
+        self,
+        entry: types.FunctionType,
+        backend: Backend,
+        leave: Callable[[Left], None],
+        *,
+        hooked: bool,
+        strict: bool,
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            leave: called with code that Dynamo leaves to Python, after the call in
+                which that happened.
+            hooked: modules may get and lose hooks, which Dynamo guards slowly, with
+                several guards for each module.
+            strict: an error of Dynamo's ends the call; otherwise the code that Dynamo
+                fails on is left to Python.
+        """
+        fresh = types.FunctionType(
+            entry.__code__.replace(co_name=entry.__code__.co_name),
+            entry.__globals__,
+            entry.__name__,
+            entry.__defaults__,
+            entry.__closure__,
+        )
+        self._leave = leave
+        self._frames = _Frames(backend, fresh.__code__, hooked=hooked, strict=strict)
+        context: Any = torch._dynamo.optimize(backend=backend)
+        if hasattr(context, "callback"):  # absent where TORCHDYNAMO_DISABLE is set
+            self._frames.rule(context.callback)
+        self._compiled: Callable[..., Any] = context(fresh)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether Dynamo has graphs of the entry: `torch._dynamo.reset()` drops all."""
+        if not can_list_entries():
+            return bool(self._frames.captured)
+        return any(map(entries_of, self._frames.captured))
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the compiled entry; after an error Dynamo looks at its code again.
+
+        Dynamo would leave a frame that raises while it is traced
+        (`if x.isnan().any(): raise`, and bad arguments) to Python from then on, even
+        with good arguments.
+        """
+        skipped = self._frames.skipped
+        before = len(skipped)
+        try:
+            result = self._compiled(*args, **kwargs)
+        except Exception:
+            for left in skipped[before:]:
+                if not left.at_limit:
+                    set_frames_action(left.code, "DEFAULT", "DEFAULT")
+            del skipped[before:]
+            raise
+        for left in skipped[before:]:
+            if left.is_said:
+                self._leave(left)
+        return result
+
+
+class _Frames:
+    """Has Dynamo compile frames under our configuration, and notes what it leaves.
+
+    Dynamo's frame callback runs only when a frame is compiled, so a converted call pays
+    nothing for this object, and everywhere else torch's configuration is the user's.
+
+    Attributes:
+        captured: code that has graphs.
+        skipped: code that is left to Python.
+    """
+
+    def __init__(
+        self, backend: Backend, entry: types.CodeType, *, hooked: bool, strict: bool
+    ) -> None:
+        """Args: `entry` is the code calls begin with; the rest as `CompiledEntry`'s."""
+        self.captured: list[types.CodeType] = []
+        self.skipped: list[Left] = []
+        self._backend = backend
+        self._entry = entry
+        self._strict = strict
+        self._options = {
+            **_COMPILE_TIME_CONFIG,
+            "skip_nnmodule_hook_guards": not hooked,
+        }
+        self._exceeded: dict[types.CodeType, Any] = {}
+        self._modules: defaultdict[types.CodeType, set[int]] = defaultdict(set)
+        self._raced: Counter[types.CodeType] = Counter()
+
+    def rule(self, callback: Any) -> None:
+        """Has Dynamo's callback go through this object.
+
+        The class of the one callback is replaced, because the C side walks the
+        callback's own attributes and crashes on a wrapping object.
+        """
+        base, frames = type(callback), self
+
+        def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+            entries = len(entries_of(frame.f_code))
+            with _lock():
+                found = len(entries_of(frame.f_code))
+                frames._raced[frame.f_code] += found > entries
+                return frames._compiled(self, base, frame, *args, **kwargs)
+
+        callback.__class__ = type(base.__name__, (base,), {"__call__": call})
+
+    def _compiled(
+        self, callback: Any, base: Any, frame: Any, *args: Any, **kw: Any
+    ) -> Any:
+        """Dynamo's result for a frame."""
+        code, known = frame.f_code, self._modules[frame.f_code]
+        before = len(known)
+        known.update(module_of(frame))
+        if code in self._exceeded and len(known) == before:
+            return self._exceeded[code]
+        note_ddp_mode(torch._dynamo.config.optimize_ddp)
+        as_is = self._backend.runs_as_is
+        recurrent = recurrent_results() if as_is else nullcontext()
+        soft, error = failed_frames(), ""
+        # Without `allow_rnn` nn.LSTM, GRU and RNN give no graph.  A compiler would take
+        # their steps apart, and what inductor makes of an LSTM raises (torch 2.13).
+        limits = _limits(self._uncounted(code))
+        options = {**self._options, **limits, "allow_rnn": as_is}
+        with torch._dynamo.config.patch(options), recurrent, quietly():
+            try:
+                found = base.__call__(callback, frame, *args, **kw)
+                if layer_left(frame, found):
+                    found = layer_captured(callback, frame, *args, **kw) or found
+            except Exception as caught:
+                if self._strict or not may_be_left(caught):
+                    raise
+                # The frame runs as Python from its first line.  (A second call of the
+                # model would draw random numbers, and fill lists, a second time.)
+                found, error = ConvertFrameReturn(), said_in_a_line(caught)
+        if found.guarded_code is not None and code not in self.captured:
+            self.captured.append(code)
+        if found.guarded_code is None and found.apply_to_code:
+            said = bool(error) or broken_off(frame, found, soft)
+            self._left(code, found, error, said)
+        return found
+
+    def _uncounted(self, code: types.CodeType) -> int:
+        """How many graphs of `code` do not count for the recompile limit.
+
+        Graphs of other backends; one for each further block of a model, where blocks of
+        several sizes share one code object after a graph break; one for each thread
+        that waited while another made the same graph.
+        """
+        others = sum(each.backend is not self._backend for each in entries_of(code))
+        return others + max(len(self._modules[code]) - 1, 0) + self._raced[code]
+
+    def _left(self, code: types.CodeType, found: Any, error: str, said: bool) -> None:
+        """Notes that Dynamo leaves `code` to Python.
+
+        Nothing is said about the entry, whose calls without a graph are counted.
+        """
+        own = code is self._entry
+        if found.frame_exec_strategy.cur_action.name != "RUN_ONLY":
+            self.skipped.append(Left(code, is_said=said and not own, error=error))
+            return
+        found.apply_to_code = False  # our limit is not other models'
+        self._exceeded[code] = found
+        if not own:
+            self.skipped.append(Left(code, at_limit=True))
+
+
+def _limits(more: int) -> dict[str, int]:
+    return {name: getattr(torch._dynamo.config, name) + more for name in _LIMITS}
+
+
+def _lock() -> Any:
+    """Dynamo's lock: our limits stand in torch's configuration while Dynamo compiles.
+
+    Where Dynamo shows no lock, ours keeps converted models apart from each other, but
+    not from code the user compiles in another thread.
+    """
+    return getattr(torch._dynamo.convert_frame, "compile_lock", _OUR_LOCK)
+
+
+_OUR_LOCK = threading.RLock()

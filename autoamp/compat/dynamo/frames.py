@@ -1,0 +1,109 @@
+"""Frames that Dynamo meets: the code they run, and why Dynamo leaves one to Python."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo
+import torch._dynamo.exc
+import torch._dynamo.types
+from torch import nn
+
+from autoamp.plain import plain_line
+
+ConvertFrameReturn: Any = getattr(torch._dynamo.types, "ConvertFrameReturn", None)
+"""Made without arguments, it has Dynamo leave a frame, now and later, to Python."""
+
+
+class Left(NamedTuple):
+    """Code that Dynamo leaves to Python.
+
+    Attributes:
+        at_limit: Dynamo leaves only the calls to Python that would need more graphs
+            than the recompile limit.
+        is_said: the reason is one that users should read.
+        error: the error that Dynamo failed with, in a line; "" where a graph break that
+            Dynamo cannot go on from is the reason.
+    """
+
+    code: types.CodeType
+    at_limit: bool = False
+    is_said: bool = True
+    error: str = ""
+
+
+def said_in_a_line(error: BaseException) -> str:
+    """The class of an error and the first line it says."""
+    (line, *_) = [*str(error).strip().splitlines(), ""]
+    return plain_line(f"{type(error).__name__}: {line}")
+
+
+def module_of(frame: Any) -> set[int]:
+    """The `id` of the module whose method runs in a frame, where there is one."""
+    names = (*frame.f_code.co_varnames[:1], "self")  # the code after a break has `self`
+    found = (frame.f_locals.get(name) for name in names)
+    return {id(value) for value in found if isinstance(value, nn.Module)}
+
+
+def broken_off(frame: Any, found: Any, failed: int) -> bool:
+    """Whether Dynamo left a module's frame after a graph break it cannot go on from.
+
+    Args:
+        failed: how many frames Dynamo had failed on before.
+    """
+    if not module_of(frame):
+        return False
+    if hasattr(found, "skip_reason"):
+        return bool(found.skip_reason == _SOFT_ERROR)
+    return failed_frames() > failed  # an older torch gives no reason
+
+
+_SOFT_ERROR = "an error was suppressed during compilation"
+
+
+def may_be_left(error: Exception) -> bool:
+    """Whether a frame in which Dynamo failed may run as Python from its first line."""
+    resuming = getattr(torch._dynamo.exc, "ResumePrologueTracingError", ())
+    return ConvertFrameReturn is not None and not isinstance(error, resuming)
+
+
+def failed_frames() -> int:
+    """How many frames Dynamo has failed on so far, frames being traced now included."""
+    counters: Any = getattr(torch._dynamo.utils, "counters", None)
+    if counters is None:
+        return 0
+    frames = counters["frames"]
+    return int(frames["total"] - frames["ok"])
+
+
+def entries_of(code: types.CodeType) -> list[Any]:
+    """The compiled versions of `code`, of every backend."""
+    if not can_list_entries():  # models of one class then share a limit
+        return []
+    ask: Any = torch._dynamo.eval_frame._debug_get_cache_entry_list
+    return list(ask(code))
+
+
+def can_list_entries() -> bool:
+    return hasattr(torch._dynamo.eval_frame, "_debug_get_cache_entry_list")
+
+
+def set_frames_action(code: types.CodeType, own: str, called: str) -> None:
+    """Sets what Dynamo does with `code` and frames it calls: "DEFAULT" or "SKIP"."""
+    try:
+        frames: Any = torch._C._dynamo.eval_frame
+        actions = [getattr(frames._FrameAction, name) for name in (own, called)]
+        strategy = frames._FrameExecStrategy(*actions)
+        frames.set_code_exec_strategy(code, strategy)
+    except AttributeError:  # an older torch: it captures a little more, or less
+        pass
+
+
+def never_a_graph_by_itself(function: Any) -> None:
+    """Makes Dynamo start no graph at `function`, but look at functions it calls.
+
+    In a graph that begins above it, `function` is traced like any other.
+    """
+    set_frames_action(function.__code__, "SKIP", "DEFAULT")

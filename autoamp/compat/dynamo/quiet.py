@@ -1,0 +1,43 @@
+"""Keeps messages of Dynamo from users who did not ask for them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """A region in which Dynamo's messages reach only those who asked for them."""
+    with warnings.catch_warnings():
+        # Dynamo looks at `.grad` of every input and hides the warning, but not from a
+        # filter that makes the warning an error, and the error would end the capture.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
+        for logger in _LOGGERS:
+            logger.addFilter(_is_worth_saying)
+        try:
+            yield
+        finally:
+            for logger in _LOGGERS:
+                logger.removeFilter(_is_worth_saying)
+
+
+_LOGGERS = [
+    logging.getLogger(f"torch._dynamo.{name}")
+    for name in ("convert_frame", "variables.tensor")
+]
+
+
+def _is_worth_saying(record: logging.LogRecord) -> bool:
+    """Whether a message of Dynamo is for a user who did not ask for messages.
+
+    Advice against a graph break at `.item()`, with a page of stack, is not.  Neither is
+    a failure of Dynamo, with three: the report says which code is left to Python, and
+    an error of the model's own is raised by the model's own code.
+    """
+    if logging.getLogger(record.name).isEnabledFor(logging.INFO):
+        return True  # asked for, by TORCH_LOGS
+    said = str(record.msg)
+    return not ("Graph break from `Tensor.item()`" in said or "WON'T CONVERT" in said)

@@ -1,0 +1,1 @@
+"""The modes of a process, which torch reads in every call: autocast, gradients."""

@@ -1,0 +1,101 @@
+"""The modes and the random generators of the process, read once and put back later.
+
+Dynamo sets modes for real while it traces, and so does code of the model's that is run
+while a graph is captured.  An error in the middle can leave a mode as it was set there:
+gradients switched off for the rest of the process, for instance.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from autoamp.compat.modes.autocast import AUTOCAST_DEVICES, autocast_nesting
+
+
+class Modes:
+    """The modes that were on when this object was made.
+
+    Every call of a converted model makes one, which takes less than a microsecond.
+    """
+
+    __slots__ = ("_autocast", "_dtype", "_exact", "_grad", "_inference")
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._dtype = torch.get_default_dtype()
+        self._exact = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        self._autocast = _autocast()
+
+    def restore(self) -> None:
+        """Sets the modes that are different now as they were."""
+        if torch.is_inference_mode_enabled() != self._inference:
+            region = torch.inference_mode(self._inference)
+            region.__enter__()
+            _ENTERED.append(region)
+        if torch.is_grad_enabled() != self._grad:  # inference mode may have moved it
+            torch.set_grad_enabled(self._grad)
+        now = Modes()
+        if now._dtype != self._dtype:
+            torch.set_default_dtype(self._dtype)
+        if now._exact != self._exact:
+            torch.use_deterministic_algorithms(self._exact[0], warn_only=self._exact[1])
+        if now._autocast != self._autocast:
+            _set_autocast(self._autocast)
+
+
+_ENTERED: list[Any] = []
+"""Regions that put inference mode back: a region ends when its object is freed."""
+
+
+def _autocast() -> tuple[Any, ...]:
+    regions = [
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in AUTOCAST_DEVICES
+    ]
+    return torch.is_autocast_cache_enabled(), autocast_nesting(), *regions
+
+
+def _set_autocast(state: tuple[Any, ...]) -> None:
+    cached, nesting, *regions = state
+    torch.set_autocast_cache_enabled(cached)
+    for device, (enabled, dtype) in zip(AUTOCAST_DEVICES, regions, strict=True):
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+    for _ in range(autocast_nesting() - nesting):
+        torch.autocast_decrement_nesting()
+    for _ in range(nesting - autocast_nesting()):
+        torch.autocast_increment_nesting()
+    if not nesting:
+        torch.clear_autocast_cache()
+
+
+class Generators:
+    """The states of all random generators when this object was made.
+
+    Torch's on CPUs and on each GPU in use, Python's, and NumPy's if it is imported.
+    """
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        used = torch.cuda.is_available() and torch.cuda.is_initialized()
+        self._cuda = torch.cuda.get_rng_state_all() if used else []
+        self._python = random.getstate()
+        numpy: Any = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Has the generators draw the same numbers again."""
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)

@@ -1,0 +1,1 @@
+"""A call of a converted model: through its graphs, or past them."""
