@@ -260,3 +260,56 @@ def test_two_processes_at_once(tmp_path) -> None:
     # The final counts, written at exit.
     for process, calls in zip(processes, (6, 4), strict=True):
         assert by_process[process.pid]["runs"] == calls
+
+
+# -- models reached in other ways, and models that are freed ---------------------------
+
+
+class Reached(Net):
+    def step(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_model_reached_by_a_method_alone(tmp_path, x: Tensor) -> None:
+    autoamp.enable(report_dir=tmp_path, **ASKED)
+    model = Reached()
+    for _ in range(3):
+        model.step(x)
+    written = {folder.name.split("-")[0] for folder in folders(tmp_path)}
+    assert "Reached" in written
+    autoamp.disable()
+    (folder,) = (f for f in folders(tmp_path) if f.name.startswith("Reached-"))
+    assert whole(folder)["runs"] == 2
+
+
+FREED = """
+import gc, os, sys, weakref
+import torch
+import autoamp
+from tests.test_report_dir import ASKED, Reached, WIDTH
+root, name = sys.argv[1:]
+autoamp.enable(report_dir=root, **ASKED)
+model = Reached()
+for _ in range(12):
+    (model if name == "forward" else model.step)(torch.ones(3, WIDTH))
+expected = autoamp.report(model).to_json()
+freed = weakref.ref(model)
+del model
+gc.collect()
+assert freed() is None
+print(expected, flush=True)
+os._exit(0)  # nothing is written at exit
+"""
+
+
+@pytest.mark.parametrize("name", ["forward", "step"])
+def test_a_model_that_is_freed_leaves_its_final_report(name: str, tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FREED, str(tmp_path), name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = (f for f in folders(tmp_path) if f.name.startswith("Reached-"))
+    assert whole(folder) == json.loads(done.stdout)

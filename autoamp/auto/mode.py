@@ -261,15 +261,14 @@ class AutomaticMode:
         state = conversion_of(target)
         if state is not None and state.engine is not None:
             state.engine.record.scaling.automatic = True
+            state.engine.on_capture = self.on_capture
             self._engines.add(state.engine)
 
     def _look(self, known: _Known) -> None:
-        """Writes the report of new graphs; reverts a lone layer without a low op."""
+        """Reverts a lone layer without a low op."""
         engine = known.engine
         assert engine is not None
         known.graphs = len(engine.record.graphs)
-        if self.recorder is not None:
-            self.recorder.write(engine)
         if known.lone and not engine.record.lowers:
             # The layer is in fp32 all the same, so it can save the cost of a graph.
             target = known.target() if known.target is not None else None

@@ -1,7 +1,8 @@
 """Writes captured graphs, before and after the pass, and reports: `AUTOAMP_REPORT_DIR`.
 
 Graphs and reports are written at each capture, so that a killed process leaves them
-too.  The reports are written once more when the process ends, with the final counts.
+too.  A report is written once more, with the final counts, when its model is freed or
+the process ends.
 Each model of each process has a directory.
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from autoamp import compat
 from autoamp.capture.engine import Engine
+from autoamp.capture.record import Record
 from autoamp.model.reporting import report_of
 
 logger = logging.getLogger(__name__)
@@ -32,10 +34,10 @@ class Recorder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._folders: weakref.WeakKeyDictionary[Engine, Path] = (
+        self._folders: weakref.WeakKeyDictionary[Record, Path] = (
             weakref.WeakKeyDictionary()
         )
-        self._written: weakref.WeakKeyDictionary[Engine, int] = (
+        self._written: weakref.WeakKeyDictionary[Record, int] = (
             weakref.WeakKeyDictionary()
         )
         self._pid = os.getpid()
@@ -46,29 +48,41 @@ class Recorder:
         """Writes the graphs that are new, and the report anew; never raises."""
         if os.getpid() != self._pid:  # a forked process has folders of its own
             self._begin_anew()
+        if engine.record not in self._folders:
+            # The record keeps no model alive, and outlives the engine by this call.
+            last = weakref.finalize(engine, self._write_freed, engine.record)
+            last.atexit = False  # `_at_exit` writes then
+        self._write_safely(engine.record)
+
+    def _write_freed(self, record: Record) -> None:
+        """Writes the last report of a model that was freed."""
+        if record in self._folders and os.getpid() == self._pid:
+            self._write_safely(record)
+
+    def _write_safely(self, record: Record) -> None:
         try:
             with self._lock:
-                self._write(engine)
+                self._write(record)
         except Exception as error:  # noqa: BLE001 (a full disk is no reason to fail)
             logger.warning(
                 "autoamp: the report of %s could not be written to %s: %s",
-                engine.record.label,
+                record.label,
                 self.root,
                 error,
             )
 
-    def _write(self, engine: Engine) -> None:
-        folder = self._folder(engine)
-        first = self._written.get(engine, 0)
-        for number, captured in enumerate(engine.record.graphs[first:], first):
+    def _write(self, record: Record) -> None:
+        folder = self._folder(record)
+        first = self._written.get(record, 0)
+        for number, captured in enumerate(record.graphs[first:], first):
             after = captured.gm.print_readable(print_output=False)
             before = after
             if captured.rewritten is not None:
                 before = captured.rewritten.before.print_readable(print_output=False)
             _put(folder / f"graph-{number}-before.py", _named(before))
             _put(folder / f"graph-{number}-after.py", _named(after))
-            self._written[engine] = number + 1
-        made = report_of(engine.record)
+            self._written[record] = number + 1
+        made = report_of(record)
         _put(folder / "report.json", made.to_json())
         _put(folder / "report.txt", f"{made}\n\n{made.full()}\n")
 
@@ -80,8 +94,9 @@ class Recorder:
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # forked: the parent writes these
             return
-        for engine in list(self._folders):
-            self.write(engine)
+        for record in list(self._folders):
+            self._write_safely(record)
+        self._folders.clear()
 
     def _begin_anew(self) -> None:
         self._pid = os.getpid()
@@ -89,16 +104,16 @@ class Recorder:
         self._folders.clear()
         self._written.clear()
 
-    def _folder(self, engine: Engine) -> Path:
-        if engine not in self._folders:
+    def _folder(self, record: Record) -> Path:
+        if record not in self._folders:
             # Names of classes may hold anything.
-            name = re.sub(r"[^A-Za-z0-9_]", "_", engine.record.label)[:60]
+            name = re.sub(r"[^A-Za-z0-9_]", "_", record.label)[:60]
             host = re.sub(r"[^A-Za-z0-9_]", "_", socket.gethostname())[:40]
             rank = compat.own_rank()
             ranked = name if rank is None else f"{name}-rank{rank}"
             folder = _new_folder(self.root, f"{ranked}-{host}-{self._pid}")
-            self._folders[engine] = folder
-        return self._folders[engine]
+            self._folders[record] = folder
+        return self._folders[record]
 
 
 def _named(code: str) -> str:

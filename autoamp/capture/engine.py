@@ -66,6 +66,9 @@ class Engine:
         price: the prices of placements; by default those of the device's roofline.
         bound: for each graph, which other models may run as well, the function that
             this model's calls run.
+        on_capture: a function called with the engine after each call that captured
+            something, or None.
+        is_new: graphs were captured since `on_capture` was last called.
     """
 
     options: Options
@@ -75,11 +78,20 @@ class Engine:
     price: PriceModel | None = None
     local: Local = field(default_factory=Local)
     bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
+    on_capture: Callable[[Engine], None] | None = None
+    is_new: bool = False
     _binding: Any = field(default_factory=threading.RLock)
 
     def compiled_by(self, backend: Callable[..., Any]) -> Engine:
         """An engine with the same record that hands its graphs to `backend`."""
-        return Engine(self.options.replace(backend=backend), self.record)
+        options = self.options.replace(backend=backend)
+        return Engine(options, self.record, on_capture=self.on_capture)
+
+    def tell(self) -> None:
+        """Tells whoever asked that graphs were captured, and have run."""
+        self.is_new = False
+        if self.on_capture is not None:
+            self.on_capture(self)
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
@@ -191,6 +203,7 @@ class Engine:
         else:
             chosen = unscaled(self.local, captured)
         self.record.add(captured)
+        self.is_new = True
         if prepared.rewritten is None:
             return chosen
         if prepared.sizes:

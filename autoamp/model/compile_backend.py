@@ -19,6 +19,7 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.record import Record
 from autoamp.loss_scale import resolve_loss_scale
 from autoamp.model.eligible import choose_device_precision
+from autoamp.model.updates import updates_weights
 from autoamp.optimizer.meeting import new_scaling
 from autoamp.options import Options
 
@@ -53,6 +54,9 @@ class GraphBackend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """The callable to run instead of `gm`."""
+        if updates_weights(gm):
+            logger.debug("autoamp: %s updates weights: it is left as it is", self.label)
+            return compat.compile_with(self.options.backend, gm, example_inputs)
         with self._lock:
             if not self._asked:
                 self.engine, self._asked = self._made(example_inputs), True
@@ -61,8 +65,7 @@ class GraphBackend:
             return compat.compile_with(self.options.backend, gm, example_inputs)
         run = self.engine(gm, example_inputs)
         self.engine.record.announce()
-        if self.on_capture is not None:
-            self.on_capture(self.engine)
+        self.engine.tell()
         return run
 
     def _made(self, example_inputs: Sequence[Any]) -> Engine | None:
@@ -76,7 +79,8 @@ class GraphBackend:
             return None
         scale = resolve_loss_scale(self.options.loss_scale, low)
         scaling = new_scaling(self.options, scale, self.label)
-        return Engine(self.options, Record(self.label, low, scaling))
+        record = Record(self.label, low, scaling)
+        return Engine(self.options, record, on_capture=self.on_capture)
 
 
 def is_ours(backend: Any) -> bool:

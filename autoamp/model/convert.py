@@ -158,7 +158,8 @@ def _under(rule: Rule, engine: Engine) -> Engine:
     record = Record(old.label, old.low, old.scaling)
     # Notes about graphs are made again with the graphs.
     record.skipped += [each for each in old.skipped if each.what == old.label]
-    return Engine(rule.on(engine.options), record, price=engine.price)
+    options, told = rule.on(engine.options), engine.on_capture
+    return Engine(options, record, price=engine.price, on_capture=told)
 
 
 def _with_fitting_lock(options: Options, label: str, why_not: str) -> Options:

@@ -12,11 +12,7 @@ import torch
 from torch import nn
 
 from autoamp import compat
-from autoamp.capture.autocast import (
-    all_widened,
-    under_autocast,
-    unscaled_dtype,
-)
+from autoamp.capture.autocast import all_widened, under_autocast, unscaled_dtype
 from autoamp.capture.code import Code, Method
 from autoamp.capture.engine import Engine
 from autoamp.capture.program import RUNNING
@@ -175,6 +171,8 @@ class CompiledCall:
         if rewritten < runs:
             engine.record.in_part += rewritten > 0
             engine.record.aside += not rewritten
+        if engine.is_new:
+            engine.tell()
         if not runs:
             self._ran_nothing()
         else:
