@@ -25,19 +25,30 @@ def quietly() -> Iterator[None]:
 
 
 _LOGGERS = [
-    logging.getLogger(f"torch._dynamo.{name}")
-    for name in ("convert_frame", "variables.tensor")
+    logging.getLogger(f"torch.{name}")
+    for name in (
+        "_dynamo.convert_frame",
+        "_dynamo.variables.tensor",
+        "_subclasses.fake_tensor",
+    )
 ]
+
+_PAGES = (
+    "Graph break from `Tensor.item()`",
+    "WON'T CONVERT",
+    "failed while attempting to run meta",
+    "fake tensor raised TypeError",
+)
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
     """Whether a message of Dynamo is for a user who did not ask for messages.
 
     Advice against a graph break at `.item()`, with a page of stack, is not.  Neither is
-    a failure of Dynamo, with three: the report says which code is left to Python, and
-    an error of the model's own is raised by the model's own code.
+    a failure of Dynamo, with three, or of an op on fake tensors, with eight: the report
+    says which code is left to Python, and an error of the model's own (a wrong shape,
+    say) is raised by the model's own code.
     """
     if logging.getLogger(record.name).isEnabledFor(logging.INFO):
         return True  # asked for, by TORCH_LOGS
-    said = str(record.msg)
-    return not ("Graph break from `Tensor.item()`" in said or "WON'T CONVERT" in said)
+    return not any(page in str(record.msg) for page in _PAGES)

@@ -1,0 +1,106 @@
+"""An input that the model refuses raises the model's own error, once, and no pages."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+
+OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+
+
+class Model(nn.Module):
+    """Takes rows of 8 numbers, indices below 5, and a dict of further tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.table = nn.Embedding(5, 4)
+
+    def forward(
+        self,
+        x: Tensor,
+        rows: Tensor | None = None,
+        more: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        y = self.body(x)
+        if rows is not None:
+            y = y + self.table(rows)
+        if more is not None:
+            y = y + more["bias"]
+        return y
+
+
+def good() -> Tensor:
+    return torch.ones(3, 8)
+
+
+WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "a product's shapes": ((torch.ones(3, 7),), {}),
+    "a product in fp64": ((good().double(),), {}),
+    "a sum's shapes": ((good(),), {"more": {"bias": torch.ones(5)}}),
+    "indices that are floats": ((good(), torch.ones(3)), {}),
+    "an index out of range": ((good(), torch.tensor([1, 2, 9])), {}),
+    "a missing key": ((good(),), {"more": {"weight": torch.ones(4)}}),
+    "too many arguments": ((good(), None, None, 1), {}),
+    "too few arguments": ((), {}),
+    "an unknown argument": ((good(),), {"mask": None}),
+    "no tensor": (("text",), {}),
+}
+
+
+def error_of(model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Exception:
+    try:
+        model(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001
+        return error
+    raise AssertionError("the model takes the input")
+
+
+def by_convert(model: nn.Module) -> nn.Module:
+    return autoamp.convert(model, **OPTIONS)
+
+
+def by_the_mode(model: nn.Module) -> nn.Module:
+    autoamp.enable(**OPTIONS)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _mode_off() -> Iterator[None]:
+    yield
+    autoamp.disable()
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("convert", [by_convert, by_the_mode])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_error_is_the_plain_models(
+    wrong: str,
+    convert: Callable[[nn.Module], nn.Module],
+    trains: bool,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    args, kwargs = WRONG[wrong]
+    model = Model().train(trains)
+    expected = error_of(copy.deepcopy(model), args, kwargs)
+    model = convert(model)
+    for call in ("first", "after a good one"):
+        found = error_of(model, args, kwargs)
+        assert (type(found), str(found)) == (type(expected), str(expected)), call
+        shown = "".join(traceback.format_exception(found))
+        assert "TorchRuntimeError" not in shown
+        assert "fake tensor" not in shown
+        model(good())
+    printed = capfd.readouterr().err
+    assert "Traceback" not in printed + caplog.text
+    assert "failed while attempting" not in printed + caplog.text
+    assert len(printed.splitlines()) <= 3
