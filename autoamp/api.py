@@ -17,7 +17,9 @@ from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import choose_graph_precision
 from autoamp.model.reporting import report_of
 from autoamp.optimizer.attach import attached, give_masters
+from autoamp.optimizer.meeting import guard_masters
 from autoamp.optimizer.optimizers import params_of
+from autoamp.optimizer.step import OptimizerBoundary
 from autoamp.options import Options
 from autoamp.pipeline import rewrite_graph
 from autoamp.plain import class_name
@@ -44,6 +46,7 @@ def convert(
     weight_copies: str = "kept",
     lock: str | os.PathLike[str] | None = None,
     heal: bool = False,
+    guard: bool = True,
     fuse: bool | Sequence[str] = True,
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
@@ -84,6 +87,7 @@ def convert(
         heal: whether an op that makes step after step overflow is kept in fp32 from the
             next call on: the model is captured again with one more `deny=` or `keep=`,
             and a log line says which.
+        guard: whether steps with infinite or NaN gradients are skipped, in bf16 too.
         fuse: whether a chain of calls that torch has one kernel for runs as that kernel
             (a GELU or a norm written out), which computes in fp32 inside; or the names
             of the kernels that replace nothing: "gelu", "gelu_tanh", "silu", "mish",
@@ -113,18 +117,16 @@ def convert(
         weight_copies=weight_copies,
         lock=lock,
         heal=heal,
+        guard=guard,
         fuse=fuse,
     )
     optimizers = _checked_optimizers(optimizer, model)
     fresh = conversion_of(model) is None
     with attached(optimizers) as boundaries:
         convert_model(model, options, example_inputs, masters=bool(optimizers))
-        state = conversion_of(model)
         try:
             for boundary in boundaries:
-                give_masters(boundary, model)
-                if state is not None and state.engine is not None:
-                    boundary.link(state.engine.record.scaling)
+                _introduce(boundary, model, options)
         except BaseException:  # say, state loaded by the optimizer does not fit
             if fresh:
                 revert_model(model)
@@ -174,13 +176,14 @@ def rewrite(
     Args:
         gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
         example_inputs: one value per input of the graph.
-        **options: as for `convert`, except `backend`, `heal`, `lock`, `loss_scale` and
-            `weight_copies`, which are for a model that is called and trained.
+        **options: as for `convert`, except `backend`, `guard`, `heal`, `lock`,
+            `loss_scale` and `weight_copies`, which are for a model that is called and
+            trained.
 
     Raises:
         AutoampError: the graph or an option cannot be used, or a pass failed.
     """
-    for_models = {"backend", "heal", "lock", "loss_scale", "weight_copies"}
+    for_models = {"backend", "guard", "heal", "lock", "loss_scale", "weight_copies"}
     refused = sorted(options.keys() & for_models)
     if refused:
         raise OptionError(
@@ -199,6 +202,16 @@ def rewrite(
     rewritten = rewrite_graph(gm, example_inputs, chosen, low).gm
     compat.forget_inputs(rewritten)
     return rewritten
+
+
+def _introduce(boundary: OptimizerBoundary, model: nn.Module, options: Options) -> None:
+    """Lets the boundary of an optimizer know the model that the optimizer trains."""
+    give_masters(boundary, model)
+    state = conversion_of(model)
+    if state is not None and state.engine is not None:
+        boundary.link(state.engine.record.scaling)
+    else:
+        guard_masters(boundary, model, options, class_name(model))
 
 
 def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimizer]:

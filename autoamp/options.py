@@ -57,6 +57,7 @@ class Options:
     weight_copies: str = "kept"
     lock: SavedReport | str | os.PathLike[str] | None = None
     heal: bool = False
+    guard: bool = True
     fuse: bool | Sequence[str] = True
     unlist: tuple[tuple[str, str], ...] = ()
 
@@ -73,7 +74,7 @@ class Options:
         _choice("weight_copies", self.weight_copies, WEIGHT_COPIES)
         if not callable(self.backend):
             _choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
-        for name in ("do_no_harm", "strict", "heal"):
+        for name in ("do_no_harm", "strict", "heal", "guard"):
             if not isinstance(getattr(self, name), bool):
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)

@@ -37,6 +37,7 @@ def _lists(function: Any) -> Any:
 @click.option("--do-no-harm", metavar="0|1", help="0: convert even what cannot gain.")
 @click.option("--strict", is_flag=True, help="Raise where it would fall back to fp32.")
 @click.option("--heal", is_flag=True, help="Keep ops in fp32 that overflow on and on.")
+@click.option("--guard", metavar="0|1", help="0: take steps that are not finite.")
 @click.option("--fuse", metavar="F", help="0, or kernels that replace no chains.")
 @click.option("--weight-copies", metavar="C", help='kept or "every call".')
 @click.option("--lock", metavar="FILE", help="The report that placements must equal.")

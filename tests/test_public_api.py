@@ -67,6 +67,7 @@ OPTIONS: dict[str, Any] = {
     "weight_copies": "kept",
     "lock": None,
     "heal": False,
+    "guard": True,
     "fuse": True,
 }
 

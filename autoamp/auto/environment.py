@@ -266,6 +266,7 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_STRICT": _switch("strict"),
     "AUTOAMP_LOCK": _lock,
     "AUTOAMP_HEAL": _switch("heal"),
+    "AUTOAMP_GUARD": _switch("guard"),
     "AUTOAMP_FUSE": _fuse,
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
 }

@@ -25,6 +25,7 @@ from autoamp.capture.running import (
     Local,
     counting_runs,
     counting_sizes,
+    noting_leaves,
     scaled,
     unscaled,
 )
@@ -194,6 +195,8 @@ class Engine:
             check_graph(options.locked, self.record, captured, strict=options.strict)
         for why in prepared.notes:
             self.record.note(why)
+        if prepared.edge.devices or _runs_low(prepared):
+            scaling.note_low()
         if prepared.rewritten is None:
             chosen = counting_runs(self.local, prepared.run)
         elif prepared.edge.devices:
@@ -202,6 +205,8 @@ class Engine:
             chosen = scaled(self.local, scaling, captured, inputs, watches=watches)
         else:
             chosen = unscaled(self.local, captured)
+            if scaling.guards:
+                chosen = noting_leaves(scaling, chosen)
         self.record.add(captured)
         self.is_new = True
         if prepared.rewritten is None:
@@ -242,6 +247,13 @@ class Engine:
             return results
 
         return call_watched
+
+
+def _runs_low(prepared: Prepared) -> bool:
+    """Whether something in a graph runs low, by the pass or by autocast."""
+    if prepared.rewritten is None:
+        return prepared.problem == _DTENSORS
+    return prepared.rewritten.sums.low > 0
 
 
 def _computes_on_dtensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:

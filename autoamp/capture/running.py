@@ -55,6 +55,22 @@ def unscaled(local: Local, captured: CapturedGraph) -> Callable[..., Any]:
     return call
 
 
+def noting_leaves(
+    scaling: ModelScaling, call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`call`, whose first run tells `scaling` which tensors it was given to train."""
+    first = True
+
+    def call_noting(*args: Any) -> Any:
+        nonlocal first
+        if first:
+            first = False
+            scaling.note_leaves(args)
+        return call(*args)
+
+    return call_noting
+
+
 def scaled(
     local: Local,
     scaling: ModelScaling,

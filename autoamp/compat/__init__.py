@@ -28,6 +28,7 @@ from autoamp.compat.capture import (
 from autoamp.compat.device import (
     cpu_attention,
     cpu_low_precision_units,
+    is_capturing,
     runs_one_kernel,
     safe_softmax,
     softmax_gradient,
@@ -64,6 +65,7 @@ from autoamp.compat.dynamo.entry import CompiledEntry
 from autoamp.compat.dynamo.frames import Left, never_a_graph_by_itself, said_in_a_line
 from autoamp.compat.gradients import (
     accumulate_in,
+    any_not_finite,
     backward_id,
     casts_gradients,
     check_finite,

@@ -26,6 +26,11 @@ def cpu_low_precision_units() -> dict[torch.dtype, str]:
     return units
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether work on `device` is being recorded in a CUDA graph: nothing may wait."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def cpu_attention() -> tuple[Any, Any] | None:
     """Torch's attention kernel for CPUs and its backward; None where torch has none."""
     name = "_scaled_dot_product_flash_attention_for_cpu"

@@ -6,8 +6,9 @@ import contextlib
 import functools
 import gc
 import itertools
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -116,17 +117,58 @@ def unscale_and_check(
 def check_finite(grad: torch.Tensor, found_inf: torch.Tensor) -> None:
     """Sets `found_inf` (one fp32 element) to 1 where `grad` is not finite.
 
-    `grad` may have any dtype and may be sparse: duplicates are summed first, as an
-    optimizer will, because the sum may overflow too.  For a DTensor only this rank's
-    own part is checked.
+    `grad` is as in `any_not_finite`.
+    """
+    found_inf.masked_fill_(~torch.isfinite(numbers_of(grad)).all(), 1.0)
+
+
+def numbers_of(grad: torch.Tensor) -> torch.Tensor:
+    """The numbers of a gradient, which may be sparse, as a dense tensor.
+
+    Duplicates are summed first, as an optimizer will, because the sum may overflow too.
+    For a DTensor only this rank's own part is given.
     """
     if hasattr(grad, "to_local"):
         grad = grad.to_local()
+    if grad.layout == torch.strided:
+        return grad
     if grad.layout == torch.sparse_coo:
-        grad = grad.coalesce().values()
-    elif grad.layout != torch.strided:
-        grad = grad.values()
-    found_inf.masked_fill_(~torch.isfinite(grad).all(), 1.0)
+        return grad.coalesce().values()
+    return grad.values()
+
+
+@torch.no_grad()
+def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One fp32 element, 1 where any of `grads`, all on one device, is not finite.
+
+    The gradients may have any dtype and any layout, and nothing is written to them.  On
+    a CPU their sums are looked at first: a finite sum has finite terms only, and a sum
+    takes a fifteenth of the time of `isfinite`.  A sum of finite terms may overflow, so
+    that a sum that is not finite has its terms looked at.  On other devices the largest
+    magnitudes are taken, which cannot overflow, and nothing waits for the device.
+    """
+    device = grads[0].device
+    parts = [part for part in map(numbers_of, grads) if part.numel()]
+    if not parts:
+        return torch.zeros(1, device=device)
+    if device.type != "cpu":
+        largest = torch.stack([each.float() for each in _largest_of(parts)])
+        return (~largest.isfinite()).any().float().reshape(1)
+    for part in parts:
+        if not math.isfinite(abs(part.sum().item())):
+            found = torch.zeros(1)
+            check_finite(part, found)
+            if found.item():
+                return found
+    return torch.zeros(1)
+
+
+def _largest_of(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The largest magnitude in each of `parts`, in few kernels where torch has them."""
+    norms = getattr(torch, "_foreach_norm", None)
+    if norms is not None:
+        return cast(Sequence[torch.Tensor], norms(parts, math.inf))
+    return [torch.linalg.vector_norm(part, math.inf) for part in parts]
 
 
 def update_scale(

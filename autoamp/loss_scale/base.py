@@ -188,7 +188,10 @@ class StaticLossScale(LossScale):
 
 
 class NoLossScale(LossScale):
-    """No scaling, no check, and no skipped step: bf16 needs none of these."""
+    """No scaling and no flags in graphs, as for bf16.
+
+    Steps are still skipped by the guard, for gradients that are not finite.
+    """
 
     def __init__(self) -> None:
         super().__init__(1.0)

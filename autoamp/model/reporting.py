@@ -56,8 +56,11 @@ def _coverage(record: Record) -> Coverage:
 
 
 def loss_scale_of(scaling: ModelScaling) -> LossScaleReport | None:
-    """The state of a model's loss scaling; None where there is none."""
-    if not scaling.enabled:
+    """The state of a model's loss scaling; None where there is none to tell of.
+
+    A model without loss scaling has something to tell once a step has been skipped.
+    """
+    if not scaling.enabled and not scaling.domain.loss_scale.skipped_steps:
         return None
     scale = scaling.domain.loss_scale
     return LossScaleReport(

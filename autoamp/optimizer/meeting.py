@@ -6,6 +6,7 @@ models are converted.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,17 +18,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from autoamp import compat
-from autoamp.loss_scale import LossScale
-from autoamp.optimizer import closures
+from autoamp.loss_scale import LossScale, NoLossScale
+from autoamp.optimizer import closures, guard
 from autoamp.optimizer.attach import attach, boundary_of, detach, meet
 from autoamp.optimizer.greeting import greet, has_greeted
+from autoamp.optimizer.guard import guards_of
 from autoamp.optimizer.optimizers import closure_of, evaluated, params_of
-from autoamp.optimizer.step import BOUNDARIES
+from autoamp.optimizer.step import BOUNDARIES, OptimizerBoundary
 from autoamp.options import Options
 from autoamp.scaling.backwards import lower_where_nobody_steps
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.overflow import gather
-from autoamp.scaling.ranks import enabled, owners_of, team_of
+from autoamp.scaling.ranks import judged, owners_of, team_of
 from autoamp.weights.copies import before_write
 
 _scalings: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
@@ -45,14 +47,39 @@ def new_scaling(options: Options, loss_scale: LossScale, label: str) -> ModelSca
     """
     scaling = ModelScaling(loss_scale, label, meet, lower_where_nobody_steps)
     scaling.asked = options.loss_scale != "auto"
+    guard.begin(scaling, options)
     _scalings.add(scaling)
     _hear()
     return scaling
 
 
+def guard_masters(
+    boundary: OptimizerBoundary, model: torch.nn.Module, options: Options, label: str
+) -> None:
+    """Guards steps of fp32 masters whose half-precision model is not captured.
+
+    Args:
+        model: the model, none of whose calls is changed.
+    """
+    if boundary.masters is None:
+        return
+    known = [s for s in boundary.scalings if any(m is model for m in s.models())]
+    for scaling in known or [new_scaling(options, NoLossScale(), label)]:
+        scaling.models = functools.partial(_alive, weakref.ref(model))
+        scaling.note_low()
+        guard.begin(scaling, options)
+        boundary.link(scaling)
+
+
+def _alive(model: weakref.ref[torch.nn.Module]) -> list[torch.nn.Module]:
+    known = model()
+    return [] if known is None else [known]
+
+
 def stop_meeting(scaling: ModelScaling) -> None:
     """Meets no optimizers for `scaling` any more; the last scaling takes the hook."""
     _scalings.discard(scaling)
+    guard.end(scaling)
     _hear()
 
 
@@ -138,7 +165,8 @@ def _first_step(
     if closure and not (others and closures.has_gradients(optimizer)):
         _, given, kwargs = evaluated(given, kwargs, params if others else ())
     evidence = gather(params, -1)
-    owners = owners_of(params, enabled(_scalings))
+    owners = owners_of(params, judged(_scalings))
+    owners += [s for s in guards_of(optimizer, params) if not s.enabled]
     if not (evidence.runs or evidence.elsewhere or owners):
         return ((optimizer, *given), kwargs) if closure else None
     boundary = attach(optimizer)

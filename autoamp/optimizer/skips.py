@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from autoamp.errors import LossScaleError
+from autoamp.loss_scale.base import free_to_read
 from autoamp.pipeline import Rewritten
-from autoamp.scaling.blame import accused, blame, near
+from autoamp.scaling.blame import accused, blame, blame_gradients, names_of, near
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
 from autoamp.scaling.overflow import Evidence
@@ -18,16 +19,32 @@ from autoamp.scaling.suspicion import REPEATED
 logger = logging.getLogger(__name__)
 
 
-def note_skip(evidence: Evidence, params: Sequence[torch.Tensor], number: int) -> None:
+_AGAIN = 100
+"""After so many skipped steps in a row that is said again, and after as many more."""
+
+
+def note_skip(
+    evidence: Evidence,
+    params: Sequence[torch.Tensor],
+    number: int,
+    guards: Sequence[ModelScaling] = (),
+) -> None:
     """Logs why step `number` is skipped, and has the next runs watched.
 
     Args:
         params: the tensors that the step would change.
+        guards: the models for whose sake all gradients were looked at.
 
     Raises:
         LossScaleError: skipping can no longer help.
     """
     scalings = evidence.scalings
+    for scaling in {*guards, *scalings}:
+        scaling.in_a_row += 1
+        if scaling not in scalings:
+            _note_guarded(scaling, params, number)
+        elif not scaling.adapts:
+            _say_standstill(scaling, "")
     culprits = [scaling.suspicion.culprit() for scaling in scalings]
     culprit = next((each for each in culprits if each is not None), None)
     for scaling in scalings:
@@ -71,6 +88,7 @@ def note_skip(evidence: Evidence, params: Sequence[torch.Tensor], number: int) -
 def note_step(scalings: Sequence[ModelScaling]) -> None:
     """Ends the watch of models after a step that is taken."""
     for scaling in scalings:
+        scaling.in_a_row = 0
         if not scaling.suspicion.watching:
             continue
         scale = scaling.loss_scale.scale
@@ -79,6 +97,62 @@ def note_step(scalings: Sequence[ModelScaling]) -> None:
             text = near(*found, scale)
             logger.info("autoamp: %s: %s", scaling.label, text)
             scaling.add_to_skip(text)
+
+
+def count_skips(scalings: Sequence[ModelScaling], flag: torch.Tensor) -> None:
+    """Counts a step as skipped for each of `scalings` that has no loss scale."""
+    counts = {id(s.domain): s.domain.loss_scale for s in scalings if not s.enabled}
+    if not counts or (free_to_read(flag) and not bool(flag)):
+        return
+    for count in counts.values():
+        count.count_skipped(flag)
+
+
+def say_foreign(scaling: ModelScaling) -> None:
+    """Says that a GradScaler decides which steps are taken."""
+    logger.info(
+        "autoamp: %s: a GradScaler steps its optimizer; loss scaling and skipped steps "
+        "are left to it",
+        scaling.label,
+    )
+
+
+def _note_guarded(
+    scaling: ModelScaling, params: Sequence[torch.Tensor], number: int
+) -> None:
+    """Says why a step is skipped for a model whose graphs have no flags."""
+    names = names_of(scaling.models())
+    why = f"step {number}: {blame_gradients(params, names)}"
+    if not scaling.skips:
+        logger.warning(
+            "autoamp: %s: skipped %s. Nothing was written, and later steps are skipped "
+            "likewise; with guard=False they would be taken",
+            scaling.label,
+            why,
+        )
+    else:
+        logger.info("autoamp: %s: skipped %s", scaling.label, why)
+    scaling.note_skip(why)
+    if not scaling.adapts:
+        _say_standstill(scaling, f" ({why})")
+
+
+def _say_standstill(scaling: ModelScaling, why: str) -> None:
+    """Warns of steps skipped in a row that no move of a loss scale is going to end."""
+    times = scaling.in_a_row
+    if times != REPEATED and times % _AGAIN:
+        return
+    moves = "its loss scale never moves" if scaling.enabled else "it has no loss scale"
+    logger.warning(
+        "autoamp: %s: %d steps in a row were skipped%s, and %s, so that nothing is "
+        "trained until gradients are finite again. Look for NaN or infinities in the "
+        "data, the loss and the weights; autoamp.find_overflow(model, *inputs) looks "
+        "for the op where they begin",
+        scaling.label,
+        times,
+        why,
+        moves,
+    )
 
 
 def _is_new(evidence: Evidence, scaling: ModelScaling) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -15,18 +14,17 @@ from autoamp import compat
 from autoamp.errors import LossScaleError
 from autoamp.loss_scale import LossScale
 from autoamp.optimizer.greeting import greet
+from autoamp.optimizer.guard import cannot_read, guards_of
 from autoamp.optimizer.kernel_flag import given_flag, takes_flag
 from autoamp.optimizer.moves import largest_in, move_scales, sizes_in
-from autoamp.optimizer.optimizers import evaluated, params_of
-from autoamp.optimizer.skips import note_skip, note_step
+from autoamp.optimizer.optimizers import Decision, evaluated, params_of
+from autoamp.optimizer.skips import count_skips, note_skip, note_step, say_foreign
 from autoamp.scaling.backwards import BACKWARDS
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
 from autoamp.scaling.overflow import Evidence, found_inf, gather
-from autoamp.scaling.ranks import Sizes, agree, enabled, team_of
+from autoamp.scaling.ranks import Sizes, agree, judged, team_of
 from autoamp.weights.masters import Masters
-
-logger = logging.getLogger(__name__)
 
 Step = Callable[..., Any]
 
@@ -35,23 +33,6 @@ _ASK_EVERY = 100
 
 BOUNDARIES: weakref.WeakSet[OptimizerBoundary] = weakref.WeakSet()
 """The boundaries of all optimizers that have one."""
-
-
-class _Decision(NamedTuple):
-    """Whether a step is taken, and how.
-
-    Attributes:
-        args, kwargs: the arguments that the step is called with.
-        loss: the closure's result.
-        skip: whether the step is not called at all.
-        flag: the flag for the optimizer's own kernel to skip by, or None.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss: Any = None
-    skip: bool = False
-    flag: torch.Tensor | None = None
 
 
 class OptimizerBoundary:
@@ -134,19 +115,19 @@ class OptimizerBoundary:
 
     # Where the user compiles the step, the compiler is to leave this method alone.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Decision:
+    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
         if self.leaves_to_scaler():
             optimizer: Any = self.optimizer
             found = getattr(optimizer, "found_inf", None)
             optimizer.step_was_skipped = found is not None and found.reshape(()) != 0
-            return _Decision(args, kwargs)
+            return Decision(args, kwargs)
         loss, args, kwargs = evaluated(args, kwargs)
         flag = self.judge()
         if takes_flag(self.optimizer, flag):
-            return _Decision(args, kwargs, flag=flag)
+            return Decision(args, kwargs, flag=flag)
         skip = bool(flag)
         self.mark(skip)
-        return _Decision(args, kwargs, loss, skip)
+        return Decision(args, kwargs, loss, skip)
 
     def judge(self, retries: bool = False) -> torch.Tensor:
         """Reads the flags of the backwards since the last call, moves the loss scale.
@@ -160,15 +141,21 @@ class OptimizerBoundary:
         params = self.params
         evidence = self._read(params)
         doubt = self._in_doubt(params)
-        scalings = enabled([*self.scalings, *evidence.scalings])
+        guards = guards_of(self.optimizer, params)
+        for scaling in guards:
+            if not scaling.enabled:
+                self.link(scaling)
+        guarded = any(s.runs_low for s in guards) and not cannot_read(self.optimizer)
+        scalings = judged([*self.scalings, *evidence.scalings])
         team = team_of(scalings, params)
         greet(self.optimizer, team, scalings, params)
-        if not (evidence.runs or evidence.elsewhere or doubt or team.groups):
+        known = evidence.runs or evidence.elsewhere or doubt or team.groups
+        if not (known or guarded):
             return torch.zeros(1)
         for scaling in evidence.scalings:
             scaling.settle(foreign=False)
             self.link(scaling)
-        flag = found_inf(evidence, params, team, doubt)
+        flag = found_inf(evidence, params, team, doubt, guarded)
         sizes = sizes_in(evidence.runs)
         flag, sizes = agree(team, flag, self.loss_scales, sizes)
         team.recover(flag)
@@ -177,14 +164,16 @@ class OptimizerBoundary:
             self._unsure = evidence.live or self._unsure
         waits = not by_kernel or self._is_due(evidence)  # for the device's answer
         if waits and bool(flag):
-            self._note_skip(evidence, params)
+            self._note_skip(evidence, params, guards)
         elif waits:
-            note_step(evidence.scalings)
+            note_step([*evidence.scalings, *guards])
             if retries:
                 self._passed += evidence.runs
                 self._passed_sizes.append(sizes)
                 return flag
         move_scales(evidence.runs, flag, sizes, retries)
+        if not retries:
+            count_skips(guards, flag)
         return flag
 
     def leaves_to_scaler(self) -> bool:
@@ -195,7 +184,7 @@ class OptimizerBoundary:
             return False
         for scaling in self._read(self.params).scalings:
             if not scaling.foreign or scaling not in self.scalings:
-                _say_foreign(scaling)
+                say_foreign(scaling)
             scaling.settle(foreign=True)
             self.link(scaling)
         return True
@@ -238,12 +227,19 @@ class OptimizerBoundary:
 
     def _is_due(self, evidence: Evidence) -> bool:
         """Whether a flag that the kernel reads is read here too."""
+        if compat.is_capturing(self.params[0].device):
+            return False
         watching = any(s.suspicion.watching for s in evidence.scalings)
         return watching or (self.steps + 1) % _ASK_EVERY == 0
 
-    def _note_skip(self, evidence: Evidence, params: list[torch.Tensor]) -> None:
+    def _note_skip(
+        self,
+        evidence: Evidence,
+        params: list[torch.Tensor],
+        guards: Sequence[ModelScaling],
+    ) -> None:
         try:
-            note_skip(evidence, params, self.steps)
+            note_skip(evidence, params, self.steps, guards)
         except LossScaleError:
             self.mark(True)
             raise
@@ -263,6 +259,7 @@ class OptimizerBoundary:
             move_scales(self._passed, flag, sizes, retries=True)
         for scale in self.loss_scales:
             scale.count_skipped(flag)
+        count_skips(self.scalings, flag)
         self._passed, self._passed_sizes = [], []
         self.mark(skipped)
 
@@ -277,7 +274,7 @@ class OptimizerBoundary:
         if skipped:
             compat.mark_stepped(optimizer)
 
-    def _step_with_flag(self, decision: _Decision, inner: Step) -> Any:
+    def _step_with_flag(self, decision: Decision, inner: Step) -> Any:
         flag = decision.flag
         assert flag is not None
         self._skipped_before = False  # not known here: see `_in_doubt`
@@ -288,11 +285,3 @@ class OptimizerBoundary:
             self.steps += 1
             optimizer: Any = self.optimizer
             optimizer.step_was_skipped = flag.reshape(()) != 0
-
-
-def _say_foreign(scaling: ModelScaling) -> None:
-    logger.info(
-        "autoamp: %s: a GradScaler steps its optimizer; loss scaling and skipped steps "
-        "are left to it",
-        scaling.label,
-    )

@@ -6,7 +6,7 @@ Where the runs of a step left a trail, the trail tells; else only the gradients 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -81,10 +81,28 @@ def blame(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:
     return "the gradients are not finite"
 
 
+def blame_gradients(params: Sequence[torch.Tensor], names: Mapping[int, str]) -> str:
+    """A clause that names the first of `params` whose gradient is not finite.
+
+    Args:
+        names: names of parameters, by the `id` of each.
+    """
+    bad = [p for p in params if p.grad is not None and _not_finite(p.grad)]
+    if not bad:
+        return "a gradient of another rank is not finite"
+    first = names.get(id(bad[0]), f"a tensor of shape {tuple(bad[0].shape)}")
+    more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+    return f"the gradient of {first}{more} is not finite"
+
+
+def names_of(models: Iterable[torch.nn.Module]) -> dict[int, str]:
+    """The names of the parameters of `models`, by the `id` of each."""
+    named = [pair for model in models for pair in model.named_parameters()]
+    return {id(parameter): name for name, parameter in reversed(named)}
+
+
 def _not_finite(grad: torch.Tensor) -> bool:
-    flag = torch.zeros(1, device=grad.device)
-    compat.check_finite(grad, flag)
-    return bool(flag)
+    return bool(compat.any_not_finite([grad]))
 
 
 def _read_weights(node: fx.Node) -> list[fx.Node]:

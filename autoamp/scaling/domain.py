@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.loss_scale import LossScale, NoLossScale
+from autoamp.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from autoamp.ranges.rules import Rule
+from autoamp.scaling.leaves import Leaves
 from autoamp.scaling.suspicion import Suspicion
 
 
@@ -65,7 +66,12 @@ class ModelScaling:
             while anomaly detection makes an overflow an error.
         stepped: whether an optimizer with a boundary steps the model's weights.
         told: whether a warning has told that the script was given infinite gradients.
+        guards: whether a step is skipped for any gradient that is not finite, and not
+            only for gradients of graphs that are scaled.
+        runs_low: whether some graph of the model runs something in low precision.
+        leaves: what graphs that are not scaled were given to train, at their first run.
         skips: the reason for each skipped step.
+        in_a_row: how many steps have been skipped since the last step taken.
         suspicion: watches the runs after a skipped step.
         heal: captures the model again under one more rule; None where the user has not
             asked for that.
@@ -96,7 +102,10 @@ class ModelScaling:
         self.automatic = False
         self.stepped = False
         self.told = False
+        self.guards = self.runs_low = False
+        self.leaves: list[Leaves] = []
         self.skips: list[str] = []
+        self.in_a_row = 0
         self.suspicion = Suspicion()
         self.heal: Callable[[ModelScaling, Rule], None] | None = None
         self.models: Callable[[], Sequence[torch.nn.Module]] = list
@@ -126,6 +135,34 @@ class ModelScaling:
         ddp = compat.active_ddp()
         if ddp is not None and all(ref() is not ddp for ref in self._reducers):
             self._reducers.append(weakref.ref(ddp))
+
+    def note_low(self) -> None:
+        """Notes that a graph of the model runs something in low precision."""
+        self.runs_low = True
+
+    def note_leaves(self, args: Sequence[Any]) -> None:
+        """Notes the arguments of a graph whose `.grad` a backward fills."""
+        # The memory of other tensors, DTensors say, may not be known.
+        plain = (torch.Tensor, torch.nn.Parameter)
+        given = [a for a in args if type(a) in plain]
+        found = [t for t in given if t.requires_grad and t.is_leaf]
+        if found:
+            self.leaves.append(Leaves(found, list(map(id, found))))
+
+    @property
+    def learnt(self) -> int:
+        """A number that grows with what is known of the weights the model trains."""
+        return len(self.leaves) + self.runs_low
+
+    @property
+    def is_of_models(self) -> bool:
+        """Whether the scaling is of models, not of functions that are compiled."""
+        return self.models is not list
+
+    @property
+    def adapts(self) -> bool:
+        """Whether a skipped step lowers the loss scale, which may be the cure."""
+        return isinstance(self.domain.loss_scale, DynamicLossScale)
 
     @property
     def enabled(self) -> bool:

@@ -110,7 +110,11 @@ def _may_concern(run: GraphRun, met: Collection[ModelScaling]) -> bool:
 
 
 def found_inf(
-    evidence: Evidence, params: Sequence[torch.Tensor], team: ranks.Team, doubt: bool
+    evidence: Evidence,
+    params: Sequence[torch.Tensor],
+    team: ranks.Team,
+    doubt: bool,
+    guarded: bool = False,
 ) -> torch.Tensor:
     """One fp32 element, 1 where this rank sees an overflow in gradients of `params`.
 
@@ -119,6 +123,9 @@ def found_inf(
     looked at where they may still hold an overflow of a skipped step (`doubt`), of a
     run that is voided or passed gradients on, or of other ranks, whose gradients the
     script reduced by itself, or that a communication hook has compressed.
+
+    Where the step is `guarded`, gradients that no live run has filled, of which no flag
+    tells, are looked at too: all of them, where graphs are not scaled.
 
     In `join()` the gradients alone tell: they are equal on the ranks that still step.
     """
@@ -136,6 +143,12 @@ def found_inf(
         or (any(bool(f) for f in past) if on_host else past)
     ):
         flags.append(not_finite(p.grad for p in params if p.grad is not None))
+    elif guarded:
+        told = [run.leaves.known - run.gone for run in evidence.live]
+        known = frozenset().union(*told)
+        left = [p.grad for p in params if p.grad is not None and id(p) not in known]
+        if left:
+            flags.append(not_finite(left))
     return _any(flags)
 
 
@@ -146,11 +159,10 @@ def _may_be_reduced_by_hand(evidence: Evidence) -> bool:
 
 def not_finite(grads: Iterable[torch.Tensor]) -> torch.Tensor:
     """One fp32 element, 1 where any of `grads` holds an infinity or NaN."""
-    flags: dict[torch.device, torch.Tensor] = {}
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
-        flag = flags.setdefault(grad.device, torch.zeros(1, device=grad.device))
-        compat.check_finite(grad, flag)
-    return _any(list(flags.values()))
+        by_device.setdefault(grad.device, []).append(grad)
+    return _any([compat.any_not_finite(each) for each in by_device.values()])
 
 
 def _any(flags: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -82,9 +82,12 @@ def _is_hooked(reducer: Any) -> bool:
     return _hooked[reducer]
 
 
-def enabled(scalings: Iterable[ModelScaling]) -> list[ModelScaling]:
-    """Those of `scalings` whose graphs are scaled, about which ranks agree."""
-    return [scaling for scaling in scalings if scaling.enabled]
+def judged(scalings: Iterable[ModelScaling]) -> list[ModelScaling]:
+    """Those of `scalings` for which steps may be skipped, about which ranks agree.
+
+    Whether graphs of a model run low is not asked, because ranks may differ in that.
+    """
+    return [scaling for scaling in scalings if scaling.enabled or scaling.guards]
 
 
 def team_of(scalings: Iterable[ModelScaling], params: Sequence[torch.Tensor]) -> Team:

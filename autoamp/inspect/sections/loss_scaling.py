@@ -10,7 +10,8 @@ class LossScaleReport:
     """The loss scaling of a model at the moment of the report.
 
     Attributes:
-        kind: "DynamicLossScale" or "StaticLossScale".
+        kind: "DynamicLossScale", "StaticLossScale", or "NoLossScale" where the guard
+            alone has skipped steps.
         scale: the factor by which gradients are multiplied inside the graphs.
         growth_tracker: steps without an overflow since the scale last moved.
         skipped_steps: number of steps skipped so far because of an overflow.

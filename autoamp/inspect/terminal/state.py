@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
 
 from autoamp.inspect.text import counted
+from autoamp.loss_scale import NoLossScale
 
 _LISTED = 8
 
@@ -41,8 +42,14 @@ def loss_scaling(state: Mapping[str, Any]) -> Text:
         return Text(
             "\nLoss scaling: left to the GradScaler that steps the model's optimizer."
         )
+    skipped = f"{counted(state['skipped_steps'], 'step')} skipped"
+    if state["kind"] == NoLossScale.__name__:
+        lines = [f"\nNo loss scale; {skipped} for gradients that are not finite."]
+        return Text("\n".join([*lines, *_last(state["skips"])]))
     scale = f"\nLoss scale {state['scale']:,g} ({state['kind']})"
     steps = f"{counted(state['growth_tracker'], 'step')} since it last moved"
-    lines = [f"{scale}, {steps}; {counted(state['skipped_steps'], 'step')} skipped."]
-    lines += [f"  {why}" for why in state["skips"][-_LISTED:]]
-    return Text("\n".join(lines))
+    return Text("\n".join([f"{scale}, {steps}; {skipped}.", *_last(state["skips"])]))
+
+
+def _last(skips: Sequence[str]) -> list[str]:
+    return [f"  {why}" for why in skips[-_LISTED:]]

@@ -1,0 +1,101 @@
+"""The guard: finds the models for whose sake an optimizer's gradients must be finite.
+
+A graph that is not scaled carries no flag, and a flag would cost edges in every graph:
+so where there are no flags, the gradients themselves are looked at, once, at the step.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from autoamp import compat
+from autoamp.options import Options
+from autoamp.saying import say_once
+from autoamp.scaling.domain import ModelScaling
+
+logger = logging.getLogger(__name__)
+
+_guards: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
+_changes = [0]
+"""How often `_guards` has changed."""
+
+_Known = tuple[tuple[int, ...], list[weakref.ref[ModelScaling]]]
+_known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+
+
+def begin(scaling: ModelScaling, options: Options) -> None:
+    """Lets `scaling` guard steps, where the user wants that."""
+    end(scaling)
+    _changes[0] += 1  # a model that is converted anew has left its old scaling
+    if options.guard:
+        scaling.guards = True
+        _guards.add(scaling)
+
+
+def end(scaling: ModelScaling) -> None:
+    """Has `scaling` guard no step any more."""
+    if scaling.guards:
+        scaling.guards = False
+        _guards.discard(scaling)
+        _changes[0] += 1
+
+
+def cannot_read(optimizer: Optimizer) -> bool:
+    """Whether a CUDA graph is being captured whose steps no flag can stop.
+
+    The host cannot read a flag then, and only a fused optimizer's kernel reads one.
+    """
+    weight = next((p for g in optimizer.param_groups for p in g["params"]), None)
+    if weight is None or not compat.is_capturing(weight.device):
+        return False
+    fused = all(g.get("fused") for g in optimizer.param_groups if g["params"])
+    if not fused:
+        say_once(
+            logger,
+            logging.WARNING,
+            f"autoamp: a CUDA graph captures the step of {type(optimizer).__name__}, "
+            "which cannot be skipped when it is replayed: a gradient that is not "
+            "finite will be written. fused=True makes an optimizer whose kernel can "
+            "skip its step",
+        )
+    return not fused
+
+
+def guards_of(
+    optimizer: Optimizer, params: Sequence[torch.Tensor]
+) -> list[ModelScaling]:
+    """The models with a guard whose weights, or trained inputs, are among `params`.
+
+    A model of which nothing runs low counts only among several ranks: another rank's
+    graphs may run low, and all ranks are to agree on a step.
+    """
+    if not _guards:
+        return []
+    stamp = (
+        _changes[0],
+        sum(scaling.learnt for scaling in _guards),
+        hash(tuple(map(id, params))),
+    )
+    known = _known.get(optimizer)
+    if known is None or known[0] != stamp:
+        found = [weakref.ref(s) for s in _guards if _trains(s, params)]
+        known = _known[optimizer] = stamp, found
+    alive = [s for s in (ref() for ref in known[1]) if s is not None]
+    if not alive:
+        return alive
+    several = compat.are_several()
+    return [s for s in alive if s.runs_low or several]
+
+
+def _trains(scaling: ModelScaling, params: Sequence[torch.Tensor]) -> bool:
+    held = {id(p): p for p in params}
+    if scaling.is_of_models and not scaling.models():
+        return False  # the models were converted anew, or are gone
+    if any(leaves.are_among(held) for leaves in scaling.leaves):
+        return True
+    return not held.keys().isdisjoint(map(id, scaling.weights))
