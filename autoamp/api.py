@@ -10,6 +10,8 @@ import torch
 from torch import fx, nn
 
 from autoamp import compat
+from autoamp.analyse.nodes import graph_paths
+from autoamp.capture.kept import fits, unfitting
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
 from autoamp.model.conversion import conversion_of
@@ -65,7 +67,8 @@ def convert(
         rules: a rules file laid over the built-in one, a `Rules`, or one of the
             complete sets "torch-cuda", "torch-cpu", "tensorflow".
         allow, deny, infer, clear: op names moved to that list ("linear", "aten::exp").
-        keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*").
+        keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*"), beside
+            what the model names itself (`_keep_in_fp32_modules` of transformers).
         loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", "off", a
             number, or a `LossScale`, which may be shared by several models.
         backend: "eager", which runs the rewritten graph as it is, "inductor", which
@@ -198,6 +201,10 @@ def rewrite(
             f"rewrite() takes a GraphModule or an ExportedProgram, not "
             f"{type(gm).__name__}; for a model use autoamp.convert()"
         )
+    paths = graph_paths(gm)
+    for pattern in chosen.keep:
+        if not fits(pattern, paths):
+            raise unfitting(pattern, paths, "the graph")
     low = choose_graph_precision(gm, example_inputs, chosen)
     rewritten = rewrite_graph(gm, example_inputs, chosen, low).gm
     compat.forget_inputs(rewritten)

@@ -34,6 +34,10 @@ class Options:
         fuse: whether kernels replace chains of calls, or the kernels that do not.
         unlist: (category, op) pairs to take out of the rules.  Only the environment
             variables of the automatic mode set this field; a caller cannot.
+        own_keep: (module path, reason) pairs that the model itself keeps in fp32.  Only
+            the model sets this field.
+        unmet: the patterns of `keep` that have fitted no model yet, where the options
+            hold for all models of a process.  Only `enable` sets this field.
 
     Raises:
         OptionError: a value is unusable; the message lists the valid ones.
@@ -60,6 +64,8 @@ class Options:
     guard: bool = True
     fuse: bool | Sequence[str] = True
     unlist: tuple[tuple[str, str], ...] = ()
+    own_keep: tuple[tuple[str, str], ...] = ()
+    unmet: set[str] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("allow", "deny", "infer", "clear", "keep"):
@@ -129,13 +135,20 @@ class Options:
         Raises:
             OptionError: there is no option of that name, or its value is unusable.
         """
-        known = {field.name for field in dataclasses.fields(self)} - {"unlist"}
+        internal = {"unlist", "own_keep", "unmet"}
+        known = {field.name for field in dataclasses.fields(self)} - internal
         for name in changes:
             if name not in known:
                 raise OptionError(
                     f"unknown option {name!r}; there are {', '.join(sorted(known))}"
                 )
         return dataclasses.replace(self, **changes)
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The patterns of modules that stay fp32, each to the reason."""
+        given = {each: f"kept in fp32 by keep={each!r}" for each in self.keep}
+        return {**dict(self.own_keep), **given}
 
     @property
     def is_tensorflows(self) -> bool:

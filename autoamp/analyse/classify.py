@@ -42,6 +42,7 @@ def classify(
     low: torch.dtype,
     keep: Sequence[str] = (),
     *,
+    kept: Mapping[str, str] | None = None,
     given_up: Mapping[str, str] | None = None,
     ceiling: bool = True,
     to_the_letter: bool = False,
@@ -49,7 +50,8 @@ def classify(
     """A verdict for every node that reads or makes fp32 tensors.
 
     Args:
-        keep: the user's module-path patterns.
+        keep: patterns of the module paths that stay fp32.
+        kept: the reasons of patterns that are no word of the user's in `keep=`.
         given_up: nodes that stay fp32 whatever their ops are, to the reasons.
         ceiling: pin what type promotion would leave fp32 (`analyse/ceiling.py`).
         to_the_letter: the rules decide alone, as the lists do in TensorFlow; calls are
@@ -58,7 +60,9 @@ def classify(
     given_up = given_up or {}
     nodes = {n.name: n for n in gm.graph.nodes}
     strides = held_by_strides(gm, facts)
-    under = _Context(facts, rules, low, keep, known_numbers(gm), strides, to_the_letter)
+    under = _Context(
+        facts, rules, low, keep, known_numbers(gm), strides, to_the_letter, kept or {}
+    )
     verdicts: dict[str, Verdict] = {}
     for name, fact in facts.nodes.items():
         if name in facts.constants or not fact.involves_floats:
@@ -146,6 +150,7 @@ class _Context:
     known: Known
     strides: Mapping[str, str]
     to_the_letter: bool
+    kept: Mapping[str, str]
 
 
 def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
@@ -171,6 +176,7 @@ def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
         known=under.known,
         strides=under.strides,
         keep=under.keep,
+        kept=under.kept,
     )
     found = first_pin(at, to_the_letter=under.to_the_letter)
     if found is None:

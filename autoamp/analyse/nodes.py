@@ -80,6 +80,15 @@ def module_paths(node: fx.Node) -> tuple[str, ...]:
     return tuple(path for path in paths if path)
 
 
+def graph_paths(gm: fx.GraphModule) -> set[str]:
+    """The paths of the modules that the calls of a graph were made in; "" for none."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    found = {path for g in graphs for node in g.nodes for path in module_paths(node)}
+    return (
+        found | {""} | {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
+    )
+
+
 def written_values(node: fx.Node) -> list[fx.Node]:
     """The operands that a call may write to.
 

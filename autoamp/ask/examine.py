@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp.capture.captured import CapturedGraph, Prepared
 from autoamp.capture.engine import Engine
+from autoamp.capture.kept import for_model
 from autoamp.capture.prepare import as_it_is
 from autoamp.capture.record import Record
 from autoamp.errors import UnsupportedModelError
@@ -82,6 +83,7 @@ def examined(
         low: the compute dtype.
         device: the device that graphs are made for; by default the one they are on.
     """
+    options = for_model(model, options)
     twin = twin_of(model)
     state = install(twin)
     label = class_name(model)

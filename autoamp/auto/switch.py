@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
 import logging
 import os
 import sys
@@ -49,7 +51,10 @@ def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
         AutoampError: an option cannot be used; nothing was changed.
     """
     folder = environment.writable(str(report_dir)) if report_dir is not None else None
-    _start(Settings(Options().replace(**options), folder))
+    chosen = Options().replace(**options)
+    if chosen.keep:
+        chosen = dataclasses.replace(chosen, unmet=set(chosen.keep))
+    _start(Settings(chosen, folder))
 
 
 def enable_from_environment(*stand_ins: tuple[Any, Any]) -> list[Any]:
@@ -86,7 +91,25 @@ def disable() -> None:
         stderr.fall_silent()
         expect_models(False)
     if mode is not None:
+        _tell_of_unmet(mode)
         mode.revert_all()
+
+
+def _tell_of_unmet(mode: AutomaticMode) -> None:
+    """Says which patterns of `keep=` have fitted no module of any model."""
+    unmet = mode.options.unmet
+    for pattern in sorted(unmet or ()):
+        logger.warning(
+            "autoamp: keep=%r fitted no module of any model that was converted", pattern
+        )
+    if unmet:
+        unmet.clear()
+
+
+@atexit.register
+def _at_exit() -> None:
+    if _mode is not None:
+        _tell_of_unmet(_mode)
 
 
 def _disarm() -> None:
@@ -120,6 +143,7 @@ def _start(
             if hasattr(torch.nn.utils, "get_total_norm"):
                 _patches.append(Patch(torch.nn.utils, "get_total_norm", tolerating))
     if before is not None:
+        _tell_of_unmet(before)
         before.revert_all()
 
 

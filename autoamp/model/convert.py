@@ -17,6 +17,7 @@ from torch import nn
 
 from autoamp.capture.alike import STATE
 from autoamp.capture.engine import Engine
+from autoamp.capture.kept import for_model
 from autoamp.capture.locked import check_declined, check_model, tell_of_model
 from autoamp.capture.record import Record, Skipped
 from autoamp.dtypes import short_name
@@ -63,7 +64,7 @@ def convert_model(
 
     Raises:
         UnsupportedModelError: `model` is not a module, or cannot be captured.
-        OptionError: `example_inputs` is not a tuple.
+        OptionError: `example_inputs`, or a pattern of `keep=`, cannot be used.
     """
     model = inside_wrappers(model)
     reason = unsupported(model)
@@ -71,6 +72,7 @@ def convert_model(
         raise UnsupportedModelError(reason)
     if example_inputs is not None and not isinstance(example_inputs, tuple):
         raise OptionError("example_inputs must be a tuple of the model's arguments")
+    options = for_model(model, options)
     low, why_not = choose_precision(model, options)
     label = class_name(model)
     own = own_precision(model) if masters else None
@@ -81,15 +83,7 @@ def convert_model(
         low, options = own, _runs_as_it_is(options, label)
     options = _with_fitting_lock(options, label, "" if low is not None else why_not)
     if low is None:
-        if own is None:
-            text = f"autoamp: {label} stays in fp32: {why_not}"
-            say_once(logger, logging.WARNING, text)
-            notes = [Skipped(label, why_not)]
-        else:
-            logger.info("autoamp: %s %s", label, notes[0].why)
-        revert_model(model, optimizers=own is None)
-        DECLINED[model] = Conversion(declined=notes)
-        return model
+        return _decline(model, label, why_not, notes)
     own_loaded_weights(model)
     state = model.__dict__.get(STATE)
     if isinstance(state, Conversion) and state.bound is None:  # `forward` was replaced
@@ -117,6 +111,24 @@ def convert_model(
             raise
     DECLINED.pop(model, None)
     logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
+    return model
+
+
+def _decline(
+    model: nn.Module, label: str, why_not: str, notes: list[Skipped]
+) -> nn.Module:
+    """Says why a model is not converted, and takes an earlier conversion away.
+
+    Args:
+        notes: what is done instead for a model in half precision; empty for others.
+    """
+    if notes:
+        logger.info("autoamp: %s %s", label, notes[0].why)
+    else:
+        text = f"autoamp: {label} stays in fp32: {why_not}"
+        say_once(logger, logging.WARNING, text)
+    revert_model(model, optimizers=not notes)
+    DECLINED[model] = Conversion(declined=notes or [Skipped(label, why_not)])
     return model
 
 

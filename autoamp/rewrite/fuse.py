@@ -63,7 +63,7 @@ def fuse(
         return None
     gm, mode = normalised.gm, normalised.fake_mode
     rules = options.resolve_rules(low)
-    keep = (*options.keep, *rules.keep)
+    keep = (*options.kept, *rules.keep)
     wishes = Wishes(rules, Rules.default(low), keep, leave, device)
     found = _replaceable(gm, mode, wishes)
     if not found and not _attends(gm.graph):

@@ -33,7 +33,8 @@ class Site:
         low: the compute dtype.
         known: the numbers that tensors hold.
         strides: the calls that stay fp32 for strides' sake, each to the reason.
-        keep: the user's module-path patterns.
+        keep: patterns of the module paths that stay fp32.
+        kept: the reasons of these patterns, where they are not the user's `keep=`.
     """
 
     node: fx.Node
@@ -44,6 +45,7 @@ class Site:
     known: Known
     strides: Mapping[str, str]
     keep: Sequence[str]
+    kept: Mapping[str, str]
 
     @property
     def base(self) -> str:
@@ -62,7 +64,9 @@ def kept_by(keep: Sequence[str], modules: Sequence[str]) -> str | None:
 
 def _kept(at: Site) -> str | None:
     pattern = kept_by(at.keep, at.fact.modules)
-    return None if pattern is None else f"kept in fp32 by keep={pattern!r}"
+    if pattern is None:
+        return None
+    return at.kept.get(pattern, f"kept in fp32 by keep={pattern!r}")
 
 
 def _in_a_region(at: Site) -> str | None:

@@ -1,0 +1,233 @@
+"""Patterns of `keep=` that fit nothing, and modules that a model itself keeps."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import autoamp
+from autoamp.errors import OptionError, RulesError
+
+BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False, "strict": True}
+X = torch.ones(4, 8)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+        self.wo = nn.Linear(8, 8)
+        self.word = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.word(self.wo(self.query(x)))
+        return result
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.attention(x)
+        return result
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layer:
+            x = layer(x)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.encoder(x))
+        return result
+
+
+WRONG = {
+    "encoder.layer.0.atention": "'encoder.layer.0.attention'",
+    "encodr": "'encoder'",
+    "head.weight": "'head'",
+    "encoder.layr.*": "'encoder.layer.*'",
+    "module.encoder": "'encoder'",
+}
+
+
+@pytest.mark.parametrize("pattern", WRONG)
+def test_convert_names_the_nearest_module(pattern: str) -> None:
+    model = Net()
+    with pytest.raises(OptionError) as error:
+        autoamp.convert(model, keep=["head", pattern], **BF16)
+    assert f"keep={pattern!r} fits no module of Net" in str(error.value)
+    assert f"did you mean {WRONG[pattern]}?" in str(error.value)
+    assert not autoamp.is_converted(model)
+    assert "forward" not in vars(model)
+
+
+def test_a_converted_model_keeps_its_conversion() -> None:
+    model = autoamp.convert(Net(), keep=["head"], **BF16)
+    with pytest.raises(OptionError):
+        autoamp.convert(model, keep=["haed"], **BF16)
+    model(X)
+    assert fp32_in(model) == {"head"}
+
+
+@pytest.mark.parametrize("ask", [autoamp.explain, autoamp.compare])
+def test_questions_raise_too(ask: Any) -> None:
+    with pytest.raises(OptionError, match=r"did you mean 'head'\?"):
+        ask(Net(), X, options={**BF16, "keep": ["haed"]})
+
+
+def test_rewrite_knows_the_modules_of_the_graph() -> None:
+    options = {"precision": "bf16"}
+    for gm in (fx.symbolic_trace(Net()), torch.export.export(Net(), (X,))):
+        autoamp.rewrite(gm, (X,), keep=["encoder.layer.0.*"], **options)
+        with pytest.raises(OptionError, match=r"of the graph; did you mean 'head'\?"):
+            autoamp.rewrite(gm, (X,), keep=["haed"], **options)
+
+
+@pytest.mark.parametrize("pattern", ["*", "", "h?ad", "encoder.layer.*", "*.wo"])
+def test_patterns_that_fit(pattern: str) -> None:
+    autoamp.convert(Net(), keep=pattern, **BF16)(X)
+
+
+class Listed(nn.Module):
+    """Holds its layers in a list, in which `named_modules()` does not look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+def test_modules_in_a_plain_list_may_be_named() -> None:
+    model = autoamp.convert(Listed(), keep=["layers.0"], **BF16)
+    model(X)
+    assert "layers.0" in fp32_in(model)
+    assert "head" not in fp32_in(model)
+
+
+@pytest.mark.parametrize("category", ["allow", "deny", "infer", "clear"])
+@pytest.mark.parametrize("op", ["linaer", "aten::lin*", "aten::linear.defualt"])
+def test_an_op_that_is_none_raises_with_the_nearest_name(
+    category: str, op: str
+) -> None:
+    model = Net()
+    given: Any = {category: [op]}
+    with pytest.raises(RulesError, match=r"did you mean .*aten::linear"):
+        autoamp.convert(model, **given, **BF16)
+    assert not autoamp.is_converted(model)
+
+
+def test_the_automatic_mode_warns_of_what_fitted_no_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    autoamp.enable(keep=["head", "haed", "0"], **BF16)
+    try:
+        with caplog.at_level(logging.WARNING, "autoamp"):
+            net, other = Net(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            net(X), other(X)
+            assert fp32_in(net) == {"head"}
+            assert fp32_in(other) == {"0"}
+            assert not caplog.records
+            autoamp.disable()
+        said = [r.getMessage() for r in caplog.records]
+        assert said == [
+            "autoamp: keep='haed' fitted no module of any model that was converted"
+        ]
+    finally:
+        autoamp.disable()
+
+
+def fp32_in(model: nn.Module) -> set[str]:
+    """The modules that have a linear layer in fp32."""
+    rows = autoamp.report(model).ops
+    linear = [row for row in rows if row.op == "aten::linear.default"]
+    assert linear
+    return {row.module for row in linear if row.precision == "fp32"}
+
+
+ATTRIBUTES = ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"]
+ALL_WO = {f"encoder.layer.{i}.attention.wo" for i in (0, 1)}
+
+
+@pytest.mark.parametrize("attribute", ATTRIBUTES)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("names", [["wo"], {"wo"}, ("wo.weight",), ["w*o"]], ids=str)
+def test_a_models_own_list_is_kept(attribute: str, precision: str, names: Any) -> None:
+    model = Net()
+    setattr(model, attribute, names)
+    autoamp.convert(model, **{**BF16, "precision": precision})(X)
+    kept = fp32_in(model)
+    assert kept == ALL_WO
+    (row, *_) = [r for r in autoamp.report(model).ops if r.module in ALL_WO]
+    (name,) = names
+    assert row.reason == f"kept in fp32 by the model: {attribute} names {name!r}"
+
+
+def test_a_class_attribute_counts_and_a_submodules_too() -> None:
+    class Kept(Layer):
+        _keep_in_fp32_modules = ("query",)
+
+    model = Net()
+    model.encoder.layer[1] = Kept()
+    options = {**BF16, "keep": ["head"]}
+    report = autoamp.explain(model, X, options=options)
+    rows = [row for row in report.ops if row.op == "aten::linear.default"]
+    kept = {row.module for row in rows if row.precision == "fp32"}
+    assert kept == {"head", "encoder.layer.1.attention.query"}
+    autoamp.convert(model, **options)(X)
+    assert fp32_in(model) == kept
+
+
+@pytest.mark.parametrize("given", [None, [], AttributeError(), 3, [None]], ids=str)
+def test_what_is_no_list_of_names_means_nothing(given: Any) -> None:
+    model = Net()
+    model._keep_in_fp32_modules = given
+    autoamp.convert(model, **BF16)(X)
+    assert fp32_in(model) == set()
+
+
+def test_the_automatic_mode_keeps_them_too() -> None:
+    model = Net()
+    model._keep_in_fp32_modules = ["wo"]  # type: ignore[assignment]
+    autoamp.enable(**BF16)
+    try:
+        model(X)
+        assert fp32_in(model) == ALL_WO
+    finally:
+        autoamp.disable()
+
+
+def test_t5_keeps_its_wo() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2
+    )
+    model = transformers.T5EncoderModel(config).eval()
+    autoamp.convert(model, **BF16)
+    with torch.no_grad():
+        model(input_ids=torch.arange(8)[None])
+    assert fp32_in(model) == {"encoder.block.0.layer.1.DenseReluDense.wo"}
