@@ -245,3 +245,60 @@ def test_compare_runs_the_op_low() -> None:
     assert answer.autocast is not None
     assert answer.errors.output == pytest.approx(answer.autocast.output)
     assert answer.errors.output > 0
+
+
+def silu(dtype: torch.dtype | None, *, decorated: bool = True) -> Any:
+    """A Function that computes what torch's SiLU does."""
+
+    class Silu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * torch.sigmoid(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            s = torch.sigmoid(x)
+            result: Tensor = grad * (s * (1 + x * (1 - s)))
+            return result
+
+    if decorated:
+        wrapped = torch.amp.custom_fwd(
+            Silu.forward, device_type="cpu", cast_inputs=dtype
+        )
+        Silu.forward = staticmethod(wrapped)  # type: ignore[method-assign]
+    return Silu
+
+
+def activated(function: Any) -> nn.Module:
+    class Activated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.last(function.apply(self.first(x)))
+            return result
+
+    return Activated()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, None], ids=str)
+def test_no_kernel_overrides_custom_fwd(dtype: torch.dtype | None) -> None:
+    model = activated(silu(dtype))
+    autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+    model(X).sum().backward()
+    rows = autoamp.report(model).ops
+    assert [row.kernel for row in rows] == ["", "", ""]
+    assert [row.precision for row in rows] == ["bf16", "fp32", "bf16"]
+    assert "under torch.amp.custom_fwd" in rows[1].reason
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_a_function_without_custom_fwd_is_still_a_kernel() -> None:
+    model = activated(silu(None, decorated=False))
+    autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+    model(X).sum().backward()
+    assert "silu" in [row.kernel for row in autoamp.report(model).ops]

@@ -52,6 +52,13 @@ def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
     reason = f"{name} is not traced into: it gets the dtypes it was captured with"
     bodies = bodies_of(node)
     left = [body.meta[BODY_LEFT] for body in bodies if BODY_LEFT in body.meta]
+    if node.target is compat.CUSTOM_FUNCTION and any(
+        map(compat.under_custom_fwd, bodies)
+    ):
+        reason = (
+            "a custom Function under torch.amp.custom_fwd: a captured graph does not "
+            "tell the dtype that its author asks for, so it stays fp32"
+        )
     if left:
         reason = f"{name} has a body that stays as it is: {left[0]}"
     elif node.target is checkpointed:

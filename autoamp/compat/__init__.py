@@ -127,6 +127,7 @@ from autoamp.compat.names import (
     TRANSFORM_EXITS,
     WHILE_LOOP,
     WRAP,
+    under_custom_fwd,
 )
 from autoamp.compat.recording import (
     aliased,

@@ -52,3 +52,13 @@ TOTAL_NORM: tuple[Any, str] | None = (
     if hasattr(torch.nn.utils.clip_grad, "_get_total_norm")
     else None
 )
+
+
+def under_custom_fwd(body: torch.fx.GraphModule) -> bool:
+    """Whether the graph is of a `forward` decorated with `torch.amp.custom_fwd`.
+
+    Dynamo's graphs keep nothing of the decorator but its frame in the stack traces.
+    Without stack traces the answer is no.
+    """
+    traces = [node.stack_trace or "" for node in body.graph.nodes]
+    return any("in decorate_fwd" in trace for trace in traces)

@@ -69,8 +69,10 @@ def _is_function_of_one_tensor(node: fx.Node) -> bool:
         return False
     read_back = [(u.target, *u.args[1:]) for u in node.users]
     one_result = read_back == [(operator.getitem, 0)]  # an older torch lists others too
-    both = len(bodies_of(node)) == 2
-    return sizes_of(read) == sizes_of(made[0]) and one_result and both
+    bodies = bodies_of(node)
+    if len(bodies) != 2 or compat.under_custom_fwd(bodies[0]):
+        return False  # the author has a say in the Function's precision
+    return sizes_of(read) == sizes_of(made[0]) and one_result
 
 
 def _recognised(forward: fx.GraphModule, backward: fx.GraphModule) -> Recognised | None:
