@@ -77,7 +77,7 @@ def compare_model(
         raise UnsupportedModelError(f"{class_name(model)} stays in fp32: {why_not}")
     call: Call = on_the_models_device(model, (args, dict(kwargs)))
     with examined(model, options, low) as (twin, engine):
-        capture_now(twin, *copy.deepcopy(call))
+        capture_now(twin, *copy.deepcopy(call), weights=True)
         bench = _Bench(twin, engine, call, loss_fn or default_loss)
         rows = report_of(engine.record).ops
         lows = _low_ops(rows)
@@ -117,7 +117,6 @@ class _Bench:
         graphs = [g for g in engine.record.graphs if g.rewritten is not None]
         self.numbers = {graph.prepared: n for n, graph in enumerate(graphs)}
         self.records = [g.rewritten for g in graphs if g.rewritten is not None]
-        self.seed = torch.get_rng_state()
         self.scale = 1.0
 
     def trial(
@@ -186,15 +185,10 @@ class _Bench:
     def run(self, model: nn.Module, found: Trial, scale: float) -> None:
         """Fills `found` with the output and the gradients of one call of `model`."""
         args, kwargs = copy.deepcopy(self.call)
-        devices = [
-            d for d in {p.device for p in model.parameters()} if d.type == "cuda"
-        ]
         with (
-            left_as_it_is(model),
-            torch.random.fork_rng(devices=devices),
+            left_as_it_is(model, weights=True),
             torch.set_grad_enabled(model.training),
         ):
-            torch.set_rng_state(self.seed)
             output = model(*args, **kwargs)
             found.output = [t.detach().clone() for t in floats_of(output)]
             if model.training:

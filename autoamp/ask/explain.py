@@ -50,7 +50,7 @@ def explain_model(
     args, kwargs = on_the_models_device(model, (args, dict(kwargs)))
     asked = None if device is None else named_device(device, low)
     with examined(model, options, low, asked) as (twin, engine):
-        capture_now(twin, args, kwargs)
+        capture_now(twin, args, kwargs, weights=True)
     return report_of(engine.record, model, (asked or _own_device(model, low)).name)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -219,31 +218,8 @@ def untouched(model: nn.Module, *, trains: bool) -> Iterator[None]:
     Args:
         trains: whether gradients are recorded in the region.
     """
-    weights = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
-    devices = {p.device for p, _, _ in weights if p.device.type == "cuda"}
-    numbers = random.getstate()
-    try:
-        with (
-            left_as_it_is(model),
-            torch.random.fork_rng(devices=list(devices)),
-            torch.set_grad_enabled(trains),
-        ):
-            yield
-    finally:
-        random.setstate(numbers)
-        with torch.no_grad():
-            for weight, value, grad in weights:
-                if not _same_bits(weight, value):
-                    weight.copy_(value)
-                weight.grad = grad
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.dtype.is_floating_point:
-        return bool(torch.equal(one.nan_to_num(), other.nan_to_num())) and bool(
-            torch.equal(one.isnan(), other.isnan())
-        )
-    return bool(torch.equal(one, other))
+    with left_as_it_is(model, weights=True), torch.set_grad_enabled(trains):
+        yield
 
 
 def _by_name(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +65,7 @@ def tune_model(
     inputs = args, dict(kwargs)
     contest = _Contest(model, inputs, loss_fn or default_loss)
     with contest:
-        with _undisturbed(model, device):
+        with left_as_it_is(model, weights=True):
             contest.enter(Way(FP32))
             contest.enter(_autocast(model, forced, low))
             if forced is options:
@@ -93,18 +93,6 @@ def tune_model(
     if chosen.options is None:
         DECLINED[model] = Conversion(declined=[Skipped(found.label, found.sentence())])
     return found
-
-
-@contextmanager
-def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A region after which buffers, attributes and random numbers are as they were."""
-    numbers = random.getstate()
-    cuda = [device] if device.type == "cuda" else []
-    try:
-        with left_as_it_is(model), torch.random.fork_rng(devices=cuda):
-            yield
-    finally:
-        random.setstate(numbers)
 
 
 def _check(options: Options) -> None:

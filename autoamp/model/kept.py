@@ -1,0 +1,166 @@
+"""Remembers all that a module holds, and puts it back after a call that was a question.
+
+A forward may append to a list of its own, fill a cache, count in a tensor or set an
+attribute.  Each object that the module's attributes lead to is remembered by what it
+holds, and is put back as the same object.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoamp import compat
+
+Restore = Callable[[], None]
+
+_NOT_STATE = (type, types.ModuleType, types.FunctionType, types.MethodType)
+_MACHINERY = ("autoamp.", "torch._")
+"""Packages whose objects are the machinery around a model: conversions and graphs."""
+
+
+class Kept:
+    """What a module, and all that its attributes lead to, held when this was made."""
+
+    def __init__(self, model: nn.Module, *, weights: bool) -> None:
+        """Looks at everything once.
+
+        Args:
+            weights: parameters are copied too, which takes their memory again.
+        """
+        self._weights = weights
+        self._seen: set[int] = set()
+        self._alive: list[Any] = []  # so that no `id` is given to another object
+        self._restores: list[Restore] = []
+        todo: list[Any] = [*model.modules()]
+        while todo:
+            value = todo.pop()
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._alive.append(value)
+                todo.extend(self._remember(value))
+
+    def restore(self) -> None:
+        """Puts everything back that is not as it was."""
+        with torch.no_grad():
+            for restore in self._restores:
+                restore()
+
+    def _remember(self, value: Any) -> Iterable[Any]:
+        """Remembers one object, and gives the objects that it leads to."""
+        if isinstance(value, Tensor):
+            if not isinstance(value, nn.Parameter) or self._weights:
+                self._restores.append(_tensor(value))
+            return ()
+        if isinstance(value, tuple | frozenset):
+            return value
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            self._restores.append(_array(value))
+            return ()
+        found: list[Any] = []
+        if isinstance(value, dict):
+            self._restores.append(_dict(value))
+            found += dict.values(value)
+        elif isinstance(value, list | deque | set):
+            self._restores.append(_collection(value))
+            found += value
+        inside = _attributes(value)
+        if inside is not None:
+            self._restores.append(_dict(inside))
+            found += inside.values()
+        if isinstance(value, nn.Module):  # a class may keep its buffers elsewhere
+            buffers = compat.buffers_here(value)
+            self._restores.append(_dict(buffers))
+            found += buffers.values()
+        return found
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object that may be the model's state; None for others."""
+    if isinstance(value, _NOT_STATE):
+        return None
+    if type(value).__module__.startswith(_MACHINERY):
+        return None
+    found = getattr(value, "__dict__", None)
+    return found if type(found) is dict else None
+
+
+def _dict(live: dict[Any, Any]) -> Restore:
+    before = dict(live)
+    # The class's own methods may forbid a change, as those of a ModelOutput do.
+    base: Any = OrderedDict if isinstance(live, OrderedDict) else dict
+
+    def restore() -> None:
+        same = [*live] == [*before] and all(
+            dict.__getitem__(live, key) is value for key, value in before.items()
+        )
+        if not same:
+            base.clear(live)
+            for key, value in before.items():
+                base.__setitem__(live, key, value)
+
+    return restore
+
+
+def _collection(live: Any) -> Restore:
+    before = [*live]
+    base: Any = next(kind for kind in (list, deque, set) if isinstance(live, kind))
+    fill = base.update if base is set else base.extend
+
+    def restore() -> None:
+        now = [*live]
+        if [*map(id, now)] != [*map(id, before)]:
+            base.clear(live)
+            fill(live, before)
+
+    return restore
+
+
+def _array(live: Any) -> Restore:
+    before = live.copy()
+
+    def restore() -> None:
+        if live.tobytes() != before.tobytes():
+            live[...] = before
+
+    return restore
+
+
+def _tensor(live: Tensor) -> Restore:
+    """How to put a tensor's numbers and its gradient back."""
+    grad = live.grad if live.is_leaf else None
+    empty = live.is_meta or nn.parameter.is_lazy(live)
+    value = None if empty else live.detach().clone()
+
+    def restore() -> None:
+        if live.is_leaf and live.grad is not grad:
+            live.grad = grad
+        if value is None or _same(live, value):
+            return
+        with torch.inference_mode(live.is_inference()):
+            if live.shape != value.shape:
+                live.data = value
+            else:
+                live.copy_(value)
+
+    return restore
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    try:
+        return bool(torch.equal(_bits(one), _bits(other)))
+    except (RuntimeError, NotImplementedError):  # sparse, quantised: written back
+        return False
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
