@@ -38,6 +38,13 @@ _FAILED = (
 )
 
 
+_CHANGES = (
+    "each of its calls changes what its graph was made for (a list that grows, a "
+    "number that is new each time), so it is left to Python: what it calls is captured "
+    "by itself, and operations written in it run in fp32. It changes"
+)
+
+
 @dataclass
 class Skipped:
     """Something that was not converted, and why."""
@@ -150,7 +157,8 @@ class Record:
         if left.error:
             self.note(f"{place}: {_FAILED} {left.error}")
             return
-        found = Skipped(place, _LEFT)
+        why = f"{_CHANGES} {plain_line(left.changes)}" if left.changes else _LEFT
+        found = Skipped(place, why)
         if found not in self.skipped:
             self.skipped.append(found)
 

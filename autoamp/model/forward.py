@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from autoamp import compat
 from autoamp.capture.code import Method
 from autoamp.model.call.calls import under_compilation
 from autoamp.model.call.thread import inside_a_call
@@ -69,6 +70,8 @@ def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         return call.of(this)(self, args, kwargs)
 
+    # Where a `forward` is left to Python, the user's code is captured, not this function.
+    compat.never_a_graph_by_itself(method)
     method.__name__ = name  # by which bound methods are copied and pickled
     method.__dict__[MADE_HERE] = True
     return method

@@ -15,6 +15,7 @@ import torch._dynamo.convert_frame
 from torch import fx
 
 from autoamp.compat.distributed.ddp import note_ddp_mode
+from autoamp.compat.dynamo.changing import Changing
 from autoamp.compat.dynamo.frames import (
     ConvertFrameReturn,
     Left,
@@ -33,6 +34,8 @@ from autoamp.compat.recurrent import recurrent_results
 
 # DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
 _COMPILE_TIME_CONFIG = {"optimize_ddp": False}
+
+_WHOLE_NUMBERS = "allow_unspec_int_on_nn_module"
 
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
@@ -118,6 +121,8 @@ class CompiledEntry:
                     set_frames_action(left.code, "DEFAULT", "DEFAULT")
             del skipped[before:]
             raise
+        if self._frames.has_captured:
+            self._frames.leave_changing()
         for left in skipped[before:]:
             if left.is_said:
                 self._leave(left)
@@ -151,6 +156,7 @@ class _Frames:
         self._exceeded: dict[types.CodeType, Any] = {}
         self._modules: defaultdict[types.CodeType, set[int]] = defaultdict(set)
         self._raced: Counter[types.CodeType] = Counter()
+        self._changing = Changing(backend)
 
     def rule(self, callback: Any) -> None:
         """Has Dynamo's callback go through this object.
@@ -182,10 +188,13 @@ class _Frames:
         as_is = self._backend.runs_as_is
         recurrent = recurrent_results() if as_is else nullcontext()
         soft, error = failed_frames(), ""
+        changed = self._changing.changed(frame)
         # Without `allow_rnn` nn.LSTM, GRU and RNN give no graph.  A compiler would take
         # their steps apart, and what inductor makes of an LSTM raises (torch 2.13).
         limits = _limits(self._uncounted(code))
         options = {**self._options, **limits, "allow_rnn": as_is}
+        if code in self._changing.whole_numbers:
+            options[_WHOLE_NUMBERS] = True
         with torch._dynamo.config.patch(options), recurrent, quietly():
             try:
                 found = base.__call__(callback, frame, *args, **kw)
@@ -199,10 +208,26 @@ class _Frames:
                 found, error = ConvertFrameReturn(), said_in_a_line(caught)
         if found.guarded_code is not None and code not in self.captured:
             self.captured.append(code)
+        if found.guarded_code is not None and changed is not None:
+            self._changing.note(changed)
         if found.guarded_code is None and found.apply_to_code:
             said = bool(error) or broken_off(frame, found, soft)
             self._left(code, found, error, said)
         return found
+
+    @property
+    def has_captured(self) -> bool:
+        """Whether frames were captured since `leave_changing` was last called."""
+        return self._changing.has_captured
+
+    def leave_changing(self) -> None:
+        """Leaves code to Python that changes what its own graphs were made for."""
+        with _lock():
+            for code, place in self._changing.found():
+                set_frames_action(code, "SKIP", "DEFAULT")
+                self.skipped.append(
+                    Left(code, is_said=code is not self._entry, changes=place)
+                )
 
     def _uncounted(self, code: types.CodeType) -> int:
         """How many graphs of `code` do not count for the recompile limit.

@@ -26,12 +26,14 @@ class Left(NamedTuple):
         is_said: the reason is one that users should read.
         error: the error that Dynamo failed with, in a line; "" where a graph break that
             Dynamo cannot go on from is the reason.
+        changes: what the code changes, where its own calls make its graphs useless.
     """
 
     code: types.CodeType
     at_limit: bool = False
     is_said: bool = True
     error: str = ""
+    changes: str = ""
 
 
 def said_in_a_line(error: BaseException) -> str:

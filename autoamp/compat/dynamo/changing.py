@@ -1,0 +1,133 @@
+"""Code that changes what its own graphs were made for, such as a list that it fills.
+
+`self.losses.append(loss)` in a method changes the length of a list that Dynamo's guards
+hold the method's graph to, so that every call would need a graph of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from typing import Any, NamedTuple
+
+from autoamp.compat.dynamo.frames import entries_of, module_of
+
+
+class _Captured(NamedTuple):
+    """A frame for which Dynamo has made a graph in the call that is running.
+
+    Attributes:
+        held: the frame's locals when it began.
+        before: the ids of the code's earlier entries.
+        places: what had changed since earlier entries were made.
+    """
+
+    code: types.CodeType
+    held: dict[str, Any]
+    before: frozenset[int]
+    places: frozenset[str]
+
+
+class Changing:
+    """Finds code whose calls change what the code was captured anew for.
+
+    The proof is in Dynamo's guards: a graph was made because something had changed
+    since the last one, and by the end of the same call the guards of the new graph fail
+    on the same thing, although the call's arguments are the same.  Tensors do not count
+    (Dynamo makes their sizes symbols), and neither do truth values, of which there are
+    two.
+
+    Attributes:
+        whole_numbers: code in which whole numbers of modules are to become symbols,
+            because the code counts something.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        """Args: `backend` is the backend whose graphs are looked at."""
+        self.whole_numbers: set[types.CodeType] = set()
+        self._backend = backend
+        self._met: dict[types.CodeType, int] = {}
+        self._places: frozenset[str] = frozenset()
+        self._captured: list[_Captured] = []
+
+    def changed(self, frame: Any) -> _Captured | None:
+        """What to look at after the call, asked before `frame` is compiled."""
+        entries = self._entries(frame.f_code)
+        found = {_place(each, frame.f_code, frame.f_locals) for each in entries}
+        places = frozenset(place for place, _ in found if place) | self._places
+        if not places or not module_of(frame):
+            return None
+        before = frozenset(map(id, entries))
+        return _Captured(frame.f_code, dict(frame.f_locals), before, places)
+
+    def note(self, captured: _Captured) -> None:
+        """Notes that Dynamo has made a graph for a frame."""
+        self._captured.append(captured)
+
+    @property
+    def has_captured(self) -> bool:
+        """Whether `found` has anything to look at."""
+        return bool(self._captured)
+
+    def found(self) -> list[tuple[types.CodeType, str]]:
+        """Code that is to be left to Python, with what it changes; asked after a call.
+
+        A number that is counted up becomes a symbol first, and Dynamo needs to see two
+        values before that.
+        """
+        captured, self._captured = self._captured, []
+        found = []
+        for code, held, before, places in captured:
+            for entry in self._entries(code):
+                if id(entry) in before:
+                    continue
+                place, is_number = _place(entry, code, held)
+                if place not in places or not place:
+                    continue
+                self._met[code] = met = self._met.get(code, 0) + 1
+                if is_number and met < _MOST_NUMBERS:
+                    self.whole_numbers.add(code)
+                    continue
+                self._places |= {place}
+                found.append((code, place))
+        return found
+
+    def _entries(self, code: types.CodeType) -> list[Any]:
+        return [each for each in entries_of(code) if each.backend is self._backend]
+
+
+_MOST_NUMBERS = 3
+"""How many graphs of a code may fail on a number that their own call has changed."""
+
+_ID = re.compile(r"^___check_\w+\((.*), \d+\)$")
+_SIZE = re.compile(r"^len\((.*)\)$")
+_NUMBER = re.compile(r"^-?\d+$")
+
+
+def _place(entry: Any, code: types.CodeType, held: dict[str, Any]) -> tuple[str, bool]:
+    """What the guards of an entry fail on, and whether that is a whole number.
+
+    The first is "" where they hold, where they fail on a tensor or a truth value, and
+    where this torch does not tell.
+    """
+    check = getattr(getattr(entry, "guard_manager", None), "check_verbose", None)
+    if check is None:
+        return "", False
+    result = check(held)
+    if result.result or not result.verbose_code_parts:
+        return "", False
+    text = str(result.verbose_code_parts[0]).partition("  #")[0].strip()
+    known = _ID.match(text)
+    left, equals, right = text.partition(" == ")
+    if known:
+        left = known[1]
+    elif text.startswith("not "):
+        left = text.removeprefix("not ")
+    elif not equals or right in ("True", "False"):
+        return "", False
+    size = _SIZE.match(left)
+    is_number = size is None and _NUMBER.match(right) is not None
+    left = size[1] if size else left
+    for name in ("self", *code.co_varnames[:1]):
+        left = left.replace(f"L[{name!r}]", "the module").replace(f"{name}.", ".")
+    return left, is_number
