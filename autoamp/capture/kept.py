@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
+from autoamp import compat
 from autoamp.errors import OptionError
 from autoamp.options import Options
 from autoamp.plain import class_name
@@ -27,7 +28,7 @@ def for_model(model: nn.Module, options: Options) -> Options:
     Raises:
         OptionError: a pattern of `keep=` fits no module of the model.
     """
-    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    paths = {path for path, _ in compat.named_modules_of(model)}
     for pattern in options.keep:
         if fits(pattern, paths) or _is_in_no_module(pattern, model):
             if options.unmet is not None:
@@ -70,7 +71,7 @@ def _own(model: nn.Module) -> Iterator[tuple[str, str]]:
     A name stands for whole parts of a path, as in transformers: "wo" is in
     "layer.0.wo" and not in "layer.0.word".
     """
-    for prefix, module in model.named_modules():
+    for prefix, module in compat.named_modules_of(model):
         for attribute in _OWN:
             given = vars(module).get(attribute, getattr(type(module), attribute, None))
             names = [given] if isinstance(given, str) else given

@@ -165,6 +165,7 @@ from autoamp.compat.tensors import (
     lies_in,
     memory_of,
     modules_of,
+    named_modules_of,
     parameters_here,
     storage_id,
     version,

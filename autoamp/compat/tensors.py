@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -230,6 +230,16 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
             found[id(module)] = module
             left += reversed(_held(module, "_modules").values())
     return [*found.values()]
+
+
+def named_modules_of(
+    model: torch.nn.Module, path: str = ""
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Every module in `model`, by every path, whatever methods its class redefines."""
+    yield path, model
+    for name, child in children_here(model).items():
+        if child is not None:
+            yield from named_modules_of(child, f"{path}.{name}" if path else name)
 
 
 def parameters_here(module: torch.nn.Module) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         return call.of(this)(self, args, kwargs)
 
-    # Where a `forward` is left to Python, the user's code is captured, not this function.
+    # Where a `forward` is left to Python, the user's code is captured and not this.
     compat.never_a_graph_by_itself(method)
     method.__name__ = name  # by which bound methods are copied and pickled
     method.__dict__[MADE_HERE] = True
