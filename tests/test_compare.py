@@ -158,3 +158,29 @@ def test_bad_questions_are_refused() -> None:
         autoamp.compare(model, x, options=BF16, loss_fn=lambda output: output)
     with pytest.raises(UnsupportedModelError, match="stays in fp32"):
         autoamp.compare(nn.Linear(4, 4).double(), torch.randn(2, 4).double())
+
+
+class Branches(nn.Module):
+    """Takes another branch, of another shape where `wide`, when its numbers round."""
+
+    def __init__(self, *, wide: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+        self.wide, self.edge = wide, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if y.double().sum().item() == self.edge:
+            return self.second(y)
+        z = self.third(y * 2)
+        return torch.cat([z, z]) if self.wide else z
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_branch_that_only_one_precision_takes_is_compared(wide: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Branches(wide=wide), torch.randn(4, 8)
+    model.edge = model.first(x).double().sum().item()
+    found = autoamp.compare(model, x, options=BF16)
+    assert found.errors.output > 0.1  # two branches, of two layers
+    assert {node.graph for node in found.nodes} == {0}

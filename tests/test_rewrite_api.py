@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoamp
 from tests.metrics import relative_error
 
+MATMUL = torch.ops.aten.matmul.default
 WIDTH = 8
 CLOSE = 0.02  # bf16 rounding of three layers
 OPTIONS = {"precision": "bf16", "do_no_harm": False}
@@ -229,3 +231,34 @@ def test_too_many_inputs(inputs: Any) -> None:
     given = torch.zeros(3) if inputs == "tensor" else (torch.zeros(3),) * 2
     with pytest.raises(autoamp.AutoampError, match="input"):
         autoamp.rewrite(fx.symbolic_trace(nn.ReLU()), given, **OPTIONS)
+
+
+def ctc(x: Tensor) -> Tensor:
+    log_probs = x.reshape(6, 2, WIDTH // 2).log_softmax(-1)
+    targets = torch.ones(2, 2, dtype=torch.long)
+    return nn.functional.ctc_loss(log_probs, targets, (6, 6), (2, 2))
+
+
+def low_products(gm: fx.GraphModule) -> int:
+    nodes = gm.graph.find_nodes(op="call_function", target=MATMUL)
+    return sum(node.meta["val"].dtype == torch.bfloat16 for node in nodes)
+
+
+DATA_DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "corrcoef": torch.corrcoef,
+    "cov": torch.cov,
+    "ctc_loss": ctc,
+}
+
+
+@pytest.mark.parametrize("name", DATA_DEPENDENT)
+def test_an_op_that_fake_tensors_refuse_stays_whole(name: str, x: Tensor) -> None:
+    function, weight = DATA_DEPENDENT[name], torch.eye(WIDTH)
+
+    def model(x: Tensor, weight: Tensor) -> Tensor:
+        return function(x @ weight)
+
+    gm = make_fx(model, pre_dispatch=True)(x, weight)
+    rewritten = autoamp.rewrite(gm, (x, weight), **OPTIONS)
+    assert low_products(rewritten) == 1
+    assert relative_error(rewritten(x, weight), model(x, weight)) < CLOSE

@@ -79,12 +79,12 @@ def compare_model(
     with examined(model, options, low) as (twin, engine):
         capture_now(twin, *copy.deepcopy(call), weights=True)
         bench = _Bench(twin, engine, call, loss_fn or default_loss)
-        rows = report_of(engine.record).ops
-        lows = _low_ops(rows)
         fp32 = bench.trial(hears=True)
         bench.find_scale(fp32)
         mixed = bench.trial(fp32, hears=True)
         errors = errors_of(mixed, fp32)
+        rows = report_of(engine.record).ops  # with graphs of branches that mixed took
+        lows = _low_ops(rows)
         nodes = node_errors(rows, fp32, mixed)
         del mixed
         fp32.values.clear()
@@ -116,7 +116,6 @@ class _Bench:
         self.twin, self.engine, self.call, self.loss_fn = twin, engine, call, loss_fn
         graphs = [g for g in engine.record.graphs if g.rewritten is not None]
         self.numbers = {graph.prepared: n for n, graph in enumerate(graphs)}
-        self.records = [g.rewritten for g in graphs if g.rewritten is not None]
         self.scale = 1.0
 
     def trial(
@@ -141,8 +140,8 @@ class _Bench:
             if value.requires_grad:
                 compat.hook_gradient(value, partial(_keep, found.flows, key, scale))
 
-        records = self._records(keep)
-        score = Score(exact is not None, hear, self.numbers, records)
+        place = partial(self._placed, keep)
+        score = Score(exact is not None, hear, self.numbers, place)
         self.engine.play = score.play
         self.run(self.twin, found, scale)
         return found
@@ -151,14 +150,14 @@ class _Bench:
         """The errors with the modules `keep` in fp32."""
         return errors_of(self.trial(fp32, keep, hears=False), fp32)
 
-    def _records(self, keep: Collection[str]) -> list[Rewritten]:
-        """The records of all graphs, placed anew where they call a module of `keep`."""
+    def _placed(self, keep: Collection[str], record: Rewritten) -> Rewritten:
+        """A graph's record, placed anew where modules of `keep` stay fp32."""
         if not keep:
-            return self.records
+            return record
         own = self.engine.options
         options = own.replace(keep=(*own.keep, *keep))
         with torch.set_grad_enabled(self.twin.training):
-            return [placed_anew(record, options) for record in self.records]
+            return placed_anew(record, options)
 
     def find_scale(self, fp32: Trial) -> None:
         """Finds the loss scale of fp16: a large one at which no gradient overflows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,20 +49,25 @@ class Score:
     Attributes:
         is_low: whether the rewritten graphs run, or the graphs before the rewrite.
         hear: called for each op's result.
-        numbers: the number of each captured graph.
-        records: the records of the pass, by the number of the graph.
+        numbers: the number of each graph; a graph met first in this run, on a branch
+            that no run took before, gets the next number.
+        place: gives the record that is run for a graph's record of the pass.
     """
 
     is_low: bool
     hear: Hear
-    numbers: Mapping[Prepared, int]
-    records: Sequence[Rewritten]
+    numbers: dict[Prepared, int]
+    place: Callable[[Rewritten], Rewritten]
+    _placed: dict[int, Rewritten] = field(default_factory=dict)
     _runs: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def play(self, prepared: Prepared, args: tuple[Any, ...]) -> Any:
         """Runs one graph on the arguments of a call."""
-        number = self.numbers[prepared]
-        return self.player(self.records[number], number, "").run(*args)
+        number = self.numbers.setdefault(prepared, len(self.numbers))
+        if number not in self._placed:
+            assert prepared.rewritten is not None, "graphs as they were are not played"
+            self._placed[number] = self.place(prepared.rewritten)
+        return self.player(self._placed[number], number, "").run(*args)
 
     def player(self, rewritten: Rewritten, graph: int, body: str) -> Player:
         """The player of one more run of a graph or body."""

@@ -49,7 +49,12 @@ def errors_of(trial: Trial, fp32: Trial) -> Errors:
 
 
 def relative_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """||found - wanted|| / ||wanted|| in fp64; NaN where a NaN is in either."""
+    """||found - wanted|| / ||wanted|| in fp64; NaN where a NaN is in either.
+
+    Infinity where the tensors have other shapes, because another branch made them.
+    """
+    if [t.shape for t in found] != [t.shape for t in wanted]:
+        return math.inf
     distance = sum(
         float((a.double() - b.double()).square().sum())
         for a, b in zip(found, wanted, strict=True)

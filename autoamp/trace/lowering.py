@@ -108,7 +108,7 @@ class Lowering(fx.Interpreter):
                 lambda v: torch.empty_strided(
                     v.shape, v.stride(), dtype=v.dtype, device=v.device
                 ),
-                n.meta["example_value"],
+                _known_result(n),
             )
         return compat.record_call(target, args, kwargs, result, n.name)
 
@@ -208,8 +208,8 @@ class Lowering(fx.Interpreter):
             # Some higher-order ops cannot run outside their own tracing; Dynamo left
             # its result on the node.
             node = self.current_node
-            if node is not None and "example_value" in node.meta:
-                return node.meta["example_value"]
+            if node is not None and _known_result(node) is not None:
+                return _known_result(node)
             raise
 
     def _register(self, body: fx.GraphModule) -> Any:
@@ -230,7 +230,12 @@ def _may_stay_whole(node: fx.Node) -> bool:
     calls = node.op in ("call_function", "call_method")
     if not calls or isinstance(node.target, compat.HigherOrderOperator):
         return False
-    return "example_value" in node.meta and not has_effect(node)
+    return _known_result(node) is not None and not has_effect(node)
+
+
+def _known_result(node: fx.Node) -> Any:
+    """The result that Dynamo, or make_fx on real tensors, left on a node; or None."""
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 class _InPlace(fx.Interpreter):
