@@ -46,7 +46,13 @@ def lstm_cell_fp32_state(*args: Any) -> Any:
 def _stepwise(op: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     first = args[0]
     with torch.autocast(first.device.type, first.dtype, cache_enabled=False):
-        return op(*args)
+        results = op(*args)
+    # What autocast gives is not one dtype: a projection (`proj_size`) is a product, and
+    # an LSTM over packed sequences of equal lengths runs as one kernel, whose results
+    # are low.  All code after the op was captured for fp32 results.
+    if isinstance(results, torch.Tensor):
+        return results.float()
+    return tuple(each.float() for each in results)
 
 
 WITH_FP32_STATE: Mapping[compat.OpOverload, Callable[..., Any]] = {

@@ -422,6 +422,17 @@ def no_cpu_attention(patch: pytest.MonkeyPatch) -> None:
     assert result.grad_fn.name().startswith("ScaledDotProduct")
 
 
+def no_norms_of_many_tensors(patch: pytest.MonkeyPatch) -> None:
+    """Then the guard takes the largest magnitude of each gradient by itself."""
+    grads = [torch.tensor([1.0, -2.0]), torch.tensor([torch.nan, 1.0])]
+    largest = list(compat.gradients._largest_of(grads))
+    hide(patch, "_foreach_norm")
+    alone = list(compat.gradients._largest_of(grads))
+    torch.testing.assert_close(alone, largest, equal_nan=True)
+    assert alone[0] == 2
+    assert alone[1].isnan()
+
+
 def no_kernels_of_softmax(patch: pytest.MonkeyPatch) -> None:
     """Then attention's weights and their gradients are computed by plain ops."""
     torch.manual_seed(0)
@@ -478,6 +489,7 @@ ALONE = [
     no_custom_functions,
     no_cpu_attention,
     no_kernels_of_softmax,
+    no_norms_of_many_tensors,
     no_total_norm,
     no_hooks_of_ddp,
     no_records_of_fsdp,
