@@ -347,3 +347,18 @@ def test_errors_of_the_model_are_its_own() -> None:
     assert not isinstance(caught.value, autoamp.AutoampError)
     model(torch.randn(3, WIDTH))
     assert autoamp.report(model).runs == 1
+
+
+def test_a_model_in_bf16_is_not_said_to_stay_in_fp32(caplog) -> None:
+    autoamp.convert(mlp().bfloat16(), **BF16)
+    (said,) = told(caplog)
+    assert "is left as it is: its parameters are bf16 already" in said
+    assert "fp32:" not in said
+
+
+def test_a_model_of_which_no_op_is_low_is_not_called_converted(caplog) -> None:
+    caplog.set_level(logging.INFO, "autoamp")
+    model = autoamp.convert(mlp(), deny=["linear", "relu"], **BF16)
+    model(torch.randn(3, WIDTH))
+    assert "is converted" not in caplog.text
+    assert "stays in fp32: none of its" in caplog.text

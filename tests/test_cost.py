@@ -315,6 +315,51 @@ def test_flops_of_an_rnn_are_those_of_its_weights(kind: str, gates: int) -> None
     assert flops(cell, torch.randn(2, 5, 5)) == 2 * 10 * gates * 6 * (5 + 6)
 
 
+def test_flops_of_a_fused_encoder_layer() -> None:
+    def layer(x: Tensor, *weights: Tensor) -> Tensor:  # in eval mode, without gradients
+        qkv, bias, project, narrow, wide, shrink = weights
+        norms = (narrow, narrow, narrow, narrow)
+        more = (*norms, wide, torch.zeros(32), shrink, narrow)
+        run = torch._transformer_encoder_layer_fwd
+        return run(x, 16, 4, qkv, bias, project, narrow, False, False, 1e-5, *more)
+
+    rows, projections, feed_forward = 2 * 5, 4 * 16 * 16, 2 * 16 * 32
+    products = 2 * rows * (projections + feed_forward) + 4 * rows * 5 * 16
+    shapes = [(2, 5, 16), (48, 16), (48,), (16, 16), (16,), (32, 16), (16, 32)]
+    assert flops(layer, *(torch.randn(shape) for shape in shapes)) == products
+
+
+WITH_PRODUCTS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "gru_cell": (torch.gru_cell, [(2, 5), (2, 6), (18, 5), (18, 6)]),
+    "rnn_tanh_cell": (torch.rnn_tanh_cell, [(2, 5), (2, 6), (6, 5), (6, 6)]),
+    "lstm_cell": (
+        lambda x, h, c, w, u: torch.lstm_cell(x, (h, c), w, u)[0],
+        [(2, 5), (2, 6), (2, 6), (24, 5), (24, 6)],
+    ),
+    "bilinear": (functional.bilinear, [(2, 5), (2, 6), (7, 5, 6)]),
+    "cdist": (torch.cdist, [(3, 5), (4, 5)]),
+    "inner": (torch.inner, [(3, 5), (4, 5)]),
+    "tensordot": (lambda a, b: torch.tensordot(a, b, 1), [(3, 5), (5, 4)]),
+    "chain_matmul": (
+        lambda a, b, c: torch.linalg.multi_dot([a, b, c]),
+        [(3, 5), (5, 4), (4, 6)],
+    ),
+    "conv_tbc": (torch.conv_tbc, [(5, 2, 3), (2, 3, 4), (4,)]),
+    "_addmm_activation": (torch._addmm_activation, [(7,), (3, 5), (5, 7)]),
+    "solve": (torch.linalg.solve, [(5, 5), (5, 2)]),
+    "inv": (torch.linalg.inv, [(5, 5)]),
+    "svdvals": (torch.linalg.svdvals, [(5, 4)]),
+    "matrix_exp": (torch.linalg.matrix_exp, [(4, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", WITH_PRODUCTS)
+def test_no_op_with_products_inside_goes_without_flops(name: str) -> None:
+    function, shapes = WITH_PRODUCTS[name]
+    given = [torch.randn(shape) for shape in shapes]
+    assert flops(function, *given) > 0
+
+
 def test_flops_can_be_asked_for_other_sizes() -> None:
     found = priced(linear, torch.zeros(4, 8))
     node, fact = found.nodes["linear"], found.facts.nodes["linear"]

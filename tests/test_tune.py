@@ -24,6 +24,7 @@ from autoamp.tuning.prices import MeasuredPrices
 from autoamp.tuning.specimen import Specimen, op_specimen
 from autoamp.tuning.store import FOLDER, Store
 from autoamp.tuning.tune import AUTOCAST, FP32, MEASURED, PREDICTED
+from autoamp.tuning.tuning import Timed, Tuning
 from autoamp.tuning.ways import Runner, Way
 from tests.metrics import relative_error
 
@@ -601,3 +602,10 @@ def test_a_huge_file_is_read_in_part(folder: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(2**31)  # sparse: zeros without a line's end
     assert Store("huge").known["first"] == 5.0
+
+
+def test_milliseconds_are_written_without_exponents() -> None:
+    way = Timed("fp32", 2.63, 1.0)
+    tuning = Tuning("M", torch.bfloat16, "cpu", True, "fp32", (way,), 0, 0, 1.0)
+    assert "2630" in str(tuning)
+    assert "e+" not in str(tuning)

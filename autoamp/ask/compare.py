@@ -39,7 +39,7 @@ from autoamp.ask.trials import (
 )
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.rows import OpRow
-from autoamp.model.eligible import choose_precision, parameters_of
+from autoamp.model.eligible import choose_precision, not_converted, parameters_of
 from autoamp.model.reporting import report_of
 from autoamp.model.warmup import capture_now, left_as_it_is
 from autoamp.options import Options
@@ -74,7 +74,9 @@ def compare_model(
         raise OptionError(f"tolerance={tolerance!r} is not a positive number")
     low, why_not = choose_precision(model, options)
     if low is None:
-        raise UnsupportedModelError(f"{class_name(model)} stays in fp32: {why_not}")
+        raise UnsupportedModelError(
+            f"{class_name(model)} {not_converted(model, why_not)}"
+        )
     call: Call = on_the_models_device(model, (args, dict(kwargs)))
     with examined(model, options, low) as (twin, engine):
         capture_now(twin, *copy.deepcopy(call), weights=True)

@@ -24,7 +24,7 @@ from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
 from autoamp.loss_scale.base import INIT_SCALE
 from autoamp.model.conversion import conversion_of
-from autoamp.model.eligible import choose_precision, parameters_of
+from autoamp.model.eligible import choose_precision, not_converted, parameters_of
 from autoamp.options import Options
 from autoamp.plain import class_name
 from autoamp.ranges.culprit import first_out_of_range, harmful, nearest
@@ -191,7 +191,9 @@ def _options(
         options = options.replace(do_no_harm=False)
         low, why_not = choose_precision(model, options)
     if low is None:
-        raise UnsupportedModelError(f"{class_name(model)} stays in fp32: {why_not}")
+        raise UnsupportedModelError(
+            f"{class_name(model)} {not_converted(model, why_not)}"
+        )
     return options, low
 
 

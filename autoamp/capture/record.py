@@ -171,6 +171,17 @@ class Record:
         if not any(each.ops for each in sums):
             return
         self.announced = True
+        if not any(each.low for each in sums):
+            every = sum(each.ops for each in sums)
+            which = f"none of its {every} float ops" if every > 1 else "its float op"
+            say_once(
+                logger,
+                logging.INFO,
+                f"autoamp: {self.label} stays in fp32: {which} would gain in "
+                f"{short_name(self.low)} what its casts cost; report.why(name) says "
+                "the reason for each",
+            )
+            return
         scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"
         say_once(
             logger,

@@ -33,7 +33,12 @@ from autoamp.model.conversion import (
     models_of,
     uninstall,
 )
-from autoamp.model.eligible import choose_precision, own_precision, unsupported
+from autoamp.model.eligible import (
+    choose_precision,
+    not_converted,
+    own_precision,
+    unsupported,
+)
 from autoamp.model.forward import forward_of
 from autoamp.model.installed import install
 from autoamp.model.warmup import capture_now
@@ -125,7 +130,7 @@ def _decline(
     if notes:
         logger.info("autoamp: %s %s", label, notes[0].why)
     else:
-        text = f"autoamp: {label} stays in fp32: {why_not}"
+        text = f"autoamp: {label} {not_converted(model, why_not)}"
         say_once(logger, logging.WARNING, text)
     revert_model(model, optimizers=not notes)
     DECLINED[model] = Conversion(declined=notes or [Skipped(label, why_not)])

@@ -94,6 +94,17 @@ def choose_precision(
     return choose_device_precision(own, options)
 
 
+def not_converted(model: nn.Module, why_not: str) -> str:
+    """What becomes of a model that is not converted, and why, after the model's name.
+
+    Args:
+        why_not: the reason that `choose_precision` gave.
+    """
+    modules = compat.modules_of(model)
+    other = _quantised(model, modules) or _nothing_to_convert(_parameters_in(modules))
+    return f"{'is left as it is' if other else 'stays in fp32'}: {why_not}"
+
+
 def choose_device_precision(
     device: torch.device | str, options: Options
 ) -> tuple[torch.dtype | None, str]:

@@ -19,7 +19,12 @@ from autoamp.capture.record import Skipped
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.devices import device_name
 from autoamp.model.conversion import DECLINED, Conversion, conversion_of
-from autoamp.model.eligible import choose_precision, parameters_of, unsupported
+from autoamp.model.eligible import (
+    choose_precision,
+    not_converted,
+    parameters_of,
+    unsupported,
+)
 from autoamp.model.warmup import capture_now, left_as_it_is
 from autoamp.options import Options
 from autoamp.plain import class_name, plain_line
@@ -119,7 +124,9 @@ def _precision(model: nn.Module, options: Options) -> tuple[torch.dtype, Options
     forced = options.replace(do_no_harm=False)
     low, why_not = choose_precision(model, forced)
     if low is None:
-        raise UnsupportedModelError(f"{class_name(model)} stays in fp32: {why_not}")
+        raise UnsupportedModelError(
+            f"{class_name(model)} {not_converted(model, why_not)}"
+        )
     return low, forced
 
 

@@ -95,7 +95,7 @@ class Tuning:
         for way in self.ways:
             cells = ["fails", ""]
             if way.seconds is not None:
-                cells = [f"{1e3 * way.seconds:.3g}", f"{way.share:.2f}"]
+                cells = [_milliseconds(way.seconds), f"{way.share:.2f}"]
             kept = way.name == self.chosen
             table.add_row(Text(way.name, "bold" if kept else ""), *cells)
         yield Padding(table, (1, 0, 0, 2))
@@ -108,3 +108,9 @@ class Tuning:
             f"Times of ops and casts: {self.measured:,} measured, {self.remembered:,} "
             f"known from before. {self.seconds:.0f} s in all."
         )
+
+
+def _milliseconds(seconds: float) -> str:
+    """Three digits or all before the point: 0.0123, 26.3, 2630."""
+    value = 1e3 * seconds
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
