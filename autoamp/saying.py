@@ -21,6 +21,20 @@ def say_once(logger: logging.Logger, level: int, text: str) -> None:
     logger.log(logging.DEBUG if again else level, "%s", text)
 
 
+def say_left_to_autocast(logger: logging.Logger, label: str) -> None:
+    """Says, once for each label, that a model's precision is the script's own choice.
+
+    Args:
+        label: the model's class name, or what else is left alone.
+    """
+    text = (
+        f"autoamp: {label} is left to the script's own autocast, which chooses the "
+        "precision of each op itself; without it (no torch.autocast, bf16=False, "
+        'mixed_precision="no") autoamp chooses'
+    )
+    say_once(logger, logging.INFO, text)
+
+
 @contextlib.contextmanager
 def signs_of_life(
     say: Callable[[float], None], *, every: float = 2.0

@@ -156,7 +156,8 @@ def test_bad_questions_are_refused() -> None:
             autoamp.compare(model, x, options=BF16, tolerance=tolerance)
     with pytest.raises(OptionError, match="one element"):
         autoamp.compare(model, x, options=BF16, loss_fn=lambda output: output)
-    with pytest.raises(UnsupportedModelError, match="is left as it is: its parameters are float64"):
+    left = "is left as it is: its parameters are float64"
+    with pytest.raises(UnsupportedModelError, match=left):
         autoamp.compare(nn.Linear(4, 4).double(), torch.randn(2, 4).double())
 
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp import compat
 from autoamp.auto.candidates import caller_of, choose, inside
 from autoamp.auto.environment import Settings
+from autoamp.auto.own_autocast import tell_of_own_autocast
 from autoamp.auto.report_dir import Recorder
 from autoamp.capture.engine import Engine
 from autoamp.capture.locked import check_model
@@ -142,6 +143,7 @@ class AutomaticMode:
             if known is None or known.engine is None:
                 return original(module, *args, **kwargs)
             if compat.any_autocast():  # the user's own region decides
+                tell_of_own_autocast(module)
                 with disabled():
                     return original(module, *args, **kwargs)
             result = original(module, *args, **kwargs)
@@ -190,7 +192,10 @@ class AutomaticMode:
         """Decides on a module; None where it is too early to decide."""
         # A region recomputed by a backward must run as its forward did; a call in an
         # autocast region of the user's is left to that region.
-        if compat.inside_backward() or compat.any_autocast() or compat.hides_calls():
+        if compat.inside_backward() or compat.hides_calls():
+            return None
+        if compat.any_autocast():
+            tell_of_own_autocast(module)
             return None
         with self._lock:
             known = self._known.get(id(module))

@@ -30,6 +30,8 @@ class Prepared:
         layouts: the memory formats of the copies; empty if all are the weights'.
         edge: the inputs that loss scaling adds to the graph.
         sizes: positions of the inputs that are symbolic sizes.
+        own_autocast: whether the graph was captured in a `torch.autocast` of the
+            script's own, which is on whenever the graph runs.
     """
 
     rewritten: Rewritten | None
@@ -42,6 +44,7 @@ class Prepared:
     layouts: tuple[torch.memory_format, ...] = ()
     edge: Edge = field(default_factory=Edge)
     sizes: tuple[int, ...] = ()
+    own_autocast: bool = False
 
 
 @dataclass(eq=False)
@@ -80,3 +83,11 @@ class CapturedGraph:
     def edge(self) -> Edge:
         """The inputs that loss scaling adds to the graph."""
         return self.prepared.edge
+
+    @property
+    def in_own_autocast(self) -> bool:
+        """Whether some of the graph runs under a `torch.autocast` of the script's."""
+        if self.rewritten is None or self.prepared.own_autocast:
+            return self.prepared.own_autocast
+        every = [each.facts.nodes for each in self.rewritten.with_bodies()]
+        return any(node.autocast for nodes in every for node in nodes.values())

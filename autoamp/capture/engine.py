@@ -109,10 +109,12 @@ class Engine:
         if _computes_on_dtensors(gm, example_inputs):
             return self._by_autocast(gm, example_inputs)
         modes, drawn = compat.Modes(), compat.Generators()
+        own_autocast = compat.any_autocast()  # a region entered inside this call
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
                 on = Setting(device=self.device, price=self.price)
                 found = prepare(gm, example_inputs, options, low, scaling, setting=on)
+                found = replace(found, own_autocast=own_autocast)
                 self.bind(found, example_inputs)
             return found
         except Exception as error:

@@ -12,7 +12,7 @@ from autoamp.capture.captured import CapturedGraph
 from autoamp.dtypes import short_name
 from autoamp.pipeline import Rewritten
 from autoamp.plain import plain_line
-from autoamp.saying import say_once
+from autoamp.saying import say_left_to_autocast, say_once
 from autoamp.scaling.domain import ModelScaling
 
 logger = logging.getLogger(__name__)
@@ -172,6 +172,9 @@ class Record:
             return
         self.announced = True
         if not any(each.low for each in sums):
+            if any(graph.in_own_autocast for graph in self.graphs):
+                say_left_to_autocast(logger, self.label)
+                return
             every = sum(each.ops for each in sums)
             which = f"none of its {every} float ops" if every > 1 else "its float op"
             say_once(

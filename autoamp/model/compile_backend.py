@@ -22,6 +22,7 @@ from autoamp.model.eligible import choose_device_precision
 from autoamp.model.updates import updates_weights
 from autoamp.optimizer.meeting import new_scaling
 from autoamp.options import Options
+from autoamp.saying import say_left_to_autocast
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,10 @@ class GraphBackend:
         with self._lock:
             if not self._asked:
                 self.engine, self._asked = self._made(example_inputs), True
-        # A graph in the user's own autocast region is left to autocast.
-        if self.engine is None or compat.any_autocast():
+        own_autocast = compat.any_autocast()
+        if own_autocast and self.engine is not None:
+            say_left_to_autocast(logger, self.label)
+        if own_autocast or self.engine is None:
             return compat.compile_with(self.options.backend, gm, example_inputs)
         run = self.engine(gm, example_inputs)
         self.engine.record.announce()
@@ -75,7 +78,7 @@ class GraphBackend:
         )
         low, why_not = choose_device_precision(device, self.options)
         if low is None:
-            logger.warning("autoamp: %s stays in fp32: %s", self.label, why_not)
+            logger.warning("autoamp: %s is left as it is: %s", self.label, why_not)
             return None
         scale = resolve_loss_scale(self.options.loss_scale, low)
         scaling = new_scaling(self.options, scale, self.label)

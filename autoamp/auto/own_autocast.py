@@ -1,0 +1,38 @@
+"""Says, once for each model, that the model is left to the script's own autocast."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autoamp.auto.candidates import caller_of, choose, inside
+from autoamp.model.conversion import conversion_of
+from autoamp.plain import class_name
+from autoamp.saying import say_left_to_autocast
+
+logger = logging.getLogger(__name__)
+
+_seen = WeakIdKeyDictionary()
+"""The modules that were called in a region of the script's own, and looked at."""
+
+
+def tell_of_own_autocast(module: nn.Module) -> None:
+    """Says why a call of `module`, in a region of the script's own, is left alone.
+
+    Nothing is said of a module that would not be converted outside the region either.
+    """
+    if module in _seen:
+        return
+    _seen[module] = True
+    owner = caller_of(module) or module
+    target = inside(owner)
+    state = conversion_of(target)
+    if state is None:
+        choice = choose(owner)
+        if choice.target is None or choice.only_if_it_pays:
+            return
+    elif state.engine is None:  # the model was declined, and a line has said why
+        return
+    say_left_to_autocast(logger, class_name(target))
