@@ -18,6 +18,7 @@ from autoamp.rules import Rules
 from autoamp.rules.files import COMPLETE, TENSORFLOW
 from autoamp.saved.document import SavedReport
 from autoamp.saved.load import load
+from autoamp.saying import advice
 
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
 OBJECTIVES = ("time", "memory")
@@ -36,6 +37,8 @@ class Options:
             variables of the automatic mode set this field; a caller cannot.
         own_keep: (module path, reason) pairs that the model itself keeps in fp32.  Only
             the model sets this field.
+        by_variables: whether environment variables gave the options, so that messages
+            name variables.  Only the automatic mode sets this field.
         unmet: the patterns of `keep` that have fitted no model yet, where the options
             hold for all models of a process.  Only `enable` sets this field.
 
@@ -65,6 +68,7 @@ class Options:
     fuse: bool | Sequence[str] = True
     unlist: tuple[tuple[str, str], ...] = ()
     own_keep: tuple[tuple[str, str], ...] = ()
+    by_variables: bool = dataclasses.field(default=False, compare=False)
     unmet: set[str] | None = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +117,10 @@ class Options:
         if len(errors) == (len(LOW_DTYPES) if low is None else 1):
             raise errors[-1]
 
+    def advice(self, option: str, value: object) -> str:
+        """How `option` is to be written by whoever gave these options."""
+        return advice(option, value, by_variables=self.by_variables)
+
     @property
     def locked(self) -> SavedReport | None:
         """The report that placements are held to, if there is one."""
@@ -135,7 +143,7 @@ class Options:
         Raises:
             OptionError: there is no option of that name, or its value is unusable.
         """
-        internal = {"unlist", "own_keep", "unmet"}
+        internal = {"unlist", "own_keep", "unmet", "by_variables"}
         known = {field.name for field in dataclasses.fields(self)} - internal
         for name in changes:
             if name not in known:

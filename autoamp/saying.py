@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 
 _said: set[str] = set()
 
+_LISTS = {each: f"AUTOAMP_{each.upper()}LIST_ADD" for each in ("allow", "deny")}
+"""The variables that add ops to a list."""
+
 
 def say_once(logger: logging.Logger, level: int, text: str) -> None:
     """Logs `text` at `level`, or as DEBUG if this process has logged `text` before.
@@ -33,6 +36,27 @@ def say_left_to_autocast(logger: logging.Logger, label: str) -> None:
         'mixed_precision="no") autoamp chooses'
     )
     say_once(logger, logging.INFO, text)
+
+
+def advice(option: str, value: object, *, by_variables: bool) -> str:
+    """How an option is written by whoever is to change it.
+
+    Args:
+        option: an option of `convert`.
+        value: what is to be given; a sequence of names for lists and `keep`.
+        by_variables: the options were read from environment variables, so the reader
+            may have no line of code that names an option.
+    """
+    names = [str(each) for each in value] if isinstance(value, list | tuple) else []
+    listed = "[" + ", ".join(f'"{each}"' for each in names) + "]"
+    if not by_variables:
+        return f"{option}={listed if names else repr(value)}"
+    if option == "keep":
+        return f"AUTOAMP_RULES=FILE with keep.modules = {listed} in that file"
+    if option in _LISTS:
+        return f"{_LISTS[option]}={','.join(names)}"
+    shown = int(value) if isinstance(value, bool) else value
+    return f"AUTOAMP_{option.upper()}={shown}"
 
 
 @contextlib.contextmanager

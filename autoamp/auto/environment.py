@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autoamp.auto.report_dir import written_to
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
 from autoamp.kernels.table import KERNEL_NAMES
@@ -30,7 +30,8 @@ _LISTS = ("allow", "deny", "infer", "clear")
 _OLD_LISTS = {"WHITE": "ALLOW", "GRAY": "INFER", "GREY": "INFER", "BLACK": "DENY"}
 """TensorFlow's names of its lists before 2.4, with the names since."""
 
-_LEVEL = "AUTOAMP_LEVEL"
+_LEVEL, _RULES = "AUTOAMP_LEVEL", "AUTOAMP_RULES"
+_GIVE_A_FOLDER = "give a directory that can be written"
 _SHOWN, _TOLD = 100, 1000
 """How many characters of a value, and of its problem, a message holds."""
 
@@ -62,23 +63,43 @@ def read(environ: Mapping[str, str]) -> Settings:
             the valid values.
     """
     given = {k: v.strip() for k, v in environ.items() if k.startswith(_PREFIX)}
-    options = Options()
+    options, problems = Options(by_variables=True), {}
     for name, parse in _VARIABLES.items():
         value = given.get(name)
-        if value:
-            try:
-                changes = parse(value, options, given)
-                options = dataclasses.replace(options, **changes)
-            except (AutoampError, OSError, ValueError) as error:
-                raise OptionError(_told(name, value, str(error))) from None
-    folder = given.get(REPORT_DIR)
-    return Settings(options, writable(folder) if folder else None)
+        if not value or (name in _READ_RULES and _RULES in problems):
+            continue
+        try:
+            changes = parse(value, options, given)
+            options = dataclasses.replace(options, **changes)
+        except (AutoampError, OSError, ValueError) as error:
+            problems[name] = str(error)
+    folder, path = given.get(REPORT_DIR), None
+    if folder:
+        try:
+            path = written_to(folder)
+        except (OSError, RuntimeError, ValueError) as error:
+            problems[REPORT_DIR] = f"{error}; {_GIVE_A_FOLDER}"
+    if problems:
+        raise OptionError(_all_told(problems, given, unknown(environ)))
+    return Settings(options, path)
 
 
-def _told(name: str, value: str, problem: str) -> str:
+def _all_told(problems: _Given, given: _Given, others: list[str]) -> str:
+    """One line about every variable that cannot be used.
+
+    Args:
+        problems: each such variable, and why it cannot be used.
+        others: sentences about variables that have no effect.
+    """
+    room = _TOLD // (len(problems) + len(others))
+    told = [_told(name, given[name], why, room) for name, why in problems.items()]
+    return "; ".join([*told, *(plain_line(each, room) for each in others)])
+
+
+def _told(name: str, value: str, problem: str, room: int = _TOLD) -> str:
     """A one-line message: values, and paths in `problem`, may hold anything."""
     shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
-    return f"{name}={shown!r}: {plain_line(problem, _TOLD)}"
+    return f"{name}={shown!r}: {plain_line(problem, room)}"
 
 
 def unknown(environ: Mapping[str, str]) -> list[str]:
@@ -238,25 +259,21 @@ def _names(value: str) -> tuple[str, ...]:
 
 
 def writable(value: str) -> Path:
-    """The report directory, made if need be.
+    """The report directory that `enable(report_dir=value)` means, made if need be.
 
     Raises:
         OptionError: the directory cannot be written to.
     """
     try:
-        path = Path(value).expanduser()  # a RuntimeError where there is no such home
-        path.mkdir(parents=True, exist_ok=True)
-        # Permission bits would not tell: root may always write, even in /proc.
-        with tempfile.TemporaryFile(dir=path):
-            return path.resolve()
+        return written_to(value)
     except (OSError, RuntimeError, ValueError) as error:
-        problem = f"{error}; give a directory that can be written"
-        raise OptionError(_told(REPORT_DIR, value, problem)) from None
+        problem = f"{error}; {_GIVE_A_FOLDER}"
+        raise OptionError(_told("report_dir", value, problem)) from None
 
 
 _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_PRECISION": _precision,
-    "AUTOAMP_RULES": _rules,
+    _RULES: _rules,
     **{_variable(c, "REMOVE"): _remove(c) for c in _LISTS},
     **{_variable(c, "ADD"): _add(c) for c in _LISTS},
     "AUTOAMP_LOSS_SCALE": _loss_scale,
@@ -271,3 +288,6 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
 }
 """The variables in reading order: lists are checked against the precision."""
+
+_READ_RULES = frozenset(_variable(category, "REMOVE") for category in _LISTS)
+"""Variables that cannot be checked where the rules file cannot be read."""

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import socket
+import tempfile
 import threading
 import weakref
 from pathlib import Path
@@ -144,3 +145,16 @@ def _put(path: Path, text: str) -> None:
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+def written_to(value: str) -> Path:
+    """The report directory `value`, made if need be.
+
+    Raises:
+        OSError, RuntimeError, ValueError: the directory cannot be written to.
+    """
+    path = Path(value).expanduser()  # a RuntimeError where there is no such home
+    path.mkdir(parents=True, exist_ok=True)
+    # Permission bits would not tell: root may always write, even in /proc.
+    with tempfile.TemporaryFile(dir=path):
+        return path.resolve()

@@ -49,8 +49,9 @@ _SWITCHED_OFF = (
 
 
 _DTENSORS = (
-    "it computes on DTensors (tensor parallel), which the pass cannot rewrite: unless "
-    "strict=True it runs under torch.autocast, in bf16 and unscaled where it is trained"
+    "it computes on DTensors (tensor parallel), which the pass cannot rewrite: it "
+    "runs under torch.autocast, in bf16 and unscaled where it is trained; where strict "
+    "is asked for, that is an error"
 )
 
 
@@ -235,9 +236,10 @@ class Engine:
                     "autoamp: a backward of %s has create_graph=True. What %s compiles "
                     "cannot be differentiated twice: if this loss is, torch will say "
                     "so now. From the next call on the model runs with "
-                    "backend='eager', which can",
+                    "%s, which can",
                     self.record.label,
                     self.options.backend,
+                    self.options.advice("backend", "eager"),
                 )
 
         def call_watched(*args: Any) -> Any:

@@ -177,12 +177,15 @@ class Record:
                 return
             every = sum(each.ops for each in sums)
             which = f"none of its {every} float ops" if every > 1 else "its float op"
+            where = "report.why(name) says"
+            if self.scaling.by_variables:
+                where = "the files that AUTOAMP_REPORT_DIR=FOLDER asks for say"
             say_once(
                 logger,
                 logging.INFO,
                 f"autoamp: {self.label} stays in fp32: {which} would gain in "
-                f"{short_name(self.low)} what its casts cost; report.why(name) says "
-                "the reason for each",
+                f"{short_name(self.low)} what its casts cost; {where} the reason for "
+                "each",
             )
             return
         scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"

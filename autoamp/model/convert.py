@@ -223,7 +223,8 @@ def _runs_as_it_is(options: Options, label: str) -> Options:
         raise UnsupportedModelError(
             f"{label} arrives in half precision. What {options.backend} compiles gives "
             "its gradients in half precision too, where small ones are 0 once the loss "
-            "scale is taken off; use backend='eager', or loss_scale='off'"
+            f"scale is taken off; use {options.advice('backend', 'eager')}, or "
+            f"{options.advice('loss_scale', 'off')}"
         )
     return options.replace(keep=("*",), do_no_harm=True)
 

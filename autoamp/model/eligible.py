@@ -123,7 +123,8 @@ def choose_device_precision(
     if options.do_no_harm and not profile.pays:
         return None, (
             f"{short_name(low)} cannot pay here ({profile.name}): it would be slower "
-            "than fp32. Give do_no_harm=False to convert all the same"
+            f"than fp32. Give {options.advice('do_no_harm', False)} to convert all the "
+            "same"
         )
     return low, ""
 

@@ -47,6 +47,7 @@ def new_scaling(options: Options, loss_scale: LossScale, label: str) -> ModelSca
     """
     scaling = ModelScaling(loss_scale, label, meet, lower_where_nobody_steps)
     scaling.asked = options.loss_scale != "auto"
+    scaling.by_variables = options.by_variables
     guard.begin(scaling, options)
     _scalings.add(scaling)
     _hear()

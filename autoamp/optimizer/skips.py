@@ -10,6 +10,7 @@ import torch
 from autoamp.errors import LossScaleError
 from autoamp.loss_scale.base import free_to_read
 from autoamp.pipeline import Rewritten
+from autoamp.ranges.rules import Rule
 from autoamp.scaling.blame import accused, blame, blame_gradients, names_of, near
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
@@ -66,23 +67,30 @@ def note_skip(
             scaling.heal(scaling, rule)
             logger.warning(
                 "autoamp: %s: %d steps in a row were skipped (%s): the model is "
-                "captured again with %s, because heal=True",
+                "captured again with %s, because of %s",
                 scaling.label,
                 REPEATED,
                 why,
-                rule,
+                rule.advice(by_variables=scaling.by_variables),
+                scaling.advice("heal", True),
             )
             continue
         logger.warning(
             "autoamp: %s: %d steps in a row were skipped (%s). "
-            "autoamp.convert(model, %s) would keep that in fp32, and so would "
-            "heal=True; autoamp.find_overflow(model, *inputs) tries rules until one "
-            "cures it",
+            "%s would keep that in fp32, and so would %s; "
+            "autoamp.find_overflow(model, *inputs) tries rules until one cures it",
             scaling.label,
             REPEATED,
             why,
-            rule,
+            _proposal(scaling, rule),
+            scaling.advice("heal", True),
         )
+
+
+def _proposal(scaling: ModelScaling, rule: Rule) -> str:
+    if scaling.by_variables:
+        return rule.advice(by_variables=True)
+    return f"autoamp.convert(model, {rule})"
 
 
 def note_step(scalings: Sequence[ModelScaling]) -> None:
@@ -126,9 +134,10 @@ def _note_guarded(
     if not scaling.skips:
         logger.warning(
             "autoamp: %s: skipped %s. Nothing was written, and later steps are skipped "
-            "likewise; with guard=False they would be taken",
+            "likewise; with %s they would be taken",
             scaling.label,
             why,
+            scaling.advice("guard", False),
         )
     else:
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
@@ -176,7 +185,8 @@ def _floor_error(scaling: ModelScaling, why: str) -> LossScaleError:
         f"{scaling.loss_scale.scale:g}, so lowering it cannot help. {why}. Nothing was "
         "written. Look for NaN or infinities in the data, the loss and the forward "
         "(autoamp.find_overflow(model, *inputs) does); keep that op in fp32 with "
-        "deny=[...], or its module with keep=[...]; or train in bf16"
+        f"{scaling.advice('deny', ['OP'])}, or its module with "
+        f"{scaling.advice('keep', ['PATH'])}; or train in bf16"
     )
 
 

@@ -11,6 +11,7 @@ from autoamp.options import Options
 from autoamp.pipeline import Rewritten
 from autoamp.ranges.spot import OP, Spot, readers, spot_of
 from autoamp.ranges.trail import Step
+from autoamp.saying import advice
 
 EVERYTHING = "*"
 """The pattern of `keep=` that keeps a whole model in fp32."""
@@ -29,8 +30,14 @@ class Rule:
     keep: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        return self.advice(by_variables=False)
+
+    def advice(self, *, by_variables: bool) -> str:
+        """How the rule is to be written, as keyword arguments or as variables."""
         parts = [("deny", self.deny), ("keep", self.keep)]
-        return ", ".join(f"{name}={_listed(given)}" for name, given in parts if given)
+        given = [(name, [*names]) for name, names in parts if names]
+        each = [advice(name, names, by_variables=by_variables) for name, names in given]
+        return (" and " if by_variables else ", ").join(each)
 
     def __add__(self, other: Rule) -> Rule:
         return Rule(
@@ -101,7 +108,3 @@ def _low_ops(records: Sequence[Rewritten]) -> Iterator[tuple[str, str]]:
                 op = base_name(node.target) if of_torch else ""
                 fact = each.facts.nodes[node.name]
                 yield op, fact.module
-
-
-def _listed(names: Sequence[str]) -> str:
-    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

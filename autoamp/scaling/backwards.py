@@ -218,7 +218,8 @@ def lower_where_nobody_steps(scaling: ModelScaling) -> None:
                 "autoamp: gradients of %s overflowed at loss scale %g, and no "
                 "torch.optim optimizer steps its weights, which would skip such a "
                 "step: the script has been given infinite gradients. The scale is "
-                "lowered for the next ones; give loss_scale=1, or bf16, to be safe",
+                "lowered for the next ones; give %s, or bf16, to be safe",
                 scaling.label,
                 scaling.loss_scale.scale,
+                scaling.advice("loss_scale", 1),
             )

@@ -16,6 +16,7 @@ import torch
 from autoamp import compat
 from autoamp.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from autoamp.ranges.rules import Rule
+from autoamp.saying import advice
 from autoamp.scaling.leaves import Leaves
 from autoamp.scaling.suspicion import Suspicion
 
@@ -64,6 +65,7 @@ class ModelScaling:
         automatic: whether the model was converted without being named.  Such a model
             runs unscaled while no optimizer is known that would skip an overflow, and
             while anomaly detection makes an overflow an error.
+        by_variables: whether environment variables gave the options of the conversion.
         stepped: whether an optimizer with a boundary steps the model's weights.
         told: whether a warning has told that the script was given infinite gradients.
         guards: whether a step is skipped for any gradient that is not finite, and not
@@ -99,7 +101,7 @@ class ModelScaling:
         self.foreign: bool | None = None
         self.asked = False
         self.scalers: Sequence[tuple[weakref.ref[Any], int]] = ()
-        self.automatic = False
+        self.automatic = self.by_variables = False
         self.stepped = False
         self.told = False
         self.guards = self.runs_low = False
@@ -111,6 +113,10 @@ class ModelScaling:
         self.models: Callable[[], Sequence[torch.nn.Module]] = list
         self.describe: Callable[[], str] = str
         self._reducers: list[weakref.ref[Any]] = []
+
+    def advice(self, option: str, value: object) -> str:
+        """How `option` is to be written by whoever gave the conversion's options."""
+        return advice(option, value, by_variables=self.by_variables)
 
     @functools.cached_property
     def stage_groups(self) -> list[Any]:

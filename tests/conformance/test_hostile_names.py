@@ -227,7 +227,7 @@ def test_directories_that_cannot_be(what: str, tmp_path) -> None:
         "device": Path(os.devnull),
         "long": tmp_path / ("x" * 300),
     }[what]
-    with pytest.raises(autoamp.OptionError, match="AUTOAMP_REPORT_DIR") as caught:
+    with pytest.raises(autoamp.OptionError, match="report_dir") as caught:
         environment.writable(str(given))
     assert is_plain(str(caught.value))
     assert file.read_text() == "mine"

@@ -1,0 +1,182 @@
+"""Messages name an option in the words of whoever can change it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autoamp
+from autoamp.auto.environment import read, unknown
+from autoamp.auto.mode import AutomaticMode
+from autoamp.model.conversion import conversion_of
+from autoamp.model.eligible import choose_device_precision
+from autoamp.options import Options
+from autoamp.ranges.rules import Rule
+from autoamp.saying import advice
+from autoamp.scaling import backwards
+
+PACKAGE = Path(autoamp.__file__).parent
+OPTIONS = [
+    field.name
+    for field in dataclasses.fields(Options)
+    if field.name not in ("unlist", "own_keep", "unmet", "by_variables")
+]
+NAMES_AN_OPTION = re.compile(rf"(?<![\w.])({'|'.join(OPTIONS)})=")
+
+SPEAK_PYTHON = {
+    "options.py": "an option that a caller gave in Python is the message's subject",
+    "loss_scale/__init__.py": "likewise; environment.py checks variables by itself",
+    "capture/kept.py": "likewise: no variable gives `keep`",
+    "auto/switch.py": "`unmet` is set by `enable(keep=...)` alone",
+    "ask/comparison.py": "the answer to a question that was asked in Python",
+    "tuning/tune.py": "likewise",
+    "model/eligible.py": "a compiled model; the automatic mode converts the one inside",
+    "model/call/users_compile.py": "an example of a call of torch.compile",
+    "analyse/pins/__init__.py": "a report, which names options of `convert`",
+    "place/assign.py": "likewise",
+    "inspect/why.py": "likewise",
+    "inspect/terminal/full.py": "likewise",
+}
+"""The files with a text that names options in Python's words, and why they may."""
+
+
+def texts(tree: ast.Module) -> list[str]:
+    """The strings of a module that are no docstring."""
+    docs = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docs
+    ]
+
+
+def test_no_message_of_the_automatic_mode_spells_an_option_for_python_alone() -> None:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        every = texts(ast.parse(path.read_text()))
+        named = [text for text in every if NAMES_AN_OPTION.search(text)]
+        if named:
+            found[str(path.relative_to(PACKAGE))] = named
+    assert {k: v for k, v in found.items() if k not in SPEAK_PYTHON} == {}
+    assert SPEAK_PYTHON.keys() <= found.keys(), "a file needs no reason any more"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "python", "variable"),
+    [
+        ("do_no_harm", False, "do_no_harm=False", "AUTOAMP_DO_NO_HARM=0"),
+        ("heal", True, "heal=True", "AUTOAMP_HEAL=1"),
+        ("loss_scale", 1, "loss_scale=1", "AUTOAMP_LOSS_SCALE=1"),
+        ("backend", "eager", "backend='eager'", "AUTOAMP_BACKEND=eager"),
+        ("deny", ["exp", "sum"], 'deny=["exp", "sum"]', "AUTOAMP_DENYLIST_ADD=exp,sum"),
+    ],
+)
+def test_an_option_has_two_spellings(
+    option: str, value: object, python: str, variable: str
+) -> None:
+    assert advice(option, value, by_variables=False) == python
+    said = advice(option, value, by_variables=True)
+    assert said == variable
+    options = read(dict([said.split("=")])).options
+    assert options.by_variables
+    wanted = tuple(value) if isinstance(value, list) else value
+    assert getattr(options, option) == wanted
+
+
+def test_a_module_to_keep_is_named_in_a_rules_file(tmp_path) -> None:
+    said = advice("keep", ["head.*"], by_variables=True)
+    line = said.removeprefix("AUTOAMP_RULES=FILE with ").removesuffix(" in that file")
+    (tmp_path / "rules.toml").write_text(line)
+    rules = read({"AUTOAMP_RULES": str(tmp_path / "rules.toml")}).options
+    assert rules.resolve_rules(torch.bfloat16).keep == ("head.*",)
+
+
+def test_what_cannot_pay_says_how_to_convert_it_all_the_same() -> None:
+    by_variables = read({"AUTOAMP_PRECISION": "fp16"}).options
+    for options, spelled in (
+        (by_variables, "AUTOAMP_DO_NO_HARM=0"),
+        (Options(precision="fp16"), "do_no_harm=False"),
+    ):
+        low, why = choose_device_precision("cpu:plain", options)
+        assert low is None
+        assert spelled in why
+        assert ("do_no_harm=" in why) is not options.by_variables
+
+
+def test_a_model_met_by_the_automatic_mode_is_told_of_variables(
+    caplog, monkeypatch
+) -> None:
+    """The options reach the messages of the boundary, which knows no options."""
+
+    class Told(nn.Sequential):
+        pass
+
+    caplog.set_level(logging.INFO, "autoamp")
+    settings = read({"AUTOAMP_PRECISION": "fp16", "AUTOAMP_DO_NO_HARM": "0"})
+    mode = AutomaticMode(settings)
+    model = Told(nn.Linear(8, 8), nn.ReLU())
+    call = nn.Module.__call__
+    mode.call(call, model, (torch.ones(2, 8),), {})
+    scaling = conversion_of(model).engine.record.scaling  # type: ignore[union-attr]
+    monkeypatch.setattr(backwards.BACKWARDS, "overflowed", lambda _: [FakeRun()])
+    backwards.lower_where_nobody_steps(scaling)
+    mode.revert_all()
+    assert "AUTOAMP_LOSS_SCALE=1" in caplog.text
+    assert "loss_scale=1," not in caplog.text
+
+
+class FakeRun:
+    class backward_pass:
+        overflowed = False
+
+        @staticmethod
+        def note_move(_: torch.Tensor) -> None:
+            pass
+
+
+def test_a_rule_is_proposed_as_variables() -> None:
+    rule = Rule(deny=("aten::exp", "sum"), keep=("head",))
+    assert rule.advice(by_variables=False) == str(rule)
+    assert rule.advice(by_variables=True).startswith(
+        "AUTOAMP_DENYLIST_ADD=aten::exp,sum and AUTOAMP_RULES=FILE with"
+    )
+
+
+def test_every_bad_variable_is_named_in_one_line(tmp_path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    bad = {
+        "AUTOAMP_PRECISION": "fp8",
+        "AUTOAMP_LOSS_SCALE": "-1",
+        "AUTOAMP_STRICT": "maybe",
+        "AUTOAMP_REPORT_DIR": str(file / "below"),
+        "AUTOAMP_DENYLIST_ADD": "no_such_op_at_all",
+    }
+    other = {"AUTOAMP_PRECISON": "bf16"}
+    with pytest.raises(autoamp.OptionError) as caught:
+        read({**bad, **other, "AUTOAMP_BACKEND": "eager"})
+    said = str(caught.value)
+    assert "\n" not in said
+    assert all(f"{name}=" in said for name in bad)
+    assert unknown(other)[0] in said
+    assert "AUTOAMP_BACKEND" not in said
+
+
+def test_what_a_bad_rules_file_would_list_is_not_called_wrong() -> None:
+    with pytest.raises(autoamp.OptionError) as caught:
+        read({"AUTOAMP_RULES": "/no/file", "AUTOAMP_ALLOWLIST_REMOVE": "my::op"})
+    assert "AUTOAMP_RULES=" in str(caught.value)
+    assert "ALLOWLIST" not in str(caught.value)
