@@ -166,3 +166,35 @@ def test_the_report_names_what_is_left_to_python() -> None:
         model(X)
     said = [what for what, why in autoamp.report(model).skipped if "grows" in why]
     assert {what.rpartition(" ")[2] for what in said} == {"forward", "step", "keep"}
+
+
+class Scaled(Changing):
+    """Computes with what the user keeps in the model between calls."""
+
+    def keep(self, loss: Tensor) -> Tensor:
+        return loss * (self.kept if isinstance(self.kept, float) else len(self.kept))
+
+
+def changed_outside(model: Changing, call: int) -> None:
+    if isinstance(model.kept, float):
+        model.kept += 0.5
+    else:
+        model.kept[f"key {call}"] = call
+
+
+@pytest.mark.parametrize("name", ["step", "forward"])
+@pytest.mark.parametrize("make", [float, dict])
+def test_past_the_recompile_limit_modules_stay_low(make: Any, name: str) -> None:
+    model, plain = Scaled(make()), Scaled(make())
+    plain.load_state_dict(model.state_dict())
+    autoamp.convert(model, **OPTIONS)
+    for call in range(CALLS):
+        changed_outside(model, call)
+        changed_outside(plain, call)
+        found, true = getattr(model, name)(X), getattr(plain, name)(X)
+        assert not torch.equal(found, true), "it was rounded"
+        torch.testing.assert_close(found, true, rtol=0.05, atol=0.05)
+    report = autoamp.report(model)
+    assert (report.coverage.calls, report.coverage.calls_aside) == (CALLS, 0)
+    assert report.coverage.low_flops == report.coverage.flops > 0
+    assert any("recompile_limit" in why for _, why in report.skipped)

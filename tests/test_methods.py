@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import autoamp
 from autoamp.model.methods import computing_methods
@@ -124,6 +126,70 @@ def test_they_run_rewritten_graphs_and_are_counted() -> None:
     assert (coverage.calls, coverage.calls_aside) == (4, 0)
     with autoamp.disabled():
         assert torch.equal(model.encode(X), plain.encode(X))
+
+
+class Counted(Autoencoder):
+    """Asks a child's own methods, which look as if they computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Autoencoder()
+        self.asked = 0
+
+    def ask(self) -> int:
+        self.asked += 1
+        return self.parameter_count()
+
+    def parameter_count(self) -> int:
+        return self.inner.count() + self.inner.width()
+
+    def encode_or_count(self, x: Tensor | None = None) -> Any:
+        return self.parameter_count() if x is None else self.inner.encode(x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_method_that_computes_nothing_is_no_call(strict: bool, caplog) -> None:
+    model = autoamp.convert(Counted(), strict=strict, **OPTIONS)
+    assert "parameter_count" in computing_methods(model)
+    count = Counted().parameter_count()
+    assert [model.parameter_count() for _ in range(5)] == [count] * 5
+    assert [model.encode_or_count() for _ in range(5)] == [count] * 5
+    assert [model.ask() for _ in range(5)] == [count] * 5
+    assert model.asked == 5
+    report = autoamp.report(model)
+    assert (report.coverage.calls, report.skipped) == (0, [])
+    model.encode_or_count(X)
+    model(X)
+    coverage = autoamp.report(model).coverage
+    assert (coverage.calls, coverage.calls_aside) == (2, 0)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_method_that_computes_later_is_counted() -> None:
+    class Late(Counted):
+        def scaled(self, x: Tensor | None = None) -> Any:
+            return self.inner.count() if x is None else x @ self.head.weight
+
+        def left(self, x: Tensor | None = None) -> Any:
+            for _ in range(2):
+                torch._dynamo.graph_break()
+            return self.inner.count() if x is None else x @ self.head.weight
+
+    model = autoamp.convert(Late(), **OPTIONS)
+    plain = Late()
+    plain.load_state_dict(model.state_dict())
+    for name in ("scaled", "left"):
+        getattr(model, name)()
+        before = autoamp.report(model).coverage
+        for _ in range(3):
+            found, true = getattr(model, name)(X), getattr(plain, name)(X)
+        after = autoamp.report(model).coverage
+        aside = after.calls_aside - before.calls_aside
+        assert after.calls - before.calls == 3
+        assert aside or not torch.equal(found, true)
+    with FlopCounterMode(display=False):
+        model.parameter_count()
+    assert autoamp.report(model).coverage.calls_aside > after.calls_aside
 
 
 def test_a_method_trains() -> None:

@@ -36,10 +36,12 @@ class Backend:
     Attributes:
         runs_as_is: graphs run as they are, and no compiler gets them.
         left: code that Dynamo left to Python.
+        computes: Dynamo has handed in a graph with a float op.
     """
 
     def __init__(self, engine: Engine) -> None:
         """Args: `engine` is the first model's engine."""
+        self.computes = False
         self.runs_as_is = engine.runs_as_is
         self.left: list[compat.Left] = []
         self._first = weakref.ref(engine)
@@ -49,6 +51,8 @@ class Backend:
     ) -> Callable[..., Any]:
         """Prepares a graph for the running model; the result runs it for any model."""
         prepared = self._running().prepared(gm, example_inputs)
+        rewritten = prepared.rewritten
+        self.computes = self.computes or rewritten is None or rewritten.sums.ops > 0
 
         def run(*args: Any) -> Any:
             engine = RUNNING.engine or self._running()
@@ -108,6 +112,11 @@ class Program:
             and self.call.is_captured
             and not self.stepped_aside
         )
+
+    @property
+    def computes_nothing(self) -> bool:
+        """Whether Dynamo has followed all calls so far, and met no float op."""
+        return self.call.is_whole and not self.backend.computes
 
     def tell(self, engine: Engine) -> None:
         """Records for a model the code left to Python before the model joined."""

@@ -26,9 +26,10 @@ _LEFT = (
 
 
 _AT_THE_LIMIT = (
-    "some calls of it run in fp32: each kind of call needs a graph of its own, and "
-    "Dynamo makes no more of them than torch._dynamo.config.recompile_limit; "
-    "TORCH_LOGS=recompiles tells what differs"
+    "some calls of it run in fp32, except modules it calls, which are captured by "
+    "themselves: each kind of call needs a graph of its own, and Dynamo makes no more "
+    "of them than torch._dynamo.config.recompile_limit; TORCH_LOGS=recompiles tells "
+    "what differs"
 )
 
 

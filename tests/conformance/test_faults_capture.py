@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autoamp
-from autoamp.compat import entry
+from autoamp.compat.dynamo import entry
 from tests.conformance.table import Figures
 from tests.conformance.test_faults_torch import hide, trained
 from tests.steps import BF16, FP16, assert_same, loss_of, mlp, scaling_of, weights_of

@@ -7,7 +7,9 @@ does its work; those that tell of captures are in test_faults_capture.py.
 from __future__ import annotations
 
 import copy
+import importlib
 import math
+import pkgutil
 import re
 import sys
 from collections.abc import Callable
@@ -21,25 +23,23 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat
-from autoamp.compat import (
-    capture,
-    entry,
-    gradients,
-    layers,
-    tensors,
-    tracing,
-)
+from autoamp.compat import capture, gradients, tensors, tracing
 from autoamp.compat.distributed import ddp, fsdp, groups
+from autoamp.compat.dynamo import frames, layers
 from autoamp.graph_functions import attention, cpu_attention
 from tests.conformance.table import Figures
 from tests.steps import BF16, FP16, assert_same, mlp, weights_of
+from tests.test_changing import Appends, Counts, Scaled
+from tests.test_methods import OPTIONS, Counted
 
 COMPAT = Path(compat.__file__).parent
 HERE = Path(__file__).parent
 MODULES = [
-    *(vars(compat)[f.stem] for f in COMPAT.glob("*.py") if f.stem[0] != "_"),
-    *(ddp, fsdp, groups),
+    importlib.import_module(module.name)
+    for module in pkgutil.walk_packages(compat.__path__, f"{compat.__name__}.")
 ]
+
+LIMIT = 8  # torch._dynamo.config.recompile_limit
 
 # -- taken away one by one -------------------------------------------------------------
 
@@ -189,8 +189,65 @@ def no_units(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_strategies(patch: pytest.MonkeyPatch) -> None:
+    assert frames.frames_strategy("RUN_ONLY", "DEFAULT").cur_action.name == "RUN_ONLY"
+    for name in ("eval_frame", "_FrameAction", "_FrameExecStrategy"):
+        hide(patch, name)
+        assert frames.frames_strategy("RUN_ONLY", "DEFAULT") is None
+        frames.set_frames_action(no_units.__code__, "SKIP", "DEFAULT")
+    hide(patch)
     patch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+    frames.set_frames_action(no_units.__code__, "SKIP", "DEFAULT")
     assert gradients.never_captured(no_units) is no_units
+
+
+def no_strategies_at_the_limit(patch: pytest.MonkeyPatch) -> None:
+    """What is lost: past the limit what the model calls runs in fp32 too."""
+    for name, calls_aside in (("nothing", 0), ("_FrameExecStrategy", 2)):
+        hide(patch, name)
+        model = autoamp.convert(Scaled(0.5), **OPTIONS)
+        for _ in range(LIMIT + 2):
+            model.kept += 0.5
+            model(torch.randn(4, 8))
+        coverage = autoamp.report(model).coverage
+        assert coverage.calls_aside == calls_aside
+
+
+def no_answers_to_dynamo(patch: pytest.MonkeyPatch) -> None:
+    """Then an error of Dynamo's ends the call, which is made again in Python."""
+    error = RuntimeError("of Dynamo")
+    assert frames.may_be_left(error)
+    hide(patch, "ResumePrologueTracingError")
+    assert frames.may_be_left(error)
+    patch.setattr(frames, "ConvertFrameReturn", None)  # as if "ConvertFrameReturn" were
+    assert not frames.may_be_left(error)  # not in this torch
+
+
+def no_guards_that_tell(patch: pytest.MonkeyPatch) -> None:
+    """Then nothing is known to change, and the recompile limit is what ends it."""
+    names = ("check_verbose", "guard_manager")
+    for name, finds in (("nothing", True), *((name, False) for name in names)):
+        hide(patch, name)
+        model = autoamp.convert(Appends([]), **OPTIONS)
+        for _ in range(4):
+            model(torch.randn(4, 8))
+        said = [why for _, why in autoamp.report(model).skipped]
+        assert any("grows" in why for why in said) == finds
+
+
+def no_options_for_some_code(patch: pytest.MonkeyPatch) -> None:
+    """What is lost: a graph for each number, and calls that compute nothing count."""
+    options = ("allow_unspec_int_on_nn_module", "allow_empty_graphs")
+    graphs = []
+    for names, calls in (((), 0), (options, 1)):
+        hide(patch, *names)
+        model = autoamp.convert(Counts(0), **OPTIONS)
+        for _ in range(LIMIT):
+            model(torch.randn(4, 8))
+        graphs.append(len(autoamp.report(model).graphs))
+        other = autoamp.convert(Counted(), **OPTIONS)
+        other.parameter_count()
+        assert autoamp.report(other).coverage.calls == calls
+    assert graphs[0] < graphs[1]
 
 
 def no_transforms(patch: pytest.MonkeyPatch) -> None:
@@ -374,9 +431,9 @@ def no_entries(patch: pytest.MonkeyPatch) -> None:
         return 2 * x
 
     torch.compile(double, backend="eager")(torch.ones(2))
-    assert entry._entries(double.__code__)
+    assert frames.entries_of(double.__code__)
     hide(patch, "_debug_get_cache_entry_list")
-    assert entry._entries(double.__code__) == []
+    assert frames.entries_of(double.__code__) == []
 
 
 def no_custom_functions(patch: pytest.MonkeyPatch) -> None:
@@ -503,6 +560,10 @@ ALONE = [
     no_levels,
     no_units,
     no_strategies,
+    no_strategies_at_the_limit,
+    no_answers_to_dynamo,
+    no_guards_that_tell,
+    no_options_for_some_code,
     no_transforms,
     no_grad_dtype,
     no_ddp,

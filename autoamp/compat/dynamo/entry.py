@@ -23,6 +23,8 @@ from autoamp.compat.dynamo.frames import (
     can_list_entries,
     entries_of,
     failed_frames,
+    frames_strategy,
+    has_no_ops,
     may_be_left,
     module_of,
     said_in_a_line,
@@ -35,7 +37,9 @@ from autoamp.compat.recurrent import recurrent_results
 # DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
 _COMPILE_TIME_CONFIG = {"optimize_ddp": False}
 
+# Options of Dynamo for some code only, which another torch may not have.
 _WHOLE_NUMBERS = "allow_unspec_int_on_nn_module"
+_NO_OPS = "allow_empty_graphs"
 
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
@@ -103,6 +107,11 @@ class CompiledEntry:
         if not can_list_entries():
             return bool(self._frames.captured)
         return any(map(entries_of, self._frames.captured))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether Dynamo has followed every call from its first line to its last."""
+        return self.is_captured and self._frames.left_nothing
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the compiled entry; after an error Dynamo looks at its code again.
@@ -193,8 +202,12 @@ class _Frames:
         # their steps apart, and what inductor makes of an LSTM raises (torch 2.13).
         limits = _limits(self._uncounted(code))
         options = {**self._options, **limits, "allow_rnn": as_is}
-        if code in self._changing.whole_numbers:
-            options[_WHOLE_NUMBERS] = True
+        for name, codes in (
+            (_WHOLE_NUMBERS, self._changing.whole_numbers),
+            (_NO_OPS, {self._entry}),  # a method that computes nothing is captured too
+        ):
+            if code in codes and hasattr(torch._dynamo.config, name):
+                options[name] = True
         with torch._dynamo.config.patch(options), recurrent, quietly():
             try:
                 found = base.__call__(callback, frame, *args, **kw)
@@ -214,6 +227,11 @@ class _Frames:
             said = bool(error) or broken_off(frame, found, soft)
             self._left(code, found, error, said)
         return found
+
+    @property
+    def left_nothing(self) -> bool:
+        """Whether Dynamo has left no code to Python except code without a tensor op."""
+        return not self._exceeded and all(left.is_empty for left in self.skipped)
 
     @property
     def has_captured(self) -> bool:
@@ -246,9 +264,13 @@ class _Frames:
         """
         own = code is self._entry
         if found.frame_exec_strategy.cur_action.name != "RUN_ONLY":
-            self.skipped.append(Left(code, is_said=said and not own, error=error))
+            left = Left(code, is_said=said and not own, error=error)
+            self.skipped.append(left._replace(is_empty=has_no_ops(found)))
             return
         found.apply_to_code = False  # our limit is not other models'
+        strategy = frames_strategy("RUN_ONLY", "DEFAULT")
+        if strategy is not None:  # torch would leave what the code calls to Python too
+            found.frame_exec_strategy = strategy
         self._exceeded[code] = found
         if not own:
             self.skipped.append(Left(code, at_limit=True))

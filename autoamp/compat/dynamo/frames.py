@@ -27,6 +27,7 @@ class Left(NamedTuple):
         error: the error that Dynamo failed with, in a line; "" where a graph break that
             Dynamo cannot go on from is the reason.
         changes: what the code changes, where its own calls make its graphs useless.
+        is_empty: Dynamo followed the code to its end and met no tensor op.
     """
 
     code: types.CodeType
@@ -34,6 +35,7 @@ class Left(NamedTuple):
     is_said: bool = True
     error: str = ""
     changes: str = ""
+    is_empty: bool = False
 
 
 def said_in_a_line(error: BaseException) -> str:
@@ -65,6 +67,14 @@ def broken_off(frame: Any, found: Any, failed: int) -> bool:
 _SOFT_ERROR = "an error was suppressed during compilation"
 
 
+def has_no_ops(found: Any) -> bool:
+    """Whether Dynamo followed a frame to its end and met no tensor op."""
+    return _NO_OPS in (getattr(found, "skip_reason", None) or "")
+
+
+_NO_OPS = "No ops traced for the FX graph"
+
+
 def may_be_left(error: Exception) -> bool:
     """Whether a frame in which Dynamo failed may run as Python from its first line."""
     resuming = getattr(torch._dynamo.exc, "ResumePrologueTracingError", ())
@@ -94,13 +104,26 @@ def can_list_entries() -> bool:
 
 def set_frames_action(code: types.CodeType, own: str, called: str) -> None:
     """Sets what Dynamo does with `code` and frames it calls: "DEFAULT" or "SKIP"."""
-    try:
-        frames: Any = torch._C._dynamo.eval_frame
-        actions = [getattr(frames._FrameAction, name) for name in (own, called)]
-        strategy = frames._FrameExecStrategy(*actions)
-        frames.set_code_exec_strategy(code, strategy)
-    except AttributeError:  # an older torch: it captures a little more, or less
-        pass
+    set_strategy = getattr(_frames(), "set_code_exec_strategy", None)
+    strategy = frames_strategy(own, called)
+    if set_strategy is not None and strategy is not None:
+        set_strategy(code, strategy)
+
+
+def frames_strategy(own: str, called: str) -> Any:
+    """An answer to Dynamo on a frame and on frames it calls; None in an older torch.
+
+    An older torch captures a little more, or less.
+    """
+    actions = getattr(_frames(), "_FrameAction", None)
+    strategy = getattr(_frames(), "_FrameExecStrategy", None)
+    if actions is None or strategy is None:
+        return None
+    return strategy(getattr(actions, own), getattr(actions, called))
+
+
+def _frames() -> Any:
+    return getattr(torch._C._dynamo, "eval_frame", None)
 
 
 def never_a_graph_by_itself(function: Any) -> None:

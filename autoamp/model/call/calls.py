@@ -249,10 +249,14 @@ class CompiledCall:
             engine.record.calls -= 1
             engine.record.note(TRACED)
             return
+        hidden, program = compat.hides_calls(), self._code.program
+        if not hidden and program is not None and program.computes_nothing:
+            engine.record.calls -= 1  # `self.encoder.get_num_params()`
+            return
         engine.record.aside += 1
-        if self._code.program is not None:
-            self._code.program.stepped_aside = True
-        if compat.hides_calls():
+        if program is not None:
+            program.stepped_aside = True
+        if hidden:
             self._code.start_afresh()
         else:
             self._in_vain += 1
