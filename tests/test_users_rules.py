@@ -291,8 +291,8 @@ def test_no_kernel_overrides_custom_fwd(dtype: torch.dtype | None) -> None:
     autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
     model(X).sum().backward()
     rows = autoamp.report(model).ops
-    assert [row.kernel for row in rows] == ["", "", ""]
-    assert [row.precision for row in rows] == ["bf16", "fp32", "bf16"]
+    assert {row.kernel for row in rows} == {""}
+    assert rows[1].op == "autograd_function_apply"
     assert "under torch.amp.custom_fwd" in rows[1].reason
 
 

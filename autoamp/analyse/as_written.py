@@ -8,30 +8,39 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.nodes import argument, tensors_of
-from autoamp.analyse.verdict import Mode, Verdict, all_of
+from autoamp.analyse.verdict import AUTHOR, Mode, Verdict, all_of
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.graph_functions import checkpointed
 from autoamp.op_names import base_name
 from autoamp.ops import bodies_of, is_out_variant
 from autoamp.rules import Category, family
 from autoamp.trace.control_flow import BODY_LEFT, LOWERED_BODY
+from autoamp.trace.normalise import WIDENED
 
 _MOVES = frozenset({"aten.to.device", "aten.to.dtype_layout"})
 _BITS = frozenset({torch.ops.aten.view.dtype, torch.ops.aten.view_copy.dtype})
 
 
 def as_written(
-    node: fx.Node, fact: NodeFacts, graph: Facts, *, to_the_letter: bool
+    node: fx.Node,
+    fact: NodeFacts,
+    graph: Facts,
+    low: torch.dtype,
+    *,
+    to_the_letter: bool,
 ) -> Verdict | None:
     """The verdict on a call that no rule decides; None where the rules decide.
 
     Args:
         graph: the facts of the whole graph.
+        low: the compute dtype.
         to_the_letter: TensorFlow's lists decide alone; they cast whole numbers too.
     """
     if not isinstance(node.target, compat.OpOverload):
         return _opaque(node, fact)
     if base_name(node.target) in family("cast"):
+        if WIDENED in node.meta:
+            return _widened(node, fact, graph, low)
         return _user_cast(node, fact, graph, to_the_letter)
     if node.target in _BITS:
         return _left("reads the bits of its operand: another dtype has others", fact)
@@ -55,10 +64,12 @@ def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
     if node.target is compat.CUSTOM_FUNCTION and any(
         map(compat.under_custom_fwd, bodies)
     ):
-        reason = (
-            "a custom Function under torch.amp.custom_fwd: a captured graph does not "
-            "tell the dtype that its author asks for, so it stays fp32"
-        )
+        under = "a custom Function under torch.amp.custom_fwd"
+        reason = f"{under}: it stays fp32, where autocast is off or where it fails low"
+        if fact.autocast is not None:
+            made = tensors_of(node.meta.get("val"))
+            given = sorted({short_name(t.dtype) for t in made if t.is_floating_point()})
+            reason = f"{under}: runs as under autocast, and gives {' and '.join(given)}"
     if left:
         reason = f"{name} has a body that stays as it is: {left[0]}"
     elif node.target is checkpointed:
@@ -72,6 +83,20 @@ def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
         True,
         all_of("same", fact),
     )
+
+
+def _widened(node: fx.Node, fact: NodeFacts, graph: Facts, low: torch.dtype) -> Verdict:
+    """The verdict on the cast to fp32 of a result that is half under autocast.
+
+    Our capture made the cast.  In the compute dtype the result stays as it is; an fp16
+    result in a graph of bf16 is rounded once, where a reader would round it.
+    """
+    (read,) = [t for n in node.all_input_nodes for t in tensors_of(n.meta.get("val"))]
+    reason = f"the {short_name(read.dtype)} result of a Function under custom_fwd"
+    written = fact.storage in graph.mutated
+    if read.dtype == low and not written:
+        return Verdict(Category.ALLOW, reason, AUTHOR, False, (), asked=True)
+    return Verdict(Category.CLEAR, reason, AUTHOR, written, ())
 
 
 def _user_cast(

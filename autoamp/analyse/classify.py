@@ -154,7 +154,9 @@ class _Context:
 
 
 def _verdict(node: fx.Node, fact: NodeFacts, under: _Context) -> Verdict:
-    written = as_written(node, fact, under.facts, to_the_letter=under.to_the_letter)
+    written = as_written(
+        node, fact, under.facts, under.low, to_the_letter=under.to_the_letter
+    )
     if written is not None:
         return written
     assert isinstance(node.target, compat.OpOverload)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.analyse.pins import kept_by
 from autoamp.capture.autocast import autocast_region, graph_under_autocast
 from autoamp.capture.captured import CapturedGraph, Prepared
 from autoamp.capture.locked import check_graph
@@ -37,6 +38,7 @@ from autoamp.place.devices import Device
 from autoamp.plain import plain
 from autoamp.saying import say_once
 from autoamp.scaling.watch import can_watch
+from autoamp.trace.normalise import module_path
 from autoamp.weights.copies import WeightCopies
 
 logger = logging.getLogger(__name__)
@@ -105,7 +107,7 @@ class Engine:
         """`gm` made ready to run and bound to this model; as it is if a stage fails."""
         options = self._options
         low, scaling = self.record.low, self.record.scaling
-        if not compat.any_autocast() and compat.autocast_nesting() > self.local.regions:
+        if self._switched_off:
             return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
         if _computes_on_dtensors(gm, example_inputs):
             return self._by_autocast(gm, example_inputs)
@@ -134,6 +136,28 @@ class Engine:
             modes.restore()
             drawn.restore()
             compat.forget_inputs(gm)
+
+    @property
+    def _switched_off(self) -> bool:
+        """Whether the model has switched autocast off where it calls what runs now."""
+        regions = self.local.regions
+        return not compat.any_autocast() and compat.autocast_nesting() > regions
+
+    def dtype_in(self, modules: Sequence[str]) -> torch.dtype | None:
+        """The dtype of autocast for a Function under `torch.amp.custom_fwd`.
+
+        The answer is None where the Function stays fp32: in a module that `keep=`
+        names, or where the model has switched autocast off.
+
+        Args:
+            modules: the modules that the Function is called in, as Dynamo names them.
+        """
+        paths = [path for path in map(module_path, modules) if path]
+        rules = self.options.resolve_rules(self.record.low)
+        keep = (*self.options.kept, *rules.keep)
+        if self._switched_off or kept_by(keep, paths) is not None:
+            return None
+        return self.record.low
 
     def _by_autocast(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]

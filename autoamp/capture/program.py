@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoamp import compat
@@ -60,6 +61,10 @@ class Backend:
             return call(*args)
 
         return run
+
+    def dtype_in(self, modules: list[str]) -> torch.dtype | None:
+        """The dtype in which the running model's Functions follow their authors."""
+        return self._running().dtype_in(modules)
 
     def leave(self, left: compat.Left) -> None:
         """Notes code that Dynamo leaves to Python."""

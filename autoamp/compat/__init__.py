@@ -61,6 +61,7 @@ from autoamp.compat.distributed.groups import (
     shard_groups,
     stage_groups,
 )
+from autoamp.compat.dynamo.authored import traced_in_widening
 from autoamp.compat.dynamo.entry import CompiledEntry
 from autoamp.compat.dynamo.frames import Left, never_a_graph_by_itself, said_in_a_line
 from autoamp.compat.gradients import (
@@ -127,6 +128,7 @@ from autoamp.compat.names import (
     TRANSFORM_EXITS,
     WHILE_LOOP,
     WRAP,
+    in_custom_fwd,
     under_custom_fwd,
 )
 from autoamp.compat.recording import (

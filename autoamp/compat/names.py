@@ -60,5 +60,9 @@ def under_custom_fwd(body: torch.fx.GraphModule) -> bool:
     Dynamo's graphs keep nothing of the decorator but its frame in the stack traces.
     Without stack traces the answer is no.
     """
-    traces = [node.stack_trace or "" for node in body.graph.nodes]
-    return any("in decorate_fwd" in trace for trace in traces)
+    return any(map(in_custom_fwd, body.graph.nodes))
+
+
+def in_custom_fwd(node: torch.fx.Node) -> bool:
+    """Whether a call was made in a `forward` decorated with `torch.amp.custom_fwd`."""
+    return "in decorate_fwd" in (node.stack_trace or "")

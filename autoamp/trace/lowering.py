@@ -203,6 +203,10 @@ class Lowering(fx.Interpreter):
         try:
             if target is checkpointed:
                 return args[0](*args[1:])
+            if target is compat.CUSTOM_FUNCTION:
+                # A mode of the tracer's would keep the regions of autocast in the
+                # Function's body from beginning.
+                return compat.without_torch_function(target)(*args, **kwargs)
             return target(*args, **kwargs)
         except Exception:
             # Some higher-order ops cannot run outside their own tracing; Dynamo left

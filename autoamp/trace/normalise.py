@@ -144,8 +144,18 @@ def _trace(
     return traced
 
 
+WIDENED = "autoamp_widened"
+"""Set in the `meta` of a cast to fp32 that our capture made, of a result that is half
+under autocast."""
+
+
 def _drop_our_frames(node: fx.Node) -> None:
-    """Takes the frames of this package out of a node's stack trace."""
+    """Takes the frames of this package out of a node's stack trace.
+
+    What one of these frames tells stays in the node's `meta`.
+    """
+    if compat.traced_in_widening(node):
+        node.meta[WIDENED] = True
     trace = _without_our_frames(node.meta.get("stack_trace") or "")
     if trace:
         node.meta["stack_trace"] = trace
@@ -264,5 +274,6 @@ def module_path(source: str) -> str:
     """
     path = re.sub(r"\._(modules|parameters|buffers)\b", "", source)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    path = re.sub(r"\.?\w+\.__self__\b", "", path)  # a method called in `forward`
     path = re.sub(r"^L?\.?(mod|self)\b\.?", "", path.removeprefix("L.")).strip(".")
     return re.sub(r"^args\.(?=\d)", "input.", path.removeprefix("kwargs."))

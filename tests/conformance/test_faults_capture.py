@@ -21,6 +21,15 @@ from autoamp.compat.dynamo import entry
 from tests.conformance.table import Figures
 from tests.conformance.test_faults_torch import hide, trained
 from tests.steps import BF16, FP16, assert_same, loss_of, mlp, scaling_of, weights_of
+from tests.test_custom_fwd import (
+    BODIES,
+    CPU_FWD,
+    Model,
+    convert,
+    function,
+    reason_of,
+    run,
+)
 from tests.test_layers import Looping
 
 THREADS = 4
@@ -238,4 +247,20 @@ def test_beside_a_grad_scaler_that_shows_no_scale_a_step_is_unscaled(
     assert scaler.is_enabled()
     assert arrived == [False, True, True]
     assert scaling_of(model).foreign is False
+    figures.count("names taken away")
+
+
+# -- what the author of a Function asks for --------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_functions_stay_fp32_where_dynamo_shows_no_call(
+    monkeypatch, figures: Figures
+) -> None:
+    """What is lost: `custom_fwd(cast_inputs=...)` is not followed."""
+    hide(monkeypatch, "call_apply")
+    applied = function(BODIES["product"], CPU_FWD(cast_inputs=torch.bfloat16))
+    model = convert(Model(applied))
+    run(model)
+    assert "stays fp32" in reason_of(model)
     figures.count("names taken away")

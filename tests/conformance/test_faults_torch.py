@@ -598,6 +598,7 @@ _NOT_OF_TORCH = {
     *("hint", "expr", "subs", "apply", "_get_data_attr", "__name__", "_dynamo_source"),
     "__code__",
     "metadata",
+    *("dtype", "__func__", "__wrapped__"),
 }
 
 

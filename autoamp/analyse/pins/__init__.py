@@ -72,6 +72,8 @@ def _kept(at: Site) -> str | None:
 def _in_a_region(at: Site) -> str | None:
     if at.fact.autocast is None:
         return None
+    if compat.in_custom_fwd(at.node):
+        return "in a custom Function under torch.amp.custom_fwd: runs as under autocast"
     state = "on" if at.fact.autocast else "off"
     return f"inside the model's own torch.autocast region, switched {state}"
 

@@ -15,6 +15,7 @@ import torch._dynamo.convert_frame
 from torch import fx
 
 from autoamp.compat.distributed.ddp import note_ddp_mode
+from autoamp.compat.dynamo.authored import authors_followed
 from autoamp.compat.dynamo.changing import Changing
 from autoamp.compat.dynamo.frames import (
     ConvertFrameReturn,
@@ -53,6 +54,9 @@ class Backend(Protocol):
 
     @property
     def runs_as_is(self) -> bool: ...
+
+    def dtype_in(self, modules: list[str], /) -> torch.dtype | None:
+        """The dtype of autocast for what authors ask of it; None: nothing is asked."""
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any], /) -> Any: ...
 
@@ -208,7 +212,8 @@ class _Frames:
         ):
             if code in codes and hasattr(torch._dynamo.config, name):
                 options[name] = True
-        with torch._dynamo.config.patch(options), recurrent, quietly():
+        followed = authors_followed(self._backend.dtype_in)
+        with torch._dynamo.config.patch(options), recurrent, followed, quietly():
             try:
                 found = base.__call__(callback, frame, *args, **kw)
                 if layer_left(frame, found):

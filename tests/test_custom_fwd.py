@@ -1,0 +1,340 @@
+"""Custom Functions under `torch.amp.custom_fwd` run as under autocast, to the bit."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+X = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+CPU_FWD = functools.partial(torch.amp.custom_fwd, device_type="cpu")
+CPU_BWD = torch.amp.custom_bwd(device_type="cpu")
+BODIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda x, w: x @ w.t(),
+    "names its dtype": lambda x, w: torch.zeros(16, 64, dtype=x.dtype) + x @ w.t(),
+    "follows another": lambda x, w: x.float().to(w.dtype) @ w.t(),
+    "fp32 result": lambda x, w: (x @ w.t()).float(),
+    "several ops": lambda x, w: torch.softmax(x @ w.t(), -1) * x.exp(),
+}
+
+
+def function(
+    forward: Callable[[Tensor, Tensor], Tensor],
+    decorator: Callable[..., Any],
+    backward_decorator: Callable[..., Any] = CPU_BWD,
+) -> Any:
+    """A Function of two tensors and a number, and of two results."""
+
+    def called(ctx: Any, x: Tensor, w: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w)
+        ctx.factor = factor
+        y = forward(x, w) * factor
+        return y, y.sum(-1)
+
+    def backward(ctx: Any, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        grad = (y + total[:, None]).to(x.dtype) * ctx.factor
+        return grad @ w.to(x.dtype), grad.t() @ x, None
+
+    return type(
+        "Product",
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(decorator(called)),
+            "backward": staticmethod(backward_decorator(backward)),
+        },
+    )
+
+
+class Model(nn.Module):
+    """A layer, the Function, sums that show how wide its results are, a layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def called(self, x: Tensor) -> Any:
+        return self.function.apply(x, self.weight, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, total = self.called(self.first(x))
+        y, total = y + y, total + total
+        result: Tensor = self.last(y) + total[:, None]
+        return result
+
+
+def run(model: nn.Module, *, grad: bool = True) -> list[Tensor]:
+    """The result of a model, and the gradients of its parameters."""
+    with torch.set_grad_enabled(grad):
+        result = model(X).float()
+    if not grad:
+        return [result]
+    result.square().mean().backward()
+    grads = [p.grad for p in model.parameters()]
+    assert all(g is not None for g in grads)
+    return [result.detach(), *(g for g in grads if g is not None)]
+
+
+def by_autocast(model: nn.Module, **options: Any) -> list[Tensor]:
+    # Each use has its own cast, so that both sides sum gradients alike.
+    model.forward = torch.autocast("cpu", dtype=BF16, cache_enabled=False)(
+        model.forward
+    )
+    return run(model, **options)
+
+
+def convert(model: nn.Module, **options: Any) -> nn.Module:
+    given = {"precision": "bf16", "do_no_harm": False, "strict": True, **options}
+    return autoamp.convert(model, **given)
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(map(torch.equal, found, expected)) and len(found) == len(expected)
+
+
+def reason_of(model: nn.Module) -> str:
+    rows = autoamp.report(model).ops
+    (reason,) = [r.reason for r in rows if r.op == "autograd_function_apply"]
+    return reason
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, None], ids=str)
+@pytest.mark.parametrize("body", BODIES)
+def test_results_and_gradients_are_autocasts(
+    body: str, dtype: torch.dtype | None, grad: bool
+) -> None:
+    applied = function(BODIES[body], CPU_FWD(cast_inputs=dtype))
+    expected = by_autocast(Model(applied), grad=grad)
+    model = convert(Model(applied))
+    found = run(model, grad=grad)
+    if dtype in (BF16, FP32) or body == "product":
+        assert same(found, expected)
+    # After fp16 results autocast goes on in fp16, and autoamp in fp32; an operand that
+    # nobody casts is as wide in the body as it is in the model.
+    exact = run(Model(applied), grad=grad)
+    for mine, its, true in zip(found, expected, exact, strict=True):
+        assert error(mine, true) <= 1.1 * error(its, true)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+def test_the_report_says_so() -> None:
+    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
+    model = convert(Model(applied))
+    plain = run(Model(applied))
+    found = run(model)
+    assert found[0].dtype == FP32
+    assert not torch.equal(found[0], plain[0])
+    assert "runs as under autocast" in reason_of(model)
+    assert "bf16" in reason_of(model)
+
+
+def test_the_older_decorator_counts_on_its_own_device_alone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        old = torch.cuda.amp.custom_fwd(cast_inputs=FP32)
+        old_backward = torch.cuda.amp.custom_bwd
+        applied = function(BODIES["product"], old, old_backward)
+    found, expected = run(convert(Model(applied))), by_autocast(Model(applied))
+    assert torch.equal(found[0], expected[0])
+    exact = run(Model(applied))
+    for mine, its, true in zip(found, expected, exact, strict=True):
+        assert error(mine, true) <= 1.1 * error(its, true)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_models_own_region_goes_first(enabled: bool) -> None:
+    class Within(Model):
+        def called(self, x: Tensor) -> Any:
+            with torch.autocast("cpu", dtype=BF16, enabled=enabled):
+                y, total = super().called(x.float())
+            return y.float(), total.float()
+
+    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
+    assert same(run(convert(Within(applied))), by_autocast(Within(applied)))
+
+
+def test_a_region_in_code_left_to_python_goes_first_too() -> None:
+    class Broken(Model):
+        @torch._dynamo.disable(recursive=False)
+        def called(self, x: Tensor) -> Any:
+            with torch.autocast("cpu", enabled=False):
+                return self.within(x)
+
+        def within(self, x: Tensor) -> Any:
+            return super().called(x)
+
+    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
+    plain = function(BODIES["product"], lambda forward: forward, lambda bwd: bwd)
+    assert same(run(convert(Broken(applied))), run(convert(Broken(plain))))
+
+
+class Inner(nn.Module):
+    def __init__(self, applied: Any) -> None:
+        super().__init__()
+        self.applied = applied
+
+    def forward(self, *args: Any) -> Any:
+        return self.applied.apply(*args)
+
+
+class Nested(Model):
+    def __init__(self, applied: Any) -> None:
+        super().__init__(applied)
+        self.inner = Inner(applied)
+
+    def called(self, x: Tensor) -> Any:
+        return self.inner(x, self.weight, 2.0)
+
+
+@pytest.mark.parametrize("keep", [["inner"], ["*"]], ids=str)
+def test_the_users_own_word_goes_first(keep: list[str]) -> None:
+    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
+    plain = function(BODIES["product"], lambda forward: forward, lambda bwd: bwd)
+    found = run(convert(Nested(applied), keep=keep))
+    assert same(found, run(convert(Nested(plain), keep=keep)))
+
+
+def test_a_module_called_in_a_method_is_kept() -> None:
+    class Method(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def encode(self, x: Tensor) -> Tensor:
+            result: Tensor = self.inner(x)
+            return result
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.last(self.encode(x))
+            return result
+
+    model = convert(Method(), keep=["inner"])
+    run(model)
+    rows = autoamp.report(model).ops
+    assert [row.precision for row in rows] == ["fp32", "bf16"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_in_a_checkpointed_region(reentrant: bool) -> None:
+    class Checkpointed(Model):
+        def called(self, x: Tensor) -> Any:
+            return checkpoint(super().called, x, use_reentrant=reentrant)
+
+    applied = function(BODIES["several ops"], CPU_FWD(cast_inputs=BF16))
+    found = run(convert(Checkpointed(applied), strict=False))
+    exact = run(Model(applied))
+    expected = by_autocast(Checkpointed(applied))
+    for mine, its, true in zip(found, expected, exact, strict=True):
+        assert error(mine, true) <= 1.1 * error(its, true)
+
+
+def test_a_function_that_fails_low_stays_fp32() -> None:
+    wide = torch.randn(64, 64)
+    applied = function(lambda x, _: x @ wide, CPU_FWD(cast_inputs=BF16))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        by_autocast(Model(applied))
+    model = convert(Model(applied))
+    applied_plain = function(lambda x, _: x @ wide, lambda f: f, lambda b: b)
+    assert same(run(model), run(convert(Model(applied_plain))))
+    assert "stays fp32" in reason_of(model)
+
+
+def test_half_operands_are_the_models_own() -> None:
+    class Half(Model):
+        def called(self, x: Tensor) -> Any:
+            y, total = self.function.apply(x.bfloat16(), self.weight.bfloat16(), 2.0)
+            assert y.dtype == BF16
+            return y.float(), total.float()
+
+    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
+    assert same(run(convert(Half(applied))), by_autocast(Half(applied)))
+
+
+def test_results_may_be_written_to() -> None:
+    class Writes(Model):
+        def called(self, x: Tensor) -> Any:
+            y, total = super().called(x)
+            return y.add_(1), total.mul_(2)
+
+    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
+    found = run(convert(Writes(applied)), grad=False)
+    expected = by_autocast(Writes(applied), grad=False)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_one_operand_given_twice() -> None:
+    class Twice(Model):
+        def called(self, x: Tensor) -> Any:
+            return self.function.apply(self.weight, self.weight, 2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, _ = self.called(x)
+            result: Tensor = self.last(self.first(x) + y[:16])
+            return result
+
+    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
+    run(convert(Twice(applied), strict=False))
+
+
+def test_gradients_in_fp16() -> None:
+    applied = function(BODIES["product"], CPU_FWD(cast_inputs=FP16))
+    model = convert(Model(applied), precision="fp16", loss_scale=16.0)
+    expected = run(Model(applied))
+    for mine, its in zip(run(model), expected, strict=True):
+        assert error(mine, its) < 5e-3
+
+
+def test_questions_can_be_asked() -> None:
+    applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
+    options = {"precision": "bf16", "do_no_harm": False}
+    answer = autoamp.compare(Model(applied), X, options=options)
+    assert answer.errors.output > 0
+    assert autoamp.explain(Model(applied), X, options=options) is not None
+
+
+def test_a_function_with_a_setup_context() -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @CPU_FWD(cast_inputs=BF16)
+        def forward(x: Tensor, w: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+            y = x @ w.t() * factor
+            return y, y.sum(-1)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs[:2])
+
+        @staticmethod
+        def backward(ctx: Any, y: Tensor, total: Tensor) -> tuple[Any, ...]:
+            x, w = ctx.saved_tensors
+            grad = (y + total[:, None]).float() * 2
+            return grad @ w.float(), grad.t() @ x.float(), None
+
+    found = run(convert(Model(Product), strict=False))
+    for mine, its in zip(found, by_autocast(Model(Product)), strict=True):
+        assert error(mine, its) < 1e-2
+
+
+def test_dynamo_is_left_as_it_was() -> None:
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    before = AutogradFunctionVariable.call_apply
+    run(convert(Model(function(BODIES["product"], CPU_FWD(cast_inputs=BF16)))))
+    assert AutogradFunctionVariable.call_apply is before
