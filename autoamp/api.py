@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import fx, nn
 from autoamp import compat
 from autoamp.analyse.nodes import graph_paths
 from autoamp.capture.kept import fits, unfitting
+from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
 from autoamp.model.conversion import conversion_of
@@ -229,7 +230,11 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
     for each in given:
         name = type(each).__name__
         if not isinstance(each, torch.optim.Optimizer):
-            raise OptionError(f"optimizer={name} is not a torch.optim.Optimizer")
+            raise OptionError(
+                f"optimizer={name} is not a torch.optim.Optimizer: the second argument "
+                "of convert() is the model's optimizer, or a list of them. Options are "
+                f"keywords: {_as_option(each)}"
+            )
         if not isinstance(model, nn.Module):
             continue  # convert_model raises the error
         ids = {id(p) for p in model.parameters()}
@@ -240,3 +245,13 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
                 "it out: an optimizer is met by itself at its first step"
             )
     return given
+
+
+def _as_option(given: Any) -> str:
+    """How to write what was given in the place of the optimizer, as far as is known."""
+    if isinstance(given, Mapping):
+        return "convert(model, **options)"
+    if parse_low_dtype(given) is not None or given == "auto":
+        shown = given if isinstance(given, torch.dtype) else f'"{given}"'
+        return f"convert(model, precision={shown})"
+    return 'convert(model, precision="bf16")'

@@ -143,13 +143,10 @@ class Options:
         Raises:
             OptionError: there is no option of that name, or its value is unusable.
         """
-        internal = {"unlist", "own_keep", "unmet", "by_variables"}
-        known = {field.name for field in dataclasses.fields(self)} - internal
         for name in changes:
-            if name not in known:
-                raise OptionError(
-                    f"unknown option {name!r}; there are {', '.join(sorted(known))}"
-                )
+            if name not in OPTION_NAMES:
+                there = ", ".join(sorted(OPTION_NAMES))
+                raise OptionError(f"unknown option {name!r}; there are {there}")
         return dataclasses.replace(self, **changes)
 
     @property
@@ -183,6 +180,15 @@ class Options:
                 allow=self.allow, deny=self.deny, infer=self.infer, clear=self.clear
             )
         return rules
+
+
+OPTION_NAMES = frozenset(f.name for f in dataclasses.fields(Options)) - {
+    "unlist",
+    "own_keep",
+    "unmet",
+    "by_variables",
+}
+"""The options that a caller may give."""
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

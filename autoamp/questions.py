@@ -10,7 +10,7 @@ from torch import nn
 
 from autoamp.ask.compare import compare_model
 from autoamp.ask.comparison import Comparison
-from autoamp.ask.examine import options_for
+from autoamp.ask.examine import options_for, refuse_options
 from autoamp.ask.explain import explain_model
 from autoamp.ask.overflow import find_overflow_model
 from autoamp.ask.overflow_finding import Overflow
@@ -51,6 +51,7 @@ def explain(
         >>> [op.precision for op in report.ops]
         ['fp32', 'fp32']
     """
+    refuse_options("explain", model, kwargs)
     return explain_model(model, args, kwargs, options_for(model, options), device)
 
 
@@ -90,6 +91,7 @@ def compare(
         >>> 0 < found.errors.output < 0.01
         True
     """
+    refuse_options("compare", model, kwargs)
     chosen = options_for(model, options)
     return compare_model(
         model, args, kwargs, chosen, loss_fn=loss_fn, tolerance=tolerance
@@ -136,6 +138,7 @@ def find_overflow(
         >>> bool(autoamp.find_overflow(model, torch.ones(4, 8), loss_fn=torch.mean))
         False
     """
+    refuse_options("find_overflow", model, kwargs)
     return find_overflow_model(model, args, kwargs, options, loss_fn)
 
 
@@ -181,4 +184,5 @@ def tune(
         >>> tuning.ways[0].name, tuning.share <= 1
         ('fp32', True)
     """
+    refuse_options("tune", model, kwargs)
     return tune_model(model, args, kwargs, options_for(model, options), loss_fn)

@@ -8,6 +8,7 @@ met, and no graph is shared with other models.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.kept import for_model
 from autoamp.capture.prepare import as_it_is
 from autoamp.capture.record import Record
-from autoamp.errors import UnsupportedModelError
+from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.loss_scale import resolve_loss_scale
 from autoamp.model.call.calls import CompiledCall
 from autoamp.model.conversion import conversion_of, inside_wrappers, without_ours
@@ -29,7 +30,7 @@ from autoamp.model.eligible import parameters_of, unsupported
 from autoamp.model.forward import forward_of
 from autoamp.model.installed import install
 from autoamp.optimizer.meeting import new_scaling, stop_meeting
-from autoamp.options import Options
+from autoamp.options import OPTION_NAMES, Options
 from autoamp.place.devices import Device
 from autoamp.plain import class_name
 
@@ -49,6 +50,32 @@ def checked_model(model: Any) -> nn.Module:
         raise UnsupportedModelError(reason)
     assert isinstance(model, nn.Module)
     return model
+
+
+def refuse_options(question: str, model: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuses an option of `convert` among keyword arguments for the model.
+
+    A keyword that the model's forward takes is the model's.
+
+    Raises:
+        OptionError: the forward does not take a keyword that is an option's name.
+    """
+    found = [name for name in kwargs if name in OPTION_NAMES]
+    if not found or not isinstance(model, nn.Module):
+        return
+    try:
+        takes = inspect.signature(type(inside_wrappers(model)).forward).parameters
+    except (TypeError, ValueError):  # a forward without a signature may take anything
+        return
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
+        return
+    wrong = [name for name in found if name not in takes]
+    if wrong:
+        meant = ", ".join(f'"{name}": {kwargs[name]!r}' for name in wrong)
+        raise OptionError(
+            f"{question}() passes {', '.join(wrong)} on to {class_name(model)}, whose "
+            f"forward does not take that; write options={{{meant}}}"
+        )
 
 
 def options_for(model: Any, given: Mapping[str, Any] | None) -> Options:

@@ -35,7 +35,7 @@ def flops_of(
     numel = fact.numel
     if size is not compat.hint and isinstance(result, torch.Tensor):
         numel = math.prod(size(s) for s in result.shape)
-    op = fact.base
+    op = fact.base.rstrip("_")  # `addmm_` multiplies as `addmm` does
     if op in family("product"):
         return 2 * numel * (shapes[0][-1] if shapes and shapes[0] else 1)
     if op in family("product_added"):
@@ -53,8 +53,7 @@ def flops_of(
         *batch, queries, width = shapes[0]
         return 4 * math.prod(batch) * queries * shapes[1][-2] * width
     if op in family("recurrent"):
-        steps = math.prod(shapes[0][:-1])
-        return 2 * steps * sum(math.prod(s) for s in shapes[1:] if len(s) == 2)
+        return _layers(shapes, numel)
     formula = _OTHERS.get(op)
     return 0 if formula is None else formula(shapes, numel)
 
@@ -92,14 +91,44 @@ def _bilinear(shapes: Shapes, numel: int) -> int:
     return 2 * numel * math.prod(shapes[2][1:])
 
 
-def _activated(shapes: Shapes, numel: int) -> int:
-    return 2 * numel * shapes[1][-1]
-
-
 def _tensordot(shapes: Shapes, numel: int) -> int:
     """Both operands together have each free size once and each summed size twice."""
     summed = math.isqrt(math.prod(map(math.prod, shapes[:2])) // max(numel, 1))
     return 2 * numel * summed
+
+
+def _grouped(shapes: Shapes, numel: int) -> int:
+    """Groups of rows, each with a matrix of its own, or groups of the summed axis."""
+    if len(shapes[0]) == len(shapes[1]) == 2:
+        return 2 * math.prod(shapes[0]) * shapes[1][-1]
+    return 2 * numel * shapes[0][-1]
+
+
+def _added(shapes: Shapes, numel: int) -> int:
+    return 2 * numel * shapes[1][-1]
+
+
+def _trilinear(shapes: Shapes, _: int) -> int:
+    """Three operands with singleton axes, broadcast, multiplied and summed."""
+    first, second, third = shapes[:3]
+    every = zip(first, second, third, strict=True)
+    return 2 * math.prod(max(sizes) for sizes in every)
+
+
+def _heads_first(shapes: Shapes, _: int) -> int:
+    """Attention whose operands are (..., heads, length, width)."""
+    return 4 * math.prod(shapes[0]) * shapes[1][-2]
+
+
+def _heads_inside(shapes: Shapes, _: int) -> int:
+    """Attention whose operands are (..., length, heads, width)."""
+    return 4 * math.prod(shapes[0]) * shapes[1][-3]
+
+
+def _layers(shapes: Shapes, _: int) -> int:
+    """The layers of a recurrent network, each weight read once in every step."""
+    weights = sum(math.prod(shape) for shape in shapes[1:] if len(shape) == 2)
+    return 2 * math.prod(shapes[0][:-1]) * weights
 
 
 def _chain(shapes: Shapes, _: int) -> int:
@@ -114,10 +143,52 @@ def _factorised(shapes: Shapes, _: int) -> int:
     return 2 * math.prod(batch) * rows * columns * min(rows, columns)
 
 
+_OVER_LAST_AXIS = (
+    "_int_mm",
+    "_mixed_dtypes_linear",
+    "_scaled_mm",
+    "_scaled_mm_v2",
+    "_sparse_mm",
+    "_sparse_mm_reduce_impl",
+    "_sparse_semi_structured_linear",
+    "_sparse_semi_structured_mm",
+    "_sparse_sparse_matmul",
+    "_weight_int4pack_mm",
+    "_weight_int4pack_mm_for_cpu",
+    "_weight_int4pack_mm_with_scales_and_zeros",
+    "_weight_int8pack_mm",
+    "cdist",
+    "hspmm",
+    "inner",
+    "linalg_matmul",
+    "linalg_matrix_power",
+    "matrix_power",
+    "mkldnn_linear",
+    "smm",
+    "vdot",
+)
+
 _OTHERS: dict[str, Callable[[Shapes, int], int]] = {
     "aten::_transformer_encoder_layer_fwd": _layer((1, 3, 9, 11)),
     "aten::_native_multi_head_attention": _layer((3, 5)),
-    "aten::_addmm_activation": _activated,
+    "aten::_triton_multi_head_attention": _layer((3, 5)),
+    "aten::_triton_scaled_dot_attention": _heads_first,
+    "aten::_flash_attention_forward": _heads_inside,
+    "aten::_flash_attention_forward_no_dropout_inplace": _heads_inside,
+    "aten::_efficient_attention_forward": _heads_inside,
+    "aten::_addmm_activation": _added,
+    "aten::_sparse_addmm": _added,
+    "aten::_sparse_semi_structured_addmm": _added,
+    "aten::sparse_sampled_addmm": _added,
+    "aten::sspaddmm": _added,
+    "aten::_trilinear": _trilinear,
+    "aten::_grouped_mm": _grouped,
+    "aten::_scaled_grouped_mm": _grouped,
+    "aten::_scaled_grouped_mm_v2": _grouped,
+    "aten::_cudnn_rnn": _layers,
+    "aten::_lstm_mps": _layers,
+    "aten::miopen_rnn": _layers,
+    "aten::mkldnn_rnn_layer": _layers,
     "aten::bilinear": _bilinear,
     "aten::chain_matmul": _chain,
     "aten::linalg_multi_dot": _chain,
@@ -127,7 +198,7 @@ _OTHERS: dict[str, Callable[[Shapes, int], int]] = {
         _cell,
     ),
     **dict.fromkeys(
-        [f"aten::{name}" for name in ("_scaled_mm", "_sparse_mm", "cdist", "inner")],
+        [f"aten::{name}" for name in _OVER_LAST_AXIS],
         _over_last_axis,
     ),
     **dict.fromkeys(
@@ -157,3 +228,18 @@ _OTHERS: dict[str, Callable[[Shapes, int], int]] = {
         _factorised,
     ),
 }
+
+_FAMILIES = (
+    "product",
+    "product_added",
+    "convolution",
+    "transposed_convolution",
+    "attention",
+    "recurrent",
+)
+
+
+def has_flops(op: str) -> bool:
+    """Whether `flops_of` has a formula for an op."""
+    written_out = ("aten::addbmm", "aten::einsum")
+    return op in _OTHERS or op in written_out or any(op in family(f) for f in _FAMILIES)
