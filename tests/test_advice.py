@@ -35,6 +35,7 @@ SPEAK_PYTHON = {
     "loss_scale/__init__.py": "likewise; environment.py checks variables by itself",
     "capture/kept.py": "likewise: no variable gives `keep`",
     "auto/switch.py": "`unmet` is set by `enable(keep=...)` alone",
+    "api.py": "the answer to a call of `convert`, made in Python",
     "ask/comparison.py": "the answer to a question that was asked in Python",
     "tuning/tune.py": "likewise",
     "model/eligible.py": "a compiled model; the automatic mode converts the one inside",

@@ -575,6 +575,10 @@ def under_jit_trace(model: nn.Module, x: Tensor) -> Any:
 
 
 STEPPED_ASIDE = [under_a_dispatch_mode, under_jit_trace]
+CAUSES = {
+    under_a_dispatch_mode: "in the dispatch mode Quiet, where Dynamo steps aside",
+    under_jit_trace: "torch.jit.trace traces it",
+}
 jit_is_old = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
 
@@ -591,10 +595,11 @@ def test_a_call_past_the_graphs_is_told_once(
     assert torch.equal(call(model, x), exact)
     call(model, x)
     (warning,) = told(caplog)
-    assert "ran no rewritten graph" in warning
+    assert "'forward' ran no rewritten graph" in warning
     ((what, why),) = [(s[0], s[1]) for s in autoamp.report(model).skipped]
     assert what == "Sequential"
-    assert "Dynamo stepped aside" in why
+    assert why.endswith(CAUSES[call])
+    assert sum(cause in why for cause in ("Quiet", "torch.jit", "vmap", "limit")) == 1
     assert runs(model) == 1
 
 
@@ -658,9 +663,40 @@ def test_a_model_that_dynamo_captures_nothing_of_is_told(x: Tensor, caplog) -> N
     for _ in range(10):
         assert is_rounded(model(x), exact)
     first, second = told(caplog)
-    assert "ran no rewritten graph" in first
+    assert "'forward' ran no rewritten graph" in first
+    assert "Dynamo cannot go on after a graph break in its code" in first
+    assert "vmap" not in first
     assert "under torch.autocast" in second
     assert runs(model) == 0
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.encode(x))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.first(x).relu()
+
+
+def test_a_call_past_the_graphs_names_the_method(x: Tensor, caplog) -> None:
+    model = convert(Encoder(), strict=False)
+    model.encode(x)
+    with Quiet():
+        model.encode(x)
+    (warning,) = told(caplog)
+    assert "a call of 'encode' ran no rewritten graph" in warning
+    assert "Quiet" in warning
+
+
+def test_a_dynamo_that_is_switched_off_is_named(x: Tensor, caplog) -> None:
+    model = convert(mlp(), strict=False)
+    with torch._dynamo.config.patch(disable=True):
+        model(x)
+    assert "Dynamo is switched off" in told(caplog)[0]
 
 
 def test_backward_hook_inside_a_torch_container(x: Tensor) -> None:

@@ -403,6 +403,7 @@ def test_any_text_is_settings_or_a_line_that_names_the_variable(
 
 
 def test_variables_that_are_none_of_ours() -> None:
+    assert unknown({"AUTOAMP_CACHE_DIR": "/tmp"}) == []
     assert unknown(
         {"AUTOAMP_PRECISON": "bf16", "HOME": "/", "AUTOAMP_ENABLE": "1"}
     ) == ["AUTOAMP_PRECISON is no variable of autoamp; did you mean AUTOAMP_PRECISION?"]

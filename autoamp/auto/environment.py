@@ -25,6 +25,7 @@ _ON, _OFF = ("1", "true", "on"), ("0", "false", "off")
 """The same values as in `autoamp_autoload`, which runs before this package does."""
 
 REPORT_DIR = "AUTOAMP_REPORT_DIR"
+_CACHE_DIR = "AUTOAMP_CACHE_DIR"  # read by `tune`
 _PREFIX = "AUTOAMP_"
 _LISTS = ("allow", "deny", "infer", "clear")
 _OLD_LISTS = {"WHITE": "ALLOW", "GRAY": "INFER", "GREY": "INFER", "BLACK": "DENY"}
@@ -104,7 +105,7 @@ def _told(name: str, value: str, problem: str, room: int = _TOLD) -> str:
 
 def unknown(environ: Mapping[str, str]) -> list[str]:
     """A sentence for each variable that looks like ours and has no effect."""
-    known = sorted({ENABLE, REPORT_DIR, *_VARIABLES})
+    known = sorted({ENABLE, REPORT_DIR, _CACHE_DIR, *_VARIABLES})
     found = []
     enable = environ.get(ENABLE, "")
     if enable.strip().lower() not in ("", *_ON, *_OFF):

@@ -70,6 +70,7 @@ class Record:
         lowers: some op of some graph is low.
         announced: the one log line about the conversion has been written.
         lock_met: indices of the lock's graphs to which captured graphs were held.
+        told_of_capture: it has been said that a first call takes long.
         told_of_lock: it has been said that a graph is not placed as the lock says.
     """
 
@@ -85,6 +86,7 @@ class Record:
     announced: bool = False
     lock_met: set[int] = field(default_factory=set)
     told_of_lock: bool = False
+    told_of_capture: bool = False
 
     @property
     def runs(self) -> int:
@@ -200,8 +202,14 @@ class Record:
         )
 
     def tell_progress(self, seconds: float) -> None:
-        """Logs one line while a first call is being captured."""
-        logger.info(
+        """Logs a line while a first call is being captured, once for the model.
+
+        Later lines (of a call that takes long, or of a first call in another mode) are
+        for those who debug.
+        """
+        again, self.told_of_capture = self.told_of_capture, True
+        logger.log(
+            logging.DEBUG if again else logging.INFO,
             "autoamp: the first call of %s has taken %.0f s: it is being captured, "
             "and has %d graphs so far",
             self.label,

@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoamp.compat.capture import (
     compile_with,
+    dispatch_mode,
+    dynamo_disabled,
     fx_tracing,
     hides_calls,
     inductor_permutes,
@@ -18,6 +20,7 @@ from autoamp.compat.capture import (
     is_capture_error,
     is_compiled_module,
     is_inductor,
+    jit_tracing,
     other_tracing,
     resolved_backend,
     tracing_backend,

@@ -129,10 +129,29 @@ def hides_calls() -> bool:
     return bool(modes()) or other_tracing()
 
 
+def dynamo_disabled() -> bool:
+    """Whether Dynamo captures nothing at all in this process, as now configured."""
+    return bool(getattr(torch._dynamo.config, "disable", False))
+
+
+def dispatch_mode() -> str:
+    """The class of the innermost TorchDispatchMode that is active, or ""."""
+    ask: Any = getattr(
+        torch.utils._python_dispatch, "_get_current_dispatch_mode", lambda: None
+    )
+    mode = ask()
+    return "" if mode is None else type(mode).__name__
+
+
+def jit_tracing() -> bool:
+    """Whether `torch.jit` traces the code that runs now."""
+    tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
+    return bool(tracing())
+
+
 def other_tracing() -> bool:
     """Whether `torch.jit` or `torch.fx` traces the code that runs now."""
-    tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
-    return bool(tracing()) or fx_tracing()
+    return jit_tracing() or fx_tracing()
 
 
 def fx_tracing() -> bool:

@@ -49,6 +49,8 @@ ABSENT = (
     "_storage_Use_Count",
     "_use_count",
     "_len_torch_dispatch_stack",
+    "_get_current_dispatch_mode",
+    "disable",
     "_current_level",
     "_functorch",
     "_autograd",

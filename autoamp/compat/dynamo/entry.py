@@ -103,6 +103,7 @@ class CompiledEntry:
         context: Any = torch._dynamo.optimize(backend=backend)
         if hasattr(context, "callback"):  # absent where TORCHDYNAMO_DISABLE is set
             self._frames.rule(context.callback)
+        self.skipped = self._frames.skipped  # what Dynamo has left to Python
         self._compiled: Callable[..., Any] = context(fresh)
 
     @property
@@ -124,7 +125,7 @@ class CompiledEntry:
         (`if x.isnan().any(): raise`, and bad arguments) to Python from then on, even
         with good arguments.
         """
-        skipped = self._frames.skipped
+        skipped = self.skipped
         before = len(skipped)
         try:
             result = self._compiled(*args, **kwargs)
@@ -269,7 +270,7 @@ class _Frames:
         """
         own = code is self._entry
         if found.frame_exec_strategy.cur_action.name != "RUN_ONLY":
-            left = Left(code, is_said=said and not own, error=error)
+            left = Left(code, is_said=said and not own, error=error, is_broken=said)
             self.skipped.append(left._replace(is_empty=has_no_ops(found)))
             return
         found.apply_to_code = False  # our limit is not other models'

@@ -27,6 +27,7 @@ class Left(NamedTuple):
         error: the error that Dynamo failed with, in a line; "" where a graph break that
             Dynamo cannot go on from is the reason.
         changes: what the code changes, where its own calls make its graphs useless.
+        is_broken: a graph break that Dynamo cannot go on from is the reason.
         is_empty: Dynamo followed the code to its end and met no tensor op.
     """
 
@@ -36,6 +37,7 @@ class Left(NamedTuple):
     error: str = ""
     changes: str = ""
     is_empty: bool = False
+    is_broken: bool = False
 
 
 def said_in_a_line(error: BaseException) -> str:

@@ -1,11 +1,9 @@
 """Why a call went past the rewritten graphs, in words."""
 
-RAN_NOTHING = (
-    "a call ran no rewritten graph, so it was fp32: Dynamo stepped aside (vmap, "
-    "torch.func, torch.jit or torch.export tracing, an active TorchDispatchMode, the "
-    "recompile limit, a hook or code it cannot trace) or the model computes nothing; "
-    "TORCH_LOGS=graph_breaks,recompiles tells which"
-)
+from __future__ import annotations
+
+from autoamp import compat
+from autoamp.capture.code import Code
 
 TRACED = (
     "torch.fx has traced it (symbolic_trace, make_fx), and what it traced is the "
@@ -14,3 +12,48 @@ TRACED = (
 )
 
 INSTEAD = "calls run under torch.autocast instead of rewritten graphs, because "
+
+
+def ran_nothing(method: str, code: Code) -> str:
+    """Says that a call ran no rewritten graph, and the one reason.
+
+    Args:
+        method: the name of the method that was called.
+        code: the method, compiled as it was during the call.
+    """
+    why = _in_the_callers_hands() or _left_by_dynamo(code)
+    return f"a call of {method!r} ran no rewritten graph, so it was fp32: {why}"
+
+
+def _in_the_callers_hands() -> str:
+    if compat.transforms_active():
+        return "vmap, torch.func or forward-mode AD transforms it"
+    if compat.jit_tracing():
+        return "torch.jit.trace traces it"
+    mode = compat.dispatch_mode()
+    if mode:
+        return f"it was called in the dispatch mode {mode}, where Dynamo steps aside"
+    return "a dispatch mode is active" if compat.hides_calls() else ""
+
+
+def _left_by_dynamo(code: Code) -> str:
+    if compat.dynamo_disabled():
+        return "Dynamo is switched off (TORCHDYNAMO_DISABLE, torch._dynamo.config)"
+    if code.has_many:
+        return (
+            "Dynamo is at the recompile limit (torch._dynamo.config.recompile_limit), "
+            "because each kind of call needs a graph of its own; TORCH_LOGS=recompiles "
+            "tells what differs"
+        )
+    left = code.program.call.skipped if code.program is not None else []
+    error = next((each.error for each in left if each.error), "")
+    if error:
+        return f"Dynamo failed on its code: {error}"
+    if any(each.is_broken for each in left):
+        return (
+            "Dynamo cannot go on after a graph break in its code (in a loop, a `with`, "
+            "a `try`); TORCH_LOGS=graph_breaks tells where"
+        )
+    if any(each.is_empty for each in left):
+        return "it met no tensor op to capture"
+    return "Dynamo captured nothing; TORCH_LOGS=graph_breaks,recompiles tells why"

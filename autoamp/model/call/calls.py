@@ -17,7 +17,7 @@ from autoamp.capture.code import Code, Method
 from autoamp.capture.engine import Engine
 from autoamp.capture.program import RUNNING
 from autoamp.errors import CaptureError
-from autoamp.model.call.aside import INSTEAD, RAN_NOTHING, TRACED
+from autoamp.model.call.aside import INSTEAD, TRACED, ran_nothing
 from autoamp.model.call.hooks import Hooks
 from autoamp.model.call.thread import THREAD, tell_ranks
 from autoamp.model.call.users_compile import (
@@ -214,7 +214,8 @@ class CompiledCall:
         """Runs the model's own code under autocast, where no graph of ours can run."""
         engine = self.engine
         if engine.options.strict:
-            raise CaptureError(f"{engine.record.label}: {RAN_NOTHING}")
+            said = ran_nothing(self.method.name, self._code)
+            raise CaptureError(f"{engine.record.label}: {said}")
         why = self._by_autocast or "of vmap, torch.func or forward-mode AD"
         engine.record.note(INSTEAD + why)
         engine.record.calls += 1
@@ -254,6 +255,7 @@ class CompiledCall:
             engine.record.calls -= 1  # `self.encoder.get_num_params()`
             return
         engine.record.aside += 1
+        said = ran_nothing(self.method.name, self._code)
         if program is not None:
             program.stepped_aside = True
         if hidden:
@@ -265,8 +267,8 @@ class CompiledCall:
             if self._in_vain >= _MOST_IN_VAIN and not self._code.has_many:
                 self._by_autocast = "Dynamo captured nothing"
         if engine.options.strict:
-            raise CaptureError(f"{engine.record.label}: {RAN_NOTHING}")
-        engine.record.note(RAN_NOTHING)
+            raise CaptureError(f"{engine.record.label}: {said}")
+        engine.record.note(said)
 
     def inlined(
         self,

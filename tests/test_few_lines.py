@@ -1,0 +1,83 @@
+"""A script under the variable gets few lines: three where it converts, one if not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autoamp
+from autoamp.model.conversion import conversion_of
+
+MODEL = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+x = torch.randn(8, 64)
+"""
+
+TRAINS = """
+for _ in range(4):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+with torch.no_grad():
+    model(x)
+with torch.inference_mode():
+    model(x)
+"""
+
+OWN_AUTOCAST = """
+for _ in range(3):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+CONVERTS = {"AUTOAMP_PRECISION": "bf16", "AUTOAMP_DO_NO_HARM": "0"}
+
+
+@pytest.mark.parametrize(
+    ("script", "variables", "most", "text"),
+    [
+        (TRAINS, CONVERTS, 3, "Sequential is converted to bf16"),
+        (TRAINS, {**CONVERTS, "AUTOAMP_BACKEND": "x"}, 1, "autoamp is off"),
+        (OWN_AUTOCAST, CONVERTS, 1, "left to the script's own autocast"),
+    ],
+)
+def test_lines_on_stderr(
+    script: str, variables: dict[str, str], most: int, text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(MODEL + script)
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env={**os.environ, "AUTOAMP_ENABLE": "1", **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stderr.splitlines()
+    assert 1 <= len(lines) <= most, done.stderr
+    assert text in done.stderr
+
+
+def test_that_a_first_call_takes_long_is_said_once(caplog) -> None:
+    model = autoamp.convert(nn.Linear(2, 2), precision="bf16", do_no_harm=False)
+    model(torch.ones(1, 2))
+    caplog.set_level(logging.INFO, "autoamp")
+    state = conversion_of(model)
+    assert state is not None
+    assert state.engine is not None
+    for seconds in (2.0, 4.0, 2.0):
+        state.engine.record.tell_progress(seconds)
+    assert caplog.text.count("has taken") == 1
