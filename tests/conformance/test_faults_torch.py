@@ -25,7 +25,7 @@ import autoamp
 from autoamp import compat
 from autoamp.compat import capture, gradients, tensors, tracing
 from autoamp.compat.distributed import ddp, fsdp, groups
-from autoamp.compat.dynamo import frames, layers
+from autoamp.compat.dynamo import frames, layers, regions
 from autoamp.graph_functions import attention, cpu_attention
 from tests.conformance.table import Figures
 from tests.steps import BF16, FP16, assert_same, mlp, weights_of
@@ -250,6 +250,23 @@ def no_options_for_some_code(patch: pytest.MonkeyPatch) -> None:
         other.parameter_count()
         assert autoamp.report(other).coverage.calls == calls
     assert graphs[0] < graphs[1]
+
+
+def no_regions(patch: pytest.MonkeyPatch) -> None:
+    """Then Dynamo makes regions again in its own way."""
+    kind = torch._dynamo.variables.GradModeVariable
+    theirs = kind.fn_name, kind.module_name
+    with regions.regions_begin_when_entered():
+        assert kind.fn_name is not theirs[0]
+    assert (kind.fn_name, kind.module_name) == theirs
+    for name in ("variables", "GradModeVariable"):
+        hide(patch, name)
+        with regions.regions_begin_when_entered():
+            assert (kind.fn_name, kind.module_name) == theirs
+    hide(patch)
+    patch.delattr(kind, "module_name")
+    with regions.regions_begin_when_entered():
+        assert kind.fn_name is theirs[0]
 
 
 def no_transforms(patch: pytest.MonkeyPatch) -> None:
@@ -566,6 +583,7 @@ ALONE = [
     no_answers_to_dynamo,
     no_guards_that_tell,
     no_options_for_some_code,
+    no_regions,
     no_transforms,
     no_grad_dtype,
     no_ddp,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 import torch._dynamo
-import torch._dynamo.convert_frame
 from torch import fx
 
 from autoamp.compat.distributed.ddp import note_ddp_mode
@@ -26,6 +24,7 @@ from autoamp.compat.dynamo.frames import (
     failed_frames,
     frames_strategy,
     has_no_ops,
+    lock,
     may_be_left,
     module_of,
     said_in_a_line,
@@ -33,6 +32,7 @@ from autoamp.compat.dynamo.frames import (
 )
 from autoamp.compat.dynamo.layers import layer_captured, layer_left
 from autoamp.compat.dynamo.quiet import quietly
+from autoamp.compat.dynamo.regions import regions_begin_when_entered
 from autoamp.compat.recurrent import recurrent_results
 
 # DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
@@ -182,7 +182,7 @@ class _Frames:
 
         def call(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
             entries = len(entries_of(frame.f_code))
-            with _lock():
+            with lock():
                 found = len(entries_of(frame.f_code))
                 frames._raced[frame.f_code] += found > entries
                 return frames._compiled(self, base, frame, *args, **kwargs)
@@ -213,8 +213,10 @@ class _Frames:
         ):
             if code in codes and hasattr(torch._dynamo.config, name):
                 options[name] = True
+        config = torch._dynamo.config
         followed = authors_followed(self._backend.dtype_in)
-        with torch._dynamo.config.patch(options), recurrent, followed, quietly():
+        regions = regions_begin_when_entered()
+        with config.patch(options), recurrent, followed, regions, quietly():
             try:
                 found = base.__call__(callback, frame, *args, **kw)
                 if layer_left(frame, found):
@@ -246,7 +248,7 @@ class _Frames:
 
     def leave_changing(self) -> None:
         """Leaves code to Python that changes what its own graphs were made for."""
-        with _lock():
+        with lock():
             for code, place in self._changing.found():
                 set_frames_action(code, "SKIP", "DEFAULT")
                 self.skipped.append(
@@ -284,15 +286,3 @@ class _Frames:
 
 def _limits(more: int) -> dict[str, int]:
     return {name: getattr(torch._dynamo.config, name) + more for name in _LIMITS}
-
-
-def _lock() -> Any:
-    """Dynamo's lock: our limits stand in torch's configuration while Dynamo compiles.
-
-    Where Dynamo shows no lock, ours keeps converted models apart from each other, but
-    not from code the user compiles in another thread.
-    """
-    return getattr(torch._dynamo.convert_frame, "compile_lock", _OUR_LOCK)
-
-
-_OUR_LOCK = threading.RLock()

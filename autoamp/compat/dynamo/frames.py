@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
+import torch._dynamo.convert_frame
 import torch._dynamo.exc
 import torch._dynamo.types
 from torch import nn
@@ -134,3 +136,15 @@ def never_a_graph_by_itself(function: Any) -> None:
     In a graph that begins above it, `function` is traced like any other.
     """
     set_frames_action(function.__code__, "SKIP", "DEFAULT")
+
+
+def lock() -> Any:
+    """Dynamo's lock: our limits stand in torch's configuration while Dynamo compiles.
+
+    Where Dynamo shows no lock, ours keeps converted models apart from each other, but
+    not from code the user compiles in another thread.
+    """
+    return getattr(torch._dynamo.convert_frame, "compile_lock", _OUR_LOCK)
+
+
+_OUR_LOCK = threading.RLock()
