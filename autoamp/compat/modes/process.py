@@ -12,8 +12,13 @@ import sys
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from autoamp.compat.modes.autocast import AUTOCAST_DEVICES, autocast_nesting
+
+
+_FRAMES: Any = getattr(torch._C._dynamo, "eval_frame", None)
+_callback = getattr(_FRAMES, "get_eval_frame_callback", lambda: None)
 
 
 class Modes:
@@ -22,9 +27,10 @@ class Modes:
     Every call of a converted model makes one, which takes less than a microsecond.
     """
 
-    __slots__ = ("_autocast", "_dtype", "_exact", "_grad", "_inference")
+    __slots__ = ("_autocast", "_callback", "_dtype", "_exact", "_grad", "_inference")
 
     def __init__(self) -> None:
+        self._callback = _callback()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._dtype = torch.get_default_dtype()
@@ -36,6 +42,8 @@ class Modes:
 
     def restore(self) -> None:
         """Sets the modes that are different now as they were."""
+        if _callback() is not self._callback:  # Dynamo would capture all that follows
+            _FRAMES.set_eval_frame(self._callback)
         if torch.is_inference_mode_enabled() != self._inference:
             region = torch.inference_mode(self._inference)
             region.__enter__()
