@@ -16,7 +16,6 @@ import torch._dynamo
 
 from autoamp.compat.modes.autocast import AUTOCAST_DEVICES, autocast_nesting
 
-
 _FRAMES: Any = getattr(torch._C._dynamo, "eval_frame", None)
 _callback = getattr(_FRAMES, "get_eval_frame_callback", lambda: None)
 

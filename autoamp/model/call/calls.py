@@ -156,11 +156,15 @@ class CompiledCall:
             if local.error is not None:  # our error, wrapped by Dynamo
                 error, local.error = local.error, None
                 raise error from error.__cause__
-            if not (compat.other_tracing() or compat.is_capture_error(caught)):
+            traced = compat.other_tracing()
+            if not (traced or compat.is_capture_error(caught)):
                 raise
             if drawn is not None:
                 drawn.restore()
             result = self._in_python(caught, model, args, kwargs)
+            if not traced:
+                engine.record.aside += 1
+                return result
         except BaseException:  # the user's interrupt
             modes.restore()
             raise
