@@ -8,15 +8,32 @@ torch never ask for it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoamp_heat import Heat
 
 VARIABLE = "AUTOAMP_ENABLE"
 ON, OFF = ("1", "true", "on"), ("0", "false", "off")
+_NEED_NO_LOOK: dict[str, tuple[str, ...]] = {
+    VARIABLE: ON,
+    "AUTOAMP_HOT": ON,
+    "AUTOAMP_DO_NO_HARM": ON,
+    "AUTOAMP_GUARD": (*ON, *OFF),
+    "AUTOAMP_PRECISION": ("auto", "fp16", "bf16"),
+    "AUTOAMP_STRICT": (*ON, *OFF),
+}
+"""Values with which the package is imported no sooner than a module is hot.
+
+Any other value may be wrong, which only the package can tell, or asks it for something.
+"""
 
 
 _armed: list[Callable[[], None]] = []
@@ -48,24 +65,35 @@ def disarm() -> None:
 
 
 def _arm() -> None:
-    """Waits for the first call of a module, or of `torch.compile`, and starts then.
+    """Waits until a module is hot, or for `torch.compile`, and starts then.
 
-    A process that only imports torch (a DataLoader's worker, say) pays nothing more.
+    A process that only imports torch (a DataLoader's worker, say) pays nothing more,
+    and one whose modules stay cold pays for their counting alone.
     """
     import torch
+
+    from autoamp_heat import HOT, INSIDE, Heat, passed_on
 
     module: Any = torch.nn.Module
     call, compile_ = module.__call__, torch.compile
     is_compiling = torch.compiler.is_dynamo_compiling
     lock = threading.RLock()
+    heat = Heat()
     # `first_call` and `first_compile` pass calls on to these functions: the mode's, or
     # torch's.  They never pass on to the functions installed by then, which may be
     # somebody's patches that call them.
     beneath: list[Any] = []
+    at_first_call = _asks_for_a_look()
 
     def first_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return call(self, *args, **kwargs)
+        if INSIDE.work is not None:
+            return passed_on(call, self, args, kwargs)
+        if not beneath and not at_first_call:
+            result = heat.call(call, self, args, kwargs)
+            if result is not HOT:
+                return result
         return start()[0](self, *args, **kwargs)
 
     def first_compile(*args: Any, **kwargs: Any) -> Any:
@@ -76,8 +104,9 @@ def _arm() -> None:
             if not beneath:
                 _armed.clear()
                 beneath[:] = call, compile_  # for calls made meanwhile
+                stand_ins = (first_call, call), (first_compile, compile_)
                 try:
-                    beneath[:] = _started((first_call, call), (first_compile, compile_))
+                    beneath[:] = _started(heat, *stand_ins)
                 except Exception as error:  # noqa: BLE001 (the script runs on in fp32)
                     _warn(f"{type(error).__name__}: {error}")
                     put_back()
@@ -97,21 +126,53 @@ def _arm() -> None:
 
     module.__call__, torch.compile = first_call, first_compile
     _armed[:] = [stop]
+    atexit.register(_say_cold, heat)
 
 
-def _started(*stand_ins: Any) -> Any:
+def _asks_for_a_look() -> bool:
+    """Whether a variable has a value that the package must look at first."""
+    given = ((k, v.strip().lower()) for k, v in os.environ.items() if v.strip())
+    return any(
+        value not in _NEED_NO_LOOK.get(name, ())
+        for name, value in given
+        if name.startswith("AUTOAMP_")
+    )
+
+
+def _started(heat: Heat, *stand_ins: Any) -> Any:
     """Starts the automatic mode; gives its `nn.Module.__call__` and `torch.compile`."""
     from autoamp.auto.switch import enable_from_environment
 
-    return enable_from_environment(*stand_ins)
+    return enable_from_environment(*stand_ins, heat=heat)
+
+
+def _say_cold(heat: Heat) -> None:
+    """Says, at exit, that no module of the program has become hot."""
+    nearest = heat.warmest()
+    if heat.has_met or nearest is None or not nearest.calls:
+        return
+    module = nearest.module()
+    name = "a model" if module is None else type(module).__name__
+    _say(
+        logging.INFO,
+        f"autoamp: this program ran in fp32: {name} is not hot. Its calls came to "
+        f"{nearest.spent:.2g} s, as predicted, and its capture would take "
+        f"{nearest.cost:.2g} s. AUTOAMP_HOT=0 captures models at their first call",
+    )
+
+
+def _say(level: int, text: str) -> None:
+    """Logs a line where the program has set up logging, or writes it to stderr."""
+    # Where stderr is closed, logging itself raises.
+    with contextlib.suppress(OSError, ValueError):
+        if logging.getLogger().handlers or level >= logging.WARNING:
+            logging.getLogger("autoamp").log(level, "%s", text)
+        elif sys.stderr is not None and logging.getLogger("autoamp").level <= level:
+            sys.stderr.write(f"{text}\n")
 
 
 def _warn(problem: str) -> None:
-    # Where stderr is closed, logging itself raises.
-    with contextlib.suppress(OSError, ValueError):
-        logging.getLogger("autoamp").warning(
-            "autoamp is off, everything runs in fp32: %s", problem
-        )
+    _say(logging.WARNING, f"autoamp is off, everything runs in fp32: {problem}")
 
 
 def _listed(values: tuple[str, ...]) -> str:

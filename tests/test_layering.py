@@ -14,10 +14,15 @@ from tests import imports
 
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "autoamp"
-BESIDE = (REPO / "autoamp_autoload.py", REPO / "autoamp_cli")
+BESIDE = (
+    REPO / "autoamp_autoload.py",
+    REPO / "autoamp_cli",
+    REPO / "autoamp_heat.py",
+)
 """Modules and packages of the project that are not in the package `autoamp`."""
 
 LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"autoamp_heat"}),
     frozenset({"plain", "saying"}),
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),

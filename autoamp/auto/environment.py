@@ -26,6 +26,7 @@ _ON, _OFF = ("1", "true", "on"), ("0", "false", "off")
 
 REPORT_DIR = "AUTOAMP_REPORT_DIR"
 _CACHE_DIR = "AUTOAMP_CACHE_DIR"  # read by `tune`
+HOT = "AUTOAMP_HOT"
 _PREFIX = "AUTOAMP_"
 _LISTS = ("allow", "deny", "infer", "clear")
 _OLD_LISTS = {"WHITE": "ALLOW", "GRAY": "INFER", "GREY": "INFER", "BLACK": "DENY"}
@@ -50,10 +51,12 @@ class Settings:
     Attributes:
         options: the options of `convert`.
         report_dir: where graphs and reports are written; None for nowhere.
+        hot: models are captured when they are hot; False for at their first call.
     """
 
     options: Options
     report_dir: Path | None = None
+    hot: bool = True
 
 
 def read(environ: Mapping[str, str]) -> Settings:
@@ -80,9 +83,12 @@ def read(environ: Mapping[str, str]) -> Settings:
             path = written_to(folder)
         except (OSError, RuntimeError, ValueError) as error:
             problems[REPORT_DIR] = f"{error}; {_GIVE_A_FOLDER}"
+    hot = given.get(HOT, "") or _ON[0]
+    if hot.lower() not in (*_ON, *_OFF):
+        problems[HOT] = f"give one of {', '.join((*_ON, *_OFF))}"
     if problems:
         raise OptionError(_all_told(problems, given, unknown(environ)))
-    return Settings(options, path)
+    return Settings(options, path, hot.lower() in _ON)
 
 
 def _all_told(problems: _Given, given: _Given, others: list[str]) -> str:
@@ -105,7 +111,7 @@ def _told(name: str, value: str, problem: str, room: int = _TOLD) -> str:
 
 def unknown(environ: Mapping[str, str]) -> list[str]:
     """A sentence for each variable that looks like ours and has no effect."""
-    known = sorted({ENABLE, REPORT_DIR, _CACHE_DIR, *_VARIABLES})
+    known = sorted({ENABLE, REPORT_DIR, HOT, _CACHE_DIR, *_VARIABLES})
     found = []
     enable = environ.get(ENABLE, "")
     if enable.strip().lower() not in ("", *_ON, *_OFF):

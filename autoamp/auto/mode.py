@@ -29,19 +29,11 @@ from autoamp.optimizer.meeting import retire
 from autoamp.options import Options
 from autoamp.plain import class_name, plain
 from autoamp.saying import say_once
+from autoamp_heat import HOT, INSIDE, Heat, mode_of
 
 logger = logging.getLogger(__name__)
 
 Call = Callable[..., Any]
-
-
-class _ThisThread(threading.local):
-    """`inside`: whether this thread is in a call of a module that owns weights."""
-
-    inside = False
-
-
-THREAD = _ThisThread()
 
 
 class _Known:
@@ -49,53 +41,47 @@ class _Known:
 
     Attributes:
         module: the module that is called.
-        target: the module that was converted for it; None where none was.
-        engine: the engine of that conversion, or None.
+        converted: the module, or the one inside it, was converted.
         transparent: modules that the module calls are looked at in turn.
-        lone: the module is a single layer, converted only where that pays.
         declined_on: the device on which the module could not be converted; None where
             it was converted, or was not to be.
-        graphs: how many graphs `engine` had when last looked at; -1 before that.
+        modes: the modes in which the module was hot, and runs its graphs.
     """
 
     __slots__ = (
+        "_parameter",
+        "converted",
         "declined_on",
-        "engine",
-        "graphs",
-        "lone",
+        "modes",
         "module",
-        "target",
         "transparent",
     )
 
     def __init__(
         self,
         module: weakref.ref[nn.Module],
-        target: nn.Module | None = None,
+        converted: bool = False,
         transparent: bool = False,
-        lone: bool = False,
-        declined_on: torch.device | None = None,
+        declined: bool = False,
     ) -> None:
-        state = conversion_of(target)
         self.module = module
-        self.target = weakref.ref(target) if target is not None else None
-        self.engine: Engine | None = state.engine if state is not None else None
+        self.converted = converted
         self.transparent = transparent
-        self.lone = lone
-        self.declined_on = declined_on
-        self.graphs = -1
+        self.modes: set[tuple[bool, bool]] = set()
+        self.declined_on: torch.device | None = None
+        this = module()
+        first = next(nn.Module.parameters(this), None) if declined and this else None
+        if first is not None:
+            # Every call of a declined model asks where the model is.
+            self._parameter = weakref.ref(first)
+            self.declined_on = first.device
 
     def has_moved(self) -> bool:
         """Whether the module was declined on another device than its present one."""
         if self.declined_on is None:
             return False
-        module = self.module()
-        return module is not None and _device_of(module) != self.declined_on
-
-
-def _device_of(module: nn.Module) -> torch.device | None:
-    # Every call of a declined model comes here, so no list of parameters is made.
-    return next((p.device for p in nn.Module.parameters(module)), None)
+        parameter = self._parameter()
+        return parameter is None or parameter.device != self.declined_on
 
 
 def _say_left(module: nn.Module, error: Exception) -> None:
@@ -114,10 +100,13 @@ def _with_own_lock(options: Options, target: nn.Module) -> Options:
 
 
 class AutomaticMode:
-    """Converts each model at its first call, and remembers the decision on it."""
+    """Converts each model when it is hot, and remembers the decision on it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, heat: Heat) -> None:
         self.options = settings.options
+        self.heat = heat
+        heat.started = True
+        heat.everything = not (settings.hot and settings.options.do_no_harm)
         self.on = True
         self.backends: weakref.WeakSet[GraphBackend] = weakref.WeakSet()
         self.recorder = Recorder(settings.report_dir) if settings.report_dir else None
@@ -133,25 +122,33 @@ class AutomaticMode:
         """Makes a call that comes from outside every module that owns weights."""
         known = self._known.get(id(module))
         if known is None or known.module() is not module:
+            result = self.heat.call(original, module, args, kwargs)
+            if result is not HOT:
+                return result
             known = self._met(module, self._meet)
-        elif known.engine is None and known.has_moved():
+        elif known.declined_on is not None and known.has_moved():
             known = self._met(module, self._meet_again)
         if known is not None and known.transparent:
             return original(module, *args, **kwargs)
-        THREAD.inside = True
-        try:
-            if known is None or known.engine is None:
-                return original(module, *args, **kwargs)
+        if known is not None and known.converted:
             if compat.any_autocast():  # the user's own region decides
                 tell_of_own_autocast(module)
-                with disabled():
-                    return original(module, *args, **kwargs)
-            result = original(module, *args, **kwargs)
+                original = _in_fp32(original)
+            else:
+                mode = mode_of(module)
+                if mode not in known.modes:
+                    fp32 = _in_fp32(original)
+                    if compat.inside_backward():  # it runs as its forward ran
+                        return fp32(module, *args, **kwargs)
+                    result = self.heat.call(fp32, module, args, kwargs)
+                    if result is not HOT:
+                        return result
+                    known.modes.add(mode)
+        INSIDE.work = False
+        try:
+            return original(module, *args, **kwargs)
         finally:
-            THREAD.inside = False
-        if known.graphs != len(known.engine.record.graphs):
-            self._look(known)
-        return result
+            INSIDE.work = None
 
     def revert_all(self) -> None:
         """Reverts every model this mode has converted, and the deep copies of each.
@@ -215,15 +212,15 @@ class AutomaticMode:
                 return None
             if choice.target is not None:
                 self._convert(choice.target, choice.only_if_it_pays)
-            ours = self._ours(module)
-            declined = choice.target is not None and ours is None
+            ours = self._ours(module) is not None
             known = _Known(
                 self._reference(module),
                 ours,
                 choice.transparent,
-                choice.only_if_it_pays,
-                _device_of(module) if declined else None,
+                declined=choice.target is not None and not ours,
             )
+            if ours:
+                known.modes.add(mode_of(module))
             self._known[id(module)] = known
             return known
 
@@ -269,14 +266,13 @@ class AutomaticMode:
             state.engine.on_capture = self.on_capture
             self._engines.add(state.engine)
 
-    def _look(self, known: _Known) -> None:
-        """Reverts a lone layer without a low op."""
-        engine = known.engine
-        assert engine is not None
-        known.graphs = len(engine.record.graphs)
-        if known.lone and not engine.record.lowers:
-            # The layer is in fp32 all the same, so it can save the cost of a graph.
-            target = known.target() if known.target is not None else None
-            if target is not None:
-                revert_model(target)
-            known.engine = None
+
+def _in_fp32(original: Call) -> Call:
+    """`original`, in whose calls converted models run in fp32."""
+
+    def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        with disabled():
+            return original(module, *args, **kwargs)
+
+    compat.never_a_graph_by_itself(call)
+    return call

@@ -20,12 +20,13 @@ from autoamp.auto import environment, stderr
 from autoamp.auto.clipping import tolerating
 from autoamp.auto.compiled import compiling_with
 from autoamp.auto.environment import Settings
-from autoamp.auto.mode import THREAD, AutomaticMode
+from autoamp.auto.mode import AutomaticMode
 from autoamp.auto.patch import Patch
 from autoamp.model.call.calls import under_compilation
 from autoamp.model.call.thread import inside_a_call
 from autoamp.optimizer.meeting import expect_models
 from autoamp.options import Options
+from autoamp_heat import INSIDE, Heat, passed_on
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,10 @@ _patches: list[Patch] = []
 _switch = threading.RLock()
 
 
-def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
-    """Converts every model of this process at its first call, from now on.
+def enable(
+    *, report_dir: str | Path | None = None, hot: bool = True, **options: Any
+) -> None:
+    """Converts every model of this process when it is hot, from now on.
 
     `AUTOAMP_ENABLE=1` does the same.  Optimizers are found at their first step.  A
     second call reverts the models converted so far, and its options hold for models
@@ -45,6 +48,8 @@ def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
 
     Args:
         report_dir: where each captured graph and report is written.
+        hot: a model is captured when its calls are worth a capture; False, as
+            `do_no_harm=False`, captures each model at its first call.
         **options: as for `convert`.
 
     Raises:
@@ -54,15 +59,18 @@ def enable(*, report_dir: str | Path | None = None, **options: Any) -> None:
     chosen = Options().replace(**options)
     if chosen.keep:
         chosen = dataclasses.replace(chosen, unmet=set(chosen.keep))
-    _start(Settings(chosen, folder))
+    _start(Settings(chosen, folder, hot), Heat())
 
 
-def enable_from_environment(*stand_ins: tuple[Any, Any]) -> list[Any]:
+def enable_from_environment(
+    *stand_ins: tuple[Any, Any], heat: Heat | None = None
+) -> list[Any]:
     """`enable` with the settings in the environment variables.
 
     Args:
         *stand_ins: the functions that wait in the place of `nn.Module.__call__` and
             `torch.compile`, each with the original.
+        heat: how warm the modules are that have been called so far.
 
     Returns:
         Our functions that take the place of the two from now on.
@@ -71,7 +79,7 @@ def enable_from_environment(*stand_ins: tuple[Any, Any]) -> list[Any]:
         AutoampError: a variable is unusable; nothing was changed.
     """
     settings = environment.read(os.environ)
-    _start(settings, *stand_ins)
+    _start(settings, heat or Heat(), *stand_ins)
     for sentence in environment.unknown(os.environ):
         logger.warning("autoamp: %s", sentence)
     return [patch.ours for patch in _patches[: len(stand_ins)]]
@@ -125,13 +133,14 @@ def _disarm() -> None:
 
 def _start(
     settings: Settings,
+    heat: Heat,
     call: tuple[Any, Any] | None = None,
     compile_: tuple[Any, Any] | None = None,
 ) -> None:
     global _mode
     _disarm()
     with _switch:
-        before, _mode = _mode, AutomaticMode(settings)
+        before, _mode = _mode, AutomaticMode(settings, heat)
         if not _patches:
             stderr.speak_up()
             expect_models(True)
@@ -151,7 +160,14 @@ def _watching(original: Call) -> Call:
     """The function that takes the place of `nn.Module.__call__`."""
 
     def __call__(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if under_compilation() or THREAD.inside or inside_a_call():
+        if under_compilation():
+            return original(self, *args, **kwargs)
+        work = INSIDE.work
+        if work is False:
+            return original(self, *args, **kwargs)
+        if work is not None:
+            return passed_on(original, self, args, kwargs)
+        if inside_a_call():
             return original(self, *args, **kwargs)
         mode = _mode
         if mode is None:
@@ -160,5 +176,6 @@ def _watching(original: Call) -> Call:
 
     # After a graph break every module comes through here, but each must have recompile
     # limits of its own.
-    compat.never_a_graph_by_itself(__call__)
+    for each in (__call__, passed_on, Heat.call, Heat.counted, AutomaticMode.call):
+        compat.never_a_graph_by_itself(each)
     return __call__

@@ -93,6 +93,18 @@ class Record:
         """Executions of rewritten graphs so far, in all threads."""
         return sum(g.runs for g in self.graphs if g.rewritten is not None)
 
+    @property
+    def stays_fp32(self) -> bool:
+        """Whether the pass left every graph so far as it was.
+
+        Graphs of a model that arrived in fp16 have no low op, but scale gradients.
+        """
+        if self.lowers or not self.graphs:
+            return False
+        return all(
+            each.rewritten is not None and not each.edge.devices for each in self.graphs
+        )
+
     def add(self, captured: CapturedGraph) -> None:
         """Keeps a graph new to this model, and why it has no low op if it has none."""
         self.graphs.append(captured)

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.auto import switch
+from autoamp.auto.candidates import inside
 from autoamp.inspect.report import Report
 from autoamp.model.reporting import report_of
 from benchmarks.flops import flops_of
@@ -206,9 +207,9 @@ def automatic(name: str, arguments: tuple[str, ...], precision: str) -> Seen:
         names, warned = run(name, arguments, nullcontext())
         seen = Seen(names["RESULT"], warned, logged=listener.heard)
         for known in switch._mode._known.values():
-            target = known.target() if known.target is not None else None
-            if target is not None and known.engine is not None:
-                seen.models.append((target, autoamp.report(target)))
+            module = inside(known.module())
+            if known.converted:
+                seen.models.append((module, autoamp.report(module)))
         # Those of compiled functions too, which belong to no model.
         compiled = (backend.engine for backend in switch._mode.backends)
         engines = {*switch._mode._engines, *filter(None, compiled)}

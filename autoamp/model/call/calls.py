@@ -19,11 +19,13 @@ from autoamp.capture.program import RUNNING
 from autoamp.errors import CaptureError
 from autoamp.model.call.aside import INSTEAD, TRACED, ran_nothing
 from autoamp.model.call.hooks import Hooks
+from autoamp.model.call.rest import Rest
 from autoamp.model.call.thread import THREAD, tell_ranks
 from autoamp.model.call.users_compile import (
     ONE_GRAPH,
     RUNS_OUR_PASS,
     USERS_BACKENDS,
+    apart,
     traced_for_us,
     users_backend,
 )
@@ -34,20 +36,6 @@ under_compilation = torch.compiler.is_dynamo_compiling
 
 _MOST_IN_VAIN = 2
 """How many calls in a row may capture nothing before autocast takes over."""
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _apart(
-    call: CompiledCall,
-    backend: int,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    method: Method | None,
-) -> Any:
-    """Makes a call met in the user's compilation, whose graph is broken around it."""
-    return call.compiled_by(backend).of(method)(model, args, kwargs)
 
 
 class CompiledCall:
@@ -61,6 +49,7 @@ class CompiledCall:
         self._modes = self._code.called_modes  # looked at in every call
         self._by_backend: dict[int, CompiledCall] = {}
         self._methods: dict[str, CompiledCall] = {}
+        self._resting: dict[tuple[bool, bool, bool], Rest] = {}
         self._hooks = Hooks()
         self._in_vain = 0
         self._by_autocast = self._left_to_autocast = ""
@@ -76,6 +65,7 @@ class CompiledCall:
         with self._lock:
             self.method = method
             self._code.renew(method)
+            self._resting.clear()
             self._by_backend.clear()
 
     def __call__(
@@ -102,7 +92,11 @@ class CompiledCall:
         inference = torch.is_inference_mode_enabled()
         mode = torch.is_grad_enabled(), inference, model.training
         if mode in self._modes:
-            return self._run(model, args, kwargs)
+            if mode not in self._resting:
+                return self._run(model, args, kwargs)
+            if not self._resting[mode].is_over(args, kwargs):
+                self.engine.record.calls += 1
+                return self._code.entry(model, *args, **kwargs)
         with self._lock:
             program = self._code.program or self._code.joined(model, args, kwargs)
             if mode in program.captured_modes:
@@ -114,6 +108,9 @@ class CompiledCall:
             program.captured_modes.add(mode)
             program.tell(self.engine)
             self.engine.record.announce()
+        self._resting.pop(mode, None)
+        if self.engine.record.stays_fp32:
+            self._resting[mode] = Rest(args, kwargs)
         self._modes.add(mode)
         return result
 
@@ -297,5 +294,5 @@ class CompiledCall:
         if backend == RUNS_OUR_PASS:
             return entry(model, *args, **kwargs)
         if backend != ONE_GRAPH:
-            return _apart(self, backend, model, args, kwargs, method=method)
+            return apart(self, backend, model, args, kwargs, method=method)
         return under_autocast(model, entry, unscaled_dtype(self.low), args, kwargs)

@@ -1,0 +1,39 @@
+"""Calls in modes in which nothing of a model runs low, which are left to the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_LARGER = 4
+"""A call with this many times the elements is captured: low precision may pay in it."""
+
+_LONGEST = 1023
+"""How many calls are passed on at most before one is looked at."""
+
+
+class Rest:
+    """One mode of a model, after a capture in which all ops stayed fp32.
+
+    Calls then run the model's own code, without the guards of a graph.  The calls 1, 2,
+    4, 8, … after the capture are looked at, so that most calls pay for one comparison.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Args: the arguments of the call that was captured."""
+        self._size = _elements(args, kwargs)
+        self._left = self._since = 0
+
+    def is_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with these arguments is to be captured."""
+        if self._left:
+            self._left -= 1
+            return False
+        self._left = self._since = min(2 * self._since + 1, _LONGEST)
+        return _elements(args, kwargs) >= _LARGER * max(self._size, 1)
+
+
+def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    given = (*args, *kwargs.values())
+    return sum(each.numel() for each in given if isinstance(each, torch.Tensor))
