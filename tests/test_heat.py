@@ -1,4 +1,4 @@
-"""Which call a model is captured at in the automatic mode, and what it costs until then."""
+"""At which call a model is captured in the automatic mode, and its cost until then."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_small_model_is_hot_when_its_calls_are_worth_ten_captures(
 
 @torch.no_grad()
 def test_each_mode_is_counted_by_itself(monkeypatch) -> None:
-    worth(monkeypatch, capture=1e-5)
+    worth(monkeypatch, capture=1e-4)
     heat, model, x = Heat(), nn.Linear(2, 2), torch.zeros(1, 2)
     first = hot_at(heat, model.eval(), x)
     assert first > 2
@@ -129,12 +129,13 @@ def test_several_ranks_are_hot_at_once(monkeypatch) -> None:
 # -- a training step is wholly fp32 or wholly mixed ------------------------------------
 
 
+@pytest.mark.parametrize("capture", [1e-5, 1e-4, 3e-4])
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 def test_a_trained_model_is_hot_where_a_step_begins(
-    monkeypatch, micro_batches: int, to_none: bool
+    monkeypatch, micro_batches: int, to_none: bool, capture: float
 ) -> None:
-    worth(monkeypatch, capture=1e-5)
+    worth(monkeypatch, capture=capture)
     heat, model, x = Heat(), nn.Linear(2, 2), torch.ones(1, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for number in range(300):
@@ -145,7 +146,8 @@ def test_a_trained_model_is_hot_where_a_step_begins(
         if number % micro_batches == micro_batches - 1:
             optimizer.step()
             optimizer.zero_grad(set_to_none=to_none)
-    assert number and number % micro_batches == 0
+    assert number
+    assert number % micro_batches == 0
 
 
 def test_a_model_that_nobody_trains_becomes_hot_with_gradients_on(monkeypatch) -> None:
@@ -180,14 +182,14 @@ TRAINS = """
         loss = model(torch.ones(4, 8)).square().mean()
         loss.backward()
         optimizer.step()
-    print(repr(loss.item()), "autoamp" in sys.modules, "torch._dynamo" in sys.modules)
+    print(repr(loss.item()), "autoamp" in sys.modules)
 """
 
 
 def test_a_small_script_imports_nothing_and_is_told_so_in_a_line() -> None:
     cold, off = run(TRAINS), run(TRAINS, AUTOAMP_ENABLE="0")
     assert cold.stdout == off.stdout
-    assert cold.stdout.split()[1:] == ["False", "False"]
+    assert cold.stdout.split()[1] == "False"
     (line,) = cold.stderr.splitlines()
     assert "Sequential is not hot" in line
     assert "AUTOAMP_HOT=0" in line
