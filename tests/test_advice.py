@@ -21,6 +21,7 @@ from autoamp.options import Options
 from autoamp.ranges.rules import Rule
 from autoamp.saying import advice
 from autoamp.scaling import backwards
+from autoamp_heat import Heat
 
 PACKAGE = Path(autoamp.__file__).parent
 OPTIONS = [
@@ -127,7 +128,7 @@ def test_a_model_met_by_the_automatic_mode_is_told_of_variables(
 
     caplog.set_level(logging.INFO, "autoamp")
     settings = read({"AUTOAMP_PRECISION": "fp16", "AUTOAMP_DO_NO_HARM": "0"})
-    mode = AutomaticMode(settings)
+    mode = AutomaticMode(settings, Heat())
     model = Told(nn.Linear(8, 8), nn.ReLU())
     call = nn.Module.__call__
     mode.call(call, model, (torch.ones(2, 8),), {})

@@ -140,7 +140,8 @@ def test_denied_model_is_bit_identical_through_convert(training: bool) -> None:
         expected = run(expected_model, expected_model, (x,))
         ours = run(model, model, (x,))
         same_outcome(ours, expected)
-    assert autoamp.report(model).runs == 2
+    # The second call is left to the model's own code: nothing ran low in the first.
+    assert autoamp.report(model).runs == 1
 
 
 def test_law_1_can_fail() -> None:

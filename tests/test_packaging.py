@@ -71,14 +71,15 @@ def test_wheel_holds_the_package_and_the_rules(dist: tuple[Path, Path]) -> None:
     assert {f"autoamp/_rules/{name}" for name in RULES} <= set(names)
     assert "autoamp/py.typed" in names
     tops = {name.partition("/")[0] for name in names}
-    packages, beside = {"autoamp", "autoamp_cli"}, "autoamp_autoload.py"
-    assert tops == {*packages, beside, f"autoamp-{PROJECT['version']}.dist-info"}
+    packages = {"autoamp", "autoamp_cli"}
+    beside = {"autoamp_autoload.py", "autoamp_heat.py"}
+    assert tops == {*packages, *beside, f"autoamp-{PROJECT['version']}.dist-info"}
     modules = {
         str(path.relative_to(REPO))
         for package in packages
         for path in (REPO / package).rglob("*.py")
     }
-    modules.add(beside)
+    modules |= beside
     assert modules == {name for name in names if name.endswith(".py")}
 
 

@@ -24,6 +24,7 @@ from accelerate.state import AcceleratorState
 
 import autoamp
 from autoamp.auto import switch
+from autoamp.auto.candidates import inside
 from autoamp.inspect.report import Report
 
 FOLDER = Path(__file__).resolve().parent
@@ -123,8 +124,8 @@ def _lines_of(name: str) -> Iterator[list[tuple[int, str]]]:
 
 def _reports() -> list[Report]:
     """Of the models the mode has met and converted."""
-    targets = [k.target() for k in switch._mode._known.values() if k.target is not None]
-    return [autoamp.report(target) for target in targets if target is not None]
+    met = [each for each in switch._mode._known.values() if each.converted]
+    return [autoamp.report(inside(each.module())) for each in met]
 
 
 def bound(plain: torch.Tensor, autocast: torch.Tensor) -> float:
