@@ -719,31 +719,46 @@ def test_calls_that_compute_nothing_now_and_then(x: Tensor) -> None:
     for _ in range(4):
         assert model(None) is None
         model(x)
+    # The first call met no float op at all, and counts as none.
     coverage = autoamp.report(model).coverage
-    assert (coverage.calls, coverage.calls_aside) == (8, 4)
+    assert (coverage.calls, coverage.calls_aside) == (7, 3)
     assert runs(model) == 4
 
 
-def many_shapes(model: nn.Module) -> None:
+def many_shapes(model: nn.Module, shapes: int = 10) -> None:
     with torch._dynamo.config.patch(
         automatic_dynamic_shapes=False, assume_static_by_default=True
     ):
-        for rows in range(2, 2 + torch._dynamo.config.recompile_limit + 2):
+        for rows in range(2, 2 + shapes):
             model(torch.randn(rows, WIDTH))
 
 
-def test_the_recompile_limit_is_told(caplog) -> None:
+def Product() -> Of:
+    """Multiplies in its own code, which calls no module that could be captured."""
+    return Of(
+        lambda m, x: nn.functional.linear(x, m.inner.weight), inner=nn.Linear(WIDTH, 4)
+    )
+
+
+def test_past_the_recompile_limit_modules_inside_are_captured() -> None:
     model = convert(mlp(), strict=False)
     many_shapes(model)
-    limit = torch._dynamo.config.recompile_limit
-    assert runs(model) == limit
-    assert len(told(caplog)) == 1
+    coverage = autoamp.report(model).coverage
+    assert coverage.calls_aside == 0
+    assert coverage.low_flops == coverage.flops
+
+
+def test_the_recompile_limit_is_told(caplog) -> None:
+    model = convert(Product(), strict=False)
+    many_shapes(model, 40)
+    assert autoamp.report(model).coverage.calls_aside > 0
+    assert "fp32" in told(caplog)[0]
     assert "the recompile limit" in str(autoamp.report(model).skipped)
 
 
 def test_the_recompile_limit_raises_under_strict() -> None:
     with pytest.raises(autoamp.CaptureError, match="the recompile limit"):
-        many_shapes(convert(mlp()))
+        many_shapes(convert(Product()), 40)
 
 
 def test_many_shapes_with_dynamic_shapes_do_not_reach_the_limit() -> None:

@@ -377,7 +377,7 @@ def test_the_floor_is_an_error_that_names_the_op(precision: str) -> None:
     with pytest.raises(LossScaleError) as error:
         optimizer.step()
     message = str(error.value)
-    for part in ("Sequential", "lowest loss scale, 1", "linear", " in 2", "deny=[...]"):
+    for part in ("Sequential", "lowest loss scale, 1", "linear", " in 2", "deny=["):
         assert part in message
     assert_same((weights_of(model), state_of(optimizer)), before)
     optimizer.zero_grad()
