@@ -35,6 +35,7 @@ def _lists(function: Any) -> Any:
 @click.option("--backend", metavar="B", help="eager or inductor.")
 @click.option("--placement", metavar="P", help=", ".join(PLACEMENTS) + ".")
 @click.option("--do-no-harm", metavar="0|1", help="0: convert even what cannot gain.")
+@click.option("--hot", metavar="0|1", help="0: capture models at their first call.")
 @click.option("--strict", is_flag=True, help="Raise where it would fall back to fp32.")
 @click.option("--heal", is_flag=True, help="Keep ops in fp32 that overflow on and on.")
 @click.option("--guard", metavar="0|1", help="0: take steps that are not finite.")

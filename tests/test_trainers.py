@@ -66,12 +66,17 @@ def assert_as_fp32(ours: Ran, plain: Ran, autocast: Ran) -> None:
     assert {p.dtype for p in ours.result["params"].values()} == {torch.float32}
 
 
-def assert_converted(ours: Ran, models: int) -> None:
-    """All of every model's matrix products are low, and one line says so."""
+def assert_converted(ours: Ran, models: int, *, some: bool = False) -> None:
+    """All of every model's matrix products are low, and one line says so.
+
+    Args:
+        some: the models keep some of their modules in fp32.
+    """
     assert len(ours.reports) == models
     for report in ours.reports:
         assert report.coverage.share_of_calls == 1
-        assert report.coverage.flops == report.coverage.low_flops > 0
+        share = report.coverage.low_flops / report.coverage.flops
+        assert 0.5 < share < 1 if some else share == 1
     lines = [line for line in ours.lines if "the first call of" not in line[1]]
     assert [level for level, _ in lines] == [logging.INFO] * models, lines
     assert all("is converted to" in line for _, line in lines)
@@ -162,7 +167,8 @@ def test_greedy_tokens_are_those_of_fp32_as_often_as_under_autocast(
     tokens = torch.tensor(ours.result["tokens"])
     assert len(set(plain.flatten().tolist())) > 2  # or any would do
     assert (tokens == plain).sum() >= (torch.tensor(autocast) == plain).sum()
-    assert_converted(ours, models)
+    # T5's class names `wo` in `_keep_in_fp32_modules`.
+    assert_converted(ours, models, some=model == "t5")
 
 
 @pytest.mark.slow  # test_scripts.py has a quick one of another script

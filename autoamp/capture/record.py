@@ -68,7 +68,8 @@ class Record:
         aside: calls that ran no rewritten graph.
         in_part: calls that ran rewritten graphs and graphs the pass failed on.
         lowers: some op of some graph is low.
-        announced: the one log line about the conversion has been written.
+        announced: the log line about the conversion has been written.
+        announced_low: that line has said that ops are low.
         lock_met: indices of the lock's graphs to which captured graphs were held.
         told_of_capture: it has been said that a first call takes long.
         told_of_lock: it has been said that a graph is not placed as the lock says.
@@ -84,6 +85,7 @@ class Record:
     in_part: int = 0
     lowers: bool = False
     announced: bool = False
+    announced_low: bool = False
     lock_met: set[int] = field(default_factory=set)
     told_of_lock: bool = False
     told_of_capture: bool = False
@@ -178,14 +180,18 @@ class Record:
             self.skipped.append(found)
 
     def announce(self) -> None:
-        """Logs one line, after the first call that captured anything."""
-        if self.announced or not logger.isEnabledFor(logging.INFO):
+        """Logs one line, after the first call that captured anything.
+
+        A second line follows where nothing ran low in the first call, and later does.
+        """
+        news = self.lowers and not self.announced_low
+        if (self.announced and not news) or not logger.isEnabledFor(logging.INFO):
             return
         sums = [g.rewritten.sums for g in self.graphs if g.rewritten is not None]
         # The pass failed, and a warning has said so, or the graphs have no float op.
         if not any(each.ops for each in sums):
             return
-        self.announced = True
+        self.announced, self.announced_low = True, self.lowers
         if not any(each.low for each in sums):
             if any(graph.in_own_autocast for graph in self.graphs):
                 say_left_to_autocast(logger, self.label)
