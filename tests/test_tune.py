@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, fx, nn
 
 import autoamp
 from autoamp import compat
 from autoamp.analyse.classified import Classified
+from autoamp.ask.progress import told
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.place.cost import Prices
 from autoamp.tuning import prices as prices_module
@@ -609,3 +615,65 @@ def test_milliseconds_are_written_without_exponents() -> None:
     tuning = Tuning("M", torch.bfloat16, "cpu", True, "fp32", (way,), 0, 0, 1.0)
     assert "2630" in str(tuning)
     assert "e+" not in str(tuning)
+
+
+# -- what is said ------------------------------------------------------------------
+
+
+def told_of(chosen: str, times: dict[str, list[float]]) -> str:
+    """What is said of ways with these times, of which `chosen` was kept."""
+    ways = []
+    for name, seconds in times.items():
+        shares = [a / b for a, b in zip(seconds, times[FP32], strict=True)]
+        middle, share = statistics.median(seconds), statistics.median(shares)
+        ways.append(Timed(name, middle, share, "", tuple(seconds)))
+    found = Tuning("M", LOW, "cpu", True, chosen, tuple(ways), 0, 0, 1.0)
+    return " ".join(str(found).split())
+
+
+@pytest.mark.parametrize("gap", [3.0, 1 / 3])
+def test_a_gap_that_may_be_chance_is_said_with_its_times(gap: float) -> None:
+    mine = [0.036, 0.036, 0.036, 0.030, 0.090]
+    fp32 = [a / gap for a in mine[:4]] + [mine[4] * gap]
+    said = told_of(PREDICTED, {FP32: fp32, PREDICTED: mine})
+    assert "5 rounds could not tell which is faster" in said
+    assert f"{PREDICTED} (36 ms, from 30 to 90)" in said
+    assert f"{FP32} ({36 / gap:.3g} ms" in said
+    assert "no way is faster" not in said
+
+
+def test_a_way_that_won_every_round_is_said_to_be_the_fastest() -> None:
+    said = told_of(PREDICTED, {FP32: [3.0] * 5, PREDICTED: [1.0] * 5})
+    assert "no way is faster. Its time is 0.33 of fp32" in said
+    assert "could not tell" not in said
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a terminal is shown of the progress of work, from 0.05 seconds on."""
+    shown = io.StringIO()
+    console = partial(Console, file=shown, force_terminal=True, width=100)
+    monkeypatch.setattr("autoamp.ask.progress.Console", lambda **_: console())
+    monkeypatch.setattr("autoamp.ask.progress.QUIET", 0.05)
+    return shown
+
+
+def test_a_first_item_that_takes_long_is_shown_before_its_end(
+    terminal: io.StringIO,
+) -> None:
+    for _ in told(["one"], "waiting"):
+        begun = time.monotonic()
+        while "waiting" not in terminal.getvalue():
+            assert time.monotonic() - begun < 60
+            time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("quick", "on_a_device_that_pays")
+def test_the_ways_are_set_up_under_a_bar(
+    terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(monkeypatch, {MEASURED: 1.0})
+    autoamp.tune(Net(), image())
+    shown = terminal.getvalue()
+    assert "setting up the ways to run the model" in shown
+    assert "setting up autoamp, measured prices" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Collection, Iterator
 from typing import TypeVar
@@ -19,6 +20,7 @@ def told(items: Collection[_T], doing: str) -> Iterator[_T]:
     """Yields `items`; a bar says how many are done, if that takes a while.
 
     Args:
+        items: may grow while they are yielded.
         doing: the words beside the bar.
     """
     start = time.monotonic()
@@ -26,7 +28,16 @@ def told(items: Collection[_T], doing: str) -> Iterator[_T]:
         console=Console(stderr=True), transient=True, auto_refresh=False
     ) as bar:
         task = bar.add_task(doing, total=len(items), visible=False)
-        for item in items:
-            yield item
-            late = time.monotonic() - start > QUIET
-            bar.update(task, advance=1, visible=late, refresh=late)
+        shown = {"visible": True, "refresh": True}
+        timer = threading.Timer(QUIET, bar.update, (task,), shown)
+        timer.daemon = True
+        timer.start()  # the first item alone may take minutes
+        try:
+            for item in items:
+                yield item
+                late = time.monotonic() - start > QUIET
+                bar.update(
+                    task, advance=1, total=len(items), visible=late, refresh=late
+                )
+        finally:
+            timer.cancel()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,6 +14,20 @@ _BATCH = 1e-3
 _BATCHES = 5
 _ENOUGH = 0.05
 """Seconds after which no further batch is begun."""
+
+
+_CHANCE = 0.05
+
+
+def surely_less(mine: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether chance would make so many of the paired times less once in 20, or less.
+
+    The sign test of paired observations, which assumes no distribution of times.
+    """
+    less = sum(a < b for a, b in zip(mine, others, strict=True))
+    rounds = len(mine)
+    ways = sum(math.comb(rounds, k) for k in range(less, rounds + 1))
+    return bool(ways / 2**rounds <= _CHANCE)
 
 
 def finish(device: torch.device) -> None:

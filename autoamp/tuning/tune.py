@@ -71,19 +71,22 @@ def tune_model(
     contest = _Contest(model, inputs, loss_fn or default_loss)
     with contest:
         with left_as_it_is(model, weights=True):
-            contest.enter(Way(FP32))
-            contest.enter(_autocast(model, forced, low))
+            ways = [Way(FP32), _autocast(model, forced, low)]
             if forced is options:
-                contest.enter(Way(PREDICTED, options))
-            measured = contest.enter(Way(MEASURED, forced, prices))
-            for kernel in measured.kernels():
-                contest.enter(_without(kernel, measured.way))
+                ways.append(Way(PREDICTED, options))
+            measured = Way(MEASURED, forced, prices)
+            ways.append(measured)
+            for way in told(ways, "setting up the ways to run the model"):
+                runner = contest.enter(way)
+                if way is measured:
+                    ways += [_without(kernel, way) for kernel in runner.kernels()]
             contest.hold()
             chosen = contest.kept()
         prices.measures = False  # a later capture must not take seconds
-        chosen.set_up(model)
-        if conversion_of(model) is not None and not chosen.by_autocast:
-            capture_now(model, *copied(inputs))
+        for way in told([chosen], f"setting up {chosen.name}"):
+            way.set_up(model)
+            if conversion_of(model) is not None and not way.by_autocast:
+                capture_now(model, *copied(inputs))
     found = Tuning(
         label=class_name(model),
         precision=low,
@@ -181,7 +184,8 @@ class _Contest(ExitStack):
 
     def hold(self) -> None:
         """Runs all ways, in another order in each round, and notes their times."""
-        once = sum(runner.run() for runner in self.runners)
+        first = told(self.runners, "timing a first call of each way")
+        once = sum(runner.run() for runner in first)
         rounds = max(_FEWEST, min(_MOST, round(_BUDGET / once)))
         for _ in told(range(rounds), "timing whole calls"):
             for runner in self.order.sample(self.runners, len(self.runners)):
@@ -202,7 +206,13 @@ class _Contest(ExitStack):
         """The times of all ways, and why a way has none."""
         fp32 = self.runners[0]
         found = [
-            Timed(r.way.name, r.median, r.share_of(fp32), r.way.why_not)
+            Timed(
+                r.way.name,
+                r.median,
+                r.share_of(fp32),
+                r.way.why_not,
+                tuple(r.seconds),
+            )
             for r in self.runners
         ]
         return found + [Timed(n, None, None, why) for n, why in self.failed.items()]

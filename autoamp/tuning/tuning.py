@@ -11,6 +11,7 @@ from rich.text import Text
 
 from autoamp.dtypes import short_name
 from autoamp.inspect.terminal.parts import as_text, plain_table
+from autoamp.tuning.clock import surely_less
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,23 @@ class Timed:
             where the model fails so.
         share: the median over all rounds of its time divided by that of fp32.
         note: why the way could not be kept; "" where it could.
+        times: its time in each round.
     """
 
     name: str
     seconds: float | None
     share: float | None
     note: str = ""
+    times: tuple[float, ...] = ()
+
+    def scattered(self) -> str:
+        """The way with its time, and how far its times lie apart."""
+        assert self.seconds is not None
+        said = f"{self.name} ({_milliseconds(self.seconds)} ms"
+        if not self.times:
+            return f"{said})"
+        least, most = map(_milliseconds, (min(self.times), max(self.times)))
+        return f"{said}, from {least} to {most})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,18 +72,33 @@ class Tuning:
     @property
     def share(self) -> float:
         """The time of the way that was kept, as a part of that of fp32."""
-        return next(w.share for w in self.ways if w.name == self.chosen) or 1.0
+        return self._kept.share or 1.0
+
+    @property
+    def _kept(self) -> Timed:
+        """The way that was kept."""
+        return next(w for w in self.ways if w.name == self.chosen)
 
     def sentence(self) -> str:
         """What was kept, and how it compares."""
         others = [w for w in self.ways if w.share is not None and w.name != self.chosen]
         shares = [f"{self.share / w.share:.2f} of {w.name}" for w in others if w.share]
-        slower = [w for w in others if w.share and w.share < self.share]
-        unkept = [w for w in slower if w.note]
+        kept = self._kept
+        rivals = [
+            w for w in others if not w.note and not surely_less(kept.times, w.times)
+        ]
         said = f"kept {self.chosen}: on this call "
-        said += "no way is faster, but by chance" if slower else "no way is faster"
-        if unkept:
-            said = f"kept {self.chosen}: on this call no way that can be kept is faster"
+        if rivals:
+            times = " or ".join(w.scattered() for w in (kept, *rivals))
+            said += (
+                f"{len(kept.times)} rounds could not tell which is faster, {times}. "
+                "If the times lie far apart, something else was running: tune again "
+                "when nothing else runs"
+            )
+        elif any(w.note and w.share and w.share < self.share for w in others):
+            said += "no way that can be kept is faster"
+        else:
+            said += "no way is faster"
         return f"{said}. Its time is {', '.join(shares)}"
 
     def __str__(self) -> str:

@@ -5,7 +5,6 @@ A stand-in is a module of the same class that shares the model's modules and wei
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,14 +26,12 @@ from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.reporting import report_of
 from autoamp.options import Options
 from autoamp.place.cost import PriceModel
-from autoamp.tuning.clock import seconds_of
+from autoamp.tuning.clock import seconds_of, surely_less
 from autoamp.weights.copies import before_write
 
 FP32, AUTOCAST = "fp32", "torch.autocast"
 
 BY_AUTOCAST = "autoamp.tune measured that this model is faster under torch.autocast"
-
-_CHANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -133,14 +130,8 @@ class Runner:
         return statistics.median(self.seconds)
 
     def surely_faster_than(self, other: Runner) -> bool:
-        """Whether chance would make it faster in so many rounds once in 20, or less.
-
-        The sign test of paired observations, which assumes no distribution of times.
-        """
-        faster = [a < b for a, b in zip(self.seconds, other.seconds, strict=True)]
-        rounds = len(faster)
-        ways = sum(math.comb(rounds, k) for k in range(sum(faster), rounds + 1))
-        return bool(ways / 2**rounds <= _CHANCE)
+        """Whether chance would make it faster in so many rounds once in 20, or less."""
+        return surely_less(self.seconds, other.seconds)
 
     def share_of(self, other: Runner) -> float:
         """The median over the rounds of its time as a part of another's."""
