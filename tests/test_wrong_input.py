@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import autoamp
 
@@ -45,6 +46,8 @@ def good() -> Tensor:
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "a product's shapes": ((torch.ones(3, 7),), {}),
     "a product in fp64": ((good().double(),), {}),
+    "a product of integers": ((good().long(),), {}),
+    "a product of truth values": ((good().bool(),), {}),
     "a sum's shapes": ((good(),), {"more": {"bias": torch.ones(5)}}),
     "indices that are floats": ((good(), torch.ones(3)), {}),
     "an index out of range": ((good(), torch.tensor([1, 2, 9])), {}),
@@ -104,3 +107,59 @@ def test_the_error_is_the_plain_models(
     assert "Traceback" not in printed + caplog.text
     assert "failed while attempting" not in printed + caplog.text
     assert len(printed.splitlines()) <= 3
+
+
+def ones(*sizes: int) -> Tensor:
+    return torch.ones(*sizes, dtype=torch.long)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+    "an integer weight": (functional.linear, ones(8, 8)),
+    "an integer bias": (lambda h, i: functional.linear(h, h, i), ones(8)),
+    "a product with a matrix": (lambda h, i: h @ i, ones(8, 8)),
+    "a product with a vector": (lambda h, i: h @ i, ones(8)),
+    "a sum and a product": (lambda h, i: torch.addmm(i, h, h), ones(8, 8)),
+    "a norm's weight": (lambda h, i: functional.layer_norm(h, (8,), i), ones(8)),
+    "copied rows": (lambda h, i: h.index_copy(0, ROWS, i), ones(8, 8)),
+    "rows put": (lambda h, i: h.index_put((ROWS,), i), ones(8, 8)),
+    "a cross product": (lambda h, i: torch.linalg.cross(h[:, :3], i), ones(8, 3)),
+}
+"""Calls of floats and integers that kernels refuse, and fake tensors do not."""
+
+ROWS = torch.arange(8)
+
+
+class Refused(nn.Module):
+    """One call of the result of a product and an integer tensor."""
+
+    def __init__(self, call: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.call = nn.Linear(8, 8), call
+
+    def forward(self, x: Tensor, i: Tensor) -> Tensor:
+        return self.call(self.body(x), i)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_about_integers_names_the_dtypes_of_the_model(name: str) -> None:
+    call, integers = REFUSED[name]
+    args = torch.ones(8, 8), integers
+    expected = error_of(Refused(call), args, {})
+    found = error_of(autoamp.convert(Refused(call), **OPTIONS), args, {})
+    assert (type(found), str(found)) == (type(expected), str(expected))
+
+
+def test_integers_that_are_indices_or_masks_keep_nothing_fp32() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            h = self.body(x).gather(0, ROWS[:, None].expand(8, 8))
+            h = functional.scaled_dot_product_attention(h, h, h, attn_mask=mask)
+            return self.body(h[ROWS].masked_fill(~mask, 0.0))
+
+    model = autoamp.convert(Looks(), **OPTIONS)
+    model(torch.ones(8, 8), torch.ones(8, 8).bool())
+    assert not [r for r in autoamp.report(model).ops if r.precision == "fp32"]

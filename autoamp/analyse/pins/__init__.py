@@ -14,11 +14,12 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.literals import literal_reason
-from autoamp.analyse.nodes import argument, tensors_of
+from autoamp.analyse.nodes import argument, named_arguments, tensors_of
 from autoamp.analyse.numbers import Known
 from autoamp.analyse.verdict import BACKWARD, Verdict
 from autoamp.graph_functions import OWN_NORMS
 from autoamp.op_names import base_name
+from autoamp.ops import is_pointwise, is_view
 from autoamp.rules import family
 
 
@@ -82,6 +83,66 @@ def _mixes(at: Site) -> str | None:
     if at.fact.mixes_floats:
         return "has operands of another float dtype: left as the user wrote it"
     return None
+
+
+_NUMBERS = frozenset(
+    {
+        "batch1",
+        "batch2",
+        "bias",
+        "grid",
+        "input",
+        "input1",
+        "input2",
+        "key",
+        "mat",
+        "mat1",
+        "mat2",
+        "other",
+        "per_sample_weights",
+        "query",
+        "running_mean",
+        "running_var",
+        "self",
+        "source",
+        "src",
+        "tensor1",
+        "tensor2",
+        "value",
+        "values",
+        "vec",
+        "weight",
+    }
+)
+"""Arguments of torch's ops that hold numbers to compute with: no indices, no masks."""
+
+
+def _mixes_integers(at: Site) -> str | None:
+    """The reason to pin a call that torch may refuse, with the dtypes in the error.
+
+    Torch has no tag for ops that take one dtype only, and fake tensors do not refuse
+    all that kernels refuse.
+    """
+    target = at.node.target
+    assert isinstance(target, compat.OpOverload)
+    if not at.fact.operands or not at.base.startswith("aten::"):
+        return None
+    if is_pointwise(target) or is_view(target) or at.base in _CONVERT:
+        return None
+    for name, value in named_arguments(at.node):
+        if name in _NUMBERS and isinstance(value, fx.Node):
+            found = value.meta.get("val")
+            if isinstance(found, torch.Tensor) and found.dim() and not _is_float(found):
+                return f"{name} holds integers: left as the user wrote it"
+    return None
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+_CONVERT = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
+"""Ops that give one tensor the dtype of another."""
 
 
 def _draws(at: Site) -> str | None:
@@ -202,6 +263,7 @@ PINS: tuple[Pin, ...] = (
     Pin(_kept),  # modules that the user keeps in fp32
     Pin(_in_a_region),  # the model's own autocast regions
     Pin(_mixes),  # the user's mixing of float dtypes
+    Pin(_mixes_integers),  # calls that torch may refuse
     Pin(_draws),  # which random numbers are drawn
     Pin(_made_of_no_floats),  # the dtype that torch gives to floats made of none
     Pin(_written_unseen),  # tensors that a function writes to unseen
