@@ -88,7 +88,10 @@ def _arm() -> None:
     def first_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             return call(self, *args, **kwargs)
-        if INSIDE.work is not None:
+        work = INSIDE.work
+        if work is False:
+            return call(self, *args, **kwargs)
+        if work is not None:
             return passed_on(call, self, args, kwargs)
         if not beneath and not at_first_call:
             result = heat.call(call, self, args, kwargs)

@@ -15,7 +15,6 @@ package takes two seconds, which is part of the cost that a capture has to come 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import threading
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 Call = Callable[..., Any]
 
@@ -78,17 +78,21 @@ class Work:
         except a table, of which rows are only read.
         """
         self.calls += 1
+        own = module.__dict__.get(
+            "_parameters"
+        )  # a look at `parameters()` takes longer
+        if not own:
+            return
         while isinstance(result, tuple | list) and result:
             result = result[0]
-        # A module may be half made, or of a class that hides its parameters: it counts
-        # for a call, and for no products.
-        with contextlib.suppress(AttributeError, RuntimeError, TypeError, ValueError):
-            size = result.numel() if isinstance(result, torch.Tensor) else 0
-            self.moved += 4 * size
-            for weight in nn.Module.parameters(module, recurse=False):
-                self.moved += weight.numel() * weight.element_size()
-                if weight.dim() > 1 and not isinstance(module, nn.Embedding):
-                    self.flops += 2 * weight.numel() * (size // weight.shape[0])
+        size = result.numel() if isinstance(result, torch.Tensor) else 0
+        self.moved += 4 * size
+        for weight in own.values():
+            if weight is None or is_lazy(weight):
+                continue
+            self.moved += weight.numel() * weight.element_size()
+            if weight.dim() > 1 and not isinstance(module, nn.Embedding):
+                self.flops += 2 * weight.numel() * (size // max(weight.shape[0], 1))
 
     def seconds(self, device: str, trained: bool) -> float:
         """The predicted time of the call in fp32, with a backward if it is trained."""
@@ -169,8 +173,6 @@ class Warmth:
         self.cost = extra + _CAPTURE + _CAPTURED_MODULE * work.calls
         missing = math.ceil((self._needed - self.spent) / self.seconds)
         self.left = self.since = max(0, min(missing, self.calls) - 1)
-        if self.left:
-            self.stamp = None
 
     def begins_a_step(self, module: nn.Module) -> bool:
         """Whether this hot call begins a training step, or belongs to none.
@@ -279,7 +281,6 @@ class Heat:
         self, known: Warmth, original: Call, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Makes a call, and counts its work."""
-        known.stamp = stamp(module) if known.trained else None
         INSIDE.work = work = Work()
         try:
             result = original(module, *args, **kwargs)
@@ -288,6 +289,9 @@ class Heat:
         work.note(module, result)
         device = next((p.device.type for p in nn.Module.parameters(module)), "cpu")
         known.take_in(work, device, 0.0 if self.started else _IMPORT)
+        # No weight changes in a forward, so that the versions are those of its start.
+        next_may_be_hot = known.trained and not known.left
+        known.stamp = stamp(module) if next_may_be_hot else None
         return result
 
 

@@ -235,7 +235,7 @@ def test_other_words() -> None:
 def test_every_variable_has_its_option() -> None:
     names = {"AUTOAMP_" + p.name.upper() for p in run_command.params if p.name}
     names -= {"AUTOAMP_SCRIPT", "AUTOAMP_ARGUMENTS", "AUTOAMP_AS_MODULE"}
-    assert names == {*environment._VARIABLES, environment.REPORT_DIR}
+    assert names == {*environment._VARIABLES, environment.REPORT_DIR, environment.HOT}
 
 
 # -- env -------------------------------------------------------------------------------

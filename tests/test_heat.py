@@ -64,8 +64,9 @@ def test_work_is_that_of_the_products_inside() -> None:
     work = autoamp_heat.Work()
     work.note(nn.Embedding(100, 8), torch.empty(5, 8))
     assert work.flops == 0
-    work.note(object(), None)  # type: ignore[arg-type]  # whatever it is
-    assert work.calls == 2
+    work.note(nn.LazyLinear(4), None)
+    work.note(nn.Sequential(), {"a": 1})
+    assert (work.calls, work.flops) == (3, 0)
 
 
 @torch.no_grad()
