@@ -54,6 +54,7 @@ class Rewritten:
         seconds: time taken by each pass.
         given_up: nodes that a failed check keeps in fp32, each to the reason.
         bodies: the records of sub-graphs (checkpointed regions, branches, loops).
+        attempt: the passes that made it, to be run again under other options.
     """
 
     gm: fx.GraphModule
@@ -66,6 +67,7 @@ class Rewritten:
     seconds: dict[str, float]
     given_up: Mapping[str, str] = field(default_factory=dict)
     bodies: tuple[Rewritten, ...] = ()
+    attempt: Attempt | None = None
 
     @property
     def facts(self) -> Facts:
@@ -92,8 +94,7 @@ class Setting:
     """Where and how a rewritten graph is to run.
 
     Attributes:
-        free_weights: whether casts of weights are priced at nothing, because the caller
-            passes cached copies in.
+        free_weights: whether the caller hands casts of weights in, at no price.
         own_kernels: whether the graph runs without a compiler, and so with kernels of
             ours where torch has none.
         own_ops: whether the graph may call ops of autoamp's (`autoamp::attention`).
@@ -138,8 +139,7 @@ def rewrite_normalised(
 ) -> Rewritten:
     """Runs the passes after `normalise`, and adds their times to `seconds`.
 
-    Nodes that a failed check names stay fp32, and the passes run again with these nodes
-    pinned.
+    Nodes that a failed check names are pinned to fp32, and the passes run again.
     """
     inner = partial(rewrite_normalised, options=options, low=low, setting=setting)
     bodies, left = _rewrite_bodies(normalised, inner, strict=options.strict)
@@ -149,7 +149,7 @@ def rewrite_normalised(
         with _timed(seconds, "facts"):
             facts = collect_facts(graph.gm, where)
         facts = replace(facts, own_kernels=setting.own_kernels)
-        attempt = _Attempt(graph, facts, options, low, setting, seconds)
+        attempt = Attempt(graph, facts, options, low, setting, seconds)
         return retreating(attempt, graph.gm.graph, strict=options.strict)
 
     with _timed(seconds, "kernels"):
@@ -165,7 +165,7 @@ def rewrite_normalised(
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class Attempt:
     """The passes from `classify` on, on one graph."""
 
     normalised: Normalised
@@ -214,6 +214,7 @@ class _Attempt:
             low=self.low,
             seconds=self.seconds,
             given_up=dict(given_up),
+            attempt=self,
         )
 
     def _classified(self, given_up: Mapping[str, str]) -> Classified:

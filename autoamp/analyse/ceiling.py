@@ -17,7 +17,7 @@ and rounds its result, as the readers of the calls' result would.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -63,6 +63,44 @@ def _promoting(name: str, classified: Classified) -> list[str]:
     if writes or base in family("as_wide_as_its_data"):
         read = read[:1]
     return [o.value for o, mode in read if mode in _PROMOTE]
+
+
+@dataclass(frozen=True)
+class Root:
+    """What makes a node fp32 that type promotion leaves fp32.
+
+    Attributes:
+        reader: the first node that is fp32 because of `source`; "" where none is.
+        source: the value or node that is fp32 for a reason of its own.
+        path: the nodes through which it reaches the node asked for, in graph order.
+    """
+
+    reader: str
+    source: str
+    path: tuple[str, ...]
+
+
+def root_of(name: str, classified: Classified) -> Root:
+    """What makes node `name` fp32, at the far end of a chain of ceilings."""
+    low = promotes_to_low(classified)
+    producer, verdicts = classified.facts.producer, classified.verdicts
+    path = [name]
+    while True:
+        values = _promoting(path[0], classified)
+        wide = next((v for v in values if producer(v) not in low), None)
+        if wide is None:  # made from nothing, or a kernel that widens
+            return Root("", path[0], tuple(path[1:-1]))
+        maker = producer(wide)
+        verdict = verdicts.get(maker)
+        passes_on = verdict is not None and (
+            not verdict.pinned or verdict.may_round or verdict.origin == CEILING
+        )
+        if not passes_on:
+            if wide in classified.facts.constants:
+                return Root(path[0], wide, tuple(path[1:-1]))
+            source = classified.facts.element_of.get(wide, wide)
+            return Root(path[0], source, tuple(path[:-1]))
+        path.insert(0, maker)
 
 
 def under_ceiling(gm: fx.GraphModule, classified: Classified) -> Classified:

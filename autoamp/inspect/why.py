@@ -5,13 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 
+from autoamp.analyse.ceiling import root_of
+from autoamp.analyse.verdict import CEILING
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import OptionError, PlacementError
 from autoamp.inspect.costs import amount, bytes_text
 from autoamp.inspect.flip import Flip, flip
+from autoamp.inspect.remedy import Remedy, candidates, remedy_for
 from autoamp.inspect.rows import OpRow, Section, cast_rows, op_rows
 from autoamp.inspect.text import counted, shorten
 from autoamp.rewrite.layouts import LAST
+from autoamp.rules import Category
 
 FP32 = short_name(HIGH_DTYPE)
 MEANINGS = {
@@ -157,15 +161,23 @@ def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     other = FP32 if row.is_low else section.low
     pinned = section.rewritten.assignment.pinned.get(row.name)
     if pinned is not None:
-        yield f"  in {other}    cannot: {pinned}"
+        yield from _cannot(section, row, pinned)
         return
     try:
         change = flip(section.rewritten, row.name)
     except PlacementError as error:
         chain = str(error).removeprefix("contradictory constraints: ")
-        yield f"  in {other}    cannot: {chain.removesuffix(' Drop one of the two.')}"
+        chain = chain.removesuffix(" Drop one of the two.")
+        if row.is_low:
+            yield f"  in {other}    cannot: {chain}"
+        else:
+            yield from _cannot(section, row, chain)
         return
     yield f"  in {other}    {_price(change, section.low)}"
+    if not row.is_low:
+        remedy = remedy_for(section.rewritten, row.name)
+        if remedy is not None:
+            yield f"             by {remedy.words}: {_predicted(remedy)}"
     yield from _listed(
         "             casts that would appear: ", _casts(section, change.appear)
     )
@@ -173,6 +185,61 @@ def _flipped(section: Section, row: OpRow) -> Iterator[str]:
         "             casts that would vanish: ", _casts(section, change.vanish)
     )
     yield from _listed("             would change with it: ", list(change.along))
+
+
+def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
+    """Which options would make an fp32 node low, or why none does; and the root."""
+    rewritten = section.rewritten
+    verdict = rewritten.classified.verdicts[row.name]
+    remedy = remedy_for(rewritten, row.name)
+    if remedy is None:
+        yield f"  in {section.low}    cannot: {why}"
+        if rewritten.attempt is not None:
+            tried = candidates(rewritten, rewritten.attempt.options, row.name)
+            yield from _listed(
+                "             tried in vain: ", [" and ".join(w) for _, w in tried]
+            )
+    else:
+        said = f"by {remedy.words}: {_predicted(remedy)}"
+        if verdict.origin == CEILING:
+            said += "; it rounds what torch.autocast keeps in fp32"
+        elif verdict.category is Category.DENY and not verdict.origin.endswith("="):
+            said += "; its rule says what is at risk"
+        yield f"  in {section.low}    {said}"
+        yield f"             otherwise not: {why}"
+        yield from _listed("             would change with it: ", list(remedy.along))
+    if verdict.origin == CEILING:
+        yield f"  root       {_root(section, row.name)}"
+
+
+def _predicted(remedy: Remedy) -> str:
+    kind = "bytes kept" if remedy.in_bytes else "predicted time"
+    return f"{amount(remedy.extra, remedy.in_bytes, signed=True)} {kind}"
+
+
+def _root(section: Section, name: str) -> str:
+    """What makes a node fp32 in the end, and through which nodes."""
+    classified = section.rewritten.classified
+    root, facts = root_of(name, classified), classified.facts
+    if root.source not in facts.constants:
+        verdict, fact = classified.verdicts[root.source], facts.nodes[root.source]
+        reason = "it is made of nothing low"
+        if verdict.pinned:
+            reason = verdict.reason
+        elif fact.keeps_state:
+            reason = "its results are fp32 in any precision"
+        op = f" ({fact.base})" if fact.base else ""
+        said = f"{root.source}{op} is fp32: {reason}"
+    else:
+        what = "fp32 from outside the graph"
+        if root.source in facts.parameters:
+            what = "an fp32 parameter"
+        elif root.source in facts.weights:
+            what = "an fp32 buffer"
+        said = f"{root.reader} reads {root.source}, {what}"
+    more = len(root.path) - _SHOWN
+    by = ", ".join(root.path[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return f"{said}{f'; passed on by {by}' if by else ''}"
 
 
 def _price(change: Flip, low: str) -> str:

@@ -1,0 +1,150 @@
+"""`report.why(node)`: the options that would change a node, tried, and the root."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+
+OPTIONS = {"precision": "bf16", "do_no_harm": False}
+
+
+class Net(nn.Module):
+    """A residual stream that begins with a trained table, and caller's data beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(9, 16), nn.LayerNorm(16)
+        self.body, self.last = nn.Linear(16, 16), nn.LayerNorm(16)
+        self.shift = nn.Parameter(torch.ones(16))
+
+    def forward(self, ids: Tensor, data: Tensor) -> tuple[Tensor, ...]:
+        h = self.table(ids)
+        h = h + functional.gelu(self.body(self.norm(h)))
+        own = functional.silu(self.shift * 2)
+        return self.last(h), functional.softplus(torch.tanh(data)), own
+
+
+ARGS = torch.arange(4), torch.ones(4, 16)
+
+
+def report_of(**options: object) -> autoamp.Report:
+    return autoamp.explain(Net(), *ARGS, options={**OPTIONS, **options})
+
+
+def node_of(report: autoamp.Report, op: str, last: bool = True) -> str:
+    names = [row.name for row in report.ops if row.op.startswith(f"aten::{op}.")]
+    return names[-1 if last else 0]
+
+
+CASES: list[tuple[str, dict[str, object], str, dict[str, object]]] = [
+    ("layer_norm", {}, 'by allow=["layer_norm"]: ', {"allow": ["layer_norm"]}),
+    ("softplus", {}, 'by allow=["softplus"]: ', {"allow": ["softplus"]}),
+    ("linear", {"keep": ["body"]}, 'by leaving out keep=["body"]: ', {}),
+    ("linear", {"deny": ["linear"]}, 'by leaving out deny=["linear"]: ', {}),
+    (
+        "layer_norm",
+        {"deny": ["layer_norm"], "allow": ["tanh"]},
+        'by allow=["tanh", "layer_norm"] and leaving out deny=["layer_norm"]: ',
+        {"allow": ["tanh", "layer_norm"]},
+    ),
+    ("linear", {"do_no_harm": True}, "by do_no_harm=False: ", {"do_no_harm": False}),
+]
+
+
+@pytest.mark.parametrize(("op", "given", "words", "then"), CASES)
+def test_the_option_that_is_named_makes_the_node_low(
+    op: str, given: dict[str, object], words: str, then: dict[str, object]
+) -> None:
+    report = report_of(**given)
+    name = node_of(report, op)
+    assert not report.rewritten[0].assignment.decisions[name].low
+    shown = report.why(name)
+    assert words in shown
+    assert "predicted time" in shown.partition(words)[2].splitlines()[0]
+    changed = report_of(**then)
+    assert changed.rewritten[0].assignment.decisions[node_of(changed, op)].low
+
+
+def test_a_node_above_the_ceiling_is_said_to_round_more_than_autocast() -> None:
+    shown = report_of().why(node_of(report_of(), "layer_norm"))
+    assert "rounds what torch.autocast keeps in fp32" in shown
+    assert "would change with it: layer_norm" in shown
+
+
+@pytest.mark.parametrize(
+    ("op", "root"),
+    [
+        ("layer_norm", "embedding reads table_weight, an fp32 parameter; passed on by"),
+        ("softplus", "tanh reads input_1, fp32 from outside the graph"),
+        ("silu", "mul reads shift, an fp32 parameter"),
+    ],
+)
+def test_the_root_is_the_far_end_of_the_chain(op: str, root: str) -> None:
+    report = report_of()
+    shown = report.why(node_of(report, op))
+    assert f"  root       {root}" in shown
+
+
+def test_a_denied_op_is_a_root_with_its_reason() -> None:
+    report = autoamp.explain(
+        nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.ReLU(), nn.Tanh()),
+        torch.ones(4, 8),
+        options={**OPTIONS, "deny": ["gelu"]},
+    )
+    shown = report.why(node_of(report, "tanh"))
+    assert "root       gelu (aten::gelu) is fp32: listed by the user" in shown
+    assert "passed on by relu" in shown
+
+
+def test_what_no_option_changes_lists_what_was_tried() -> None:
+    report = report_of()
+    shown = report.why(node_of(report, "embedding"))
+    assert "in bf16    cannot: its backward sums" in shown
+    assert 'tried in vain: allow=["embedding"]' in shown
+
+
+def test_asking_changes_nothing_in_the_report() -> None:
+    report = report_of()
+    before = report.to_json()
+    report.why(node_of(report, "layer_norm"))
+    assert report.to_json() == before
+
+
+class Odd(nn.Module):
+    """A checkpointed region, an fp32 region, a cell that gives fp32, a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.cell = nn.Linear(16, 16), nn.GRUCell(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = checkpoint(self.body, x, use_reentrant=False)
+        h = 0.5 * h * (1 + torch.tanh(0.7978845608 * (h + 0.044715 * h**3)))
+        with torch.autocast("cpu", enabled=False):
+            h = h + self.body(x)
+        h = functional.softplus(self.cell(x, h))
+        out = torch.zeros_like(h)
+        out[:, 0] = h[:, 0]
+        return out.cumsum(0), h.topk(2)[0].exp()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"do_no_harm": True}, {"placement": "forced"}, {"objective": "memory"}],
+)
+def test_every_node_has_an_answer(given: dict[str, object]) -> None:
+    options = {**OPTIONS, **given}
+    report = autoamp.explain(Odd(), torch.randn(4, 16), options=options)
+    answers = {}
+    for row in report.ops:
+        graph = f"{row.graph}/{row.body}" if row.body else row.graph
+        answers[row.op] = report.why(row.name, graph=graph)
+    assert 'allow=[""]' not in "".join(answers.values())
+    assert (
+        "root       gru_cell (aten::gru_cell) is fp32" in answers["aten::exp.default"]
+    )
