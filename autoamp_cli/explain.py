@@ -19,6 +19,7 @@ _PATH = click.Path(dir_okay=False, allow_dash=True)
 @click.option("--model-explorer", type=_PATH, help="Write the graphs for that viewer.")
 @click.option("--text", is_flag=True, help="Print the report, whatever is written.")
 @click.option("--full", is_flag=True, help="Print every op and cast, not a summary.")
+@click.option("--why", metavar="NODE", help="Print why NODE, or GRAPH:NODE, runs so.")
 @click.option("--device", metavar="NAME", help="Explain for cuda:sm_90, cpu:amx, ...")
 @with_convert_options
 @click.argument("factory", metavar="MODULE:FACTORY")
@@ -31,6 +32,7 @@ def explain(
     model_explorer: str | None,
     text: bool,
     full: bool,
+    why: str | None,
     device: str | None,
     **given: Any,
 ) -> None:
@@ -45,6 +47,7 @@ def explain(
       autoamp explain models.resnet:example
       autoamp explain models.resnet:example --device cuda:sm_90 --json precision.json
       autoamp explain models.resnet:example --html resnet.html
+      autoamp explain models.resnet:example --why conv2d
       autoamp explain models.resnet:example --dot - | dot -Tsvg > resnet.svg
     """
     from autoamp import questions
@@ -63,11 +66,15 @@ def explain(
             (model_explorer, report.to_model_explorer),
         )
         texts = [(path, make()) for path, make in written if path]
+        graph, _, node = (why or "").rpartition(":")
+        answer = report.why(node, graph=graph or 0) if why else ""
     for path, content in texts:
         _write(path, content)
     if full:
         click.echo(report.full())
-    elif text or not texts:
+    if answer:
+        click.echo(answer)
+    elif not full and (text or not texts):
         show(report)
 
 

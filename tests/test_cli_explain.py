@@ -350,3 +350,16 @@ def test_shells_complete_commands(shell: str) -> None:
     done = process(_AUTOAMP_COMPLETE=f"{shell}_complete", **words_)
     assert "explain" in done.stdout
     assert "rules" not in done.stdout
+
+
+def test_why_prints_one_node_or_names_those_that_are_close() -> None:
+    given = ["nets:small", "--precision", "bf16", "--no-do-no-harm", "--why"]
+    for node in ("exp", "0:exp"):
+        result = call(*given, node)
+        assert result.exit_code == 0, result.output
+        assert "exp (aten::exp.default) of graph 0 runs in " in result.stdout
+        assert "What stayed in fp32" not in result.stdout
+    for node, said in (("exq", "did you mean exp"), ("7:exp", "no such graph")):
+        result = call(*given, node)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert said in result.stderr
