@@ -202,15 +202,15 @@ def test_what_is_there_already_is_not_written_over(tmp_path) -> None:
     root.mkdir()
     recorder = Recorder(root)
     engine = engine_of("a")
-    (first,) = [recorder._folder(engine)]
+    (first,) = [recorder._folder(engine.record)]
     stem, _, number = first.name.rpartition("-")
     (root / f"{stem}-{int(number) + 1}").symlink_to(victim)
     (root / f"{stem}-{int(number) + 2}").write_text("mine")
     (root / f"{stem}-{int(number) + 3}").symlink_to(tmp_path / "nowhere")
     other = engine_of("a")
     recorder.write(other)
+    assert recorder._folder(other.record).name == f"{stem}-{int(number) + 4}"
     recorder.finish()
-    assert recorder._folder(other).name == f"{stem}-{int(number) + 4}"
     assert victim.read_text() == "mine"
     assert not (tmp_path / "nowhere").exists()
 
