@@ -11,6 +11,7 @@ import importlib
 import math
 import pkgutil
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from autoamp import compat
 from autoamp.compat import capture, gradients, tensors, tracing
 from autoamp.compat.distributed import ddp, fsdp, groups
 from autoamp.compat.dynamo import frames, layers, regions
+from autoamp.compat.modes import process
 from autoamp.graph_functions import attention, cpu_attention
 from tests.conformance.table import Figures
 from tests.steps import BF16, FP16, assert_same, mlp, weights_of
@@ -558,7 +560,18 @@ def no_word_of_authors(patch: pytest.MonkeyPatch) -> None:
         assert compat.registered_dtype(op, "cpu") is None
 
 
+def no_callback_of_frames(patch: pytest.MonkeyPatch) -> None:
+    """Modes are put back all the same; Dynamo's callback stays as it is."""
+    patch.delattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback")
+    without = runpy.run_path(process.__file__)["Modes"]
+    modes = without()
+    torch.set_grad_enabled(False)
+    modes.restore()
+    assert torch.is_grad_enabled()
+
+
 ALONE = [
+    no_callback_of_frames,
     no_word_of_authors,
     no_skip_reasons,
     no_entries,
