@@ -16,13 +16,13 @@ _LONGEST = 1023
 class Rest:
     """One mode of a model, after a capture in which all ops stayed fp32.
 
-    Calls then run the model's own code, without the guards of a graph.  The calls 1, 2,
-    4, 8, … after the capture are looked at, so that most calls pay for one comparison.
+    Calls then run the model's own code, without the guards of a graph.  The calls 1, 3,
+    7, 15, … after the capture are looked at; the others pay for one comparison.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Args: the arguments of the call that was captured."""
-        self._size = _elements(args, kwargs)
+        self._size = _elements((args, kwargs))
         self._left = self._since = 0
 
     def is_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -31,9 +31,15 @@ class Rest:
             self._left -= 1
             return False
         self._left = self._since = min(2 * self._since + 1, _LONGEST)
-        return _elements(args, kwargs) >= _LARGER * max(self._size, 1)
+        return _elements((args, kwargs)) >= _LARGER * max(self._size, 1)
 
 
-def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    given = (*args, *kwargs.values())
-    return sum(each.numel() for each in given if isinstance(each, torch.Tensor))
+def _elements(given: Any) -> int:
+    """The elements of all tensors in arguments, which may be nested."""
+    if isinstance(given, torch.Tensor):
+        return given.numel()
+    if isinstance(given, dict):
+        given = [*given.values()]
+    if isinstance(given, tuple | list):
+        return sum(map(_elements, given))
+    return 0

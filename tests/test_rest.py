@@ -1,0 +1,76 @@
+"""A model of which nothing runs low gets its own call path back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoamp
+from autoamp.model.call.rest import Rest
+
+WIDTH = 64
+
+
+def layer() -> nn.Module:
+    """All of it stays fp32 for a few rows: a cast costs more than the product gains."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2))
+
+
+def low_ops(model: nn.Module) -> int:
+    report = autoamp.report(model)
+    return sum(op.precision != "fp32" for op in report.ops)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_calls_are_the_models_own_from_the_second_on(training: bool) -> None:
+    model, x = layer().train(training), torch.randn(2, WIDTH)
+    exact = model(x)
+    autoamp.convert(model, precision="bf16", deny=["linear"])
+    for _ in range(5):
+        assert torch.equal(model(x), exact)
+    report = autoamp.report(model)
+    assert report.runs == 1
+    assert (report.coverage.calls, report.coverage.calls_aside) == (5, 0)
+    assert low_ops(model) == 0
+
+
+def test_larger_calls_are_captured_again() -> None:
+    model = layer().eval()
+    autoamp.convert(model, precision="bf16")
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(1, WIDTH))
+        assert low_ops(model) == 0
+        for _ in range(4):
+            model(torch.randn(4096, WIDTH))
+    report = autoamp.report(model)
+    assert low_ops(model) > 0
+    assert report.runs >= 4
+
+
+def test_a_model_with_low_ops_does_not_rest() -> None:
+    model = autoamp.convert(layer(), precision="bf16", do_no_harm=False)
+    for _ in range(4):
+        model(torch.randn(8, WIDTH))
+    assert autoamp.report(model).runs == 4
+
+
+def test_an_fp16_model_does_not_rest() -> None:
+    """None of its ops is changed, but its gradients are scaled."""
+    model = layer().half()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = autoamp.convert(model, optimizer)
+    for _ in range(3):
+        model(torch.randn(8, WIDTH).half()).float().sum().backward()
+    assert autoamp.report(model).runs == 3
+
+
+def test_looks_grow_rarer() -> None:
+    rest = Rest((torch.zeros(4),), {})
+    large: Any = ([torch.zeros(10)], {"x": torch.zeros(6)})
+    looked = [number for number in range(1, 20) if rest.is_over(large, {})]
+    assert looked == [1, 3, 7, 15]
+    assert not Rest((torch.zeros(4),), {}).is_over((torch.zeros(15),), {})
