@@ -142,6 +142,11 @@ def check(at: int, error: type[BaseException], warm: bool) -> str:
     return planted.place
 
 
+# An error planted in the callback of a weak reference is only told of.
+TOLD = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@TOLD
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
 def test_an_error_in_a_capture_leaves_the_process_as_it_was(error, warm) -> None:
@@ -149,6 +154,7 @@ def test_an_error_in_a_capture_leaves_the_process_as_it_was(error, warm) -> None
     assert sum(map(bool, reached)) > len(reached) / 2
 
 
+@TOLD
 @pytest.mark.slow
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
