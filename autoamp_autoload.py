@@ -151,6 +151,8 @@ def _started(heat: Heat, *stand_ins: Any) -> Any:
 
 def _say_cold(heat: Heat) -> None:
     """Says, at exit, that no module of the program has become hot."""
+    from autoamp_heat import SHARE
+
     nearest = heat.warmest()
     if heat.has_met or nearest is None or not nearest.calls:
         return
@@ -159,8 +161,8 @@ def _say_cold(heat: Heat) -> None:
     _say(
         logging.INFO,
         f"autoamp: this program ran in fp32: {name} is not hot. Its calls came to "
-        f"{nearest.spent:.2g} s, as predicted, and its capture would take "
-        f"{nearest.cost:.2g} s. AUTOAMP_HOT=0 captures models at their first call",
+        f"{nearest.spent:.2g} s, as predicted; from {SHARE * nearest.cost:.2g} s on a "
+        "capture is worth its cost. AUTOAMP_HOT=0 captures models at their first call",
     )
 
 

@@ -86,7 +86,8 @@ def tune_model(
         for way in told([chosen], f"setting up {chosen.name}"):
             way.set_up(model)
             if conversion_of(model) is not None and not way.by_autocast:
-                capture_now(model, *copied(inputs))
+                with left_as_it_is(model, weights=True):
+                    capture_now(model, *copied(inputs))
     found = Tuning(
         label=class_name(model),
         precision=low,
