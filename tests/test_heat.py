@@ -211,3 +211,30 @@ def test_a_wrong_value_is_told_at_the_first_call_though_nothing_is_hot() -> None
     found = run(TRAINS, AUTOAMP_PRECISION="fp17")
     assert "fp17" in found.stderr
     assert "AUTOAMP_HOT" in run(TRAINS, AUTOAMP_HOT="perhaps").stderr
+
+
+# -- a model that is traced while it is cold -------------------------------------------
+
+
+@pytest.fixture
+def cold(monkeypatch) -> nn.Module:
+    """A model in the automatic mode that is counted at its next call."""
+    autoamp.enable()
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+
+
+def test_a_scripted_trace_holds_no_count(cold: nn.Module, recwarn) -> None:
+    traced = torch.jit.trace(cold, torch.ones(3, 4))
+    assert "numel" not in str(traced.inlined_graph)
+    assert torch.equal(traced(torch.ones(5, 4)), cold(torch.ones(5, 4)))
+    assert not [w for w in recwarn if "Tracer" in w.category.__name__]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_keeps_its_dynamic_sizes(cold: nn.Module, strict: bool) -> None:
+    rows = {"input": {0: torch.export.Dim("rows")}}
+    made = torch.export.export(
+        cold, (torch.ones(3, 4),), dynamic_shapes=rows, strict=strict
+    )
+    x = torch.randn(7, 4)
+    assert torch.equal(made.module()(x), cold(x))

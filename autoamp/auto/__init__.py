@@ -1,1 +1,1 @@
-"""The automatic mode: every model a process calls is converted at its first call."""
+"""The automatic mode: every model of a process is converted when it is hot."""

@@ -23,7 +23,7 @@ _callback = getattr(_FRAMES, "get_eval_frame_callback", lambda: None)
 class Modes:
     """The modes that were on when this object was made.
 
-    Every call of a converted model makes one, which takes less than a microsecond.
+    Every call of a converted model makes one, so that only modes are read here.
     """
 
     __slots__ = ("_autocast", "_callback", "_dtype", "_exact", "_grad", "_inference")
