@@ -28,6 +28,8 @@ from torch.nn.parameter import is_lazy
 
 Call = Callable[..., Any]
 
+_is_tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
+
 SHARE, LARGE = 10, 2
 """A capture may cost a tenth of the predicted time of all calls, or two calls."""
 
@@ -239,7 +241,7 @@ class Heat:
                 self.has_met = True
                 return HOT
             known = self._meet(module, key)
-        if known.left or torch.jit.is_tracing():  # a trace would record the sizes
+        if known.left or _is_tracing():  # a trace would record the sizes
             known.left = max(known.left - 1, 0)
             INSIDE.work = False
             try:
