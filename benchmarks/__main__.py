@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from autoamp.counted.ops import count_ops
+from autoamp.counted.saved import saved_bytes
+
 from . import report
 from .capability import capability
-from .counting import count_ops
 from .peers import BASELINE, Peer, Prepared, peers, ready
-from .saved import saved_bytes
 from .timing import interleaved, ratios, seconds
 from .workloads import Workload, workloads
 

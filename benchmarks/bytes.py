@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from autoamp.counted.traffic import Line, Phase, Traffic, is_cast
+
 from . import bytes_table, report
 from .bytes_models import PAPER, WRITTEN, case_of, zoo
 from .bytes_step import count_step
-from .traffic import Line, Phase, Traffic, is_cast
 
 BESIDE = ("autocast", "autoamp")
 """The two ways that `--by-op` sets side by side."""

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .counting import CountingMode
+from autoamp.counted.ops import CountingMode
+from autoamp.counted.saved import saved_bytes
+from autoamp.counted.traffic import Traffic, TrafficMode, is_cast
+
 from .errors import Batch
 from .metrics import ModelCase
-from .saved import saved_bytes
-from .traffic import Traffic, TrafficMode, is_cast
 
 WAYS = ("fp32", "autocast", "autoamp", "bfloat16")
 """The columns of the table."""

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .counting import CountingMode, Counts, count_ops
+from autoamp.counted.ops import CountingMode, Counts, count_ops
+from autoamp.counted.saved import SavedBytes, saved_bytes
+
 from .errors import (
     Batch,
     Loss,
@@ -25,7 +27,6 @@ from .errors import (
     relative_error,
     training_step,
 )
-from .saved import SavedBytes, saved_bytes
 
 __all__ = [
     "Comparison",

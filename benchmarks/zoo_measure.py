@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoamp.counted.ops import count_ops
+from autoamp.counted.saved import saved_bytes
+
 from .conformance import cost_shortfalls
-from .counting import count_ops
 from .errors import output_and_grad_errors, relative_error
 from .metrics import SEEDS, ModelCase, compare_with_autocast
-from .saved import saved_bytes
 from .zoo_errors import (
     BF16,
     FP16,

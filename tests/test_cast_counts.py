@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils import checkpoint
 
 import autoamp
+from autoamp.counted.ops import Counts, count_ops
 from autoamp.inspect.sections.cast_counts import cast_counts
 from autoamp.model.conversion import conversion_of
 from autoamp.weights.sentinels import copies_of
-from benchmarks.counting import Counts, count_ops
 from tests.models import BY_NAME, LARGE
 
 INSIDE_TORCH = {("lstm", "bf16"): 1 - 8}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.counting import Cast
+from autoamp.counted.ops import Cast
 from tests.metrics import CountingMode, count_ops, saved_bytes
 from tests.models import BY_NAME, Case
 

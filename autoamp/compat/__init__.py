@@ -28,6 +28,7 @@ from autoamp.compat.capture import (
     uncompiled,
     unwrapped_backend,
 )
+from autoamp.compat.counting import CountingDispatch, has_kernel, kept_by_function
 from autoamp.compat.device import (
     cpu_attention,
     cpu_low_precision_units,

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoamp
 from autoamp.auto import switch
 from autoamp.auto.candidates import inside
+from autoamp.counted.flops import flops_of
 from autoamp.inspect.report import Report
 from autoamp.model.reporting import report_of
-from benchmarks.flops import flops_of
 
 FOLDER = Path(__file__).resolve().parent
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .flops import flops_of
+from autoamp import compat
+from autoamp.counted.flops import flops_of
 
 LOW = (torch.float16, torch.bfloat16)
 
@@ -85,24 +85,13 @@ class Counts:
         return self.low_flops / max(1, self.flops.total())
 
 
-class CountingMode(TorchDispatchMode):
-    """Fills `counts` with what runs under it.
-
-    A plain `TorchDispatchMode` makes Dynamo step aside, and a compiled or converted
-    model then runs as plain fp32 without a word.  The two attributes below let Dynamo
-    compile and run its graphs, higher-order operators included, under this mode.
-    """
-
-    supports_higher_order_operators = True
+class CountingMode(compat.CountingDispatch):
+    """Fills `counts` with what runs under it; Dynamo compiles and runs its graphs."""
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.counts = Counts()
         self._parameters = {storage_key(p) for p in parameters}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self,
@@ -152,7 +141,7 @@ class CountingMode(TorchDispatchMode):
     def _cast(self, source: Tensor, target: Tensor) -> None:
         if not _changes_float_dtype(source, target):
             return
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = compat.inside_backward()
         cast = Cast(
             "backward" if in_backward else "forward",
             "weight" if storage_key(source) in self._parameters else "value",
@@ -169,7 +158,8 @@ def count_ops(fn: Callable[[], Any], parameters: Iterable[Tensor] = ()) -> Count
         fn: The call to count; run once.
         parameters: Tensors whose casts count as casts of weights (views included).
     """
-    with CountingMode(parameters) as mode:
+    mode = CountingMode(parameters)
+    with mode:
         fn()
     return mode.counts
 
@@ -179,7 +169,7 @@ def storage_key(tensor: Tensor) -> tuple[str, int]:
 
     Not its address: asking for that makes a copy-on-write storage real.
     """
-    return str(tensor.device), tensor.untyped_storage()._cdata
+    return str(tensor.device), compat.storage_id(tensor)
 
 
 def _changes_float_dtype(source: Tensor, target: Tensor) -> bool:

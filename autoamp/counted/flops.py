@@ -23,7 +23,7 @@ aten = torch.ops.aten
 def _addmm(
     bias: Any, a: torch.Size, b: torch.Size, *args: Any, out_shape: Any, **kwargs: Any
 ) -> int:
-    return flop_counter.mm_flop(a, b)
+    return int(flop_counter.mm_flop(a, b))
 
 
 def _bmm(a: torch.Size, b: torch.Size, *args: Any, out_shape: Any, **kw: Any) -> int:
@@ -39,7 +39,7 @@ def _attention(
     **kwargs: Any,
 ) -> int:
     k, v = _with_heads_of(q, k), _with_heads_of(q, v)
-    return flop_counter.sdpa_flop_count(q, k, v)
+    return int(flop_counter.sdpa_flop_count(q, k, v))
 
 
 def _attention_backward(
@@ -52,7 +52,7 @@ def _attention_backward(
     **kwargs: Any,
 ) -> int:
     k, v = _with_heads_of(q, k), _with_heads_of(q, v)
-    return flop_counter.sdpa_backward_flop_count(grad, q, k, v)
+    return int(flop_counter.sdpa_backward_flop_count(grad, q, k, v))
 
 
 def _with_heads_of(q: torch.Size, kv: torch.Size) -> torch.Size:

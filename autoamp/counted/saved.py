@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
-from .counting import LOW, storage_key
+from autoamp import compat
+from autoamp.counted.ops import LOW, storage_key
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,8 @@ def _kept_by_functions(result: Any) -> list[Tensor]:
             continue
         seen.add(node)
         todo.extend(parent for parent, _ in node.next_functions if parent is not None)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            cells = type(node)._forward_cls.backward.__closure__ or ()
-            kept = [vars(node), [cell.cell_contents for cell in cells]]
-            found.extend(t for t in pytree.tree_leaves(kept) if isinstance(t, Tensor))
+        kept = pytree.tree_leaves(compat.kept_by_function(node))
+        found.extend(t for t in kept if isinstance(t, Tensor))
     return found
 
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoamp import compat
+from autoamp.counted.flops import flops_of
+from autoamp.counted.traffic_rules import NOTHING, moved, tensors_of
 from autoamp.ops import HIDDEN_WRITES
-
-from .flops import flops_of
-from .traffic_rules import NOTHING, moved, tensors_of
 
 Phase = Literal["forward", "backward"]
 
@@ -56,21 +55,12 @@ class Traffic:
         return Counter({k: n for k, n in both.items() if phase in (None, k.phase)})
 
 
-class TrafficMode(TorchDispatchMode):
-    """Fills `traffic` with what runs under it; Dynamo compiles and runs its graphs.
-
-    See `counting.CountingMode` for the two attributes that let Dynamo do so.
-    """
-
-    supports_higher_order_operators = True
+class TrafficMode(compat.CountingDispatch):
+    """Fills `traffic` with what runs under it; Dynamo compiles and runs its graphs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.traffic = Traffic()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(
         self,
@@ -101,14 +91,10 @@ class TrafficMode(TorchDispatchMode):
 def _has_kernel(func: torch._ops.OpOverload) -> bool:
     """Whether an operator is one kernel here, though torch could also compose it.
 
-    The backward of SiLU is such an operator.  A batch norm is composed of one that
-    declares that it writes its statistics.
+    A batch norm is composed of one that declares that it writes its statistics.
     """
-    if f"aten::{func.overloadpacket.__name__}" in HIDDEN_WRITES:
-        return False
-    keys = ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",)
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return any(has(func.name(), key) for key in keys)
+    composed = f"aten::{func.overloadpacket.__name__}" in HIDDEN_WRITES
+    return not composed and compat.has_kernel(func)
 
 
 def count_traffic(fn: Callable[[], Any]) -> Traffic:
@@ -120,7 +106,7 @@ def count_traffic(fn: Callable[[], Any]) -> Traffic:
 
 
 def _line(name: str, inputs: Any, out: Any) -> Line:
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = compat.inside_backward()
     if name in _CASTS and name != "_to_copy":  # a copy's first argument is its result
         out, inputs = inputs[0][:2]
     before, after = _dtypes(inputs), _dtypes(out)

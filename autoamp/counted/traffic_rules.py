@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .counting import storage_key
+from autoamp import compat
+from autoamp.counted.ops import storage_key
 
 
 class Moved(NamedTuple):
@@ -94,16 +95,16 @@ def moved(func: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> Move
         return Moved(call.without(), 0) if reads else NOTHING
     if call.kind in _RULES:
         return _RULES[call.kind](call)
-    outputs = [a.name for a in func._schema.arguments if a.is_out]
+    outputs = [a.name for a in compat.schema(func).arguments if a.is_out]
     return Moved(call.without(*outputs, *_unread(call)), call.written)
 
 
 def _call(func: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> Call:
-    names = [a.name for a in func._schema.arguments]
+    names = [a.name for a in compat.schema(func).arguments]
     arguments = dict(zip(names, args, strict=False)) | kwargs
     written = [
         arguments[a.name]
-        for a in func._schema.arguments
+        for a in compat.schema(func).arguments
         if a.alias_info is not None and a.alias_info.is_write and a.name in arguments
     ]
     inputs = {_storage(t) for t in tensors_of(arguments)}
