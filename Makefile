@@ -19,7 +19,7 @@ ZOO := $(shell grep -E '^(pillow|timm|torchvision)==' constraints.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup zoo demo test test-all test-oldest test-cuda-fake conformance mutants \
-  lint types bench clean
+  lint types bench docs clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -101,6 +101,14 @@ lint: $(VENV)/.ready ## ruff
 
 types: $(VENV)/.ready ## mypy --strict on autoamp/
 	$(BIN)/python -m mypy --strict
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation \
+	  --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## Build the documentation site; a warning or a dead link is an error
+	$(BIN)/python -m website
 
 bench: $(VENV)/.ready ## Time fp32, torch.autocast and autoamp side by side
 	$(BIN)/python -m benchmarks

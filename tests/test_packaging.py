@@ -92,6 +92,7 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(dist: tuple[Path, Path]) -
         "Makefile",
         "README.md",
         "constraints.txt",
+        "docs/how-it-works.md",
         "examples/train_digits.py",
         "pyproject.toml",
         "tests/conftest.py",
@@ -146,7 +147,7 @@ def pins(lines: list[str]) -> dict[str, str]:
 CONSTRAINTS = pins((REPO / "constraints.txt").read_text().splitlines())
 
 
-@pytest.mark.parametrize("extra", ["tests", "lint", "mutation", "zoo"])
+@pytest.mark.parametrize("extra", ["tests", "lint", "mutation", "docs", "zoo"])
 def test_extras_pin_what_the_constraints_pin(extra: str) -> None:
     wanted = PROJECT["optional-dependencies"][extra]
     pinned = pins(wanted)

@@ -1,0 +1,1 @@
+"""The documentation site: `python -m website` builds it, `make docs` too."""

@@ -1,0 +1,66 @@
+"""From the repository to the folder of Markdown files that the site is built of.
+
+`docs/` is copied as it is.  What its pages link to outside of `docs/` is copied too,
+and the links follow.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from website.commands import reference
+
+REPO = Path(__file__).resolve().parent.parent
+MOVED = {
+    "../benchmarks/results/": "results/",
+    "../rules/README.md": "rules.md",
+    "../rules/": "rules/",
+    "../CHANGELOG.md": "changelog.md",
+    "../CONTRIBUTING.md": "contributing.md",
+    "docs/": "",
+}
+"""The start of a link in the repository, and that of the same link on the site."""
+COMMANDS = "command-line.md"
+"""The page at whose end the generated reference stands."""
+
+
+def stage(folder: Path, commands: click.Group) -> None:
+    """Fills `folder`, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(REPO / "docs", folder)
+    _copy(REPO / "benchmarks" / "results", folder / "results", "*.md", "*.svg")
+    _copy(REPO / "rules", folder / "rules", "*.toml")
+    for source, target in [
+        ("rules/README.md", "rules.md"),
+        ("CHANGELOG.md", "changelog.md"),
+        ("CONTRIBUTING.md", "contributing.md"),
+    ]:
+        shutil.copy(REPO / source, folder / target)
+    for page in folder.glob("*.md"):
+        page.write_text(moved_links(page.read_text("utf-8")), "utf-8")
+    for page in (folder / "results").glob("*.md"):
+        page.write_text(titled(page.stem, page.read_text("utf-8")), "utf-8")
+    with (folder / COMMANDS).open("a", encoding="utf-8") as page:
+        page.write(f"\n## Every command and option\n\n{reference(commands)}\n")
+
+
+def moved_links(text: str) -> str:
+    """Markdown whose links lead to the places that the site has for them."""
+    for old, new in MOVED.items():
+        text = text.replace(f"]({old}", f"]({new}")
+    return text
+
+
+def titled(name: str, text: str) -> str:
+    """A page of results under a heading: the files begin with the processor."""
+    return text if text.startswith("# ") else f"# Results: {name}\n\n{text}"
+
+
+def _copy(source: Path, target: Path, *patterns: str) -> None:
+    target.mkdir(parents=True)
+    for pattern in patterns:
+        for path in source.glob(pattern):
+            shutil.copy(path, target / path.name)
