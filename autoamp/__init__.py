@@ -8,6 +8,7 @@ from autoamp.ask.comparison import Comparison
 from autoamp.ask.monitor import Monitor
 from autoamp.ask.overflow_finding import Overflow
 from autoamp.auto.switch import disable, enable
+from autoamp.benchmark.result import Bench
 from autoamp.errors import (
     AutoampError,
     CaptureError,
@@ -29,7 +30,7 @@ from autoamp.loss_scale import (
     StaticLossScale,
 )
 from autoamp.model.call.thread import disabled
-from autoamp.questions import compare, explain, find_overflow, tune
+from autoamp.questions import bench, compare, explain, find_overflow, tune
 from autoamp.rules import Rules
 from autoamp.tuning.tuning import Tuning
 
@@ -37,6 +38,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "AutoampError",
+    "Bench",
     "CaptureError",
     "CheckpointError",
     "Comparison",
@@ -57,6 +59,7 @@ __all__ = [
     "Tuning",
     "UnsupportedModelError",
     "VerificationError",
+    "bench",
     "compare",
     "convert",
     "disable",

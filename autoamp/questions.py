@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from autoamp.ask.examine import options_for, refuse_options
 from autoamp.ask.explain import explain_model
 from autoamp.ask.overflow import find_overflow_model
 from autoamp.ask.overflow_finding import Overflow
+from autoamp.benchmark.ask import bench_model
+from autoamp.benchmark.result import Bench
+from autoamp.benchmark.step.ways import KINDS
 from autoamp.inspect.report import Report
 from autoamp.tuning.tune import tune_model
 from autoamp.tuning.tuning import Tuning
@@ -186,3 +189,84 @@ def tune(
     """
     refuse_options("tune", model, kwargs)
     return tune_model(model, args, kwargs, options_for(model, options), loss_fn)
+
+
+def bench(
+    model: Any,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    data: Iterable[Any] | None = None,
+    infer: bool = False,
+    generate: int = 0,
+    ways: Iterable[str] = KINDS,
+    compiled: bool = False,
+    rounds: int | None = None,
+    seconds: float = 10.0,
+    steps: int = 5,
+    sweep: Sequence[int] = (),
+    **kwargs: Any,
+) -> Bench:
+    """Measures whether mixed precision helps a model here: time, memory, bytes, losses.
+
+    Each way to run the model gets a deep copy; the model is not changed.  A step is a
+    forward, a backward and an optimizer step in training mode.  The ways are timed in
+    turn, in one process, where memory allows.  A way that fails costs only its row.
+
+    Args:
+        model: any `torch.nn.Module`, or a function without arguments that returns
+            `(model, args)`, `(model, args, kwargs)` or `(model, args, kwargs, data)`.
+        *args: the arguments of a call of the model.
+        options: keyword arguments of `convert`.
+        loss_fn: gives a tensor of one element from the model's output; by default the
+            output's `loss`, an output of one element, or the mean squared distance of
+            the output's float tensors from fixed random numbers.
+        optimizer: makes an optimizer of a list of parameters; AdamW by default.
+        data: batches, each the arguments of a call: a tuple or list of positional
+            ones, a dict of keyword ones, or a tuple of both.  The time of drawing a
+            batch counts.  The data must be iterable more than once.
+        infer: whether a step is a call in eval mode, without a backward.
+        generate: a step is `model.generate` of so many tokens, where above 0.
+        ways: any of "fp32" (always measured), "tf32", "autocast", "autoamp", "tuned"
+            (as `autoamp.tune` leaves the model) and "half" (`.bfloat16()`, `.half()`).
+        compiled: whether each way is measured compiled by inductor too.
+        rounds: exactly so many timed steps; by default at least 5, until `seconds` have
+            passed or the spread of the ratios is small.
+        seconds: the time after which no further round begins.
+        steps: how many steps the losses are compared for.
+        sweep: batch sizes to measure; the samples of the arguments are repeated.
+        **kwargs: keyword arguments of the call.
+
+    Returns:
+        The figures of each way; `print(bench)` shows them, and `bench.to_json()` and
+        `bench.to_markdown()` write them.
+
+    Raises:
+        AutoampError: the model, its arguments or an option cannot be used.
+        KeyboardInterrupt: by Ctrl-C; its `bench` holds what was measured so far.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> found = autoamp.bench(model, torch.randn(32, 64), rounds=2, ways=["half"])
+        >>> [row.way for row in found.rows]
+        ['fp32', '.bfloat16()']
+    """
+    refuse_options("bench", model, kwargs)
+    return bench_model(
+        model,
+        args,
+        kwargs,
+        options=options,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        data=data,
+        infer=infer,
+        generate=generate,
+        ways=ways,
+        compiled=compiled,
+        rounds=rounds,
+        seconds=seconds,
+        steps=steps,
+        sweep=sweep,
+    )

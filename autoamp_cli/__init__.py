@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import click
 
+from autoamp_cli.bench import bench
 from autoamp_cli.compare import compare
 from autoamp_cli.diff import diff
 from autoamp_cli.env import env
@@ -23,5 +24,5 @@ def main() -> None:
     """Automatic mixed precision for PyTorch."""
 
 
-for _command in (compare, diff, env, explain, rules, run):
+for _command in (bench, compare, diff, env, explain, rules, run):
     main.add_command(_command)

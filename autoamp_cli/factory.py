@@ -18,15 +18,23 @@ _GIVES = "it must return (model, args) or (model, args, kwargs)"
 
 @dataclass(frozen=True)
 class Made:
-    """What a factory returned: a model, and the arguments of one call of the model."""
+    """What a factory returned: a model, and the arguments of one call of the model.
+
+    Attributes:
+        data: batches of arguments, which only `bench` takes; None without.
+    """
 
     model: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
+    data: Any = None
 
 
-def made_by(name: str) -> Made:
+def made_by(name: str, *, data: bool = False) -> Made:
     """Calls the factory called `name`; the working directory can be imported from.
+
+    Args:
+        data: whether the factory may return batches of data as a fourth part.
 
     Raises:
         Problem: there is no such factory, it raises, or it returns something else.
@@ -50,7 +58,7 @@ def made_by(name: str) -> Made:
         returned = factory()
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's code)
         raise Problem(f"{name} raised {told(error)}") from None
-    return _checked(name, returned)
+    return _checked(name, returned, (2, 3, 4) if data else (2, 3))
 
 
 def told(error: BaseException) -> str:
@@ -69,10 +77,10 @@ def told(error: BaseException) -> str:
     return f"{text} ({last.filename}:{last.lineno}: {last.line})"
 
 
-def _checked(name: str, returned: Any) -> Made:
+def _checked(name: str, returned: Any, lengths: tuple[int, ...]) -> Made:
     import torch
 
-    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+    if not isinstance(returned, tuple) or len(returned) not in lengths:
         given = type(returned).__name__
         if isinstance(returned, tuple):
             given = f"tuple of {len(returned)}"

@@ -5,3 +5,4 @@ from __future__ import annotations
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
 PRECISIONS = ("fp16", "bf16")
 CATEGORIES = ("allow", "deny", "infer", "clear")
+WAYS = ("fp32", "tf32", "autocast", "autoamp", "tuned", "half")

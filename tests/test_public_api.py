@@ -16,6 +16,7 @@ PACKAGE = Path(autoamp.__file__).parent
 
 NAMES = {
     "AutoampError",
+    "Bench",
     "CaptureError",
     "CheckpointError",
     "Comparison",
@@ -36,6 +37,7 @@ NAMES = {
     "Tuning",
     "UnsupportedModelError",
     "VerificationError",
+    "bench",
     "compare",
     "convert",
     "disable",

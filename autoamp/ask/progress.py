@@ -24,8 +24,10 @@ def told(items: Collection[_T], doing: str) -> Iterator[_T]:
         doing: the words beside the bar.
     """
     start = time.monotonic()
+    console = Console(stderr=True)
+    silent = not console.is_terminal  # or a file gets a blank line for each bar
     with Progress(
-        console=Console(stderr=True), transient=True, auto_refresh=False
+        console=console, transient=True, auto_refresh=False, disable=silent
     ) as bar:
         task = bar.add_task(doing, total=len(items), visible=False)
         shown = {"visible": True, "refresh": True}

@@ -174,6 +174,7 @@ from autoamp.compat.tensors import (
     named_modules_of,
     parameters_here,
     storage_id,
+    storage_span,
     version,
     version_kept,
     watch_memory,

@@ -184,6 +184,17 @@ def end_lazy_clone(tensor: torch.Tensor) -> None:
     tensor.data_ptr()
 
 
+def storage_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of a strided tensor's memory, and its bytes; copies stay lazy."""
+    ask: Any = getattr(torch._C, "_data_address", torch.Tensor.data_ptr)
+    try:
+        size = tensor.untyped_storage().nbytes()
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        return int(ask(tensor)) - first, size
+    except (NotImplementedError, RuntimeError):  # a subclass that holds other tensors
+        return 0, 0
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """A number equal for tensors that share storage; fake tensors have storage too."""
     try:

@@ -1,0 +1,230 @@
+"""Sets the ways up on copies of the model, times them in turn, and gathers the rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from autoamp import compat
+from autoamp.ask.progress import told
+from autoamp.benchmark import memory
+from autoamp.benchmark.clock import Length, in_rounds
+from autoamp.benchmark.figures import Figures, figures_of
+from autoamp.benchmark.record import Row
+from autoamp.benchmark.result import Bench
+from autoamp.benchmark.rows import Entry, busy, disturbed, row_of
+from autoamp.benchmark.step.batch import batch_size, resized
+from autoamp.benchmark.step.running import Running, device_of
+from autoamp.benchmark.step.task import Task
+from autoamp.benchmark.step.ways import Way
+from autoamp.dtypes import short_name
+from autoamp.errors import OptionError
+from autoamp.inspect.devices import device_name
+from autoamp.plain import class_name, plain_line
+
+_ROOM = 0.9
+"""The part of the available memory that the ways may fill together."""
+
+
+class BenchInterrupted(KeyboardInterrupt):
+    """The measurement was interrupted.
+
+    Attributes:
+        bench: what was measured so far.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__("the benchmark was interrupted")
+        self.bench = bench
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured.
+
+    Attributes:
+        ways: the ways, fp32 first.
+        task: what a step is.
+        length: how long to time.
+        steps: how many losses are wanted.
+        sweep: batch sizes; empty for that of the arguments.
+    """
+
+    ways: Sequence[Way]
+    task: Task
+    length: Length
+    steps: int = 5
+    sweep: Sequence[int] = ()
+
+
+class Measurement:
+    """One benchmark of one model; `run` measures, `bench` is what there is so far."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.model, self.plan = model, plan
+        self.device = device_of(model)
+        self.rows: list[Row] = []
+        self.entries: list[Entry] = []
+        self.task = plan.task
+        self.apart = False
+        self.loss_from = ""
+        self.notes = busy()
+        self.begun = time.perf_counter()
+
+    def run(self) -> Bench:
+        """Measures everything.
+
+        Raises:
+            BenchInterrupted: by Ctrl-C; it holds what was measured so far.
+            OptionError: the first batch does not fit into memory.
+        """
+        try:
+            with _process_as_it_was():
+                for size in self.plan.sweep or (None,):
+                    self._measure(size)
+        except KeyboardInterrupt:
+            self._gather()
+            raise BenchInterrupted(self.bench(complete=False)) from None
+        finally:
+            self._close()
+        return self.bench(complete=True)
+
+    def bench(self, *, complete: bool) -> Bench:
+        """What was measured so far."""
+        low = self.plan.ways[0].low
+        return Bench(
+            label=class_name(self.model),
+            device=device_name(self.device),
+            torch=str(torch.__version__),
+            precision=short_name(low),
+            work=self.task.described(),
+            loss_from=self.loss_from,
+            rows=tuple(self.rows),
+            rounds=max((len(row.times) for row in self.rows), default=0),
+            interleaved=not self.apart,
+            memory_how=memory.measured_how(self.device),
+            energy_how="not measured",
+            notes=tuple(dict.fromkeys(self.notes)),
+            complete=complete,
+            measured_seconds=time.perf_counter() - self.begun,
+        )
+
+    def _measure(self, size: int | None) -> None:
+        """Measures all ways at one batch size, and adds their rows."""
+        call = self.plan.task.call
+        own = call if size is None else resized(call, size)
+        self.task = replace(self.plan.task, call=own)
+        self.entries = [Entry(way) for way in self.plan.ways]
+        doing = "setting up the ways" + (f" at batch {size}" if size else "")
+        for entry in told(self.entries, doing):
+            self._enter(entry)
+            if self.apart:
+                self._time([entry])
+                entry.close()
+        if not self.apart:
+            self._time([e for e in self.entries if e.runner is not None])
+        self._gather()
+
+    def _enter(self, entry: Entry) -> None:
+        """Sets a way up and counts it; a way that fails has an error instead."""
+        held = memory.Held(self.device)
+        try:
+            runner = Running(entry.way, self.model, self.task)
+            entry.runner = runner
+            entry.figures = figures_of(runner, held, self.plan.steps)
+        except Exception as error:
+            entry.close()
+            entry.error = plain_line(_first_line(error), 300)
+            short_of_memory = memory.is_out_of_memory(error)
+            if short_of_memory and any(e.runner is not None for e in self.entries):
+                self._go_apart()
+                self._enter(entry)
+            elif entry is self.entries[0] and not self.rows:
+                if not short_of_memory:
+                    raise
+                raise OptionError(
+                    f"{class_name(self.model)} does not fit into the memory of "
+                    f"{self.device} in fp32 at batch {batch_size(self.task.call)}: "
+                    f"{entry.error}"
+                ) from error
+        else:
+            entry.error = ""
+            self.loss_from = self.loss_from or runner.loss_from
+            if entry is self.entries[0] and not self._fit_together(entry.figures):
+                self._go_apart()
+
+    def _fit_together(self, first: Figures) -> bool:
+        """Whether all ways can be held at once, as far as the first lets foresee."""
+        free = memory.available(self.device)
+        if free is None or first.peak is None:
+            return True
+        more = first.resident * (len(self.entries) - 1) + first.peak - first.resident
+        return more <= free * _ROOM
+
+    def _go_apart(self) -> None:
+        """From here on, one way is measured after the other."""
+        self.apart = True
+        self.notes.append(
+            "The ways do not fit into memory together, so they were timed one after "
+            "the other, and ratios are those of medians"
+        )
+        for entry in self.entries:
+            if entry.runner is not None and entry.figures is not None:
+                if not entry.runner.seconds and entry is not self.entries[-1]:
+                    self._time([entry])
+                entry.close()
+
+    def _time(self, entries: Sequence[Entry]) -> None:
+        """Times these ways in turn, and leaves out those that fail in it."""
+        runners = [e.runner for e in entries if e.runner is not None]
+        if not runners:
+            return
+        rounds: list[int] = [0]
+        bar = told(rounds, "timing steps")
+        next(bar)
+        for _ in in_rounds(runners, self.plan.length):
+            rounds.append(0)
+            next(bar)
+        for entry in entries:
+            entry.take()
+
+    def _gather(self) -> None:
+        """Makes rows of the ways that were entered."""
+        for entry in self.entries:
+            entry.take()
+        found = [entry for entry in self.entries if entry.error or entry.times]
+        base = self.entries[0].times if self.entries else []
+        for entry in found:
+            row = row_of(entry, self.task, base, paired=not self.apart)
+            self.rows.append(row)
+            self.notes += disturbed(row)
+        self._close()
+
+    def _close(self) -> None:
+        for entry in self.entries:
+            entry.close()
+        self.entries = []
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    return lines[0]
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """A region after which the modes and random generators are as they were."""
+    modes, drawn = compat.Modes(), compat.Generators()
+    try:
+        with compat.autocast_off(), torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        drawn.restore()
+        modes.restore()

@@ -1,0 +1,119 @@
+"""The memory of a step: what a way holds between steps, and the most at one time."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoamp import compat
+
+ON_CUDA = "the most that torch's allocator held in a step, less what was there before"
+ON_CPU = (
+    "weights, optimizer state and low copies, and on top of them the most that torch's "
+    "profiler saw allocated in a step"
+)
+NOWHERE = "not measured on this device"
+
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
+
+
+def measured_how(device: torch.device) -> str:
+    """How the peak memory is measured, in words."""
+    return {"cuda": ON_CUDA, "cpu": ON_CPU}.get(device.type, NOWHERE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory left."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and any(s in said for s in _OUT_OF_MEMORY)
+
+
+def available(device: torch.device) -> int | None:
+    """Bytes that can still be allocated; None where nobody can say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )
+        return free + unused
+    table = Path("/proc/meminfo")
+    if device.type != "cpu" or not table.exists():
+        return None
+    lines = table.read_text(encoding="utf-8").splitlines()
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable")]
+    return int(found[0]) * 1024 if found else None
+
+
+class Held:
+    """What was held on a device when this object was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        gc.collect()
+        self._cuda = self._allocated() if device.type == "cuda" else 0
+        self._cpu = _living() if device.type == "cpu" else {}
+
+    def more(self) -> int:
+        """Bytes held now that were not held then."""
+        gc.collect()
+        if self._device.type == "cuda":
+            return self._allocated() - self._cuda
+        now = _living() if self._device.type == "cpu" else {}
+        return sum(n for key, n in now.items() if key not in self._cpu)
+
+    def peak(self, step: Callable[[], Any]) -> int | None:
+        """The most that was held at one time during `step()`, less what was held then.
+
+        None on a device on which that cannot be measured.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            step()
+            torch.cuda.synchronize(self._device)
+            return torch.cuda.max_memory_allocated(self._device) - self._cuda
+        if self._device.type != "cpu":
+            return None
+        return self.more() + _most_allocated(step)
+
+    def _allocated(self) -> int:
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.memory_allocated(self._device)
+
+
+def _living() -> dict[int, int]:
+    """The memory of all tensors on the CPU: address to bytes, each memory once."""
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if not issubclass(type(each), Tensor) or isinstance(each, compat.FakeTensor):
+            continue
+        if each.device.type == "cpu" and each.layout == torch.strided:
+            address, size = compat.storage_span(each)
+            found[address] = max(size, found.get(address, 0))
+    return found
+
+
+def _most_allocated(step: Callable[[], Any]) -> int:
+    """The most bytes that were allocated during `step()` and not yet freed."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as seen:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        seen.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    moves = [(e["ts"], e["args"]) for e in events if e.get("name") == "[memory]"]
+    now = most = 0
+    for _, move in sorted(moves, key=lambda pair: pair[0]):
+        if move["Device Type"] == 0:
+            now += move["Bytes"]
+            most = max(most, now)
+    return most

@@ -1,0 +1,1 @@
+"""A `Bench` as tables and as a plot."""

@@ -1,0 +1,192 @@
+"""`Bench` as tables: in a terminal of 80 columns, as text, and as markdown."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from autoamp.benchmark.answer import answer
+from autoamp.benchmark.record import Measured, Row
+from autoamp.inspect.terminal.parts import plain_table
+
+WIDTH = 80
+"""Columns of `str(bench)`."""
+
+Cell = Callable[[Row], str]
+
+
+def _ms(row: Row) -> str:
+    assert row.seconds is not None
+    return f"{_three(row.seconds * 1e3)} ± {_three((row.sigma or 0.0) * 1e3)}"
+
+
+def _ratio(row: Row) -> str:
+    return f"{row.ratio:.2f} ± {row.ratio_sigma:.2f}" if row.ratio is not None else ""
+
+
+def _mega(number: float | None) -> str:
+    return "" if number is None else _three(number / 1e6)
+
+
+def _count(number: float | None) -> str:
+    if number is None:
+        return ""
+    return f"{number:,.0f}" if number >= 100 else _three(number)
+
+
+def _joules(row: Row) -> str:
+    if row.joules is None:
+        return ""
+    return ("about " if row.energy_from == "estimate" else "") + _three(row.joules)
+
+
+def _grams(row: Row) -> str:
+    return "" if row.co2_grams is None else _three(row.co2_grams)
+
+
+def _loss(row: Row) -> str:
+    return "" if row.loss is None else f"{row.loss:.5g}"
+
+
+def _data(row: Row) -> str:
+    if row.data_seconds is None or not row.seconds:
+        return ""
+    return f"{row.data_seconds / row.seconds:.0%}"
+
+
+TIMES: dict[str, Cell] = {
+    "ms a step": _ms,
+    "of fp32": _ratio,
+    "samples/s": lambda row: _count(row.samples),
+    "tokens/s": lambda row: _count(row.tokens),
+    "data": _data,
+    "first s": lambda row: "" if row.first_call is None else _three(row.first_call),
+}
+COSTS: dict[str, Cell] = {
+    "peak MB": lambda row: _mega(row.peak),
+    "saved MB": lambda row: _mega(row.saved),
+    "moved MB": lambda row: _mega(row.moved),
+    "casts": lambda row: "" if row.casts is None else f"{row.casts:,}",
+    "loss": _loss,
+    "J": _joules,
+    "g CO2": _grams,
+    "max batch": lambda row: (
+        "" if row.largest_batch is None else f"{row.largest_batch:,}"
+    ),
+}
+TABLES = (TIMES, COSTS)
+
+
+def parts(bench: Measured) -> Iterator[RenderableType]:
+    """The pieces of `print(bench)`: the answer, the tables, and what they rest on."""
+    yield Text(f"autoamp bench: {_headline(bench)}", "bold")
+    sentence = answer(bench).sentence
+    yield Text(f"{sentence[0].upper()}{sentence[1:]}.\n")
+    for title, rows in _groups(bench):
+        if title:
+            yield Text(title, "bold")
+        for cells in TABLES:
+            table = _table(rows, cells)
+            if table is not None:
+                header, lines = table
+                made = plain_table(header[0], numbers=header[1:])
+                for cell_texts in lines:
+                    made.add_row(*map(Text, cell_texts))
+                yield Padding(made, (0, 0, 1, 0))
+        for row in rows:
+            if row.error:
+                yield Text(f"{row.way} failed: {row.error}", "red")
+    for line in _small_print(bench):
+        yield Text(line)
+
+
+def text(bench: Measured) -> str:
+    """What `print(bench)` shows, without colours, 80 columns wide."""
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        width=WIDTH,
+        color_system=None,
+        force_terminal=False,
+        force_jupyter=False,
+        legacy_windows=False,
+    )
+    for part in parts(bench):
+        console.print(part)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
+
+
+def markdown(bench: Measured) -> str:
+    """The same as GitHub's markdown."""
+    sentence = answer(bench).sentence
+    blocks = [f"**{_headline(bench)}**", f"{sentence[0].upper()}{sentence[1:]}."]
+    for title, rows in _groups(bench):
+        blocks += [f"### {title}"] if title else []
+        for cells in TABLES:
+            table = _table(rows, cells)
+            if table is not None:
+                header, lines = table
+                rule = ["---", *("---:" for _ in header[1:])]
+                block = [
+                    "| " + " | ".join(each) + " |" for each in (header, rule, *lines)
+                ]
+                blocks.append("\n".join(block))
+        blocks += [f"{row.way} failed: {row.error}" for row in rows if row.error]
+    blocks.append("\n".join(f"- {line}" for line in _small_print(bench)))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _headline(bench: Measured) -> str:
+    return f"{bench.label}, {bench.work}, {bench.precision}, on {bench.device}"
+
+
+def _groups(bench: Measured) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of each batch size, below a title where there are several sizes."""
+    for batch in bench.batches:
+        title = f"batch {batch}" if len(bench.batches) > 1 else ""
+        yield title, [row for row in bench.rows if row.batch == batch]
+
+
+def _table(
+    rows: Sequence[Row], cells: dict[str, Cell]
+) -> tuple[list[str], list[list[str]]] | None:
+    """The header and lines of a table, without columns that nothing is in."""
+    ran = [row for row in rows if row.seconds is not None]
+    columns = {
+        name: found
+        for name, cell in cells.items()
+        if any(found := [cell(row) for row in ran])
+    }
+    if not columns:
+        return None
+    lines = [
+        [row.way, *(column[place] for column in columns.values())]
+        for place, row in enumerate(ran)
+    ]
+    return ["way", *columns], lines
+
+
+def _small_print(bench: Measured) -> Iterator[str]:
+    turn = "in turn" if bench.interleaved else "one way after the other"
+    yield f"Times: medians of {bench.rounds} steps ± their standard deviation, {turn}."
+    if bench.loss_from:
+        steps = max((len(row.losses) for row in bench.rows), default=0)
+        yield f"Loss: {bench.loss_from}, at step {steps}, from equal weights and data."
+    if any(row.peak is not None for row in bench.rows):
+        yield f"Peak memory: {bench.memory_how}."
+    yield f"Energy: {bench.energy_how}."
+    for note in bench.notes:
+        yield f"{note}."
+    yield f"{bench.measured_seconds:.0f} s in all, torch {bench.torch}."
+
+
+def _three(value: float) -> str:
+    """Three digits, or all before the point: 0.0123, 26.3, 2,630."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
