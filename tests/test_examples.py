@@ -1,4 +1,4 @@
-"""The example that `make demo` runs, and the one that README begins with."""
+"""The examples: each runs, and its exit status tells whether its result is right."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples import move_one_op, nan_hunt, own_backend, serve
 from examples import train_digits as example
 
 SCRIPT = Path(example.__file__)
@@ -81,10 +82,12 @@ def test_capability_says_plainly_when_there_are_no_bf16_units(monkeypatch) -> No
     assert "bf16 units: amx_bf16" in example.capability_line()
 
 
-def run_example(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_example(
+    *arguments: str, script: Path = SCRIPT
+) -> subprocess.CompletedProcess[str]:
     """The script as `make demo` runs it."""
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, str(script), *arguments],
         env=os.environ | {"COLUMNS": "100"},
         capture_output=True,
         text=True,
@@ -114,3 +117,71 @@ def test_the_first_example_of_readme_runs_and_shows_bf16(capsys) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     exec(compile(blocks[0], "README.md", "exec"), {})
     assert "bf16" in capsys.readouterr().out
+
+
+# -- the other examples: each checks its own result ------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (move_one_op, ["--width", "32"]),
+        (own_backend, ["--width", "32"]),
+        (serve, ["--requests", "8", "--width", "32"]),
+        pytest.param(nan_hunt, ["--epochs", "10"], marks=pytest.mark.slow),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_an_example_reaches_its_result(module, arguments, capsys) -> None:
+    assert module.main(arguments) == 0, capsys.readouterr().out
+
+
+def test_moving_an_op_fails_beyond_the_budget(capsys) -> None:
+    assert move_one_op.main(["--width", "32", "--budget", "1e-6"]) == 1
+    assert "Within the budget of 1e-06: NO" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_moving_an_op_fails_where_the_rules_file_moves_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(move_one_op, "RULES", '[infer]\ncos = "another op"\n')
+    assert move_one_op.main(["--width", "32"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [own_backend, serve], ids=lambda m: m.__name__)
+def test_an_example_fails_where_nothing_runs_low(module, monkeypatch) -> None:
+    monkeypatch.setitem(module.OPTIONS, "keep", ["*"])
+    assert module.main(["--width", "32"]) == 1
+
+
+@pytest.mark.slow
+def test_serving_fails_where_threads_answer_otherwise(monkeypatch) -> None:
+    def wrong(*given: object) -> list[tuple[torch.Tensor, float]]:
+        return [(y + 1, t) for y, t in right(*given)]
+
+    right = serve.serve
+    monkeypatch.setattr(serve, "serve", wrong)
+    assert serve.main(["--requests", "8", "--width", "32"]) == 1
+
+
+@pytest.mark.slow
+def test_the_hunt_fails_where_there_is_no_nan(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(nan_hunt.OPTIONS, "precision", "bf16")
+    assert nan_hunt.main([]) == 1
+    assert "was to fail, and did not" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_ranks_train_alike_under_both_wrappers() -> None:
+    script = SCRIPT.with_name("two_ranks.py")
+    done = run_example("--steps", "40", "--timeout", "200", script=script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("weights of all ranks equal: yes") == 2
+
+
+@pytest.mark.slow
+def test_two_ranks_that_do_not_end_are_ended() -> None:
+    script = SCRIPT.with_name("two_ranks.py")
+    done = run_example("--steps", "1000000", "--timeout", "15", script=script)
+    assert done.returncode == 1
+    assert "did not end in 15 s" in done.stderr
