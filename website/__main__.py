@@ -26,7 +26,9 @@ def main() -> int:
     found = faults(SITE)
     print("\n".join(found), file=sys.stderr)
     pages = len(list(SITE.rglob("*.html")))
-    print(f"{pages} pages in {SITE.relative_to(REPO)}, {len(found)} faults")
+    place = SITE.relative_to(REPO)
+    print(f"{pages} pages, {len(found)} faults: {place}/index.html")
+    print(f"with search: python -m http.server --directory {place}")
     return 1 if found else 0
 
 
