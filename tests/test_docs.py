@@ -25,7 +25,7 @@ import autoamp_cli
 from autoamp.auto import environment
 from tests.pages import PAGES, REPO, Block, blocks, name_of
 
-SLOW = {"docs/tuning.md"}  # measures for seconds
+SLOW = {"docs/bench.md", "docs/tuning.md"}  # these measure for seconds
 CONTINUED = {"docs/quick-start.md"}
 CONSOLE = [block for page in PAGES for block in blocks(page, "console")]
 PYTHON = [page for page in PAGES if any(blocks(page, "python"))]
@@ -63,6 +63,7 @@ def namespace() -> dict[str, Any]:
         "autoamp": autoamp,
         "config": None,
         "data": [(x, y)] * 2,
+        "inputs": x,
         "loss_fn": nn.functional.mse_loss,
         "loss_of": lambda out: out.square().mean(),
         "model": model,
