@@ -287,7 +287,7 @@ def test_the_report_says_it() -> None:
     model = converted(Residual())
     model(image())
     report = autoamp.report(model)
-    assert "10 ops with the channels last, 2 changes of layout." in str(report)
+    assert "10 ops run with channels last (2 changes of layout)." in str(report)
     assert "layout     channels last" in report.why("conv2d")
 
 

@@ -28,7 +28,7 @@ from autoamp.inspect.flip import flip
 from autoamp.inspect.report import Report
 from autoamp.inspect.rows import OpRow
 from autoamp.inspect.terminal import fp32
-from autoamp.inspect.terminal.parts import WIDTH
+from autoamp.inspect.terminal.parts import FULL_WIDTH
 from autoamp.pipeline import Rewritten
 from autoamp.place.cost import price_graph
 from autoamp.place.policies import POLICIES, project
@@ -329,7 +329,7 @@ def test_dot_names_every_node_once() -> None:
 def test_page_is_plain_text_of_fixed_width() -> None:
     shown = net_report().full()
     assert "\x1b" not in shown
-    assert max(len(line) for line in shown.splitlines()) <= WIDTH
+    assert max(len(line) for line in shown.splitlines()) <= FULL_WIDTH
     assert "tests/test_report.py:" in shown
     assert "p = torch.exp(h)" in shown
     assert "equal to an independent recount" in " ".join(shown.split())
@@ -354,7 +354,7 @@ def test_most_important_fp32_ops_come_first_and_the_rest_are_counted() -> None:
     rows += [row("exp", "deny", "reason 29", i) for i in range(9)]
     order = [reason for reason, _ in fp32.by_importance(rows)]
     assert order[:3] == ["kept", "reason 29", "reason 28"]
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    console = Console(width=FULL_WIDTH, record=True, file=io.StringIO())
     console.print(*fp32.stayed_fp32(rows, "bf16"), sep="\n")
     shown = console.export_text()
     places = sum("b.py:" in line for line in shown.splitlines())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autoamp
+from autoamp.inspect.costs import bytes_text, seconds_text
 from autoamp.inspect.report import Report
 from autoamp.inspect.terminal.parts import WIDTH
+from autoamp.inspect.text import brief
 
 EVERYTHING = {"do_no_harm": False}
 
@@ -68,9 +72,13 @@ def test_weights_that_fp16_cannot_hold_are_named() -> None:
         "first.weight",
         "second.bias",
     }
-    shown = str(explained(model, torch.randn(8, 64), precision="fp16"))
+    report = explained(model, torch.randn(8, 64), precision="fp16")
+    shown = report.full()
     assert "first.weight: the largest magnitude is 1e+05" in shown
     assert "second.bias: 64 of 64 numbers become 0" in shown
+    assert "2 weights (first.weight, second.bias) out of the range of fp16" in (
+        " ".join(str(report).split())
+    )
     in_bf16 = explained(model, torch.randn(8, 64), precision="bf16").weights
     assert all(row.fits for row in in_bf16)
 
@@ -83,7 +91,8 @@ def test_sizes_that_tensor_cores_do_not_like_are_named_with_their_layer() -> Non
         ("0", 50, 56),
         ("2", 50, 56),
     }
-    assert "50 in" in str(there)
+    assert "50 in" in there.full()
+    assert "Pad the size 50 in modules * to 56" in " ".join(str(there).split())
     here = autoamp.explain(model, x, options={**EVERYTHING, "precision": "bf16"})
     assert here.misfits == []
 
@@ -109,6 +118,58 @@ def test_predicted_times_are_the_prices_that_were_minimised() -> None:
     assert denied.limit == pytest.approx(1 / (1 - denied.share_that_may_be_low))
 
 
+def test_the_summary_says_the_figures_of_the_json() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512), nn.Linear(512, 512))
+    x = torch.randn(4096, 512)
+    report = autoamp.explain(
+        model, x, device="cuda:sm_80", options={"keep": ["1", "2"]}
+    )
+    said, figures = str(report), json.loads(report.to_json())["headline"]
+    found = report.headline
+    assert found.seconds == pytest.approx(report.prediction.placed)
+    assert found.seconds_fp32 == pytest.approx(report.prediction.fp32)
+    assert found.kept == report.prediction.kept_placed
+    autocast = report.costs[0].placements["promote"].estimate
+    assert figures["seconds_autocast"] == pytest.approx(autocast * 1e-10)
+    for name in ("seconds_fp32", "seconds_autocast", "seconds"):
+        assert seconds_text(figures[name]) in said
+    for name in ("kept_fp32", "kept_autocast", "kept"):
+        assert bytes_text(figures[name]) in said
+    assert f"{figures['speed_up']:.2f} times as fast as fp32" in said
+    assert f"{figures['low_ops']} of {figures['float_ops']} float ops run in" in said
+    high = [row for row in report.ops if not row.is_low]
+    assert sum(group.count for group in report.stayed) == len(high)
+    costs = [group.seconds for group in report.stayed]
+    assert costs == sorted(costs, reverse=True)
+    assert 'Leaving out keep=["2"]' in said or 'Leaving out keep=["1","2"]' in said
+
+
+def test_the_four_questions_stand_in_their_order() -> None:
+    report = explained(Between(), torch.randn(8, 64), precision="bf16", deny=["exp"])
+    lines = str(report).splitlines()
+    questions = [line for line in lines if line.startswith("What ")]
+    assert [q.split(",")[0].split(" (")[0] for q in questions] == [
+        "What runs low",
+        "What it should gain here",
+        "What stayed in fp32",
+        "What to do next",
+    ]
+    assert max(map(len, lines)) <= WIDTH == 80
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("short", "short"),
+        ("a logarithm of a softmax: the loss itself", "a logarithm of a softmax"),
+        ("one two three four five six seven eight", "one two three four five…"),
+        ("a: long words without another clause", "a: long words without…"),
+    ],
+)
+def test_a_reason_is_cut_between_clauses_or_words(reason: str, said: str) -> None:
+    assert brief(reason, 26) == said
+
+
 def test_each_cast_knows_its_producer_and_its_readers() -> None:
     report = explained(Between(), torch.randn(8, 64), precision="fp16", deny=["exp"])
     up = next(cast for cast in report.casts if cast.kind == "up")
@@ -127,10 +188,10 @@ def test_the_summary_of_gpt2_fits_a_screen() -> None:
     ids = torch.zeros(1, 64, dtype=torch.long)
     report = autoamp.explain(model, input_ids=ids, device="cuda:sm_80")
     lines = str(report).splitlines()
-    assert len(lines) <= 45
+    assert len(lines) <= 24
     assert max(map(len, lines)) <= WIDTH
     assert len(report.full().splitlines()) > len(lines)
-    assert "50,257 in lm_head" in str(report)
+    assert "Pad the size 50,257 in module lm_head to 50,264" in str(report)
 
 
 def test_a_notebook_gets_the_summary_as_html() -> None:

@@ -10,6 +10,7 @@ import torch
 from autoamp import compat
 from autoamp.capture.captured import CapturedGraph
 from autoamp.dtypes import short_name
+from autoamp.inspect.text import NO_FLOAT_OP, all_high
 from autoamp.pipeline import Rewritten
 from autoamp.plain import plain_line
 from autoamp.saying import say_left_to_autocast, say_once
@@ -116,9 +117,9 @@ class Record:
             if low:
                 self.lowers = True
             elif every:
-                why = f"all of its {every} float ops stay fp32"
+                why = all_high(every)
             else:
-                why = "it has no float op"
+                why = NO_FLOAT_OP
             if logger.isEnabledFor(logging.DEBUG):
                 self._log(rewritten)
         if why:

@@ -131,6 +131,11 @@ def in_si(value: float, names: tuple[str, ...]) -> str:
     return f"{value:.{digits}f} {names[step]}"
 
 
+def seconds_text(seconds: float) -> str:
+    """A time for a person."""
+    return in_si(seconds * 1e9, ("ns", "µs", "ms", "s"))
+
+
 def bytes_text(count: int) -> str:
     """A number of bytes for a person."""
     return in_si(count, ("B", "kB", "MB", "GB"))

@@ -19,4 +19,5 @@ def layouts_text(graphs: Iterable[fx.GraphModule]) -> list[str]:
         return []
     changes = sum(node.target is laid_out for node in nodes)
     changed = counted(changes, "change")
-    return [f"{counted(last, 'op')} with the channels last, {changed} of layout."]
+    run = "runs" if last == 1 else "run"
+    return [f"{counted(last, 'op')} {run} with channels last ({changed} of layout)."]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.text import Text
+from rich.console import Console, ConsoleOptions, RenderResult
 from torch import fx
 
 from autoamp.dtypes import short_name
@@ -27,23 +26,24 @@ from autoamp.inspect.rows import (
     op_rows,
     sections_of,
 )
+from autoamp.inspect.sections.advice import advice_of
 from autoamp.inspect.sections.cast_counts import CastCounts, cast_counts
 from autoamp.inspect.sections.dimensions import Misfit, misfits_of
+from autoamp.inspect.sections.headline import (
+    Headline,
+    Stayed,
+    headline_of,
+    stayed_groups,
+)
 from autoamp.inspect.sections.islands import Island, islands_of
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.inspect.sections.prediction import Prediction, predict
 from autoamp.inspect.sections.weights import Range, WeightRow, weight_rows
-from autoamp.inspect.terminal import full, state, summary
-from autoamp.inspect.terminal.parts import as_text, recording
-from autoamp.inspect.text import counted
+from autoamp.inspect.terminal import full, screen
+from autoamp.inspect.terminal.parts import WIDTH, as_text, recording
 from autoamp.inspect.writing import written
 from autoamp.pipeline import Rewritten
 from autoamp.place.policies import POLICIES
-
-_MORE = (
-    "\nMore: report.full(), .ops, .casts, .islands, .weights, .prediction, .cost, "
-    '.why("a node")'
-)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -132,6 +132,21 @@ class Report:
         """The costs of each section."""
         return tuple(costs_of(section.rewritten) for section in self.sections)
 
+    @cached_property
+    def headline(self) -> Headline:
+        """The figures of the summary: what is low, and the predicted gain."""
+        return headline_of(self.sections, self.ops, self.costs)
+
+    @cached_property
+    def stayed(self) -> tuple[Stayed, ...]:
+        """The ops in fp32 by reason, the reason that costs most first."""
+        return stayed_groups(self.sections, self.ops)
+
+    @cached_property
+    def advice(self) -> tuple[str, ...]:
+        """What to do next: one or two sentences."""
+        return advice_of(self)
+
     @property
     def compute_dtype(self) -> str | None:
         """Short name of the low dtype; None where nothing was rewritten."""
@@ -184,6 +199,7 @@ class Report:
             "cost": self.cost,
             "optimal_cost": self.optimal_cost,
             "regret": self.regret,
+            "headline": self.headline.figures() if self.rewritten else None,
         }
         return written(export.to_json(head, self.sections, self.skipped), path)
 
@@ -234,10 +250,10 @@ class Report:
         """Everything, as text: each graph with its ops, casts, reasons and costs."""
         sections, runs = self.sections, self.runs
         parts = full.render(self.label, sections, self.costs, self.skipped, runs)
-        return as_text([*parts, *self._state()])
+        return as_text([*parts, *screen.details_of(self)])
 
     def __str__(self) -> str:
-        return as_text([self])
+        return as_text([self], WIDTH)
 
     def _repr_html_(self) -> str:
         """The summary for a notebook."""
@@ -256,43 +272,4 @@ class Report:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
-        yield self._head()
-        if self.ops:
-            yield summary.precisions(self.ops, self.compute_dtype or "")
-        if self.prediction is not None and self.ops:
-            yield from summary.prediction(self.prediction)
-        yield from summary.stayed(self.ops)
-        yield from summary.largest_casts(self.casts)
-        yield from summary.weights_out_of_range(self.weights)
-        yield from summary.odd_sizes(self.misfits)
-        yield from summary.not_converted(self.skipped)
-        yield from self._state()
-        if self.ops:
-            yield Text(_MORE)
-
-    def _head(self) -> Text:
-        title = f"autoamp report: {self.label}"
-        low = self.compute_dtype
-        if low is None:
-            hint = "no graph captured yet: call the model once, then ask again"
-            said = "not converted, runs in fp32" if self.skipped else hint
-            return Text.assemble((title, "bold"), f"\n{said}")
-        graphs = f"{counted(len(self.graphs), 'graph')} captured"
-        ran = f"{graphs}; rewritten graphs ran {counted(self.runs, 'time')}."
-        if self.explained_for:
-            title += f", explained for {self.explained_for}"
-            ran = f"{graphs}; nothing was converted: this is what convert() would do."
-        title += f", compute dtype {low}"
-        counts = self.cast_counts
-        return summary.head(title, self.ops, counts, low, ran, self.graphs)
-
-    def _state(self) -> Iterator[RenderableType]:
-        """What has happened in calls and steps so far."""
-        if self.explained_for:
-            return
-        if self.coverage is not None and self.coverage.calls:
-            yield state.covered(self.coverage.counts_and_shares())
-        if self.unwatched:
-            yield state.copied_anew(self.unwatched)
-        if self.loss_scale is not None:
-            yield state.loss_scaling(asdict(self.loss_scale))
+        yield from screen.summary_of(self)

@@ -16,7 +16,7 @@ from autoamp.analyse.nodes import KERNEL
 from autoamp.analyse.verdict import CEILING
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.pipeline import Rewritten
-from autoamp.place.assign import Decision
+from autoamp.place.assign import COSTS_CASTS, GAINS_NOTHING, Decision
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.trace.control_flow import LOWERED_BODY
 
@@ -207,10 +207,13 @@ def _producer(facts: Facts, value: str) -> str:
 def _reason(section: Section, decision: Decision) -> tuple[str, str]:
     """The reason of a decision, and the heading to group it under."""
     if decision.origin == CEILING:
-        return decision.reason, "type promotion leaves it fp32, as it reads fp32"
+        return decision.reason, "reads fp32 values, so its result is fp32"
     if not decision.choice:
         return decision.reason, decision.reason
-    heading = f"free to be {section.low}, but {decision.choice}"
+    heading = {
+        GAINS_NOTHING: f"{section.low} is predicted to gain nothing",
+        COSTS_CASTS: f"casts would cost more than {section.low} saves",
+    }.get(decision.choice, decision.choice)
     return f"{decision.reason}; {decision.choice}", heading
 
 

@@ -33,6 +33,33 @@ def kernels_text(ops: Iterable[Any]) -> list[str]:
     return [f"{calls} of the model run as {counted(len(fused), 'kernel')}: {named}."]
 
 
+CANNOT_PAY = "cannot pay here"
+"""Words of the reason for which a model stays fp32 on a device without fast units."""
+
+NO_FLOAT_OP = "it has no float op"
+
+
+def all_high(float_ops: int) -> str:
+    """Why a graph was not changed: its ops, of which the report tells, are all fp32."""
+    return f"all of its {counted(float_ops, 'float op')} stay fp32"
+
+
+def not_captured(skipped: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The skipped parts of which `Report.ops` tells nothing."""
+    told = re.compile(rf"{NO_FLOAT_OP}|all of its [\d,]+ float ops? stay fp32")
+    return [(what, why) for what, why in skipped if not told.fullmatch(why)]
+
+
+def brief(reason: str, room: int) -> str:
+    """The first clauses of `reason` that fit in `room` characters, else its words."""
+    if len(reason) <= room:
+        return reason
+    ends = [m.start() for m in re.finditer(r"[;:,] ", reason) if m.start() <= room]
+    if ends and ends[-1] >= room // 2:
+        return reason[: ends[-1]]
+    return reason[: room - 1].rpartition(" ")[0] + "…"
+
+
 def counted(count: int, noun: str) -> str:
     """`1 graph`, `2 graphs`, `1,024 ops`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -10,6 +10,7 @@ from torch import nn
 
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
+from autoamp.inspect.text import CANNOT_PAY
 from autoamp.model.methods import computing_methods
 from autoamp.options import Options
 from autoamp.place.devices import device_of, named_device
@@ -122,7 +123,7 @@ def choose_device_precision(
         profile = named_device(device, low)
     if options.do_no_harm and not profile.pays:
         return None, (
-            f"{short_name(low)} cannot pay here ({profile.name}): it would be slower "
+            f"{short_name(low)} {CANNOT_PAY} ({profile.name}): it would be slower "
             f"than fp32. Give {options.advice('do_no_harm', False)} to convert all the "
             "same"
         )

@@ -14,6 +14,10 @@ from autoamp.place.problem import build_problem, least_cost, returned_and_used
 from autoamp.place.two_sides import Problem, energy
 from autoamp.rules import Category
 
+COSTS_CASTS = "going low would cost more casts than it saves"
+GAINS_NOTHING = "predicted to gain nothing here"
+"""Why an op that may be low is fp32: for its neighbours' sake, or for its own."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -147,11 +151,11 @@ def _choice(verdict: Verdict, low: bool, pinned: bool, rewarded: bool) -> str:
     if verdict.category is not Category.ALLOW:
         if low:
             return "its neighbours are low"
-        return "going low would cost more casts than it saves"
+        return COSTS_CASTS
     if low:
         if verdict.asked:
             return "as its author asks"
         if rewarded:
             return "do_no_harm=False converts it wherever it may be"
         return "predicted to gain more than it casts"
-    return "predicted to gain nothing here"
+    return GAINS_NOTHING

@@ -196,10 +196,7 @@ def _sums_rows(at: Site) -> str | None:
     if at.base in family("gathers_rows") and at.fact.requires_grad and at.fact.operands:
         table = at.fact.operands[0].value
         if table in at.graph.weights and at.graph.nodes[table].requires_grad:
-            return (
-                "its backward sums the gradients of rows used many times in the "
-                "dtype of the table"
-            )
+            return "its backward adds up the gradients of each row, which needs fp32"
     return None
 
 

@@ -69,12 +69,14 @@ def counts_text(counts: CastCounts, low: str) -> str:
     Args:
         low: the short name of the compute dtype.
     """
-    text = f"{counted(counts.forward, 'cast')} in each forward over the graphs"
+    forward = "runs" if counts.forward == 1 else "run"
+    text = f"{counted(counts.forward, 'cast')} {forward} in each forward"
     if counts.backward:
         text += f", {counts.backward:,} in each backward"
     if counts.kept:
         size = bytes_text(counts.kept_bytes)
-        text += f"; {counted(counts.kept, 'weight')} kept in {low} ({size})"
+        have = "has a copy" if counts.kept == 1 else "have copies"
+        text += f". {counted(counts.kept, 'weight')} {have} in {low} ({size})"
     return f"{text}."
 
 

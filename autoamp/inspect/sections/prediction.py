@@ -95,8 +95,7 @@ def predict(sections: Sequence[Section]) -> Prediction | None:
 
     A body of a loop or checkpointed region is counted as run once.
     """
-    prices = [section.rewritten.assignment.prices for section in sections]
-    if not prices or any(p.in_bytes or p.device is NEUTRAL for p in prices):
+    if not sections or not all(map(has_times, sections)):
         return None
     totals = {title: [0, 0, 0, 0] for title in (PRODUCTS, OTHERS, CASTS)}
     kept_fp32 = kept_placed = 0
@@ -109,17 +108,36 @@ def predict(sections: Sequence[Section]) -> Prediction | None:
         )
         totals[CASTS][0] += sum(cast.every_call for cast in cast_rows(section))
         totals[CASTS][2] += ours - placed
-        for name, decision in rewritten.assignment.decisions.items():
-            fact = rewritten.facts.nodes[name]
-            if fact.requires_grad:
-                kept_fp32 += 4 * fact.read_numel
-                kept_placed += (2 if decision.low else 4) * fact.read_numel
+        kept_fp32 += kept_for_backward(section, frozenset())
+        kept_placed += kept_for_backward(section, rewritten.assignment.low)
     second = UNIT_NS * 1e-9
     classes = tuple(
         TimeOfClass(title, ops, fp32 * second, placed * second, low * second)
         for title, (ops, fp32, placed, low) in totals.items()
     )
-    return Prediction(prices[0].device.name, classes, kept_fp32, kept_placed)
+    device = sections[0].rewritten.assignment.prices.device
+    return Prediction(device.name, classes, kept_fp32, kept_placed)
+
+
+def has_times(section: Section) -> bool:
+    """Whether the prices of a section are times on a device, and not bytes."""
+    return pays(section) and not section.rewritten.assignment.prices.in_bytes
+
+
+def pays(section: Section) -> bool:
+    """Whether low precision is faster than fp32 on the device of a section."""
+    return section.rewritten.assignment.prices.device is not NEUTRAL
+
+
+def kept_for_backward(section: Section, low: frozenset[str]) -> int:
+    """Bytes of operands that the backward may read where the ops `low` run low."""
+    rewritten = section.rewritten
+    facts = ((n, rewritten.facts.nodes[n]) for n in rewritten.assignment.decisions)
+    return sum(
+        (2 if name in low else 4) * fact.read_numel
+        for name, fact in facts
+        if fact.requires_grad
+    )
 
 
 def _add_ops(rewritten: Rewritten, totals: dict[str, list[int]]) -> None:
@@ -128,14 +146,14 @@ def _add_ops(rewritten: Rewritten, totals: dict[str, list[int]]) -> None:
     for name in rewritten.assignment.decisions:
         is_product = flops_of(nodes[name], rewritten.facts.nodes[name]) > 0
         total = totals[PRODUCTS if is_product else OTHERS]
-        high = _in_fp32(rewritten, name)
+        high = in_fp32(rewritten, name)
         total[0] += 1
         total[1] += high
         total[2] += _placed(rewritten, name)
         total[3] += 0 if name in pinned else high
 
 
-def _in_fp32(rewritten: Rewritten, name: str) -> int:
+def in_fp32(rewritten: Rewritten, name: str) -> int:
     """The price of an op in fp32, without the reward for lowering it."""
     prices = rewritten.assignment.prices
     high, _ = prices.ops[name]
@@ -146,4 +164,4 @@ def _in_fp32(rewritten: Rewritten, name: str) -> int:
 def _placed(rewritten: Rewritten, name: str) -> int:
     if name in rewritten.assignment.low:
         return rewritten.assignment.prices.ops[name][1]
-    return _in_fp32(rewritten, name)
+    return in_fp32(rewritten, name)

@@ -10,8 +10,11 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-WIDTH = 100
-"""Columns of `str(report)`, which has no terminal to ask for a width."""
+WIDTH = 80
+"""Columns of the summary, which has no terminal to ask for a width."""
+
+FULL_WIDTH = 100
+"""Columns of lists with source lines."""
 
 
 def plain_table(first: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
@@ -24,10 +27,10 @@ def plain_table(first: str, *columns: str, numbers: Sequence[str] = ()) -> Table
     return table
 
 
-def as_text(parts: Sequence[RenderableType]) -> str:
-    """The parts as plain text, `WIDTH` columns wide."""
+def as_text(parts: Sequence[RenderableType], width: int = FULL_WIDTH) -> str:
+    """The parts as plain text, `width` columns wide."""
     file = io.StringIO()
-    console = _console(file, color_system=None)
+    console = _console(file, width, color_system=None)
     for part in parts:
         console.print(part)
     lines = (line.rstrip() for line in file.getvalue().splitlines())
@@ -36,13 +39,13 @@ def as_text(parts: Sequence[RenderableType]) -> str:
 
 def recording() -> Console:
     """A console that prints nowhere, and from which HTML can be exported."""
-    return _console(io.StringIO(), color_system="truecolor", record=True)
+    return _console(io.StringIO(), WIDTH, color_system="truecolor", record=True)
 
 
-def _console(file: io.StringIO, **options: Any) -> Console:
+def _console(file: io.StringIO, width: int, **options: Any) -> Console:
     return Console(
         file=file,
-        width=WIDTH,
+        width=width,
         force_terminal=False,
         force_jupyter=False,
         legacy_windows=False,

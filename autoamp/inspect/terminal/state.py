@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.text import Text
@@ -13,15 +13,15 @@ from autoamp.loss_scale import NoLossScale
 _LISTED = 8
 
 
-def covered(shares: Mapping[str, Any]) -> Text:
+def covered(shares: Mapping[str, Any]) -> str:
     """How many calls ran rewritten graphs, and how many flops ran in low precision."""
     ran = shares["calls"] - shares["calls_aside"]
-    text = f"\n{ran:,} of {counted(shares['calls'], 'call')} ran rewritten graphs"
+    text = f"{ran:,} of {counted(shares['calls'], 'call')} ran rewritten graphs"
     if shares["calls_in_part"]:
         text += f", {shares['calls_in_part']:,} of them beside graphs that stayed fp32"
     if shares["flops"]:
         text += f"; {shares['share_of_flops']:.1%} of their flops in low precision"
-    return Text(f"{text}.")
+    return f"{text}."
 
 
 def copied_anew(count: int) -> Text:
@@ -36,20 +36,21 @@ def copied_anew(count: int) -> Text:
     return Text("\n".join(lines))
 
 
-def loss_scaling(state: Mapping[str, Any]) -> Text:
+def loss_scaling(state: Mapping[str, Any]) -> str:
     """The state of loss scaling, for people who wonder why steps were skipped."""
     if state["foreign"]:
-        return Text(
-            "\nLoss scaling: left to the GradScaler that steps the model's optimizer."
-        )
-    skipped = f"{counted(state['skipped_steps'], 'step')} skipped"
+        return "Loss scaling is left to the GradScaler that steps the optimizer."
+    were = "was" if state["skipped_steps"] == 1 else "were"
+    skipped = f"{counted(state['skipped_steps'], 'step')} {were} skipped"
     if state["kind"] == NoLossScale.__name__:
-        lines = [f"\nNo loss scale; {skipped} for gradients that are not finite."]
-        return Text("\n".join([*lines, *_last(state["skips"])]))
-    scale = f"\nLoss scale {state['scale']:,g} ({state['kind']})"
-    steps = f"{counted(state['growth_tracker'], 'step')} since it last moved"
-    return Text("\n".join([f"{scale}, {steps}; {skipped}.", *_last(state["skips"])]))
+        return f"There is no loss scale; {skipped} for gradients that are not finite."
+    since = counted(state["growth_tracker"], "step")
+    scale = f"The loss scale is {state['scale']:,g} ({state['kind']})"
+    return f"{scale}, unchanged for {since}; {skipped}."
 
 
-def _last(skips: Sequence[str]) -> list[str]:
-    return [f"  {why}" for why in skips[-_LISTED:]]
+def skips(state: Mapping[str, Any]) -> list[str]:
+    """Which steps were skipped last, and why."""
+    if state["foreign"]:
+        return []
+    return [f"  {why}" for why in state["skips"][-_LISTED:]]

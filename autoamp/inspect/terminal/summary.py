@@ -1,195 +1,149 @@
-"""The report in one screen: how much is low, what it gains, what is in its way."""
+"""The report in one screen: four questions and their answers."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-from torch import fx
 
-from autoamp.inspect.costs import bytes_text, in_si
-from autoamp.inspect.layouts import layouts_text
-from autoamp.inspect.rows import CastRow, OpRow
-from autoamp.inspect.sections.cast_counts import CastCounts, counts_text
-from autoamp.inspect.sections.dimensions import MULTIPLE, Misfit
-from autoamp.inspect.sections.prediction import Prediction
-from autoamp.inspect.sections.weights import WeightRow
-from autoamp.inspect.terminal.fp32 import by_importance
-from autoamp.inspect.terminal.parts import plain_table
-from autoamp.inspect.text import counted, kernels_text, one_name, op_title, shorten
+from autoamp.inspect.costs import bytes_text, seconds_text
+from autoamp.inspect.sections.headline import Headline, Stayed
+from autoamp.inspect.text import brief, counted, shorten
 
 LISTED = 3
 """Entries of each list; the rest are counted."""
 
+LINE = 78
+"""Columns of a line behind its indentation, on a terminal of 80 columns."""
 
-def head(  # noqa: PLR0917
-    title: str,
-    ops: Sequence[OpRow],
-    counts: CastCounts,
-    low: str,
-    ran: str,
-    graphs: Iterable[fx.GraphModule] = (),
-) -> Text:
-    """How much is low, in a few lines.
+
+def runs_low(
+    found: Headline, low: str, facts: Sequence[str]
+) -> Iterator[Text | Padding]:
+    """What runs low.
 
     Args:
-        title: the first line.
         low: the short name of the compute dtype.
-        ran: the number of graphs, and how often they ran.
-        graphs: the graphs, of which some values may have their channels last.
+        facts: sentences on casts, kernels and calls.
     """
-    is_low = sum(row.is_low for row in ops)
-    lines = (
-        f"{is_low:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
-        counts_text(counts, low),
-        *kernels_text(ops),
-        *layouts_text(graphs),
-        ran,
+    yield _question("What runs low")
+    share = ""
+    if found.share_of_time_low:
+        share = f"; in fp32 they take {found.share_of_time_low:.0%} of the time"
+    yield _line(
+        f"{found.low_ops:,} of {counted(found.float_ops, 'float op')} run in {low}"
+        f"{share}."
     )
-    return Text.assemble((title, "bold"), "".join(f"\n{line}" for line in lines))
+    yield from map(_line, facts)
 
 
-def precisions(ops: Sequence[OpRow], low: str) -> Table:
-    """Ops by precision: the most frequent ops, and all others together."""
-    table = plain_table("op", numbers=(low, "fp32"))
-    counts = Counter((op_title(row.op), row.is_low) for row in ops)
-    names = Counter(op_title(row.op) for row in ops)
-    most = [name for name, _ in names.most_common(2 * LISTED)]
-    for name in most:
-        table.add_row(name, _count(counts[name, True]), _count(counts[name, False]))
-    rest = names.keys() - set(most)
-    if rest:
-        table.add_row(
-            counted(len(rest), "other op"),
-            _count(sum(counts[name, True] for name in rest)),
-            _count(sum(counts[name, False] for name in rest)),
+def gains(found: Headline, low: str) -> Iterator[RenderableType]:
+    """What low precision should gain here, beside fp32 and `torch.autocast`.
+
+    Args:
+        low: the short name of the compute dtype.
+    """
+    source = f" (predicted for {found.device})" if found.device else ""
+    yield _question(f"What it should gain here{source}")
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in ("", "fp32", "torch.autocast", "autoamp"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    if found.seconds is not None:
+        assert found.seconds_fp32 is not None
+        assert found.seconds_autocast is not None
+        times = (found.seconds_fp32, found.seconds_autocast, found.seconds)
+        work = "time of forward and backward" if found.trains else "time of a forward"
+        table.add_row(work, *map(seconds_text, times))
+    if found.trains:
+        sizes = (found.kept_fp32, found.kept_autocast, found.kept)
+        table.add_row("values kept for the backward", *map(bytes_text, sizes))
+    if table.row_count:
+        yield Padding(table, (0, 0, 0, 2))
+    if found.speed_up is not None:
+        yield _line(
+            f"{found.speed_up:.2f} times as fast as fp32, "
+            f"{found.speed_up_over_autocast:.2f} times as fast as torch.autocast."
         )
-    return table
-
-
-def _count(number: int) -> str:
-    return f"{number:,}" if number else "-"
-
-
-def prediction(found: Prediction) -> Iterator[RenderableType]:
-    """The predicted times by class of op, and the bound on the speed-up."""
-    yield Text.assemble(
-        ("\nPredicted time", "bold"),
-        f" of ops and casts, forward and backward (figures of {found.device})",
-    )
-    table = plain_table("", numbers=("number", "in fp32", "as placed"))
-    for each in found.classes:
-        fp32 = _seconds(each.fp32) if each.fp32 else "-"
-        table.add_row(each.title, _count(each.ops), fp32, _seconds(each.placed))
-    table.add_row("together", "", _seconds(found.fp32), _seconds(found.placed))
-    yield Padding(table, (0, 0, 0, 2))
-    share, limit = found.share_that_may_be_low, found.limit
-    bound = f": {limit:.1f} times if these took no time" if limit < 1000 else ""
-    yield _indented(
-        f"{found.speed_up:.2f} times as fast as fp32. Of the fp32 time {share:.0%} is "
-        f"in ops that may be low{bound}."
-    )
-    if found.kept_fp32:
-        yield _indented(
-            f"Operands of ops with a gradient: {bytes_text(found.kept_placed)} instead "
-            f"of {bytes_text(found.kept_fp32)}."
+    elif found.pays:
+        yield _line('No time is predicted under objective="memory".')
+    else:
+        yield _line(
+            f"No time: {low} is no faster than fp32 on this device, but "
+            "do_no_harm=False asks for it."
         )
 
 
-def _seconds(value: float) -> str:
-    return in_si(value * 1e9, ("ns", "µs", "ms", "s"))
+def stayed(
+    found: Headline, groups: Sequence[Stayed], left: Sequence[tuple[str, str]]
+) -> Iterator[Text | Padding]:
+    """What stayed in fp32 and why, the costliest first.
 
-
-def stayed(ops: Sequence[OpRow]) -> Iterator[RenderableType]:
-    """The reasons for which ops are fp32, the most important first."""
-    high = [row for row in ops if not row.is_low]
-    if not high:
+    Args:
+        left: the parts that were not captured, with the reasons.
+    """
+    count = sum(group.count for group in groups)
+    if not count and not left:
+        yield _question("What stayed in fp32, and why")
+        yield _line("Nothing.")
         return
-    yield Text(f"\nWhat stayed in fp32, and why ({counted(len(high), 'op')})", "bold")
-    groups = by_importance(high)
-    for reason, rows in groups[:LISTED]:
-        names = Counter(op_title(row.op) for row in rows)
-        some = ", ".join(name for name, _ in names.most_common(LISTED))
-        moved = bytes_text(sum(row.bytes for row in rows))
-        yield _line(f"• {reason}: {some} ({counted(len(rows), 'op')}, {moved})")
-    if len(groups) > LISTED:
-        yield _line(f"  and {counted(len(groups) - LISTED, 'more reason')}")
+    size = ""
+    if found.seconds is not None and count:
+        spent = sum(group.seconds or 0 for group in groups)
+        size = f", {seconds_text(spent)} of the {seconds_text(found.seconds)}"
+    yield _question(f"What stayed in fp32, and why ({counted(count, 'op')}{size})")
+    for group in groups[:LISTED]:
+        yield _line(_group(group))
+    more = len(groups) - LISTED
+    if more > 0:
+        yield _line(f"and {counted(more, 'more reason')}: report.full()")
+    if left:
+        (what, why), parts = left[0], counted(len(left), "part")
+        them = "was" if len(left) == 1 else "were"
+        where = f"{parts} {them} not captured: {shorten(what)}: "
+        yield _line(where + brief(why, max(LINE - len(where), 24)))
 
 
-def largest_casts(casts: Sequence[CastRow]) -> Iterator[RenderableType]:
-    """The casts made at every call, by source line, the largest first."""
-    groups: dict[tuple[str, str], list[CastRow]] = {}
-    for cast in casts:
-        if cast.every_call:
-            groups.setdefault((cast.kind, cast.source), []).append(cast)
-    if not groups:
-        return
-    largest = sorted(groups.items(), key=lambda g: -sum(c.bytes for c in g[1]))
-    total = sum(cast.bytes for each in groups.values() for cast in each)
-    count = sum(len(each) for each in groups.values())
-    title = (
-        f"\nCasts in each forward ({count:,}, {bytes_text(total)}), the largest first"
-    )
-    yield Text(title, "bold")
-    for (kind, source), each in largest[:LISTED]:
-        size = bytes_text(sum(cast.bytes for cast in each))
-        made = ", ".join(dict.fromkeys(op_title(cast.producer) for cast in each))
-        where = f" at {shorten(source)}" if source else ""
-        yield _line(f"• {len(each)} {kind}, {size}: {made}{where}")
+def _group(group: Stayed) -> str:
+    names = ", ".join(group.ops[:2]) + (", ..." if len(group.ops) > 2 else "")
+    cost = bytes_text(group.bytes)
+    if group.seconds is not None:
+        cost = seconds_text(group.seconds)
+    start = f"{cost:>7}  {names} ({group.count:,}): "
+    return start + brief(group.reason, LINE - len(start))
 
 
-def weights_out_of_range(rows: Sequence[WeightRow]) -> Iterator[RenderableType]:
-    """The weights with numbers that the low dtype cannot hold."""
-    bad = [row for row in rows if not row.fits]
-    if not bad:
-        return
-    title = f"\nWeights out of the range of {bad[0].dtype} ({len(bad)} of {len(rows)})"
-    yield Text(title, "bold")
-    for row in bad[:LISTED]:
-        assert row.range is not None
-        said = f"{row.range.lost:,} of {row.range.count:,} numbers become 0"
-        if row.range.too_large or not math.isfinite(row.range.largest):
-            said = f"the largest magnitude is {row.range.largest:.3g}"
-        yield _line(f"• {row.name}: {said}")
-    if len(bad) > LISTED:
-        yield _line(f"  and {counted(len(bad) - LISTED, 'more weight')}")
+def not_converted(
+    why: Sequence[tuple[str, str]], facts: Sequence[str]
+) -> Iterator[Text | Padding]:
+    """The first three answers for a model that is left as it is.
+
+    Args:
+        facts: sentences on the calls.
+    """
+    yield _question("What runs low")
+    yield _line("Nothing: the model is not converted and runs as it is.")
+    yield from map(_line, facts)
+    yield _question("What it should gain here")
+    yield _line("Nothing.")
+    yield _question("What was not converted, and why")
+    for what, reason in why[:LISTED]:
+        yield _line(f"{shorten(what)}: {reason.rstrip('.')}.")
+    if len(why) > LISTED:
+        yield _line(f"and {len(why) - LISTED:,} more: report.full()")
 
 
-def odd_sizes(misfits: Sequence[Misfit]) -> Iterator[RenderableType]:
-    """The sizes that miss the multiples of tensor cores, with their modules."""
-    if not misfits:
-        return
-    yield Text(f"\nSizes of products that are no multiple of {MULTIPLE}", "bold")
-    sizes: dict[tuple[int, int], list[Misfit]] = {}
-    for each in misfits:
-        sizes.setdefault((each.size, each.next), []).append(each)
-    for (size, above), same in list(sizes.items())[:LISTED]:
-        where = one_name([misfit.module or misfit.name for misfit in same])
-        yield _line(f"• {size:,} in {where}: tensor cores prefer {above:,}")
-    if len(sizes) > LISTED:
-        yield _line(f"  and {counted(len(sizes) - LISTED, 'more size')}")
+def what_next(advice: Sequence[str]) -> Iterator[Text | Padding]:
+    """What to do next."""
+    yield _question("What to do next")
+    yield from map(_line, advice)
 
 
-def not_converted(parts: Sequence[tuple[str, str]]) -> Iterator[RenderableType]:
-    """The parts that were not converted, with the reasons."""
-    if not parts:
-        return
-    yield Text("\nNot converted, and why", "bold")
-    for name, why in parts[:LISTED]:
-        yield _indented(f"{shorten(name)}: {why}")
-    if len(parts) > LISTED:
-        yield _indented(f"and {len(parts) - LISTED} more")
+def _question(text: str) -> Text:
+    return Text(text, "bold")
 
 
 def _line(text: str) -> Padding:
-    """One line; what does not fit is cut."""
-    return Padding(Text(text, no_wrap=True, overflow="ellipsis"), (0, 0, 0, 2))
-
-
-def _indented(text: str) -> Padding:
     return Padding(Text(text), (0, 0, 0, 2))

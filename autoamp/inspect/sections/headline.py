@@ -1,0 +1,209 @@
+"""The figures that answer "what does mixed precision do to this model, and for what?".
+
+`print(report)`, the page and the JSON read the figures from here, so that all of them
+say the same number for the same thing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autoamp.inspect.costs import Costs
+from autoamp.inspect.rows import OpRow, Section
+from autoamp.inspect.sections.prediction import (
+    has_times,
+    in_fp32,
+    kept_for_backward,
+    pays,
+)
+from autoamp.inspect.text import op_title
+from autoamp.place.cost import TRAINING_FACTOR, UNIT_NS
+from autoamp.place.policies import POLICIES, project
+
+AUTOCAST = "promote"
+"""The policy that places casts as the type promotion of `torch.autocast` does."""
+
+
+@dataclass(frozen=True)
+class Stayed:
+    """Ops that stayed in fp32 for one reason.
+
+    Attributes:
+        reason: a clause whose subject is the ops.
+        ops: the short names of the ops, the costliest first.
+        count: the number of the ops.
+        seconds: their predicted time together; None where no time is predicted.
+        bytes: fp32 bytes that they read and write.
+        costliest: the op with the largest part of the time, or else of the bytes.
+    """
+
+    reason: str
+    ops: tuple[str, ...]
+    count: int
+    seconds: float | None
+    bytes: int
+    costliest: OpRow
+
+
+@dataclass(frozen=True)
+class Headline:
+    """The figures of the summary, over all graphs of a report.
+
+    Predicted times are of one run of all graphs: a forward, and a backward where
+    gradients are recorded.
+
+    Attributes:
+        low_ops, float_ops: the number of ops in low precision, and of all float ops.
+        share_of_time_low: the share of the predicted fp32 time in the ops that run low,
+            0 to 1; None where no time is predicted.
+        trains: whether any op records gradients.
+        pays: whether 16 bits are faster than fp32 on the device; without it ops run low
+            only where `do_no_harm=False` asks for it, and no time is predicted.
+        device: the device whose figures the predicted times are from; "" without them.
+        seconds_fp32, seconds_autocast, seconds: the predicted time with every op in
+            fp32, with the ops placed as `torch.autocast` would place them, and as
+            placed; None where no time is predicted.
+        seconds_of_launches: the part of `seconds_fp32` in which ops are only started.
+        kept_fp32, kept_autocast, kept: bytes of operands that the backward may read, in
+            the same three ways; 0 where no gradient is recorded.
+    """
+
+    low_ops: int
+    float_ops: int
+    share_of_time_low: float | None
+    trains: bool
+    pays: bool
+    device: str
+    seconds_fp32: float | None
+    seconds_autocast: float | None
+    seconds: float | None
+    seconds_of_launches: float | None
+    kept_fp32: int
+    kept_autocast: int
+    kept: int
+
+    @property
+    def speed_up(self) -> float | None:
+        """How many times as fast as fp32; None where no time is predicted."""
+        return _ratio(self.seconds_fp32, self.seconds)
+
+    @property
+    def speed_up_over_autocast(self) -> float | None:
+        """How many times as fast as with autocast's placement, as for `speed_up`."""
+        return _ratio(self.seconds_autocast, self.seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """Every figure by its name."""
+        ratios = ("speed_up", "speed_up_over_autocast")
+        return {**asdict(self), **{name: getattr(self, name) for name in ratios}}
+
+
+def _ratio(before: float | None, after: float | None) -> float | None:
+    if before is None or after is None:
+        return None
+    return before / after if after else 1.0
+
+
+def headline_of(
+    sections: Sequence[Section], ops: Sequence[OpRow], costs: Sequence[Costs]
+) -> Headline:
+    """The figures of all sections; a body of a loop counts as run once."""
+    second = UNIT_NS * 1e-9
+    timed = bool(sections) and all(map(has_times, sections))
+    fp32 = autocast = placed = high_of_low = launches = 0
+    kept = [0, 0, 0]
+    for section, cost in zip(sections, costs, strict=True):
+        rewritten = section.rewritten
+        assignment = rewritten.assignment
+        by_autocast = project(
+            assignment.problem, POLICIES[AUTOCAST](rewritten.classified)
+        )
+        for place, low in enumerate((frozenset[str](), by_autocast, assignment.low)):
+            kept[place] += kept_for_backward(section, low)
+        if timed:
+            fp32 += sum(in_fp32(rewritten, name) for name in assignment.decisions)
+            autocast += cost.placements[AUTOCAST].estimate
+            placed += cost.ours.estimate
+            high_of_low += sum(in_fp32(rewritten, name) for name in assignment.low)
+            launches += _launches(section)
+    return Headline(
+        low_ops=sum(row.is_low for row in ops),
+        float_ops=len(ops),
+        share_of_time_low=(high_of_low / fp32 if fp32 else 0.0) if timed else None,
+        trains=kept[0] > 0,
+        pays=all(pays(section) for section in sections),
+        device=sections[0].rewritten.assignment.prices.device.name if timed else "",
+        seconds_fp32=fp32 * second if timed else None,
+        seconds_autocast=autocast * second if timed else None,
+        seconds=placed * second if timed else None,
+        seconds_of_launches=launches * second if timed else None,
+        kept_fp32=kept[0],
+        kept_autocast=kept[1],
+        kept=kept[2],
+    )
+
+
+def _launches(section: Section) -> int:
+    """The price of starting every op in fp32, in the forward and in the backward."""
+    rewritten = section.rewritten
+    start = round(rewritten.assignment.prices.device.launch_ns / UNIT_NS)
+    facts = rewritten.facts.nodes
+    times = {n: TRAINING_FACTOR if facts[n].requires_grad else 1 for n in facts}
+    return sum(
+        min(in_fp32(rewritten, name), start * times[name])
+        for name in rewritten.assignment.decisions
+    )
+
+
+def stayed_groups(
+    sections: Sequence[Section], ops: Iterable[OpRow]
+) -> tuple[Stayed, ...]:
+    """The ops in fp32 by reason, the reason that costs most first."""
+    seconds = _seconds_of_ops(sections)
+    groups: dict[str, list[OpRow]] = defaultdict(list)
+    for row in ops:
+        if not row.is_low:
+            groups[row.heading].append(row)
+    found = [_stayed(reason, rows, seconds) for reason, rows in groups.items()]
+    return tuple(sorted(found, key=lambda g: (-(g.seconds or 0), -g.bytes)))
+
+
+_Key = tuple[int, str, str]
+
+
+def _seconds_of_ops(sections: Sequence[Section]) -> Mapping[_Key, float] | None:
+    """The predicted time in fp32 of each op; None where no time is predicted."""
+    if not all(map(has_times, sections)):
+        return None
+    return {
+        (section.graph, section.body, name): in_fp32(section.rewritten, name)
+        * UNIT_NS
+        * 1e-9
+        for section in sections
+        for name in section.rewritten.assignment.decisions
+    }
+
+
+def _stayed(
+    reason: str, rows: Sequence[OpRow], seconds: Mapping[_Key, float] | None
+) -> Stayed:
+    def weight(row: OpRow) -> tuple[float, int]:
+        time = seconds[row.graph, row.body, row.name] if seconds else 0.0
+        return time, row.bytes
+
+    totals: dict[str, tuple[float, int]] = {}
+    for row in rows:
+        name, (time, size) = op_title(row.op), weight(row)
+        before = totals.get(name, (0.0, 0))
+        totals[name] = before[0] + time, before[1] + size
+    return Stayed(
+        reason=reason,
+        ops=tuple(sorted(totals, key=lambda name: totals[name], reverse=True)),
+        count=len(rows),
+        seconds=sum(t for t, _ in totals.values()) if seconds is not None else None,
+        bytes=sum(row.bytes for row in rows),
+        costliest=max(rows, key=weight),
+    )

@@ -1,0 +1,98 @@
+"""The parts of a report in the order in which they are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Protocol
+
+from rich.console import RenderableType
+from rich.text import Text
+from torch import fx
+
+from autoamp.inspect.layouts import layouts_text
+from autoamp.inspect.rows import CastRow, OpRow
+from autoamp.inspect.sections.advice import Asked
+from autoamp.inspect.sections.cast_counts import CastCounts, counts_text
+from autoamp.inspect.terminal import details, state, summary
+from autoamp.inspect.text import counted, kernels_text, not_captured
+
+
+class Printed(Asked, Protocol):
+    """The parts of a `Report` that are printed."""
+
+    @property
+    def advice(self) -> Sequence[str]: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def explained_for(self) -> str: ...
+    @property
+    def graphs(self) -> Sequence[fx.GraphModule]: ...
+    @property
+    def ops(self) -> Sequence[OpRow]: ...
+    @property
+    def casts(self) -> Sequence[CastRow]: ...
+    @property
+    def cast_counts(self) -> CastCounts: ...
+
+
+def summary_of(report: Printed) -> Iterator[RenderableType]:
+    """The summary: four questions and their answers."""
+    title = f"autoamp report: {report.label}"
+    if report.explained_for:
+        title += f", explained for {report.explained_for}"
+    low = report.compute_dtype
+    if low is None:
+        yield Text(title, "bold")
+        if not report.skipped:
+            yield Text("no graph captured yet: call the model once, then ask again")
+            return
+        yield from summary.not_converted(report.skipped, [*_calls(report)])
+    else:
+        yield Text(f"{title}, compute dtype {low}", "bold")
+        facts = [*_graphs(report, low), *_calls(report)]
+        yield from summary.runs_low(report.headline, low, facts)
+        yield from summary.gains(report.headline, low)
+        left = not_captured(report.skipped)
+        yield from summary.stayed(report.headline, report.stayed, left)
+    yield from summary.what_next(report.advice)
+
+
+def _graphs(report: Printed, low: str) -> Iterator[str]:
+    """Sentences on the casts, the kernels and the graphs."""
+    yield counts_text(report.cast_counts, low)
+    yield from kernels_text(report.ops)
+    yield from layouts_text(report.graphs)
+    graphs = f"{counted(len(report.graphs), 'graph')} captured"
+    if report.explained_for:
+        yield f"{graphs}; nothing was converted: convert() would do this."
+    else:
+        yield f"{graphs}; rewritten graphs ran {counted(report.runs, 'time')}."
+
+
+def _calls(report: Printed) -> Iterator[str]:
+    """Sentences on what has happened in calls and steps so far."""
+    if report.explained_for:
+        return
+    if report.coverage is not None and report.coverage.calls:
+        yield state.covered(report.coverage.counts_and_shares())
+    if report.loss_scale is not None:
+        yield state.loss_scaling(asdict(report.loss_scale))
+
+
+def details_of(report: Printed) -> Iterator[RenderableType]:
+    """The lists behind the summary, which the full report ends with."""
+    if report.prediction is not None and report.ops:
+        yield from details.prediction(report.prediction)
+    yield from details.largest_casts(report.casts)
+    yield from details.weights_out_of_range(report.weights)
+    yield from details.odd_sizes(report.misfits)
+    if report.explained_for:
+        return
+    if report.unwatched:
+        yield state.copied_anew(report.unwatched)
+    for line in _calls(report):
+        yield Text(f"\n{line}")
+    if report.loss_scale is not None:
+        yield from map(Text, state.skips(asdict(report.loss_scale)))
