@@ -206,6 +206,8 @@ def bench(
     seconds: float = 10.0,
     steps: int = 5,
     sweep: Sequence[int] = (),
+    memory: int | str | None = None,
+    grams_per_kwh: float | None = None,
     **kwargs: Any,
 ) -> Bench:
     """Measures whether mixed precision helps a model here: time, memory, bytes, losses.
@@ -236,11 +238,14 @@ def bench(
         seconds: the time after which no further round begins.
         steps: how many steps the losses are compared for.
         sweep: batch sizes to measure; the samples of the arguments are repeated.
+        memory: looks for the largest batch of each way whose step holds at most so
+            much: bytes, or a text such as "8GiB".
+        grams_per_kwh: grams of CO2 of a kilowatt-hour, to show CO2 with the energy.
         **kwargs: keyword arguments of the call.
 
     Returns:
-        The figures of each way; `print(bench)` shows them, and `bench.to_json()` and
-        `bench.to_markdown()` write them.
+        The figures of each way; `print(bench)` shows them, and `bench.to_json()`,
+        `bench.to_markdown()` and `bench.to_svg()` write them.
 
     Raises:
         AutoampError: the model, its arguments or an option cannot be used.
@@ -269,4 +274,6 @@ def bench(
         seconds=seconds,
         steps=steps,
         sweep=sweep,
+        memory=memory,
+        grams_per_kwh=grams_per_kwh,
     )

@@ -72,8 +72,13 @@ class _Names(click.ParamType):  # type: ignore[type-arg]
     help="Compare the losses of so many steps.",
 )
 @click.option("--sweep", type=_Numbers(), metavar="B,B", help="Measure these batches.")
+@click.option("--memory", metavar="SIZE", help="Find the largest batch in 8GiB, say.")
+@click.option(
+    "--grams-per-kwh", type=click.FloatRange(0), help="Show CO2, at so much a kWh."
+)
 @click.option("--json", type=_PATH, help="Write the figures as JSON.")
 @click.option("--markdown", type=_PATH, help="Write the tables as markdown.")
+@click.option("--plot", type=_PATH, help="Write a bar plot of the times as SVG.")
 @with_convert_options
 @click.argument("factory", metavar="MODULE:FACTORY")
 def bench(
@@ -87,8 +92,11 @@ def bench(
     seconds: float,
     steps: int,
     sweep: tuple[int, ...] | None,
+    memory: str | None,
+    grams_per_kwh: float | None,
     json: str | None,
     markdown: str | None,
+    plot: str | None,
     **given: Any,
 ) -> None:
     """Times a model in fp32, under autocast, and with autoamp, side by side.
@@ -111,7 +119,7 @@ def bench(
 
     if infer and generate:
         raise click.UsageError("--infer and --generate exclude each other")
-    paths = [path for path in (json, markdown) if path]
+    paths = [path for path in (json, markdown, plot) if path]
     _refuse_unwritable(paths)
     with asking(factory):
         made = made_by(factory, data=True)
@@ -130,19 +138,33 @@ def bench(
                 seconds=seconds,
                 steps=steps,
                 sweep=sweep or (),
+                memory=memory,
+                grams_per_kwh=grams_per_kwh,
             )
         except BenchInterrupted as interrupted:
             found = interrupted.bench
     if not found.complete:
-        if found.rows:
-            show(found)
-        click.echo("Interrupted: what was measured so far is above.", err=True)
-        raise SystemExit(_INTERRUPTED)
-    for path, make in ((json, found.to_json), (markdown, found.to_markdown)):
+        _end(found)
+    written = (
+        (json, found.to_json),
+        (markdown, found.to_markdown),
+        (plot, found.to_svg),
+    )
+    for path, make in written:
         if path:
             _write(path, make())
     if "-" not in paths:
         show(found)
+
+
+def _end(found: Any) -> None:
+    """Prints what was measured before Ctrl-C, and ends the command."""
+    if found.rows:
+        show(found)
+        click.echo("Interrupted: what was measured so far is above.", err=True)
+    else:
+        click.echo("Interrupted before a step was timed.", err=True)
+    raise SystemExit(_INTERRUPTED)
 
 
 def _refuse_unwritable(paths: Sequence[str]) -> None:

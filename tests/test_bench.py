@@ -173,7 +173,7 @@ def test_markdown_has_a_line_for_each_way(trained) -> None:
         ({"ways": ["fastest"]}, "'fastest' is not a way"),
         ({"generate": 4}, "has no method `generate`"),
         ({"data": []}, "data= has no batch"),
-        ({"sweep": [4], "data": [X]}, "sweep= resizes"),
+        ({"sweep": [4], "data": [X]}, "cannot be resized"),
         ({"loss_fn": lambda out: out}, "no tensor of one element"),
     ],
 )
@@ -185,3 +185,68 @@ def test_wrong_input_is_refused(wrong, said) -> None:
 def test_a_model_without_weights_to_train_is_refused() -> None:
     with pytest.raises(autoamp.AutoampError, match="ask for inference"):
         autoamp.bench(layers().requires_grad_(False), X, ways=["half"], **QUICK)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 7, 300, 4097])
+def test_the_largest_batch_is_found_on_lines_and_curves(most) -> None:
+    from autoamp.benchmark.largest import search
+
+    for power in (1, 2):
+        tried = []
+
+        def peak(size: int, power: int = power, tried: list[int] = tried) -> int | None:
+            tried.append(size)
+            # Beyond twice the size, memory runs out.
+            return 1000 + 8 * size**power if size <= 2 * most + 1 else None
+
+        assert search(peak, 1000 + 8 * most**power) == most
+        assert len(tried) == len(set(tried)) <= 40
+
+
+def test_a_budget_is_read() -> None:
+    from autoamp.benchmark.largest import bytes_in
+
+    assert bytes_in("8GiB") == 8 * 2**30
+    assert bytes_in("1.5 MB") == 1_500_000
+    assert bytes_in(7) == 7
+    for wrong in ("", "much", "-1", "0"):
+        with pytest.raises(autoamp.AutoampError, match="write 8GiB"):
+            bytes_in(wrong)
+
+
+def test_energy_without_a_counter_is_called_an_estimate(monkeypatch, tmp_path) -> None:
+    from autoamp.benchmark import energy
+
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path / "none")
+    found = autoamp.bench(layers(), X, ways=["half"], grams_per_kwh=360, **QUICK)
+    fp32 = found.row("fp32")
+    assert fp32.energy_from == "estimate"
+    assert "an estimate" in found.energy_how
+    assert fp32.joules == pytest.approx(fp32.flops * 2.3e-12 + fp32.moved * 160e-12)
+    # 1,000 steps, 3.6 MJ a kilowatt-hour.
+    assert fp32.co2_grams == pytest.approx(fp32.joules * 0.1)
+    assert "about" in str(found)
+
+
+def test_rapl_is_read_where_it_is_there(monkeypatch, tmp_path) -> None:
+    from autoamp.benchmark import energy
+
+    zone = tmp_path / "intel-rapl:0"
+    zone.mkdir()
+    (zone / "energy_uj").write_text("2500000")
+    (zone / "max_energy_range_uj").write_text("9000000")
+    (tmp_path / "intel-rapl:0:1").mkdir()  # a part of the package
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
+    meter, why_not = energy.meter_for(torch.device("cpu"))
+    assert (meter.kind, meter.joules(), meter.period) == ("rapl", 2.5, 9.0)
+    assert why_not == ""
+
+
+def test_the_plot_has_a_bar_for_each_way(trained) -> None:
+    from xml.etree import ElementTree as ET
+
+    root = ET.fromstring(trained.to_svg())
+    bars = [e for e in root if e.tag.endswith("rect")][1:]
+    ratios = [row.ratio for row in trained.rows]
+    widths = [float(bar.get("width")) for bar in bars]
+    assert [w / widths[0] for w in widths] == pytest.approx(ratios, rel=0.01)

@@ -9,10 +9,11 @@ from torch import nn
 
 from autoamp.ask.examine import checked_model, options_for
 from autoamp.benchmark.clock import Length
+from autoamp.benchmark.largest import bytes_in
 from autoamp.benchmark.measure import Measurement, Plan
 from autoamp.benchmark.result import Bench
 from autoamp.benchmark.step.batch import resized
-from autoamp.benchmark.step.running import copy_of, device_of
+from autoamp.benchmark.step.running import device_of
 from autoamp.benchmark.step.task import Task, adamw
 from autoamp.benchmark.step.ways import KINDS, precision_for, ways_for
 from autoamp.errors import OptionError, UnsupportedModelError
@@ -35,6 +36,8 @@ def bench_model(
     seconds: float = 10.0,
     steps: int = 5,
     sweep: Sequence[int] = (),
+    memory: int | str | None = None,
+    grams_per_kwh: float | None = None,
 ) -> Bench:
     """See `autoamp.bench`.
 
@@ -46,17 +49,23 @@ def bench_model(
         model, args, kwargs, data = made_by(model, args, kwargs, data)
     model = checked_model(model)
     _check_numbers(generate, rounds, seconds, steps)
-    if sweep and data is not None:
-        raise OptionError("sweep= resizes the arguments of a call; data= has its own")
+    if (sweep or memory is not None) and data is not None:
+        raise OptionError(
+            "sweep= and memory= resize the arguments of a call, and batches of data= "
+            "cannot be resized: give only one of the two"
+        )
+    budget = None if memory is None else bytes_in(memory)
     call = (tuple(args), dict(kwargs))
-    for size in sweep:
+    for size in [*sweep, *([1] if memory is not None else [])]:
         resized(call, size)
     kind = "generate" if generate else "inference" if infer else "training"
     task = Task(kind, call, generate, loss_fn, optimizer or adamw, data)
     chosen = options_for(model, options)
-    low = precision_for(copy_of(model), chosen)
+    low = precision_for(model, chosen)
     found = ways_for(device_of(model), low, chosen, ways, compiled=compiled)
-    plan = Plan(found, task, Length(rounds, seconds), steps, sweep)
+    plan = Plan(
+        found, task, Length(rounds, seconds), steps, sweep, budget, grams_per_kwh
+    )
     return Measurement(model, plan).run()
 
 

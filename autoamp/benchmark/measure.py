@@ -12,9 +12,10 @@ from torch import nn
 
 from autoamp import compat
 from autoamp.ask.progress import told
-from autoamp.benchmark import memory
+from autoamp.benchmark import energy, memory
 from autoamp.benchmark.clock import Length, in_rounds
 from autoamp.benchmark.figures import Figures, figures_of
+from autoamp.benchmark.largest import largest_batch, within_reach
 from autoamp.benchmark.record import Row
 from autoamp.benchmark.result import Bench
 from autoamp.benchmark.rows import Entry, busy, disturbed, row_of
@@ -53,6 +54,8 @@ class Plan:
         length: how long to time.
         steps: how many losses are wanted.
         sweep: batch sizes; empty for that of the arguments.
+        memory: bytes that the largest batch may hold; None: it is not looked for.
+        grams_per_kwh: grams of CO2 of a kilowatt-hour; None: CO2 is not shown.
     """
 
     ways: Sequence[Way]
@@ -60,6 +63,8 @@ class Plan:
     length: Length
     steps: int = 5
     sweep: Sequence[int] = ()
+    memory: int | None = None
+    grams_per_kwh: float | None = None
 
 
 class Measurement:
@@ -74,6 +79,7 @@ class Measurement:
         self.apart = False
         self.loss_from = ""
         self.notes = busy()
+        self.meter, self.no_meter = energy.meter_for(self.device)
         self.begun = time.perf_counter()
 
     def run(self) -> Bench:
@@ -87,6 +93,7 @@ class Measurement:
             with _process_as_it_was():
                 for size in self.plan.sweep or (None,):
                     self._measure(size)
+                self._find_largest()
         except KeyboardInterrupt:
             self._gather()
             raise BenchInterrupted(self.bench(complete=False)) from None
@@ -108,7 +115,11 @@ class Measurement:
             rounds=max((len(row.times) for row in self.rows), default=0),
             interleaved=not self.apart,
             memory_how=memory.measured_how(self.device),
-            energy_how="not measured",
+            energy_how=energy.described(
+                self.meter,
+                self.no_meter,
+                estimated=any(row.energy_from == "estimate" for row in self.rows),
+            ),
             notes=tuple(dict.fromkeys(self.notes)),
             complete=complete,
             measured_seconds=time.perf_counter() - self.begun,
@@ -191,7 +202,35 @@ class Measurement:
             rounds.append(0)
             next(bar)
         for entry in entries:
-            entry.take()
+            if entry.runner is not None:
+                entry.take()
+                if self.meter is not None:
+                    entry.joules = self.meter.of_a_step(entry.runner)
+                    entry.energy_from = self.meter.kind
+
+    def _find_largest(self) -> None:
+        """Looks for the largest batch of each way within the budget."""
+        if self.plan.memory is None:
+            return
+        budget = within_reach(self.plan.memory, self.device)
+        if budget < self.plan.memory:
+            self.notes.append(
+                f"The budget of the largest batch was {budget / 1e6:,.0f} MB, because "
+                "no more memory is free"
+            )
+        last = self.rows[-1].batch
+        for way in told(self.plan.ways, "looking for the largest batches"):
+            places = [i for i, r in enumerate(self.rows) if r.way == way.name]
+            place = next((i for i in places if self.rows[i].batch == last), None)
+            if place is None or self.rows[place].error:
+                continue
+            try:
+                found = largest_batch(way, self.model, self.plan.task, budget)
+            except Exception as error:  # noqa: BLE001 (the way runs at its own batch)
+                said = plain_line(_first_line(error), 200)
+                self.notes.append(f"The largest batch of {way.name} is unknown: {said}")
+            else:
+                self.rows[place] = replace(self.rows[place], largest_batch=found)
 
     def _gather(self) -> None:
         """Makes rows of the ways that were entered."""
@@ -200,7 +239,13 @@ class Measurement:
         found = [entry for entry in self.entries if entry.error or entry.times]
         base = self.entries[0].times if self.entries else []
         for entry in found:
-            row = row_of(entry, self.task, base, paired=not self.apart)
+            row = row_of(
+                entry,
+                self.task,
+                base,
+                paired=not self.apart,
+                grams_per_kwh=self.plan.grams_per_kwh,
+            )
             self.rows.append(row)
             self.notes += disturbed(row)
         self._close()

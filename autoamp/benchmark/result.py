@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 
 from autoamp.benchmark.answer import Answer, answer
 from autoamp.benchmark.record import Measured, Row
-from autoamp.benchmark.shown import table
+from autoamp.benchmark.shown import plot, table
 
 SCHEMA = 1
 """The version of the JSON; it grows when a field changes its meaning or goes."""
@@ -38,6 +38,10 @@ class Bench(Measured):
     def to_markdown(self) -> str:
         """The tables as GitHub's markdown."""
         return table.markdown(self)
+
+    def to_svg(self) -> str:
+        """A bar plot of the times, fp32 = 1, as SVG."""
+        return plot.svg(self)
 
     def __str__(self) -> str:
         return table.text(self)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoamp.benchmark.clock import outliers, ratio, sigma
+from autoamp.benchmark.energy import co2_grams, estimate
 from autoamp.benchmark.figures import Figures
 from autoamp.benchmark.record import Row
 from autoamp.benchmark.step.batch import batch_size, token_count
@@ -27,6 +28,8 @@ class Entry:
     figures: Figures | None = None
     runner: Running | None = None
     error: str = ""
+    joules: float | None = None
+    energy_from: str = ""
     times: list[float] = field(default_factory=list)
     data_times: list[float] = field(default_factory=list)
 
@@ -45,12 +48,20 @@ class Entry:
             gc.collect()
 
 
-def row_of(entry: Entry, task: Task, base: Sequence[float], *, paired: bool) -> Row:
+def row_of(
+    entry: Entry,
+    task: Task,
+    base: Sequence[float],
+    *,
+    paired: bool,
+    grams_per_kwh: float | None = None,
+) -> Row:
     """The row of a way.
 
     Args:
         base: the times of fp32.
         paired: whether the n-th times of both are of one round.
+        grams_per_kwh: grams of CO2 of a kilowatt-hour.
     """
     way, loads = entry.way, task.data is not None
     size = None if loads else batch_size(task.call)
@@ -60,6 +71,12 @@ def row_of(entry: Entry, task: Task, base: Sequence[float], *, paired: bool) -> 
         return row
     middle = statistics.median(times)
     share = ratio(times, base, paired=paired) if base else (None, None)
+    joules, energy_from = entry.joules, entry.energy_from
+    if joules is None and (joules := estimate(known)) is not None:
+        energy_from = "estimate"
+    grams = None
+    if joules is not None and grams_per_kwh is not None:
+        grams = co2_grams(joules, grams_per_kwh)
     tokens = None if loads else token_count(task.call)
     if task.kind == "generate":
         tokens = (size or 1) * task.tokens
@@ -81,6 +98,9 @@ def row_of(entry: Entry, task: Task, base: Sequence[float], *, paired: bool) -> 
         flops=known.flops,
         low_flops=known.low_flops,
         losses=known.losses,
+        joules=joules,
+        energy_from=energy_from,
+        co2_grams=grams,
     )
 
 

@@ -1,0 +1,119 @@
+"""The largest batch that a way runs within a budget of memory."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from autoamp.benchmark import memory
+from autoamp.benchmark.step.batch import resized
+from autoamp.benchmark.step.running import Running, device_of
+from autoamp.benchmark.step.task import Task
+from autoamp.benchmark.step.ways import Way
+from autoamp.errors import OptionError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+_MOST = 2**20
+"""No larger batch is tried."""
+
+_STEPS = 2
+"""Steps of each trial: the first makes the optimizer's state, which the next holds."""
+
+
+def bytes_in(given: int | str) -> int:
+    """The bytes of a number, or of a text such as "8GiB", "500 MB" or "2g".
+
+    Raises:
+        OptionError: it is no amount of memory above 0.
+    """
+    text = str(given).strip().lower()
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text)
+    amount = 0
+    if found:
+        units = _BINARY if found[3] else _UNITS
+        amount = int(float(found[1]) * units[found[2]])
+    if amount < 1:
+        raise OptionError(f"memory={given!r} is no amount of memory: write 8GiB, 500MB")
+    return amount
+
+
+def within_reach(budget: int, device: torch.device) -> int:
+    """The budget, or what can be allocated on the device where that is less."""
+    free = memory.available(device)
+    return budget if free is None else min(budget, int(free * 0.9))
+
+
+def largest_batch(way: Way, model: nn.Module, task: Task, budget: int) -> int:
+    """The largest batch whose step holds at most `budget` bytes; 0 for none.
+
+    A trial that runs out of memory counts as one that does not fit.
+    """
+    return search(lambda size: _peak(way, model, task, size), budget)
+
+
+def search(peak: Callable[[int], int | None], budget: int) -> int:
+    """The largest size whose peak is within the budget, where peaks grow with sizes.
+
+    Peaks are nearly a line, so the next size to try is where the line through the two
+    latest reaches the budget; every third trial halves what is left instead, so that a
+    curve costs no more than bisection does.
+
+    Args:
+        peak: the bytes of a size; None where memory runs out.
+    """
+    least, most = 0, _MOST + 1
+    known: list[tuple[int, int]] = []
+    trials, size = 0, 1
+    while most - least > 1:
+        found = peak(size)
+        trials += 1
+        if found is not None:
+            known.append((size, found))
+        if found is not None and found <= budget:
+            least = size
+        else:
+            most = size
+        halves = trials % 3 == 0 and most <= _MOST
+        guess = None if halves else _where(known, budget)
+        middle = least * 2 if most > _MOST else (least + most) // 2
+        size = min(max(middle if guess is None else guess, least + 1), most - 1)
+    return least
+
+
+def _where(known: Sequence[tuple[int, int]], budget: int) -> int | None:
+    """The size at which the line through the two latest peaks reaches the budget."""
+    if len(known) < 2:
+        return None
+    (one, low), (other, high) = known[-2:]
+    slope = (high - low) / (other - one)
+    return int(other + (budget - high) / slope) if slope > 0 else None
+
+
+def _peak(way: Way, model: nn.Module, task: Task, size: int) -> int | None:
+    """The most memory held in a step of this size; None where memory runs out."""
+    device = device_of(model)
+    held = memory.Held(device)
+    running: Running | None = None
+    try:
+        running = Running(way, model, replace(task, call=resized(task.call, size)))
+        for _ in range(_STEPS):
+            running.step(running.batch())
+        own = running
+        return held.peak(lambda: own.step(own.batch()))
+    except Exception as error:
+        if not memory.is_out_of_memory(error):
+            raise
+        return None
+    finally:
+        if running is not None:
+            running.close()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
