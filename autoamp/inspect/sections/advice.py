@@ -182,8 +182,8 @@ def _little(asked: Asked) -> Iterator[str]:
     limit = asked.prediction.limit if asked.prediction else LITTLE
     if limit < LITTLE:
         yield (
-            "Nothing. Most of the time is in ops that must stay fp32: the model cannot "
-            f"become more than {limit:.2f} times as fast as in fp32."
+            "No option helps: most of the time is in ops that must stay fp32, so the "
+            f"model cannot become more than {limit:.2f} times as fast as in fp32."
         )
     elif launches > 0.5:
         yield (
