@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+import autoamp
 from autoamp.graph_functions import low_uses, low_weight, saturating_cast
 from autoamp.options import Options
 from autoamp.pipeline import Rewritten, rewrite_graph
@@ -246,6 +247,27 @@ def test_a_copy_that_is_written_stays_a_copy(write: bool) -> None:
     assert len(nodes(found, ATEN.clone.default)) == write, "a view stays a view"
     for got, expected in zip(found.gm(x), function(Of(function), x), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_pieces_beside_a_returned_size_are_no_copies(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither `unbind` nor a size is one tensor: no piece is taken for the size."""
+
+    class Pieces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            left, right = self.fc(x).unbind(-2)
+            return self.fc(left * right), x.shape[0] * 2
+
+    model = autoamp.convert(Pieces(), precision="bf16", do_no_harm=False)
+    for rows in (4, 5):  # the second size makes the size a value of the graph
+        result, size = model(torch.randn(rows, 2, WIDTH))
+        assert (result.shape, size) == ((rows, WIDTH), rows * 2)
+    assert "failed check" not in caplog.text
 
 
 @pytest.mark.parametrize("op", ["clone", "relu"])
