@@ -90,7 +90,9 @@ def described(meter: Meter | None, why_not: str, *, estimated: bool) -> str:
     """How the energy was measured, in words."""
     if meter is not None:
         return meter.how
-    return f"not measured ({why_not})" + (f"; J is {_ESTIMATED}" if estimated else "")
+    return f"not measured ({why_not})" + (
+        f"; the joules are {_ESTIMATED}" if estimated else ""
+    )
 
 
 def co2_grams(joules: float, grams_per_kwh: float) -> float:
