@@ -185,3 +185,19 @@ def test_two_ranks_that_do_not_end_are_ended() -> None:
     done = run_example("--steps", "1000000", "--timeout", "15", script=script)
     assert done.returncode == 1
     assert "did not end in 15 s" in done.stderr
+
+
+@pytest.mark.slow
+def test_three_lines_and_one_save_the_published_memory() -> None:
+    done = run_example(script=SCRIPT.with_name("three_lines.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_bert_learns_in_mixed_precision_without_knowing() -> None:
+    script = SCRIPT.with_name("finetune_bert_trainer.py")
+    options = ["--precision", "bf16", "--do-no-harm", "0", str(script)]
+    done = run_example("run", *options, script=SCRIPT.parent.parent / "autoamp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "BertForSequenceClassification is converted to bf16" in done.stderr
+    assert "autoamp" not in script.read_text().partition("from __future__")[2]
