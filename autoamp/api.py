@@ -65,8 +65,9 @@ def convert(
         precision: "auto", "fp16", "bf16" or the torch dtype.  "auto" is fp16 on a GPU
             and bf16 on a CPU with bf16 units; otherwise a warning says that the model
             is not converted.
-        rules: a rules file laid over the built-in one, a `Rules`, or one of the
-            complete sets "torch-cuda", "torch-cpu", "tensorflow".
+        rules: the path of a rules file, which is laid over the built-in one; a `Rules`,
+            which is used as it is, without the built-in one; or one of the complete
+            sets "torch-cuda", "torch-cpu", "tensorflow".
         allow, deny, infer, clear: op names moved to that list ("linear", "aten::exp").
         keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*"), beside
             what the model names itself (`_keep_in_fp32_modules` of transformers).
