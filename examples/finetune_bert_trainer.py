@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     """Trains and evaluates; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--lines", type=int, default=2000, help="at most 2000")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--width", type=int, default=64, help="768 is BERT base")
     parser.add_argument("--layers", type=int, default=2, help="12 is BERT base")
     given = parser.parse_args(argv)
