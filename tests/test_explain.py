@@ -170,3 +170,35 @@ def test_bad_questions_are_refused_and_change_nothing() -> None:
         autoamp.explain(model, torch.randn(4, 5), options=BF16)
     assert vars(model) == before
     assert not autoamp.is_converted(model)
+
+
+class Cached(nn.Module):
+    """Begins a cache as transformers does: with an empty tensor made of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = self.up(x)
+        empty = torch.tensor([], dtype=new.dtype, device=new.device)
+        cached = torch.cat([empty, new], dim=-2)
+        one = torch.as_tensor([1.0], device=new.device)
+        also_one = torch.as_tensor([1], dtype=torch.float32, device=new.device)
+        return self.up(cached) * new.new_tensor(2.0) + one + also_one
+
+
+def test_numbers_made_on_the_meta_device_break_no_graph() -> None:
+    """Under a fake mode torch makes real tensors of them, which other ops refuse."""
+    with torch.device("meta"):
+        on_meta = Cached()
+    x = torch.zeros(64, 256)
+    found = autoamp.explain(on_meta, x, device="cuda:sm_80")
+    assert len(found.graphs) == 1
+    assert "Dynamo" not in str(found.skipped)
+    on_cpu = autoamp.explain(Cached(), x, device="cuda:sm_80")
+    products = [
+        [op.precision for op in each.ops if "linear" in op.op]
+        for each in (found, on_cpu)
+    ]
+    assert products[0] == products[1] != []

@@ -31,6 +31,7 @@ from autoamp.compat.dynamo.frames import (
     set_frames_action,
 )
 from autoamp.compat.dynamo.layers import layer_captured, layer_left
+from autoamp.compat.dynamo.on_meta import fakes_on_meta
 from autoamp.compat.dynamo.quiet import quietly
 from autoamp.compat.dynamo.regions import regions_begin_when_entered
 from autoamp.compat.recurrent import recurrent_results
@@ -216,7 +217,8 @@ class _Frames:
         config = torch._dynamo.config
         followed = authors_followed(self._backend.dtype_in)
         regions = regions_begin_when_entered()
-        with config.patch(options), recurrent, followed, regions, quietly():
+        fakes = fakes_on_meta()
+        with config.patch(options), recurrent, followed, regions, fakes, quietly():
             try:
                 found = base.__call__(callback, frame, *args, **kw)
                 if layer_left(frame, found):
