@@ -34,7 +34,7 @@ from autoamp.questions import bench, compare, explain, find_overflow, tune
 from autoamp.rules import Rules
 from autoamp.tuning.tuning import Tuning
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "AutoampError",

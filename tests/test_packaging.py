@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import autoamp
+
 REPO = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 RULES = sorted(path.name for path in (REPO / "rules").iterdir())
@@ -22,7 +24,9 @@ import sys, site
 mode, place, repo = sys.argv[1:]
 sys.path[:] = [entry for entry in sys.path if entry not in ("", repo)]
 if mode == "editable":
+    others = set(sys.path)
     site.addsitedir(place)  # reads its .pth, as an installed one would be
+    sys.path.sort(key=others.__contains__)  # the environment may have another checkout
 else:
     sys.path.insert(0, place)
 import autoamp.rules
@@ -69,7 +73,7 @@ def dist(tmp_path_factory) -> tuple[Path, Path]:
 def test_wheel_holds_the_package_and_the_rules(dist: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(dist[0]).namelist()
     assert {f"autoamp/_rules/{name}" for name in RULES} <= set(names)
-    assert "autoamp/py.typed" in names
+    assert {"autoamp/py.typed", "autoamp_cli/py.typed"} <= set(names)
     tops = {name.partition("/")[0] for name in names}
     packages = {"autoamp", "autoamp_cli"}
     beside = {"autoamp_autoload.py", "autoamp_heat.py"}
@@ -88,6 +92,7 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(dist: tuple[Path, Path]) -
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"rules/{name}" for name in RULES} <= names
     assert {
+        "CITATION.cff",
         "LICENSE",
         "Makefile",
         "README.md",
@@ -136,6 +141,17 @@ def test_editable_install_finds_the_rules_of_the_checkout(tmp_path) -> None:
 
 
 # -- what is said about versions is said once ------------------------------------------
+
+
+def test_every_file_that_names_the_version_names_the_same() -> None:
+    version = PROJECT["version"]
+    assert autoamp.__version__ == version
+    citation = (REPO / "CITATION.cff").read_text()
+    changes = (REPO / "CHANGELOG.md").read_text()
+    (released,) = re.findall(r"^date-released: (\S+)$", citation, re.MULTILINE)
+    assert re.findall(r"^version: (\S+)$", citation, re.MULTILINE) == [version]
+    headings = re.findall(r"^## (\d.*)$", changes, re.MULTILINE)
+    assert headings[0] == f"{version} - {released}"
 
 
 def pins(lines: list[str]) -> dict[str, str]:
