@@ -176,6 +176,33 @@ def test_a_module_of_many_nodes_is_drawn_in_parts() -> None:
     assert [g["is_part"] for g in groups] == [False, *[True] * (len(groups) - 1)]
 
 
+# -- one voice ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_page_says_the_figures_that_the_summary_prints(trains: bool) -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512)).requires_grad_(trains)
+    x = torch.randn(4096, 512)
+    report = autoamp.explain(model, x, device="cuda:sm_80")
+    printed = " ".join(str(report).split())
+    answers = document_in(report)["answers"]
+    gains = answers["gains"]
+    assert len(gains["rows"]) == 1 + trains
+    said = [gains["title"], *gains["columns"], gains["sentence"], gains["footnote"]]
+    said += [text for row in gains["rows"] for text in row]
+    for text in [*said, *answers["runs_low"], *answers["next"]]:
+        assert text in printed
+    before, after = answers["figures"]["before"], answers["figures"]["after"]
+    fp32, autocast, placed = gains["rows"][0][1:]
+    assert before[0]["value"] == fp32 != placed
+    assert autocast in printed
+    assert f"{after[0]['value'][:-1]} times as fast as fp32" in printed
+    if trains:
+        assert [before[1]["value"], after[1]["value"]] == gains["rows"][1][1::2]
+        assert gains["rows"][1][2] in after[1]["note"]
+    assert "autoamp.compare" in gains["error"], "the error is never predicted"
+
+
 # -- the costs of the other precision -----------------------------------------------
 
 

@@ -184,6 +184,25 @@ def test_before_the_casts_there_are_none(page: Page) -> None:
     assert page.count(".node.cast") > 0
 
 
+def test_before_shows_the_figures_of_before(page: Page) -> None:
+    assert "cast" in page.text("#overview")
+    graph = page.document["graphs"][0]
+    ops = sum(row["low"] + row["fp32"] for row in graph["tables"]["ops"])
+    page.browser.press("i")
+    page.browser.press("b")
+    page.browser.click("#tab-overview")
+    said = page.text("#overview")
+    assert "Casts of this graph".lower() not in said.lower()
+    for figure in page.document["answers"]["figures"]["before"]:
+        assert figure["value"] in said
+        assert figure["note"] in said
+    counts = """[...[...document.querySelectorAll('#overview table')]
+      .find((e) => e.caption.textContent.startsWith('Ops of this graph'))
+      .querySelectorAll('td')].map((e) => Number(e.textContent))"""
+    assert sum(page.browser.run(counts)) == ops
+    assert page.count("#canvas.filtering") == 0, "islands are of the graph after"
+
+
 def test_search_finds_and_opens(page: Page) -> None:
     page.browser.press("/")
     assert page.focused() == "search"

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from autoamp.benchmark.answer import answer
 from autoamp.benchmark.record import Measured, Row
+from autoamp.inspect.costs import bytes_text, seconds_text
 from autoamp.inspect.terminal.parts import plain_table
 
 WIDTH = 80
@@ -20,17 +21,17 @@ WIDTH = 80
 Cell = Callable[[Row], str]
 
 
-def _ms(row: Row) -> str:
+def _time(row: Row) -> str:
     assert row.seconds is not None
-    return f"{_three(row.seconds * 1e3)} ± {_three((row.sigma or 0.0) * 1e3)}"
+    return f"{seconds_text(row.seconds)} ± {seconds_text(row.sigma or 0.0)}"
 
 
 def _ratio(row: Row) -> str:
     return f"{row.ratio:.2f} ± {row.ratio_sigma:.2f}" if row.ratio is not None else ""
 
 
-def _mega(number: float | None) -> str:
-    return "" if number is None else _three(number / 1e6)
+def _bytes(number: float | None) -> str:
+    return "" if number is None else bytes_text(round(number))
 
 
 def _count(number: float | None) -> str:
@@ -60,21 +61,23 @@ def _data(row: Row) -> str:
 
 
 TIMES: dict[str, Cell] = {
-    "ms a step": _ms,
+    "time a step": _time,
     "of fp32": _ratio,
     "samples/s": lambda row: _count(row.samples),
     "tokens/s": lambda row: _count(row.tokens),
     "data": _data,
 }
 COSTS: dict[str, Cell] = {
-    "peak MB": lambda row: _mega(row.peak),
-    "saved MB": lambda row: _mega(row.saved),
-    "moved MB": lambda row: _mega(row.moved),
+    "peak": lambda row: _bytes(row.peak),
+    "saved": lambda row: _bytes(row.saved),
+    "moved": lambda row: _bytes(row.moved),
     "casts": lambda row: "" if row.casts is None else f"{row.casts:,}",
     "loss": _loss,
 }
 OTHERS: dict[str, Cell] = {
-    "first s": lambda row: "" if row.first_call is None else _three(row.first_call),
+    "first step": lambda row: (
+        "" if row.first_call is None else seconds_text(row.first_call)
+    ),
     "J a step": _joules,
     "g CO2 of 1,000": _grams,
     "max batch": lambda row: (

@@ -3,6 +3,7 @@
 The document has the keys
 
 - `schema`, `version`, `model`, `compute_dtype`, `runs`, `explained_for`;
+- `answers`: as `answers.py` describes them;
 - `skipped`: the parts that were not converted, each with `what` and `why`;
 - `graphs`: one entry per captured graph and per body, each with
 
@@ -30,6 +31,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from autoamp.inspect.costs import Costs
+from autoamp.inspect.page.answers import Answered, answers_of
 from autoamp.inspect.page.flips import MOST_WORK, flips_of
 from autoamp.inspect.page.nodes import SectionNodes
 from autoamp.inspect.page.tables import tables_of
@@ -41,13 +43,11 @@ SCHEMA = "autoamp.page"
 SCHEMA_VERSION = 1
 
 
-class Shown(Protocol):
+class Shown(Answered, Protocol):
     """The parts of a `Report` that are shown."""
 
     @property
     def label(self) -> str: ...
-    @property
-    def compute_dtype(self) -> str | None: ...
     @property
     def runs(self) -> int: ...
     @property
@@ -75,6 +75,7 @@ def document_of(content: Shown) -> dict[str, Any]:
         "compute_dtype": content.compute_dtype,
         "runs": content.runs,
         "explained_for": content.explained_for,
+        "answers": answers_of(content),
         "skipped": [{"what": shorten(w), "why": why} for w, why in content.skipped],
         "graphs": [
             _graph(content, section, costs, most)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import RenderableType
+from rich.console import JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from autoamp.inspect.costs import bytes_text, seconds_text
+from autoamp.inspect.sections.gains import (
+    FOOTNOTE,
+    WAYS,
+    gains_of,
+    runs_low_sentence,
+)
 from autoamp.inspect.sections.headline import Headline, Stayed
 from autoamp.inspect.text import brief, counted, shorten
 
@@ -30,13 +36,7 @@ def runs_low(
         facts: sentences on casts, kernels and calls.
     """
     yield _question("What runs low")
-    share = ""
-    if found.share_of_time_low:
-        share = f"; in fp32 they take {found.share_of_time_low:.0%} of the time"
-    yield _line(
-        f"{found.low_ops:,} of {counted(found.float_ops, 'float op')} run in {low}"
-        f"{share}."
-    )
+    yield _line(runs_low_sentence(found, low))
     yield from map(_line, facts)
 
 
@@ -46,34 +46,19 @@ def gains(found: Headline, low: str) -> Iterator[RenderableType]:
     Args:
         low: the short name of the compute dtype.
     """
-    source = f" (predicted for {found.device})" if found.device else ""
-    yield _question(f"What it should gain here{source}")
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in ("", "fp32", "torch.autocast", "autoamp"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    if found.seconds is not None:
-        assert found.seconds_fp32 is not None
-        assert found.seconds_autocast is not None
-        times = (found.seconds_fp32, found.seconds_autocast, found.seconds)
-        work = "time of forward and backward" if found.trains else "time of a forward"
-        table.add_row(work, *map(seconds_text, times))
-    if found.trains:
-        sizes = (found.kept_fp32, found.kept_autocast, found.kept)
-        table.add_row("values kept for the backward", *map(bytes_text, sizes))
-    if table.row_count:
+    told = gains_of(found, low)
+    yield _question(told.title)
+    if told.rows:
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+        for column in ("", *WAYS):
+            justify: JustifyMethod = "right" if column else "left"
+            table.add_column(column, justify=justify, no_wrap=True)
+        for row in told.rows:
+            table.add_row(*row)
         yield Padding(table, (0, 0, 0, 2))
-    if found.speed_up is not None:
-        yield _line(
-            f"{found.speed_up:.2f} times as fast as fp32, "
-            f"{found.speed_up_over_autocast:.2f} times as fast as torch.autocast."
-        )
-    elif found.pays:
-        yield _line('No time is predicted under objective="memory".')
-    else:
-        yield _line(
-            f"No time: {low} is no faster than fp32 on this device, but "
-            "do_no_harm=False asks for it."
-        )
+    yield _line(told.sentence)
+    if told.rows:
+        yield _line(FOOTNOTE)
 
 
 def stayed(

@@ -9,38 +9,42 @@ function table(caption, headers, rows) {
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell)))));
 }
 
+/** The figures of the side that is shown: in fp32, or as placed with the gain. */
 function showOverview() {
   const panel = document.getElementById("overview");
-  const { raw } = state.graph;
-  const { tables, compute_dtype: low } = raw;
-  panel.replaceChildren(summary(raw), h("p", { class: "note" }, provenance()));
+  const { tables, compute_dtype: low } = state.graph.raw;
+  const { answers } = report;
+  const isBefore = state.side === "before";
+  panel.replaceChildren(
+    h("div", { class: "summary" }, answers.figures[state.side].map(({ value, title, note }) => figure(value, title, note))),
+    ...gains(answers.gains),
+    part("What runs low", isBefore ? h("p", {}, "Nothing: this is the graph before the pass.") : answers.runs_low.map((text) => h("p", {}, text)),
+      h("p", { class: "note" }, provenance())),
+    isBefore ? "" : part("What to do next", ...answers.next.map((text) => h("p", {}, text))));
   if (tables.ops.length) {
-    panel.append(table("Ops by category and precision", ["category", low, "fp32"],
-      tables.ops.map((row) => [h("span", { title: row.meaning }, row.category), row.low, row.fp32])));
+    const all = (row) => row.low + row.fp32;
+    panel.append(table("Ops of this graph by category", isBefore ? ["category", "fp32"] : ["category", low, "fp32"],
+      tables.ops.map((row) => [h("span", { title: row.meaning }, row.category), ...(isBefore ? [all(row)] : [row.low, row.fp32])])));
   }
-  if (tables.casts.length) {
-    panel.append(table("Casts", ["kind", "count", "bytes"], tables.casts.map((row) => [castTitle(row), row.count, inBytes(row.bytes)])));
+  if (!isBefore && tables.casts.length) {
+    panel.append(table("Casts of this graph", ["kind", "count", "bytes"], tables.casts.map((row) => [castTitle(row), row.count, inBytes(row.bytes)])));
   }
   if (tables.ops.length) panel.append(...placements(tables));
   if (report.skipped.length) panel.append(part("Not converted", skipped()));
+}
+
+/** The table of predicted gains, as print(report) shows it. */
+function gains(found) {
+  if (!found) return [];
+  const { title, columns, rows, sentence, footnote, error } = found;
+  return [rows.length ? table(title, ["", ...columns], rows.map(([name, ...texts]) => [name, ...texts.map((text) => text.replace(" ", "\u00a0"))])) : part(title), h("p", {}, sentence),
+    ...[footnote, error].filter(Boolean).map((text) => h("p", { class: "note" }, text))];
 }
 
 /** Where the report is from. */
 function provenance() {
   return report.explained_for ? "Explained for " + report.explained_for + ". Nothing was converted: this is what convert() would do."
     : "The rewritten graphs of this model ran " + plural(report.runs, "time") + ".";
-}
-
-function summary({ tables, compute_dtype: low }) {
-  const sum = (rows, key) => rows.reduce((total, row) => total + row[key], 0);
-  const [lowOps, highOps] = [sum(tables.ops, "low"), sum(tables.ops, "fp32")];
-  const every = tables.casts.filter((row) => row.every_call);
-  const islands = state.graph.raw.islands.filter((i) => i.is_between).length;
-  const share = lowOps + highOps ? Math.round((100 * lowOps) / (lowOps + highOps)) : 0;
-  return h("div", { class: "summary" },
-    figure(share + "%", "of float ops in " + low, plural(lowOps, "op") + " of " + grouped(lowOps + highOps)),
-    figure(grouped(sum(every, "count")), "casts per call", inBytes(sum(every, "bytes")) + " written"),
-    figure(grouped(islands), islands === 1 ? "fp32 island" : "fp32 islands", plural(highOps, "op") + " in fp32"));
 }
 
 const figure = (number, title, sub) =>
@@ -52,7 +56,7 @@ function castTitle({ kind, dtype, every_call: everyCall }) {
 }
 
 function placements({ placements: rows, unit, device, cost, optimal_cost: best, recounted_cost: again, has_reward: rewarded }) {
-  const kind = unit === "bytes" ? "Bytes kept for the backward" : "Predicted time, forward and backward";
+  const kind = unit === "bytes" ? "Bytes kept for the backward" : "Predicted time";
   const headers = ["placement", "predicted", "against this"];
   if (rewarded) headers.push("allow ops in fp32");
   const cells = rows.map((row, i) => [row.title, amount(row.estimate, unit), i ? amount(row.extra, unit, true) : "",
@@ -62,7 +66,7 @@ function placements({ placements: rows, unit, device, cost, optimal_cost: best, 
     : grouped(cost - best) + " above the least of all legal placements";
   const counted = cost === again ? "; a recount over the rewritten graph agrees"
     : "; BUT a recount over the rewritten graph gave " + grouped(again);
-  return [table(kind, headers, cells),
+  return [table(kind + " of this graph", headers, cells),
     h("p", { class: "note" }, `Prices of ${device}. The cost of this placement, ${grouped(cost)} ${units}` +
       `${rewarded ? " with rewards for converted allow ops" : ""}, is ${least}${counted}.`)];
 }

@@ -126,6 +126,8 @@ function showSide(side) {
   if (state.picked && !itemOf(state.graph, state.picked)[side]) pick(null);
   showNode(state.picked && itemOf(state.graph, state.picked));
   renew(state.picked ?? root().children.find((g) => state.shown.has(g.id))?.id);
+  if (side === "before" && state.islands) filterIslands(false);
+  showOverview();
   showLegend();
   said.textContent = side === "before" ? "Graph before the casts" : "Graph after the casts";
 }
