@@ -43,15 +43,27 @@ def as_authors_say(node: fx.Node, fact: NodeFacts, low: torch.dtype) -> Verdict 
         wanted = _handed_on(node, fact, low) or []
         said = "its author's autocast kernel"
     verdict = verdict_on(said, wanted, fact, low, writes=mutates(op))
-    if not verdict.asked:
-        return verdict
+    return with_its_results(verdict, node, wanted, fact) if verdict.asked else verdict
+
+
+def with_its_results(
+    verdict: Verdict, node: fx.Node, wanted: Sequence[torch.dtype], fact: NodeFacts
+) -> Verdict:
+    """The verdict on a custom op, with what the op gives where it reads low operands.
+
+    An op may give fp32 whatever it reads, as attention does that returns its logarithms
+    of sums.  An op of which only some results follow its operands stays fp32.
+
+    Args:
+        wanted: one dtype for each fp32 operand.
+    """
     given = _results(node, wanted)
     if HIGH_DTYPE not in given:
         return verdict
     if given == {HIGH_DTYPE}:
         return replace(verdict, fp32_results=True)
-    reason = f"{said}, but only some of its results follow: it stays fp32"
-    return Verdict(Category.DENY, reason, AUTHOR, True, all_of("same", fact))
+    reason = f"{verdict.reason}, but only some of its results follow: it stays fp32"
+    return Verdict(Category.DENY, reason, verdict.origin, True, all_of("same", fact))
 
 
 def verdict_on(

@@ -15,7 +15,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.as_written import as_written
-from autoamp.analyse.authors import as_authors_say
+from autoamp.analyse.authors import as_authors_say, with_its_results
 from autoamp.analyse.ceiling import under_ceiling
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.conditions import condition_holds
@@ -31,7 +31,7 @@ from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
 from autoamp.graph_functions import STATE
 from autoamp.op_names import base_name
-from autoamp.ops import is_inplace, is_pointwise, is_view
+from autoamp.ops import is_custom, is_inplace, is_pointwise, is_view
 from autoamp.rules import Category, Rule, Rules, family
 
 
@@ -213,7 +213,11 @@ def _by_rule(rule: Rule, node: fx.Node, fact: NodeFacts, under: _Context) -> Ver
     if asks_fp32:
         reason = "the model asks for an fp32 result (dtype=torch.float32)"
         return Verdict(pinned, reason, "autoamp", True, all_of("any", fact))
-    return Verdict(category, reason, rule.origin, False, modes)
+    verdict = Verdict(category, reason, rule.origin, False, modes)
+    if not is_custom(node.target):
+        return verdict
+    wanted = [HIGH_DTYPE if mode == "high" else under.low for mode in modes]
+    return with_its_results(verdict, node, wanted, fact)
 
 
 def _rule_modes(

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from autoamp.capture.captured import Prepared
 from autoamp.graph_functions import checkpointed, low_uses, low_weight
 from autoamp.pipeline import Rewritten
+from autoamp.ranges.promised import Promised
 from autoamp.rewrite.emitted import CAST_KIND
 
 
@@ -76,7 +77,7 @@ class Score:
         return Player(self, rewritten, graph, body, run)
 
 
-class Player(fx.Interpreter):
+class Player(Promised):
     """One run of one graph, or of one body."""
 
     def __init__(
@@ -84,7 +85,7 @@ class Player(fx.Interpreter):
     ) -> None:
         gm = rewritten.gm if score.is_low else rewritten.before
         # Values are kept, because `rounded` reads values from before the casts.
-        super().__init__(gm, garbage_collect_values=False)
+        super().__init__(gm, keep_values=True)
         self.score = score
         self.rewritten = rewritten
         self.place = graph, body

@@ -15,14 +15,15 @@ from autoamp.scaling.edge import Edge
 from autoamp.weights.copies import WeightCopies
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Prepared:
     """One graph Dynamo captured, made ready to run for every model that runs it.
 
     Attributes:
         rewritten: the pass's result, or None where it failed.
         gm: the graph that is run, with weight copies as extra inputs.
-        run: the function that runs the graph, compiled by the backend.
+        run: the function that runs the graph, compiled by the backend; of a graph that
+            no compiler gets, the first run is another's (`first_run`).
         problem: why the graph runs unconverted; "" where it is converted.
         notes: further sentences about the graph for the report.
         weights: positions of the inputs that are weights with a copy.

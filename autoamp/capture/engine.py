@@ -26,6 +26,7 @@ from autoamp.capture.running import (
     Local,
     counting_runs,
     counting_sizes,
+    hold_first_run,
     noting_leaves,
     scaled,
     unscaled,
@@ -118,6 +119,8 @@ class Engine:
                 on = Setting(device=self.device, price=self.price)
                 found = prepare(gm, example_inputs, options, low, scaling, setting=on)
                 found = replace(found, own_autocast=own_autocast)
+                if options.backend == "eager" and _runs_low(found):
+                    hold_first_run(found, self.record.note)
                 self.bind(found, example_inputs)
             return found
         except Exception as error:

@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autoamp.capture.captured import CapturedGraph
+from autoamp.capture.bindings import with_bindings
+from autoamp.capture.captured import CapturedGraph, Prepared
 from autoamp.errors import AutoampError
+from autoamp.ranges.promised import first_held
 from autoamp.scaling.backwards import watch
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
@@ -36,10 +38,28 @@ class Local(threading.local):
     error: AutoampError | None = None
 
 
+def hold_first_run(prepared: Prepared, tell: Callable[[str], None]) -> None:
+    """Has the first run of a graph hold its results to the graph's dtypes.
+
+    Args:
+        tell: called with a sentence about each result that has to be cast; the casts
+            are part of the graph from then on.
+    """
+    plain = prepared.run
+
+    def settle(problems: list[str]) -> None:
+        prepared.run = with_bindings(prepared.gm) if problems else plain
+        prepared.notes += tuple(problems)
+        for problem in problems:
+            tell(problem)
+
+    prepared.run = first_held(prepared.gm, settle)
+
+
 def unscaled(local: Local, captured: CapturedGraph) -> Callable[..., Any]:
     """The function called for a graph without gradients to scale."""
-    run = captured.prepared.run
-    slots, wide = captured.prepared.weights, captured.prepared.read_wide
+    prepared = captured.prepared
+    slots, wide = prepared.weights, prepared.read_wide
     fresh = captured.copies.fresh if captured.copies is not None else None
 
     def call(*args: Any) -> Any:
@@ -49,8 +69,8 @@ def unscaled(local: Local, captured: CapturedGraph) -> Callable[..., Any]:
         if SHARDED:
             SHARDED.note_wide([args[i] for i in wide])
         if fresh is None:
-            return run(*args)
-        return run(*args, *fresh([args[i] for i in slots]))
+            return prepared.run(*args)
+        return prepared.run(*args, *fresh([args[i] for i in slots]))
 
     return call
 
@@ -86,9 +106,8 @@ def scaled(
         watches: gradients inside the graph can be watched, where the loss scale asks
             for that.
     """
-    run = captured.prepared.run
-    slots, edge = captured.prepared.weights, captured.edge
-    wide = captured.prepared.read_wide
+    prepared, edge = captured.prepared, captured.edge
+    slots, wide = prepared.weights, prepared.read_wide
     fresh = captured.copies.fresh if captured.copies is not None else None
     origins = Origins(captured, inputs, edge.exits)
 
@@ -108,7 +127,7 @@ def scaled(
             watched = watched_run(captured.gm, scaling.suspicion.trail(), look)
             results = watched(*args, *copies, *extra)
         else:
-            results = run(*args, *copies, *extra)
+            results = prepared.run(*args, *copies, *extra)
         watch(graph_run, results, tensors)
         if edge.written:
             watch(graph_run, [args[i] for i in edge.written], tensors)

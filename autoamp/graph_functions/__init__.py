@@ -29,6 +29,7 @@ from autoamp.graph_functions.norms import (
     with_own_kernels,
 )
 from autoamp.graph_functions.norms.softmax import softmax
+from autoamp.graph_functions.promises import dtypes_in, with_dtypes
 from autoamp.graph_functions.rotary import rotary
 from autoamp.graph_functions.states import (
     STATE,
@@ -63,6 +64,7 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         traced_scale_grad_,
         traced_scale_grad_apart,
         unscale_half,
+        with_dtypes,
         *FOR_COMPILERS.values(),
         *WITH_FP32_STATE.values(),
     }

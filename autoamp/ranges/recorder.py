@@ -17,6 +17,7 @@ from autoamp.analyse.nodes import written_values
 from autoamp.graph_functions import checkpointed
 from autoamp.op_names import base_name
 from autoamp.ranges.bodies import UNROLLED
+from autoamp.ranges.promised import Promised
 from autoamp.ranges.python_calls import outside_spot
 from autoamp.ranges.spot import Spot, given_spot
 from autoamp.ranges.trail import Step, Trail, floats_in, largest_in
@@ -25,7 +26,7 @@ Names = Mapping[int, Spot]
 """The names of weights and inputs, by the `id` of the tensor."""
 
 
-class Recorder(fx.Interpreter):
+class Recorder(Promised):
     """One run of one graph, or of one body."""
 
     def __init__(
@@ -88,15 +89,13 @@ class Recorder(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs one call; the body of a region, branch or loop runs node by node."""
-        if compat.inside_backward():
-            return super().call_function(target, args, kwargs)
-        if target is checkpointed:
-            args = (self._body(args[0]), *args[1:])
-        elif target in UNROLLED:
-            return UNROLLED[target](self._body, self.trail, *args)
+        if target in UNROLLED and not compat.inside_backward():
+            return UNROLLED[target](self.body, self.trail, *args)
         return super().call_function(target, args, kwargs)
 
-    def _body(self, gm: fx.GraphModule) -> Callable[..., Any]:
+    def body(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        """The function that runs the body of a region, branch or loop."""
+
         def run(*args: Any) -> Any:
             body = Recorder(
                 gm, self.trail, self.names, exact=self.exact, also=self.also

@@ -15,11 +15,12 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.graph_functions import checkpointed
+from autoamp.ranges.promised import Promised
 from autoamp.ranges.recorder import Recorder
 from autoamp.ranges.trail import Trail
 
 
-class Watched(fx.Interpreter):
+class Watched(Promised):
     """Runs a graph as it is, and keeps the largest number of each fp16 gradient in it.
 
     Attributes:
@@ -38,12 +39,9 @@ class Watched(fx.Interpreter):
         see_gradient(self.magnitudes, n, value)
         return value
 
-    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs one call; a checkpointed region's body runs node by node as well."""
-        if target is checkpointed:
-            body, *rest = args
-            args = (Watched(body, self.magnitudes).run, *rest)
-        return super().call_function(target, args, kwargs)
+    def body(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        """The function that runs the body of a checkpointed region."""
+        return Watched(gm, self.magnitudes).run
 
 
 def see_gradient(magnitudes: list[torch.Tensor], n: fx.Node, value: Any) -> None:

@@ -1,0 +1,155 @@
+"""Holds the results of a graph's calls to the dtypes that the graph says.
+
+The passes know results from stand-in tensors, and a kernel may give something else:
+that of a custom op whose `register_fake` names another dtype, or one of torch's that
+takes another path for some data.  The calls that follow would raise, or widen without a
+word.  So a graph is run node by node when it first runs, and each result is compared
+with its node; a result of another dtype is cast, in that run and in all later ones.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import fx
+
+from autoamp import compat
+from autoamp.analyse.nodes import source_line
+from autoamp.dtypes import LOW_DTYPES, short_name
+from autoamp.graph_functions import (
+    checkpointed,
+    dtypes_in,
+    op_with_its_state,
+    with_dtypes,
+)
+from autoamp.graph_functions.promises import Dtypes
+from autoamp.op_names import base_name
+
+_LOW = frozenset(LOW_DTYPES.values())
+
+
+class Promised(fx.Interpreter):
+    """Runs a graph node by node; each result has the dtype that its node says.
+
+    Attributes:
+        broken: the nodes whose results had another dtype and were cast, each to one
+            sentence about it.
+    """
+
+    def __init__(self, gm: fx.GraphModule, *, keep_values: bool = False) -> None:
+        """Prepares a run; with `keep_values` every value is kept to its end."""
+        super().__init__(gm, garbage_collect_values=not keep_values)
+        self.extra_traceback = False  # an error of the user's reads as without autoamp
+        self.broken: dict[fx.Node, str] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one node, and casts a result that is not as the node says."""
+        value = super().run_node(n)
+        if n.op != "call_function" or n.target is operator.getitem:
+            return value
+        said, given = dtypes_in(n.meta.get("val")), dtypes_in(value)
+        if given == said:
+            return value
+        differ = _differences(said, given)
+        if not differ or _is_as_without_us(n):
+            return value
+        self.broken[n] = _sentence(n, differ)
+        return with_dtypes(value, said)
+
+    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs one call; a checkpointed region's body runs node by node as well."""
+        if target is checkpointed:
+            args = (self.body(args[0]), *args[1:])
+        return super().call_function(target, args, kwargs)
+
+    def body(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        """The function that runs the body of a checkpointed region."""
+
+        def run(*args: Any) -> Any:
+            inner = Promised(gm)
+            inner.broken = self.broken
+            return inner.run(*args)
+
+        return run
+
+
+def first_held(
+    gm: fx.GraphModule, settle: Callable[[list[str]], None]
+) -> Callable[..., Any]:
+    """A function that runs `gm` and holds each result to the dtype of its node.
+
+    Args:
+        settle: called once, after the first run that came to its end, with one sentence
+            for each node whose result had another dtype; casts behind these nodes are
+            part of `gm` by then.
+    """
+    lock = threading.Lock()
+    done = False
+
+    def first(*args: Any) -> Any:
+        nonlocal done
+        held = Promised(gm)
+        try:
+            results = held.run(*args)
+        finally:
+            held.env.clear()  # an error may hold `held`, which holds inputs
+        with lock:
+            if not done:
+                for node in held.broken:
+                    _cast_behind(node)
+                done = True
+                settle([*held.broken.values()])
+        return results
+
+    return first
+
+
+def _is_as_without_us(n: fx.Node) -> bool:
+    """Whether a result is returned that the call gives without autoamp as well."""
+    return not _reads_low(n) and any(user.op == "output" for user in n.users)
+
+
+def _reads_low(n: fx.Node) -> bool:
+    """Whether a call is not as in the model: it reads a low value, or is ours."""
+    if getattr(n.target, "__module__", "").startswith("autoamp."):
+        return True
+    read = [
+        d for operand in n.all_input_nodes for d in dtypes_in(operand.meta.get("val"))
+    ]
+    return not _LOW.isdisjoint(read)
+
+
+def _differences(said: Dtypes, given: Dtypes) -> dict[str, None]:
+    """Each difference in words; a node that says no dtype for a part promises none."""
+    if len(said) != len(given):
+        return {}
+    return {
+        f"{short_name(b)} where {short_name(a)} was expected": None
+        for a, b in zip(said, given, strict=True)
+        if a is not None and b is not None and a != b
+    }
+
+
+def _sentence(n: fx.Node, differ: Iterable[str]) -> str:
+    """What a call gave, for the report."""
+    which = ", ".join(differ)
+    op = op_with_its_state(n.target)
+    name = getattr(op, "__name__", str(op))
+    if isinstance(op, compat.OpOverload):
+        name = base_name(op).removeprefix("aten::")
+    source = source_line(n)
+    at = f" (at {source})" if source else ""
+    cure = f"; deny=[{name!r}] keeps {name} in fp32" if _reads_low(n) else ""
+    return f"the kernel of {name}{at} gives {which}: autoamp casts its result{cure}"
+
+
+def _cast_behind(node: fx.Node) -> None:
+    """Puts a cast between a node and all that reads it."""
+    graph = node.graph
+    with graph.inserting_after(node):
+        cast = graph.call_function(with_dtypes, (node, dtypes_in(node.meta["val"])))
+    cast.meta = dict(node.meta)
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
