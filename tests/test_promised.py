@@ -96,7 +96,7 @@ def test_a_low_call_that_gives_fp32_is_cast_and_said(
     (note,) = notes(model)
     assert f"promised::{name}" in note
     assert "fp32 where bf16 was expected" in note
-    assert f"deny=['promised::{name}']" in note
+    assert f'deny=["promised::{name}"]' in note
     with torch.no_grad():  # the cure is one
         denied = converted(kind(getattr(OPS, name)), deny=[f"promised::{name}"])
         denied(x)

@@ -120,7 +120,7 @@ class Engine:
                 found = prepare(gm, example_inputs, options, low, scaling, setting=on)
                 found = replace(found, own_autocast=own_autocast)
                 if options.backend == "eager" and _runs_low(found):
-                    hold_first_run(found, self.record.note)
+                    hold_first_run(found, options, self.record.note)
                 self.bind(found, example_inputs)
             return found
         except Exception as error:

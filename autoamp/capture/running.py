@@ -11,7 +11,8 @@ from typing import Any
 from autoamp.capture.bindings import with_bindings
 from autoamp.capture.captured import CapturedGraph, Prepared
 from autoamp.errors import AutoampError
-from autoamp.ranges.promised import first_held
+from autoamp.options import Options
+from autoamp.ranges.promised import Broken, first_held
 from autoamp.scaling.backwards import watch
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
@@ -38,19 +39,24 @@ class Local(threading.local):
     error: AutoampError | None = None
 
 
-def hold_first_run(prepared: Prepared, tell: Callable[[str], None]) -> None:
+def hold_first_run(
+    prepared: Prepared, options: Options, tell: Callable[[str], None]
+) -> None:
     """Has the first run of a graph hold its results to the graph's dtypes.
 
     Args:
+        options: the options by which the user may keep an op in fp32.
         tell: called with a sentence about each result that has to be cast; the casts
             are part of the graph from then on.
     """
     plain = prepared.run
 
-    def settle(problems: list[str]) -> None:
-        prepared.run = with_bindings(prepared.gm) if problems else plain
-        prepared.notes += tuple(problems)
-        for problem in problems:
+    def settle(broken: list[Broken]) -> None:
+        prepared.run = with_bindings(prepared.gm) if broken else plain
+        for sentence, denied in broken:
+            cure = f"{options.advice('deny', [denied])} keeps {denied} in fp32"
+            problem = f"{sentence}; {cure}" if denied else sentence
+            prepared.notes += (problem,)
             tell(problem)
 
     prepared.run = first_held(prepared.gm, settle)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -31,19 +31,31 @@ from autoamp.op_names import base_name
 _LOW = frozenset(LOW_DTYPES.values())
 
 
+class Broken(NamedTuple):
+    """A result of another dtype than its node says.
+
+    Attributes:
+        sentence: the op, where it stands, and what it gave.
+        denied: the op as a deny rule names it, which would have it read fp32; "" where
+            it does so already.
+    """
+
+    sentence: str
+    denied: str
+
+
 class Promised(fx.Interpreter):
     """Runs a graph node by node; each result has the dtype that its node says.
 
     Attributes:
-        broken: the nodes whose results had another dtype and were cast, each to one
-            sentence about it.
+        broken: the nodes whose results had another dtype and were cast.
     """
 
     def __init__(self, gm: fx.GraphModule, *, keep_values: bool = False) -> None:
         """Prepares a run; with `keep_values` every value is kept to its end."""
         super().__init__(gm, garbage_collect_values=not keep_values)
         self.extra_traceback = False  # an error of the user's reads as without autoamp
-        self.broken: dict[fx.Node, str] = {}
+        self.broken: dict[fx.Node, Broken] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node, and casts a result that is not as the node says."""
@@ -56,7 +68,7 @@ class Promised(fx.Interpreter):
         differ = _differences(said, given)
         if not differ or _is_as_without_us(n):
             return value
-        self.broken[n] = _sentence(n, differ)
+        self.broken[n] = _broken(n, differ)
         return with_dtypes(value, said)
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -77,14 +89,13 @@ class Promised(fx.Interpreter):
 
 
 def first_held(
-    gm: fx.GraphModule, settle: Callable[[list[str]], None]
+    gm: fx.GraphModule, settle: Callable[[list[Broken]], None]
 ) -> Callable[..., Any]:
     """A function that runs `gm` and holds each result to the dtype of its node.
 
     Args:
-        settle: called once, after the first run that came to its end, with one sentence
-            for each node whose result had another dtype; casts behind these nodes are
-            part of `gm` by then.
+        settle: called once, after the first run that came to its end, with the results
+            that had another dtype; casts behind their nodes are part of `gm` by then.
     """
     lock = threading.Lock()
     done = False
@@ -133,8 +144,7 @@ def _differences(said: Dtypes, given: Dtypes) -> dict[str, None]:
     }
 
 
-def _sentence(n: fx.Node, differ: Iterable[str]) -> str:
-    """What a call gave, for the report."""
+def _broken(n: fx.Node, differ: Iterable[str]) -> Broken:
     which = ", ".join(differ)
     op = op_with_its_state(n.target)
     name = getattr(op, "__name__", str(op))
@@ -142,8 +152,8 @@ def _sentence(n: fx.Node, differ: Iterable[str]) -> str:
         name = base_name(op).removeprefix("aten::")
     source = source_line(n)
     at = f" (at {source})" if source else ""
-    cure = f"; deny=[{name!r}] keeps {name} in fp32" if _reads_low(n) else ""
-    return f"the kernel of {name}{at} gives {which}: autoamp casts its result{cure}"
+    sentence = f"the kernel of {name}{at} gives {which}: autoamp casts its result"
+    return Broken(sentence, name if _reads_low(n) else "")
 
 
 def _cast_behind(node: fx.Node) -> None:
