@@ -114,6 +114,13 @@ def fresh_dynamo(request) -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.fixture
+def bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU on which bf16 pays by its prices, whatever CPU the tests run on."""
+    found = {torch.bfloat16: "amx_bf16"}
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: found)
+
+
 @pytest.fixture(
     scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )

@@ -44,7 +44,10 @@ SPEAK_PYTHON = {
     "analyse/pins/__init__.py": "a report, which names options of `convert`",
     "place/assign.py": "likewise",
     "inspect/why.py": "likewise",
+    "inspect/sections/advice.py": "likewise",
+    "benchmark/step/running.py": "an error of `bench`, which has no variables",
     "inspect/terminal/full.py": "likewise",
+    "inspect/terminal/summary.py": "likewise",
 }
 """The files with a text that names options in Python's words, and why they may."""
 

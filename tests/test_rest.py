@@ -24,6 +24,7 @@ def low_ops(model: nn.Module) -> int:
     return sum(op.precision != "fp32" for op in report.ops)
 
 
+@pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("training", [True, False])
 def test_calls_are_the_models_own_from_the_second_on(training: bool) -> None:
     model, x = layer().train(training), torch.randn(2, WIDTH)
@@ -37,6 +38,7 @@ def test_calls_are_the_models_own_from_the_second_on(training: bool) -> None:
     assert low_ops(model) == 0
 
 
+@pytest.mark.usefixtures("bf16_units")
 def test_larger_calls_are_captured_again() -> None:
     model = layer().eval()
     autoamp.convert(model, precision="bf16")

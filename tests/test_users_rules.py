@@ -109,13 +109,6 @@ class Model(nn.Module):
         return result + result
 
 
-@pytest.fixture
-def units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU on which bf16 pays, whatever CPU the tests run on."""
-    found = {BF16: "amx_bf16"}
-    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: found)
-
-
 def under_autocast(model: nn.Module, x: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=BF16), torch.no_grad():
         result: Tensor = model(x)
@@ -151,7 +144,7 @@ def test_results_are_autocasts(name: str) -> None:
     assert row.precision == ("fp32" if op in HIGH else "bf16")
 
 
-@pytest.mark.usefixtures("units")
+@pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_no_price_decides(name: str) -> None:
     _, row = converted(FOLLOWED[name], X[:2], do_no_harm=True)
@@ -180,7 +173,7 @@ def test_another_device_says_nothing() -> None:
     assert row.origin == "schema"
 
 
-@pytest.mark.usefixtures("units")
+@pytest.mark.usefixtures("bf16_units")
 def test_writes_are_not_lost_in_a_cast() -> None:
     LIB.define("fill(Tensor(a!) x, Tensor w) -> ()")
     for key in ("CPU", "Meta"):

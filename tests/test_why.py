@@ -56,6 +56,7 @@ CASES: list[tuple[str, dict[str, object], str, dict[str, object]]] = [
 ]
 
 
+@pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize(("op", "given", "words", "then"), CASES)
 def test_the_option_that_is_named_makes_the_node_low(
     op: str, given: dict[str, object], words: str, then: dict[str, object]
@@ -104,7 +105,7 @@ def test_a_denied_op_is_a_root_with_its_reason() -> None:
 def test_what_no_option_changes_lists_what_was_tried() -> None:
     report = report_of()
     shown = report.why(node_of(report, "embedding"))
-    assert "in bf16    cannot: its backward sums" in shown
+    assert "in bf16    cannot: its backward adds up" in shown
     assert 'tried in vain: allow=["embedding"]' in shown
 
 
@@ -133,6 +134,7 @@ class Odd(nn.Module):
         return out.cumsum(0), h.topk(2)[0].exp()
 
 
+@pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize(
     "given",
     [{}, {"do_no_harm": True}, {"placement": "forced"}, {"objective": "memory"}],
