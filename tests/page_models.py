@@ -43,6 +43,53 @@ class Layers(nn.Module):
 Layers.__name__ = "</title><script>hacked=3</script>&{{data}}"
 
 
+class Bottleneck(nn.Module):
+    """ResNet's block, whose three normalizations share one relu in place."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = nn.Sequential()
+        if stride > 1 or channels != 4 * width:
+            self.downsample.append(nn.Conv2d(channels, 4 * width, 1, stride))
+            self.downsample.append(nn.BatchNorm2d(4 * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        return self.relu(self.bn3(self.conv3(y)) + self.downsample(x))
+
+
+class ResNet(nn.Module):
+    """ResNet-50, for pictures of any size; fewer `blocks` make a smaller one."""
+
+    def __init__(self, blocks: tuple[int, ...] = (3, 4, 6, 3)) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.bn1, self.relu = nn.BatchNorm2d(64), nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        self.layers = nn.Sequential()
+        channels = 64
+        for stage, count in enumerate(blocks):
+            layer = nn.Sequential()
+            for place in range(count):
+                stride = 2 if stage and not place else 1
+                layer.append(Bottleneck(channels, 64 << stage, stride))
+                channels = 256 << stage
+            self.layers.append(layer)
+        self.fc = nn.Linear(channels, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(self.maxpool(self.relu(self.bn1(self.conv1(x)))))
+        return self.fc(x.mean((2, 3)))
+
+
 def explained(model: nn.Module, *args: Tensor, **options: object) -> Report:
     """The report of `explain` with everything converted that may be, but `exp`."""
     given = {"precision": "bf16", "do_no_harm": False, "deny": ["exp"], **options}

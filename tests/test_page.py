@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from autoamp.inspect.page.flips import flips_of
 from autoamp.inspect.page.homes import MOST_NODES
 from autoamp.inspect.report import Report
 from autoamp.inspect.rows import Section, cast_rows, op_rows
-from tests.page_models import EVIL, explained, layers_report
+from tests.page_models import EVIL, ResNet, explained, layers_report
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,69 @@ def test_a_module_of_many_nodes_is_drawn_in_parts() -> None:
     counts = [sum(n["group"] == i for n in nodes) for i in range(len(groups))]
     assert max(counts) <= MOST_NODES
     assert [g["is_part"] for g in groups] == [False, *[True] * (len(groups) - 1)]
+
+
+def test_statistics_and_counters_of_resnet50_are_plumbing() -> None:
+    (pair,) = pairs_of(explained(ResNet(), torch.randn(2, 3, 32, 32)))
+    nodes = pair[1]["nodes"]
+    hidden = {node["name"] for node in nodes if node["is_plumbing"]}
+    buffers = [n for n, _ in ResNet().named_buffers()]
+    assert len(buffers) == 159
+    assert {name.replace(".", "_") for name in buffers} <= hidden
+    for node in nodes:
+        assert not (node["is_plumbing"] and node["decision"])
+        assert node["kind"] != "state" or node["module"], "beside their reader"
+    at_root = [n for n in nodes if n["module"] == "" and not n["is_plumbing"]]
+    assert len(at_root) < 8, "the drawing does not begin with a row of buffers"
+
+
+def test_a_buffer_that_a_float_op_reads_is_no_plumbing() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("running_mean", torch.ones(8))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps.add_(1)
+            self.running_mean.mul_(0.9)
+            return x @ x - self.running_mean
+
+    (pair,) = pairs_of(explained(Scaled(), torch.randn(8, 8)))
+    hidden = {n["op"] for n in pair[1]["nodes"] if n["is_plumbing"]}
+    assert "steps" in hidden
+    assert "running_mean" not in hidden
+
+
+def test_each_call_of_a_shared_relu_has_a_box() -> None:
+    (pair,) = pairs_of(explained(ResNet((1, 1)), torch.randn(2, 3, 32, 32)))
+    groups, nodes = pair[1]["groups"], pair[1]["nodes"]
+    labels = [g["label"] for g in groups if g["path"] == "layers.1.0.relu"]
+    assert labels == ["relu, call 1", "relu, call 2", "relu, call 3"]
+    assert [g["label"] for g in groups if g["path"] == "relu"] == ["relu"]
+    edges = nx.DiGraph()
+    for node in nodes:
+        for operand in (node["after"] or node["before"])["operands"]:
+            a, b = _ancestors(groups, nodes[operand]), _ancestors(groups, node)
+            same = len([x for x, y in zip(a, b, strict=False) if x == y])
+            ends = a[same : same + 1], b[same : same + 1]
+            edges.add_edge(
+                *(
+                    str(end or name)
+                    for end, name in zip(
+                        ends, (nodes[operand]["name"], node["name"]), strict=True
+                    )
+                )
+            )
+    assert nx.is_directed_acyclic_graph(edges)
+
+
+def _ancestors(groups: list[dict[str, Any]], node: dict[str, Any]) -> list[int]:
+    """The boxes around a node, the outermost first."""
+    found = [node["group"]]
+    while groups[found[0]]["parent"] >= 0:
+        found.insert(0, groups[found[0]]["parent"])
+    return found
 
 
 # -- one voice ----------------------------------------------------------------------

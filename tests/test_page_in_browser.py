@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autoamp.inspect.report import Report
 from benchmarks.browser import Browser, browsing, executable
-from tests.page_models import EVIL, layers_report
+from tests.page_models import EVIL, ResNet, explained, layers_report
 
 pytestmark = pytest.mark.skipif(
     executable() is None, reason="no Chromium or Chrome is installed"
@@ -304,6 +305,26 @@ def test_every_control_has_a_name(page: Page) -> None:
       .filter((e) => !(e.getAttribute("aria-label") || e.textContent.trim() ||
         e.labels?.length)).map((e) => e.outerHTML)"""
     assert page.browser.run(unnamed) == []
+
+
+def test_plumbing_is_drawn_on_demand(browser: Browser, tmp_path: Path) -> None:
+    report = explained(ResNet((1,)), torch.randn(2, 3, 32, 32))
+    report.to_html(tmp_path / "resnet.html")
+    browser.load(tmp_path / "resnet.html")
+    browser.wait("performance.getEntriesByName('drawn').length")
+    graph = json.loads(browser.run("document.getElementById('data').textContent"))
+    page = Page(browser, graph)
+    assert page.shows(page.group("conv1"))
+    browser.press("E")
+    assert page.shows(page.id_of("bn1_weight"))
+    assert not page.shows(page.id_of("bn1_running_mean"))
+    browser.click("#plumbing")
+    assert page.shows(page.id_of("bn1_running_mean"))
+    browser.click("#plumbing")
+    assert not page.shows(page.id_of("bn1_running_mean"))
+    page.search("bn1_running_var")  # which is drawn because it is asked for
+    assert page.count(f"#{page.id_of('bn1_running_var')}.picked") == 1
+    assert browser.problems == []
 
 
 def test_a_report_without_graphs_says_so(browser: Browser, tmp_path: Path) -> None:

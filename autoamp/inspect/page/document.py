@@ -11,14 +11,14 @@ The document has the keys
   - `groups`: the boxes, each with `path`, `label`, `parent` (an index, -1 for none) and
     `is_part`; a parent stands before its children;
   - `nodes`: one entry per node, in graph order, with `name`, `kind` ("op", "cast",
-    "weight", "input", "constant", "body", "use", "output"), `op`, `title`, `group` (an
-    index), `module`, `source`, `before` and `after` (null in a graph that lacks the
-    node, else `operands` as indices, `values` as "bf16 [2, 8]", and `precision`),
+    "weight", "input", "constant", "state", "body", "use", "output"), `op`, `title`,
+    `group` (an index), `module`, `source`, `before` and `after` (null in a graph that
+    lacks the node, else `operands` as indices, `values` as "bf16 [2, 8]", and `precision`),
     `decision` (null, or category, precision, rule, origin, reason, heading, listed,
     bytes, `flip` as `flips.py` describes it), `cast` (null, or kind, value, dtype,
     bytes, every_call), `note` (for a node without a decision, a sentence that begins
-    behind its subject, the node) and `body`
-    (the key of the body that the node names, or "");
+    behind its subject, the node), `body` (the key of the body that the node names, or
+    "") and `is_plumbing` (a running statistic or a counter, hidden at first);
   - `islands`: connected fp32 ops, with `nodes`, `decided_by` (indices), `reasons`,
     `modules`, `bytes`, `casts` and `is_between`;
   - `tables`: as `tables.py` describes them.

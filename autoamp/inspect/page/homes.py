@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autoamp.inspect.page.calls import Path, label_of, module_of
+
 MOST_NODES = 40
 """A module with more nodes of its own is drawn in parts of at most this many."""
-
-Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Group:
 
 
 def homes_of(
-    modules: Mapping[str, str | None], readers: Mapping[str, Sequence[str]]
+    modules: Mapping[str, Path | None], readers: Mapping[str, Sequence[str]]
 ) -> dict[str, Path]:
     """The module path of each node, in segments.
 
     Args:
-        modules: every node, in graph order, to the module that called the node; None
-            where the readers of the node decide.
+        modules: every node, in graph order, to the module that called the node, as
+            `by_call` returns; None where the readers of the node decide.
         readers: node to the nodes that read its result.
     """
     homes: dict[str, Path] = {}
@@ -50,7 +50,7 @@ def homes_of(
             found = [homes[r] for r in readers.get(name, ()) if r in homes]
             homes[name] = _common(found)
         else:
-            homes[name] = tuple(module.split(".")) if module else ()
+            homes[name] = module
     return homes
 
 
@@ -85,10 +85,10 @@ def tree_of(
         while path and not nodes[inner] and len(children[inner]) == 1:
             (inner,) = children[inner]
         here = len(groups)
-        text = ".".join(inner[len(above) :]) or label
+        text = label_of(inner[len(above) :]) or label
         if text.isdigit() and above:
-            text = f"{above[-1]}.{text}"
-        groups.append(Group(".".join(inner), text, parent))
+            text = label_of((*above[-1:], text))
+        groups.append(Group(module_of(inner), text, parent))
         _place(nodes[inner], here, groups, group_of)
         waiting.extend((child, inner, here) for child in children[inner])
     return groups, group_of

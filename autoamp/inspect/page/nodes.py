@@ -13,12 +13,14 @@ from torch import fx
 from autoamp.analyse.nodes import tensors_of
 from autoamp.dtypes import short_name
 from autoamp.graph_functions import low_uses, low_weight
+from autoamp.inspect.page.calls import by_call
 from autoamp.inspect.page.homes import Group, homes_of, tree_of
+from autoamp.inspect.page.plumbing import plumbing_of
 from autoamp.inspect.rows import CastRow, OpRow, Section
 from autoamp.inspect.text import op_title, shorten
 from autoamp.inspect.why import undecided
 
-_LATE = frozenset({"weight", "constant", "body", "cast", "use"})
+_LATE = frozenset({"weight", "constant", "state", "body", "cast", "use"})
 """Kinds of nodes that are drawn where the readers of the node are drawn."""
 
 
@@ -46,9 +48,11 @@ class SectionNodes:
         self._after = {n.name: n for n in section.rewritten.gm.graph.nodes}
         self.names = _merged(list(self._before), list(self._after))
         self.index = {name: place for place, name in enumerate(self.names)}
+        self._plumbing = self._find_plumbing()
         self._kinds = {name: self._kind(name) for name in self.names}
-        readers = self._readers()
-        homes = homes_of({n: self._module(n) for n in self.names}, readers)
+        readers, operands = self._readers(), self._operands()
+        modules = {n: self._module(n) for n in self.names}
+        homes = homes_of(by_call(modules, operands), readers)
         self.groups: list[Group]
         self.groups, self._group_of = tree_of(
             homes, self._drawn_with_readers(readers), label
@@ -74,11 +78,12 @@ class SectionNodes:
                 "cast": _cast(cast) if cast else None,
                 "note": "" if row or cast else self._note(name),
                 "body": self._body(node),
+                "is_plumbing": name in self._plumbing,
             }
 
     def _title(self, name: str, node: fx.Node, row: OpRow | None) -> str:
         """The short name: that of the op, or of a weight inside its module."""
-        if self._kinds[name] not in ("weight", "constant"):
+        if self._kinds[name] not in ("weight", "constant", "state"):
             return op_title(row.op if row else _target(node))
         path = self.groups[self._group_of[name]].path.replace(".", "_")
         inner = name.lstrip("_").removeprefix(f"{path}_")
@@ -94,6 +99,8 @@ class SectionNodes:
             is_body = self._body(node) or _is_graph(node)
             return "body" if is_body else "constant"
         if node.op == "placeholder":
+            if name in self._plumbing:
+                return "state"
             facts = self._section.rewritten.facts
             return "weight" if name in facts.weights else "input"
         return "output" if node.op == "output" else "op"
@@ -106,6 +113,27 @@ class SectionNodes:
             return None
         fact = self._fact(name)
         return fact.module if fact else "" if name in self._before else None
+
+    def _find_plumbing(self) -> frozenset[str]:
+        """The nodes that are plumbing in every graph that has them."""
+        rewritten = self._section.rewritten
+        sides = [
+            ({n.name for n in graph.nodes}, plumbing_of(graph, self._ops))
+            for graph in (rewritten.before.graph, rewritten.gm.graph)
+        ]
+        return frozenset(
+            name
+            for name in self.names
+            if all(name in found for known, found in sides if name in known)
+        )
+
+    def _operands(self) -> dict[str, list[str]]:
+        """What each node reads, before the pass and after."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for nodes in (self._before, self._after):
+            for node in nodes.values():
+                found[node.name] += (operand.name for operand in node.all_input_nodes)
+        return found
 
     def _readers(self) -> dict[str, list[str]]:
         found: dict[str, dict[str, None]] = defaultdict(dict)

@@ -9,6 +9,9 @@ const report = JSON.parse(document.getElementById("data").textContent);
 const SIDES = ["before", "after"];
 const CASTS = new Set(["cast"]);
 
+/** Whether a node is drawn on a side; plumbing is drawn on demand. */
+const isDrawn = (node, side) => Boolean(node[side]) && (!node.is_plumbing || state.plumbing);
+
 /** The index of one graph of the report. */
 function indexGraph(raw) {
   const groups = raw.groups.map((g, i) => ({
@@ -43,10 +46,11 @@ function indexSide({ groups, nodes, islandOf }, side) {
   };
   for (const node of nodes) {
     if (!node[side]) continue;
-    count(groups, counts, node, side, islandOf);
+    const isShown = isDrawn(node, side);
+    if (isShown) count(groups, counts, node, side, islandOf);
     for (const operand of node[side].operands) {
       readers[operand].push(node.index);
-      lift(groups, nodes[operand], node, add);
+      if (isShown && isDrawn(nodes[operand], side)) lift(groups, nodes[operand], node, add);
     }
   }
   return { readers, edges: edges.map((e) => [...e.values()]), counts };

@@ -127,7 +127,7 @@ function drawShape(g, item, { w, h }) {
     svg(g, "polygon", { class: "shape", points: points.map((c) => c.join(",")).join(" ") });
     return;
   }
-  const round = { input: h / 2, output: h / 2, use: h / 2, weight: 3, constant: 3 }[item.kind];
+  const round = { input: h / 2, output: h / 2, use: h / 2, weight: 3, constant: 3, state: 3 }[item.kind];
   svg(g, "rect", { class: "shape", width: w, height: h, rx: round ?? (item.isGroup ? 10 : 7) });
 }
 

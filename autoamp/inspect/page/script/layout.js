@@ -22,7 +22,7 @@ class Layouts {
     const { counts } = this.graph.sides[this.side];
     return [
       ...group.children.filter((g) => counts[g.index].nodes),
-      ...group.nodes.filter((n) => n[this.side]),
+      ...group.nodes.filter((n) => isDrawn(n, this.side)),
     ].sort((a, b) => this.first(a) - this.first(b));
   }
 

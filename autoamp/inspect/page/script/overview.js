@@ -164,7 +164,7 @@ function goToIsland(island) {
 function showLegend() {
   const list = document.getElementById("legend");
   const low = report.compute_dtype ?? "low";
-  const present = new Set(state.graph.nodes.filter((n) => n[state.side]).map((n) =>
+  const present = new Set(state.graph.nodes.filter((n) => isDrawn(n, state.side)).map((n) =>
     n.kind === "weight" ? "weight" : n.kind === "cast" ? (n.cast.every_call ? "cast" : "cast kept") : precisionClass(n[state.side].precision)));
   const entries = [["low", low], ["fp32", "fp32"], ["other", "other float"], ["none", "not a float"],
     ["weight", "weight"], ["cast", "cast"], ["cast kept", "weight cast, kept between calls"]];

@@ -3,7 +3,7 @@
 const TABS = ["overview", "reasons", "node"];
 const KINDS = {
   op: "op", cast: "cast", weight: "weight", input: "input", constant: "constant",
-  body: "sub-graph", use: "uses of a cast", output: "output",
+  state: "running statistic or counter", body: "sub-graph", use: "uses of a cast", output: "output",
 };
 const MOST_LISTED = 12;
 

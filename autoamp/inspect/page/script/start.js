@@ -21,7 +21,7 @@ function showEmpty() {
   empty.hidden = false;
   empty.textContent = report.skipped.length ? "Not converted: the model runs in fp32."
     : "No graph captured yet: call the model once, then ask again.";
-  for (const id of ["graph-field", "islands", "search", "expand-all", "collapse-all"]) {
+  for (const id of ["graph-field", "islands", "plumbing", "search", "expand-all", "collapse-all"]) {
     document.getElementById(id).hidden = true;
   }
   document.querySelector(".switch").hidden = true;
@@ -40,6 +40,7 @@ function listen() {
   on("side-before", () => showSide("before"));
   on("side-after", () => showSide("after"));
   on("islands", () => filterIslands(!state.islands));
+  on("plumbing", () => showPlumbing(!state.plumbing));
   on("expand-all", expandAll);
   on("collapse-all", collapseAll);
   on("zoom-in", () => zoomBy(1.25));

@@ -6,6 +6,7 @@ const state = {
   graph: null, side: "after", open: new Set(), layouts: null,
   picked: null, // id of the node whose details are shown
   at: null, // id of the item that Tab reaches, from which the arrow keys start
+  plumbing: false, // whether running statistics and counters are drawn
   islands: false, shown: new Map(), edges: [],
 };
 const indexed = new Map();
@@ -24,6 +25,19 @@ function showGraph(number) {
   showOverview();
   showReasons();
   showNode(null);
+  document.getElementById("plumbing").hidden = !state.graph.nodes.some((n) => n.is_plumbing);
+}
+
+/** Draws the running statistics and counters, or leaves them out. */
+function showPlumbing(on) {
+  state.plumbing = on;
+  document.getElementById("plumbing").setAttribute("aria-pressed", String(on));
+  indexed.clear();
+  const number = report.graphs.indexOf(state.graph.raw);
+  indexed.set(number, (state.graph = indexGraph(report.graphs[number])));
+  if (state.picked && !on && itemOf(state.graph, state.picked).is_plumbing) pick(null);
+  renew(state.at);
+  said.textContent = on ? "Plumbing is shown" : "Plumbing is hidden";
 }
 
 /** Opens level after level while the view stays small enough to read. */
@@ -31,7 +45,7 @@ function openAtFirst() {
   const { groups, sides } = state.graph;
   const { counts } = sides[state.side];
   const items = (g) => g.children.filter((c) => counts[c.index].nodes).length +
-    g.nodes.filter((n) => n[state.side]).length;
+    g.nodes.filter((n) => isDrawn(n, state.side)).length;
   const open = new Set();
   let [level, shown] = [[groups[0]], items(groups[0])];
   while (level.length) {
@@ -56,12 +70,13 @@ function openModules(level, items, open, shown) {
     const inner = parent.children.filter((g) => g.children.length && items(g));
     const size = inner.reduce((sum, g) => sum + items(g), 0);
     if (inner.length > 3 && shown + size > MOST_AT_FIRST) continue;
-    const opened = inner.filter((group) => {
-      if (shown + items(group) > MOST_AT_FIRST) return false;
+    const opened = [];
+    for (const group of inner) {
+      if (shown + items(group) > MOST_AT_FIRST) break;
       open.add(group.index);
       shown += items(group);
-      return true;
-    });
+      opened.push(group);
+    }
     shown = openModules(opened, items, open, shown);
   }
   return shown;
@@ -156,6 +171,7 @@ function reveal(item) {
 /** Shows the details of a node, opens the modules around it, and brings it into view. */
 function go(item, { middle = true, focus = false } = {}) {
   if (!item.isGroup && !item[state.side]) showSide(item.after ? "after" : "before");
+  if (item.is_plumbing && !state.plumbing) showPlumbing(true);
   reveal(item);
   state.at = item.id;
   if (item.isGroup) mark();
