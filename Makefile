@@ -19,7 +19,7 @@ ZOO := $(shell grep -E '^(pillow|timm|torchvision)==' constraints.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup zoo demo test test-all test-oldest test-cuda-fake conformance mutants \
-  lint types bench docs clean
+  lint types bench docs check-wheel clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -109,6 +109,18 @@ $(VENV)/.docs: $(VENV)/.ready
 
 docs: $(VENV)/.docs ## Build the documentation site; a warning or a dead link is an error
 	$(BIN)/python -m website
+
+# Into an environment of its own and outside of .venv: what autoamp requires, nothing else.
+check-wheel: ## Install the wheel into an empty environment, and try it there
+	rm -rf build/wheel
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check \
+	  $(TORCH_ARGS) '$(TORCH)'
+	build/wheel/venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps \
+	  --wheel-dir build/wheel .
+	build/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check \
+	  build/wheel/*.whl
+	build/wheel/venv/bin/python -P tests/installed.py
 
 bench: $(VENV)/.ready ## Time fp32, torch.autocast and autoamp side by side
 	$(BIN)/python -m benchmarks

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import autoamp
 
@@ -85,6 +86,11 @@ def test_wheel_holds_the_package_and_the_rules(dist: tuple[Path, Path]) -> None:
     }
     modules |= beside
     assert modules == {name for name in names if name.endswith(".py")}
+    others = {name.rpartition(".")[2] for name in names} - {"py"}
+    # Types, rules and devices, the page and its licence, and the metadata of a wheel.
+    texts = {"typed", "toml", "md", "css", "html", "js", "LICENSE", "txt"}
+    metadata = {f"dist-info/{name}" for name in ("METADATA", "RECORD", "WHEEL")}
+    assert others == texts | metadata | {"dist-info/licenses/LICENSE"}
 
 
 def test_sdist_holds_what_a_build_and_a_test_run_need(dist: tuple[Path, Path]) -> None:
@@ -198,3 +204,36 @@ def test_the_oldest_torch_is_what_the_project_allows() -> None:
     wanted = floor.replace(">=", "==")
     assert f"s/^torch==.*/{wanted}/" in commands
     assert f"--constraint nowhere/constraints.txt '{wanted}'" in commands
+
+
+# -- the forge runs what a person runs -------------------------------------------------
+
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text("utf-8"))
+    for path in (REPO / ".github" / "workflows").glob("*.yml")
+}
+
+
+@pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows")
+def test_workflows_run_targets_of_the_makefile() -> None:
+    makefile = (REPO / "Makefile").read_text()
+    wanted = set()
+    for workflow in WORKFLOWS.values():
+        for job in workflow["jobs"].values():
+            for step in job.get("steps", ()):
+                wanted |= set(re.findall(r"^make ([\w-]+)", step.get("run", "")))
+    assert wanted == {"test", "docs", "check-wheel"}
+    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in wanted)
+
+
+@pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows")
+def test_only_what_was_tested_is_published() -> None:
+    jobs = WORKFLOWS["release"]["jobs"]
+    assert jobs["publish"]["needs"] == ["test", "build"]
+    assert jobs["test"]["uses"].endswith("/test.yml")
+    may_sign = [name for name, job in jobs.items() if "permissions" in job]
+    assert may_sign == ["publish"]
+    pythons = WORKFLOWS["test"]["jobs"]["wheel"]["strategy"]["matrix"]["python"]
+    named = {c.rpartition(" :: ")[2] for c in PROJECT["classifiers"] if ":: 3." in c}
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    assert named <= set(pythons)

@@ -104,13 +104,13 @@ def _nvml(device: torch.device) -> Meter:
     """The counter of an NVIDIA GPU.
 
     Raises:
-        ImportError: `nvidia-ml-py` is not installed.
+        ImportError: `nvidia-ml-py` (the extra `bench`) is not installed.
         OSError: the driver does not tell.
     """
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
-        raise ImportError("pip install nvidia-ml-py to read a GPU's counter") from None
+        raise ImportError("pip install 'autoamp[bench]' to read a GPU's counter") from None
     try:
         nvml.nvmlInit()
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
