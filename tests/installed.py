@@ -1,4 +1,4 @@
-"""Checks an installed autoamp: `python -P installed.py`, by the Python that has autoamp.
+"""Checks an installed autoamp: `python -P installed.py`, by its environment's Python.
 
 It needs the standard library, autoamp and what autoamp requires, and nothing of this
 checkout, so that it also runs where no test tool is installed.  Each check prints one
@@ -62,7 +62,8 @@ main(["--help"])
 
 def python(*arguments: str, **variables: str) -> str:
     """The stdout and stderr of a fresh interpreter; one that fails is an error."""
-    given = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "AUTO"))}
+    hidden = ("PYTHON", "AUTOAMP_")
+    given = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
     done = subprocess.run(
         [sys.executable, *arguments],
         env=given | variables,

@@ -1,4 +1,4 @@
-"""The wheel in an empty environment, and the modules of others that the package imports."""
+"""The wheel in an empty environment; what the package imports is what it declares."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def empty(tmp_path: Path) -> Path:
     python = tmp_path / "venv" / "bin" / "python"
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(run(python, "-c", code, cwd=tmp_path).strip())
-    for distribution in required([name_of(d) for d in PROJECT["dependencies"]]).values():
+    needed = [name_of(requirement) for requirement in PROJECT["dependencies"]]
+    for distribution in required(needed).values():
         link(distribution, site)
     return python
 

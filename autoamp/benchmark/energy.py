@@ -110,7 +110,8 @@ def _nvml(device: torch.device) -> Meter:
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
-        raise ImportError("pip install 'autoamp[bench]' to read a GPU's counter") from None
+        why = "pip install 'autoamp[bench]' to read a GPU's counter"
+        raise ImportError(why) from None
     try:
         nvml.nvmlInit()
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
