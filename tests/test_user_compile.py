@@ -193,3 +193,39 @@ def test_an_autocast_region_in_a_function_is_left_to_it(x: Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert run(x).dtype is torch.bfloat16
     assert seen.low_products() == 0
+
+
+# -- questions to Dynamo ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls_before", [0, 2])
+def test_dynamo_explains_the_models_own_code(calls_before: int) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(4, 16)
+    plain = torch._dynamo.explain(model)(x)
+    autoamp.convert(model, precision="bf16", do_no_harm=False)
+    for _ in range(calls_before):
+        model(x)
+    found = torch._dynamo.explain(model)(x)
+    assert found.graph_count == plain.graph_count == 1
+    assert found.graph_break_count == 0
+    assert found.op_count == plain.op_count
+    assert str(found).splitlines()[:3] == str(plain).splitlines()[:3]
+    model(x)
+    assert autoamp.report(model).runs == calls_before + 1
+
+
+def test_a_backend_may_read_why_a_graph_ends() -> None:
+    seen = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[object]) -> object:
+        seen.append(gm.compile_subgraph_reason.graph_break)
+        return gm.forward
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    options = {"precision": "bf16", "do_no_harm": False}
+    autoamp.convert(model, backend=backend, **options)
+    with torch.no_grad():
+        model(torch.randn(4, 16))
+    assert seen == [False]
+    assert autoamp.report(model).runs == 1

@@ -95,6 +95,7 @@ def prepare(
         extra = scaling.edge_inputs(edge.devices)
         given = _given(hoisted, inputs, low, layouts, extra)
         ready = for_compilers(bound, inductor=compat.is_inductor(options.backend))
+        compat.as_dynamo_gave(ready, gm)
         compat.make_code(ready)
         run = compat.compile_with(options.backend, ready, given)
     return Prepared(

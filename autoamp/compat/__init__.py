@@ -10,12 +10,14 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoamp.compat.capture import (
+    as_dynamo_gave,
     compile_with,
     dispatch_mode,
     dynamo_disabled,
     fx_tracing,
     hides_calls,
     inductor_permutes,
+    is_asked_by_dynamo,
     is_batch,
     is_capture_error,
     is_compiled_module,

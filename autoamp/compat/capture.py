@@ -92,6 +92,29 @@ def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
         return None, False
 
 
+def as_dynamo_gave(ready: fx.GraphModule, captured: fx.GraphModule) -> None:
+    """Puts on a graph what Dynamo puts on the graphs that it hands to a backend.
+
+    A backend may read why the graph ends where it does (`compile_subgraph_reason`).
+    """
+    reason = captured.__dict__.get("compile_subgraph_reason")
+    if reason is not None:
+        ready.compile_subgraph_reason = reason
+    for key, value in captured.meta.items():
+        ready.meta.setdefault(key, value)
+
+
+def is_asked_by_dynamo() -> bool:
+    """Whether the compilation that is tracing now only describes the user's code.
+
+    `torch._dynamo.explain` and its like compile with a backend of Dynamo's own that
+    counts graphs and runs them as they are.
+    """
+    backend, _ = tracing_backend()
+    module = getattr(unwrapped_backend(backend), "__module__", "")
+    return module == "torch._dynamo.eval_frame"
+
+
 def unwrapped_backend(backend: Any) -> Any:
     """The `backend` given to `torch.compile`, taken out of torch's own wrappers."""
     names = ("_torchdynamo_orig_backend", "compiler_fn", "__wrapped__")

@@ -25,9 +25,11 @@ logger = logging.getLogger(__name__)
 def traced_for_us() -> bool:
     """Whether Dynamo traces for a converted model now, and not for the user.
 
-    The answer can be a constant, because only we call the code that we compile.
+    A question of the user's to Dynamo (`torch._dynamo.explain`) is about the model's
+    own code, and is answered with it.  The answer can be a constant, because only we
+    call the code that we compile.
     """
-    return THREAD.inside > 0 or THREAD.off > 0
+    return THREAD.inside > 0 or THREAD.off > 0 or compat.is_asked_by_dynamo()
 
 
 USERS_BACKENDS: list[Callable[..., Any]] = []
