@@ -158,16 +158,7 @@ class _Model:
     def _op(self, node: fx.Node, fact: NodeFacts, itemsize: int) -> int:
         if self.by_memory:
             return itemsize * fact.read_numel if fact.requires_grad else 0
-        if _is_free(node):
-            return 0
-        if itemsize == 2 and _rows(node, fact) < self.device.least_rows:
-            return round(FEW_ROWS * self._op(node, fact, 4))
-        peak = self.device.high_flops_per_ns
-        if itemsize == 2:
-            peak = self.device.low_flops_per_ns
-        moved = itemsize * (fact.read_numel + fact.numel) / self.device.bytes_per_ns
-        nanoseconds = self.device.launch_ns + max(moved, flops_of(node, fact) / peak)
-        return self._units(nanoseconds * (TRAINING_FACTOR if fact.requires_grad else 1))
+        return self._units(parts_of(node, fact, itemsize, self.device).nanoseconds)
 
     def cast(self, fact: NodeFacts) -> int:
         if self.by_memory:
@@ -178,7 +169,47 @@ class _Model:
 
     @staticmethod
     def _units(nanoseconds: float) -> int:
-        return max(1, round(nanoseconds / UNIT_NS))
+        return max(1, round(nanoseconds / UNIT_NS)) if nanoseconds else 0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one op's predicted time, in nanoseconds, its backward included.
+
+    Attributes:
+        launch: for starting kernels.
+        memory: for the bytes that the op reads and writes.
+        arithmetic: for the flops of products; it passes while memory is moved.
+    """
+
+    launch: float
+    memory: float
+    arithmetic: float
+
+    @property
+    def nanoseconds(self) -> float:
+        """The time of the op: the larger part of memory and arithmetic, and a start."""
+        return self.launch + max(self.memory, self.arithmetic)
+
+
+def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> Parts:
+    """The parts of an op's time on a device.
+
+    Args:
+        itemsize: bytes of a number: 4 for fp32, 2 for a low dtype.
+    """
+    if _is_free(node):
+        return Parts(0.0, 0.0, 0.0)
+    times = TRAINING_FACTOR if fact.requires_grad else 1
+    peak = device.high_flops_per_ns
+    if itemsize == 2 and _rows(node, fact) < device.least_rows:
+        times, itemsize = times * FEW_ROWS, 4
+    elif itemsize == 2:
+        peak = device.low_flops_per_ns
+    moved = itemsize * (fact.read_numel + fact.numel) / device.bytes_per_ns
+    return Parts(
+        times * device.launch_ns, times * moved, times * flops_of(node, fact) / peak
+    )
 
 
 def _is_free(node: fx.Node) -> bool:
