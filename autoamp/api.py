@@ -18,7 +18,7 @@ from autoamp.inspect.report import Report
 from autoamp.model.conversion import conversion_of
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import choose_graph_precision
-from autoamp.model.reporting import report_of
+from autoamp.model.reporting import report_on
 from autoamp.optimizer.attach import attached, give_masters
 from autoamp.optimizer.meeting import guard_masters
 from autoamp.optimizer.optimizers import params_of
@@ -157,15 +157,12 @@ def report(model: nn.Module) -> Report:
     Raises:
         UnsupportedModelError: `model` was never converted.
     """
-    state = conversion_of(model)
-    if state is None:
+    found = report_on(model)
+    if found is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} is not converted; call autoamp.convert first"
         )
-    if state.engine is not None:
-        return report_of(state.engine.record, model)
-    skipped = [(s.what, s.why) for s in state.skipped]
-    return Report(class_name(model), (), (), skipped)
+    return found
 
 
 def rewrite(

@@ -13,7 +13,6 @@ from autoamp.benchmark.largest import bytes_in
 from autoamp.benchmark.measure import Measurement, Plan
 from autoamp.benchmark.result import Bench
 from autoamp.benchmark.step.batch import resized
-from autoamp.benchmark.step.running import device_of
 from autoamp.benchmark.step.task import Task, adamw
 from autoamp.benchmark.step.ways import KINDS, precision_for, ways_for
 from autoamp.errors import OptionError, UnsupportedModelError
@@ -62,7 +61,7 @@ def bench_model(
     task = Task(kind, call, generate, loss_fn, optimizer or adamw, data)
     chosen = options_for(model, options)
     low = precision_for(model, chosen)
-    found = ways_for(device_of(model), low, chosen, ways, compiled=compiled)
+    found = ways_for(model, low, chosen, ways, compiled=compiled)
     plan = Plan(
         found, task, Length(rounds, seconds), steps, sweep, budget, grams_per_kwh
     )

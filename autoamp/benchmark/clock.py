@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autoamp.ask.overflow_trial import Call
 from autoamp.benchmark.step.running import Running
 from autoamp.tuning.clock import finish
 
@@ -70,6 +71,23 @@ def timed(runner: Running) -> None:
     finish(device)
     runner.seconds.append(time.perf_counter() - start)
     runner.data_seconds.append(loaded - start)
+
+
+def least_of_steps(runner: Running | None, call: Call) -> float:
+    """The least time of `FEWEST` steps with these arguments, after two that settle.
+
+    The least is the time that other programs disturb least.
+    """
+    assert runner is not None
+    times = []
+    for _ in range(FEWEST + 2):
+        batch = runner.as_taken(call)
+        finish(runner.device)
+        start = time.perf_counter()
+        runner.step(batch)
+        finish(runner.device)
+        times.append(time.perf_counter() - start)
+    return min(times[2:])
 
 
 def _is_enough(

@@ -14,9 +14,11 @@ from autoamp import compat
 from autoamp.ask.progress import told
 from autoamp.benchmark import energy, memory
 from autoamp.benchmark.clock import Length, in_rounds
+from autoamp.benchmark.closer import look_closer
+from autoamp.benchmark.evidence import evidence_of
 from autoamp.benchmark.figures import Figures, figures_of
 from autoamp.benchmark.largest import largest_batch, within_reach
-from autoamp.benchmark.record import Row
+from autoamp.benchmark.record import Evidence, Row
 from autoamp.benchmark.result import Bench
 from autoamp.benchmark.rows import Entry, busy, disturbed, row_of
 from autoamp.benchmark.step.batch import batch_size, resized
@@ -78,6 +80,7 @@ class Measurement:
         self.task = plan.task
         self.apart = False
         self.loss_from = ""
+        self.evidence: Evidence | None = None
         self.notes = busy()
         self.meter, self.no_meter = energy.meter_for(self.device)
         self.begun = time.perf_counter()
@@ -120,6 +123,7 @@ class Measurement:
                 self.no_meter,
                 estimated=any(row.energy_from == "estimate" for row in self.rows),
             ),
+            evidence=self.evidence,
             notes=tuple(dict.fromkeys(self.notes)),
             complete=complete,
             measured_seconds=time.perf_counter() - self.begun,
@@ -139,6 +143,7 @@ class Measurement:
                 entry.close()
         if not self.apart:
             self._time([e for e in self.entries if e.runner is not None])
+            look_closer(self.entries, self.task)
         self._gather()
 
     def _enter(self, entry: Entry) -> None:
@@ -166,6 +171,8 @@ class Measurement:
         else:
             entry.error = ""
             self.loss_from = self.loss_from or runner.loss_from
+            if entry.way.kind == "autoamp" and not entry.way.compiled:
+                self.evidence = evidence_of(entry.way, runner.model)
             if entry is self.entries[0] and not self._fit_together(entry.figures):
                 self._go_apart()
 

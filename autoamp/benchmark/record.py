@@ -31,6 +31,8 @@ class Row:
         flops: flops of matrix products, convolutions and attention.
         low_flops: those of them that run in fp16 or bf16.
         losses: the loss of each of the first steps.
+        doubled: the least time of a step of twice the batch, in seconds; measured for
+            fp32 and autoamp alone, where autoamp gains little.
         joules: energy of a step.
         energy_from: "nvml", "rapl", or "estimate" from bytes and flops; "" for none.
         co2_grams: CO2 of 1,000 steps, in grams.
@@ -58,6 +60,7 @@ class Row:
     flops: int | None = None
     low_flops: int | None = None
     losses: tuple[float, ...] = ()
+    doubled: float | None = None
     joules: float | None = None
     energy_from: str = ""
     co2_grams: float | None = None
@@ -67,6 +70,51 @@ class Row:
     def loss(self) -> float | None:
         """The loss of the last of the first steps."""
         return self.losses[-1] if self.losses else None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the report of the converted model tells about its times.
+
+    Shares are of the predicted time in fp32, 0 to 1, and None where no time is
+    predicted; the optimizer's step is not part of it.
+
+    Attributes:
+        pays: whether the device computes faster in the compute dtype than in fp32.
+        units: the name of the device's figures.
+        arrived: the half dtype in which most of the model's weights arrived, or "".
+        float_ops, low_ops: the number of float ops, and of those that run low.
+        ruled: the share in ops that the user's own rules keep in fp32; where no time
+            is predicted, their part of all float ops.
+        ruled_by: the reason of the costliest of them.
+        stayed: the share in all ops that stay in fp32.
+        stayed_because: the reason of the costliest of them.
+        launches, memory, arithmetic: the shares of starting ops, of moving bytes, and
+            of computing products.
+        speed_up: how many times as fast as fp32 the graphs should be; None as above.
+        odd_flops: the share of the low products' flops in which a size is no multiple
+            of 8; 0 where the device has no tensor cores.
+        odd_size, odd_next, odd_module: the size of the largest of these products, the
+            next multiple, and the module.
+    """
+
+    pays: bool
+    units: str
+    arrived: str = ""
+    float_ops: int = 0
+    low_ops: int = 0
+    ruled: float = 0.0
+    ruled_by: str = ""
+    stayed: float | None = None
+    stayed_because: str = ""
+    launches: float | None = None
+    memory: float | None = None
+    arithmetic: float | None = None
+    speed_up: float | None = None
+    odd_flops: float = 0.0
+    odd_size: int = 0
+    odd_next: int = 0
+    odd_module: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,6 +133,8 @@ class Measured:
         interleaved: whether all ways of a batch size were timed in turn.
         memory_how: how the peak memory was measured.
         energy_how: how the energy was measured, or why it was not.
+        evidence: what the report of the converted model tells about the times; None
+            where autoamp did not run.
         notes: what else is to be known of the figures.
         complete: False where the measurement was interrupted.
         measured_seconds: how long the measurement took.
@@ -101,6 +151,7 @@ class Measured:
     interleaved: bool
     memory_how: str
     energy_how: str
+    evidence: Evidence | None = None
     notes: tuple[str, ...] = ()
     complete: bool = True
     measured_seconds: float = 0.0

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from autoamp.benchmark.answer import Answer, answer
-from autoamp.benchmark.record import Measured, Row
+from autoamp.benchmark.record import Evidence, Measured, Row
 from autoamp.benchmark.shown import plot, table
 
 SCHEMA = 1
@@ -68,6 +68,8 @@ def from_json(text: str) -> Bench:
     given = {key: value for key, value in document.items() if key in known}
     rows = [{k: _tuple(v) for k, v in row.items()} for row in given.pop("rows")]
     given["notes"] = tuple(given["notes"])
+    if given.get("evidence") is not None:
+        given["evidence"] = Evidence(**given["evidence"])
     return Bench(rows=tuple(Row(**row) for row in rows), **given)
 
 

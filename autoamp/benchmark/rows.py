@@ -30,6 +30,7 @@ class Entry:
     error: str = ""
     joules: float | None = None
     energy_from: str = ""
+    doubled: float | None = None
     times: list[float] = field(default_factory=list)
     data_times: list[float] = field(default_factory=list)
 
@@ -98,6 +99,7 @@ def row_of(
         flops=known.flops,
         low_flops=known.low_flops,
         losses=known.losses,
+        doubled=entry.doubled,
         joules=joules,
         energy_from=energy_from,
         co2_grams=grams,

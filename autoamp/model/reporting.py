@@ -12,6 +12,7 @@ from autoamp.inspect.coverage import Coverage, coverage_of
 from autoamp.inspect.report import Report
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.inspect.sections.weights import Range, ranges_of
+from autoamp.model.conversion import conversion_of
 from autoamp.plain import class_name
 from autoamp.scaling.domain import ModelScaling
 
@@ -38,6 +39,17 @@ def report_of(
         ranges=_ranges(record, model),
         explained_for=explained_for,
     )
+
+
+def report_on(model: nn.Module) -> Report | None:
+    """The report on a model; None where the model was never converted."""
+    state = conversion_of(model)
+    if state is None:
+        return None
+    if state.engine is not None:
+        return report_of(state.engine.record, model)
+    skipped = [(s.what, s.why) for s in state.skipped]
+    return Report(class_name(model), (), (), skipped)
 
 
 def _ranges(record: Record, model: nn.Module | None) -> dict[str, Range]:

@@ -200,7 +200,7 @@ def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> P
     """
     if _is_free(node):
         return Parts(0.0, 0.0, 0.0)
-    times = TRAINING_FACTOR if fact.requires_grad else 1
+    times: float = TRAINING_FACTOR if fact.requires_grad else 1
     peak = device.high_flops_per_ns
     if itemsize == 2 and _rows(node, fact) < device.least_rows:
         times, itemsize = times * FEW_ROWS, 4

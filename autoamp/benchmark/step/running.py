@@ -90,7 +90,11 @@ class Running:
 
     def batch(self) -> Call:
         """The arguments of the next call, as this way takes them."""
-        call = copied(self._feed.next())
+        return self.as_taken(self._feed.next())
+
+    def as_taken(self, call: Call) -> Call:
+        """A copy of the arguments of a call, as this way takes them."""
+        call = copied(call)
         if self.way.kind != "half":
             return call
         low: Call = pytree.tree_map_only(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from autoamp.dtypes import LOW_DTYPES
+from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.model.eligible import choose_precision, not_converted
+from autoamp.model.eligible import choose_precision, not_converted, parameters_of
 from autoamp.options import Options
 from autoamp.plain import class_name
 
@@ -18,6 +19,9 @@ KINDS = ("fp32", "tf32", "autocast", "autoamp", "tuned", "half")
 """What `ways=` may name, in the order in which the ways are shown."""
 
 FP32 = "fp32"
+AS_IT_IS = "as it is"
+"""The name of the first way where the model's weights are not fp32."""
+
 _NAMES = {"tf32": "fp32, TF32", "tuned": "autoamp, tuned"}
 
 
@@ -30,23 +34,26 @@ class Way:
         low: the compute dtype of the ways that have one.
         options: the options of a conversion.
         compiled: whether inductor compiles what is run.
+        arrived: the half dtype that most of the model's weights are in already, or "".
     """
 
     kind: str
     low: torch.dtype
     options: Options
     compiled: bool = False
+    arrived: str = ""
 
     @property
     def name(self) -> str:
         """What the table calls the way."""
         half = ".bfloat16()" if self.low is torch.bfloat16 else ".half()"
         name = half if self.kind == "half" else _NAMES.get(self.kind, self.kind)
+        name = AS_IT_IS if self.kind == FP32 and self.arrived else name
         return f"{name}, compiled" if self.compiled else name
 
 
 def ways_for(
-    device: torch.device,
+    model: nn.Module,
     low: torch.dtype,
     options: Options,
     kinds: Iterable[str],
@@ -61,16 +68,27 @@ def ways_for(
     asked = [FP32, *kinds]
     if wrong := next((kind for kind in asked if kind not in KINDS), None):
         raise OptionError(f"{wrong!r} is not a way: give any of {', '.join(KINDS)}")
+    half = arrived(model)
+    on = next((p.device for p in parameters_of(model)), torch.device("cpu"))
     plain = [
-        Way(kind, low, options)
+        Way(kind, low, options, arrived=half)
         for kind in KINDS
-        if kind in asked and (kind != "tf32" or has_tf32(device))
+        if kind in asked and (kind != "tf32" or has_tf32(on))
     ]
     if not compiled:
         return plain
     # `tune` times torch's own kernels, so it leaves nothing to compile.
-    again = [Way(w.kind, low, options, True) for w in plain if w.kind != "tuned"]
+    again = [replace(way, compiled=True) for way in plain if way.kind != "tuned"]
     return plain + again
+
+
+def arrived(model: nn.Module) -> str:
+    """The half dtype that most elements of the model's weights are in, or ""."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in parameters_of(model):
+        sizes[parameter.dtype] += parameter.numel()
+    most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    return short_name(most) if most and most in LOW_DTYPES.values() else ""
 
 
 def has_tf32(device: torch.device) -> bool:
@@ -85,6 +103,7 @@ def precision_for(model: nn.Module, options: Options) -> torch.dtype:
         UnsupportedModelError: there is nothing in the model that could run low.
     """
     low, _ = choose_precision(model, options)
+    low = low or LOW_DTYPES.get(arrived(model))
     if low is None:
         low, why = choose_precision(model, options.replace(do_no_harm=False))
         if low is None and options.precision in LOW_DTYPES:

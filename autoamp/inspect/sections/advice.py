@@ -148,7 +148,7 @@ def _own_options(asked: Asked) -> Iterator[str]:
         (section,) = (
             s for s in asked.sections if (s.graph, s.body) == (row.graph, row.body)
         )
-        if not _is_users_choice(section, row):
+        if not is_users_choice(section, row):
             continue
         remedy = remedy_for(section.rewritten, row.name)
         if remedy is None or remedy.in_bytes:
@@ -162,7 +162,7 @@ def _own_options(asked: Asked) -> Iterator[str]:
             return
 
 
-def _is_users_choice(section: Section, row: OpRow) -> bool:
+def is_users_choice(section: Section, row: OpRow) -> bool:
     """Whether `keep=` or another list of the user's holds an op in fp32."""
     attempt = section.rewritten.attempt
     if attempt is None:

@@ -38,6 +38,11 @@ class OpTime:
     flops: int
     by_weights: float
 
+    @property
+    def key(self) -> tuple[int, str, str]:
+        """The section and the name."""
+        return self.graph, self.body, self.name
+
     def at(self, times: float, *, placed: bool) -> Parts:
         """The parts at so many times the batch."""
         parts = self.placed if placed else self.high

@@ -1,0 +1,114 @@
+"""What the report of a converted model tells about the times that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from autoamp.benchmark.record import Evidence
+from autoamp.benchmark.step.running import device_of as device_with
+from autoamp.benchmark.step.ways import Way, arrived
+from autoamp.inspect.report import Report
+from autoamp.inspect.rows import OpRow, Section
+from autoamp.inspect.sections.advice import is_users_choice
+from autoamp.inspect.sections.bounds import Bounds, OpTime, bounds_of
+from autoamp.inspect.sections.dimensions import Misfit
+from autoamp.model.reporting import report_on
+from autoamp.place.devices import Device, device_of
+
+
+def evidence_of(way: Way, model: nn.Module) -> Evidence:
+    """The evidence of a model that runs `way`, after it has run.
+
+    Args:
+        model: the converted copy.
+    """
+    device = device_of(device_with(model), way.low)
+    report = report_on(model)
+    if report is None:
+        return Evidence(device.pays, device.name, arrived(model))
+    return evidence_from(report, device, arrived(model))
+
+
+def evidence_from(report: Report, device: Device, half: str = "") -> Evidence:
+    """The evidence that a report gives.
+
+    Args:
+        device: the device that the model runs on, or for which it was explained.
+        half: the half dtype in which the weights arrived, or "".
+    """
+    rows = report.ops
+    bounds = bounds_of(report.sections, 0.0)
+    timed = {op.key: op for op in bounds.ops} if bounds is not None else {}
+    total = bounds.seconds(placed=False) if bounds is not None else 0.0
+    high = [row for row in rows if not row.is_low]
+    ruled = [row for row in high if _is_ruled(report.sections, row)]
+    shares = bounds.shares(placed=False) if bounds is not None else {}
+    odd, flops = _odd(report, bounds)
+    return Evidence(
+        pays=device.pays,
+        units=device.name,
+        arrived=half,
+        float_ops=len(rows),
+        low_ops=len(rows) - len(high),
+        ruled=_share(ruled, timed, total) if timed else _part(ruled, rows),
+        ruled_by=_costliest(ruled, timed),
+        stayed=_share(high, timed, total) if timed else None,
+        stayed_because=_costliest(high, timed),
+        launches=shares.get("launches"),
+        memory=shares.get("memory"),
+        arithmetic=shares.get("arithmetic"),
+        speed_up=report.headline.speed_up,
+        odd_flops=flops,
+        odd_size=odd.size if odd else 0,
+        odd_next=odd.next if odd else 0,
+        odd_module=(odd.module or odd.name) if odd else "",
+    )
+
+
+_Key = tuple[int, str, str]
+
+
+def _is_ruled(sections: Sequence[Section], row: OpRow) -> bool:
+    (section,) = (s for s in sections if (s.graph, s.body) == (row.graph, row.body))
+    return is_users_choice(section, row)
+
+
+def _key(row: OpRow) -> _Key:
+    return row.graph, row.body, row.name
+
+
+def _share(rows: Sequence[OpRow], timed: dict[_Key, OpTime], total: float) -> float:
+    seconds = sum(timed[_key(row)].high.nanoseconds for row in rows) * 1e-9
+    return seconds / total if total else 0.0
+
+
+def _part(rows: Sequence[OpRow], every: Sequence[OpRow]) -> float:
+    return len(rows) / len(every) if every else 0.0
+
+
+def _costliest(rows: Sequence[OpRow], timed: dict[_Key, OpTime]) -> str:
+    """The reason of the op that takes most time, or moves most bytes."""
+    if not rows:
+        return ""
+
+    def weight(row: OpRow) -> tuple[float, int]:
+        op = timed.get(_key(row))
+        return op.high.nanoseconds if op else 0.0, row.bytes
+
+    return max(rows, key=weight).heading
+
+
+def _odd(report: Report, bounds: Bounds | None) -> tuple[Misfit | None, float]:
+    """The odd size that matters most, and the share of flops in products with any."""
+    if bounds is None:
+        return None, 0.0
+    flops = {op.key: op.flops for op in bounds.ops if op.low}
+    odd = {(m.graph, m.body, m.name): m for m in report.misfits}
+    touched = {key: flops[key] for key in odd if key in flops}
+    every = sum(flops.values())
+    if not touched or not every:
+        return None, 0.0
+    worst = max(touched, key=lambda key: touched[key])
+    return odd[worst], sum(touched.values()) / every

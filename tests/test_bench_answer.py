@@ -1,0 +1,219 @@
+"""`bench` answers with the reason that holds, on ten prepared cases and their like."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.benchmark.answer import Answer, answer
+from autoamp.benchmark.evidence import evidence_from
+from autoamp.benchmark.record import Evidence, Measured, Row
+from autoamp.place.devices import named_device
+
+QUICK: dict[str, Any] = {"rounds": 5, "steps": 1, "ways": ("autoamp",)}
+BF16 = torch.bfloat16
+
+
+def layers(width: int = 16, depth: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    every = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
+    return nn.Sequential(*every)
+
+
+def measured(model: nn.Module, *args: Tensor, **given: Any) -> Answer:
+    return autoamp.bench(model, *args, **{**QUICK, **given}).answer
+
+
+# -- measured here ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("bf16_units")
+def test_input_bound() -> None:
+    class Slow:
+        def __iter__(self) -> Iterator[Tensor]:
+            for _ in range(3):
+                time.sleep(0.02)
+                yield torch.randn(4, 16)
+
+    found = measured(layers(), torch.randn(4, 16), data=Slow())
+    assert "of a step in fp32 is the wait for data" in found.sentence
+    assert "num_workers" in found.sentence
+    assert found.helps is not True
+
+
+@pytest.mark.usefixtures("bf16_units")
+def test_tiny_model() -> None:
+    found = measured(layers(), torch.randn(2, 16), infer=True)
+    assert found.helps is not True
+    assert "its matrices are too small" in found.sentence
+
+
+@pytest.mark.usefixtures("bf16_units")
+def test_launch_bound() -> None:
+    found = measured(layers(8, depth=60), torch.randn(2, 8), infer=True)
+    assert found.helps is not True
+    assert "time to start its 120 ops" in found.sentence
+
+
+def test_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
+    found = measured(layers(64), torch.randn(64, 64), infer=True)
+    assert found.helps is not True
+    assert "has no units that multiply bf16" in found.sentence
+    assert "cuda:sm_80" in found.sentence
+
+
+@pytest.mark.usefixtures("bf16_units")
+def test_already_half() -> None:
+    model, x = layers(64).to(BF16), torch.randn(8, 64, dtype=BF16)
+    found = autoamp.bench(model, x, infer=True, **QUICK)
+    assert "weights are bf16 already" in found.answer.sentence
+    assert found.answer.helps is not True
+    assert found.rows[0].way == "as it is"
+
+
+@pytest.mark.usefixtures("bf16_units")
+@pytest.mark.parametrize("rules", [{"keep": ["0", "1"]}, {"deny": ["linear", "relu"]}])
+def test_all_fp32_rules(rules: dict[str, list[str]]) -> None:
+    found = measured(layers(64), torch.randn(64, 64), infer=True, options=rules)
+    assert found.helps is not True
+    assert "rules keep 100% of the predicted time in fp32" in found.sentence
+
+
+# -- as a GPU would measure it ---------------------------------------------------------
+
+
+def on_a_gpu(model: nn.Module, x: Tensor, ratio: float, **rows: Any) -> Measured:
+    """What `bench` would hold on a GPU where autoamp takes `ratio` of fp32's time.
+
+    The evidence is that of the model's own report for an A100; the times are given.
+    """
+    report = autoamp.explain(model, x, device="cuda:sm_80")
+    evidence = evidence_from(report, named_device("cuda:sm_80", torch.float16))
+    return with_times(evidence, ratio, **rows)
+
+
+def with_times(evidence: Evidence | None, ratio: float, **rows: Any) -> Measured:
+    flops, low = 10**9, 10**9 if evidence is None or evidence.low_ops else 0
+    base = Row("fp32", "fp32", batch=8, flops=flops, low_flops=0, moved=100, **rows)
+    times = tuple(0.010 + 1e-5 * i for i in range(10))
+    base = replace(base, seconds=0.01, ratio=1.0, ratio_sigma=0.0, times=times)
+    ours = replace(
+        base,
+        way="autoamp",
+        kind="autoamp",
+        seconds=0.01 * ratio,
+        ratio=ratio,
+        ratio_sigma=0.01,
+        low_flops=low,
+        moved=55,
+        times=tuple(ratio * each for each in times),
+    )
+    return Measured(
+        label="Net",
+        device="NVIDIA A100",
+        torch="2.13.0",
+        precision="fp16",
+        work="training",
+        loss_from="",
+        rows=(base, ours),
+        rounds=10,
+        interleaved=True,
+        memory_how="",
+        energy_how="",
+        evidence=evidence,
+    )
+
+
+def test_memory_bound() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            for _ in range(6):
+                x = (x * 2 + x).relu()
+            return x
+
+    found = answer(on_a_gpu(Sums(), torch.randn(100_000, 16), 0.6))
+    assert found.helps is True
+    assert "most of its time moves memory" in found.sentence
+    assert "0.55 of fp32's bytes" in found.sentence
+    missed = answer(on_a_gpu(Sums(), torch.randn(100_000, 16), 1.2))
+    assert missed.helps is False
+    assert "--compile" in missed.sentence
+
+
+def test_compute_bound() -> None:
+    found = answer(on_a_gpu(layers(1024), torch.randn(4096, 1024), 0.3))
+    assert found.helps is True
+    assert "arithmetic of matrix products" in found.sentence
+    assert "100% of their flops run in fp16" in found.sentence
+
+
+def test_odd_dimensions() -> None:
+    found = answer(on_a_gpu(layers(1001), torch.randn(4096, 1001), 0.8))
+    assert found.helps is True
+    assert "Pad 1,001 in" in found.sentence
+    assert "to 1,008" in found.sentence
+
+
+def test_everything_good() -> None:
+    found = answer(on_a_gpu(layers(1024), torch.randn(4096, 1024), 0.3))
+    assert found.sentence.startswith(
+        "yes: with autoamp a training step takes 0.30 of fp32's time"
+    )
+    for word in ("Pad", "rules", "small", "wait", "units", "already"):
+        assert word not in found.sentence
+
+
+# -- which reason goes first -----------------------------------------------------------
+
+
+def test_a_batch_that_pays_is_computed_from_two_batches() -> None:
+    bench = with_times(Evidence(True, "A100", float_ops=9), 1.0)
+    base, ours = bench.rows
+    # fp32 lasts 9 ms and 0.125 ms a sample, autoamp 9.6 ms and 0.05 ms a sample.
+    base = replace(base, doubled=0.011)
+    ours = replace(ours, doubled=0.0104)
+    found = answer(replace(bench, rows=(base, ours)))
+    # 9.6 + 0.05 b <= 0.9 (9 + 0.125 b) from b = 24 on; batches are doubled from 8.
+    assert "90% of a step in fp32 is the same for twice the batch" in found.sentence
+    assert "from batch 32 on it should pay" in found.sentence
+
+
+def test_a_step_that_never_pays_says_so() -> None:
+    bench = with_times(Evidence(True, "A100", float_ops=9), 1.0)
+    rows = tuple(replace(row, doubled=0.011) for row in bench.rows)
+    found = answer(replace(bench, rows=rows))
+    assert "a larger batch would not change that" in found.sentence
+
+
+def test_a_step_that_grows_with_the_batch_is_not_called_small() -> None:
+    bench = with_times(Evidence(True, "A100", float_ops=9), 1.0)
+    rows = tuple(replace(row, doubled=0.0195) for row in bench.rows)
+    assert "too small" not in answer(replace(bench, rows=rows)).sentence
+
+
+def test_a_wrong_prediction_leads_to_tune() -> None:
+    evidence = Evidence(True, "A100", float_ops=9, low_ops=9, speed_up=2.5)
+    found = answer(with_times(evidence, 1.2))
+    assert found.helps is False
+    assert "by prediction it should be 2.50 times as fast" in found.sentence
+    assert "autoamp.tune" in found.sentence
+
+
+def test_no_reason_is_better_than_a_wrong_one() -> None:
+    found = answer(with_times(None, 0.5))
+    assert found.sentence == (
+        "yes: with autoamp a training step takes 0.50 of fp32's time (± 0.01)"
+    )
