@@ -43,6 +43,19 @@ class Layers(nn.Module):
 Layers.__name__ = "</title><script>hacked=3</script>&{{data}}"
 
 
+class Embedded(nn.Module):
+    """A layer norm that is fp32 because it reads, through an add, an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(16, 64), nn.LayerNorm(64)
+        self.out = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.embed(x)
+        return self.out(self.norm(found + found))
+
+
 class Bottleneck(nn.Module):
     """ResNet's block, whose three normalizations share one relu in place."""
 

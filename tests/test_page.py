@@ -19,12 +19,15 @@ from torch import nn
 import autoamp
 from autoamp.errors import OptionError, PlacementError
 from autoamp.inspect import writing
-from autoamp.inspect.flip import flip
+from autoamp.inspect.costs import ALL_FP32
+from autoamp.inspect.flip import flip, flip_all
 from autoamp.inspect.page.flips import flips_of
 from autoamp.inspect.page.homes import MOST_NODES
+from autoamp.inspect.page.roots import remedies_of
+from autoamp.inspect.remedy import remedy_for
 from autoamp.inspect.report import Report
 from autoamp.inspect.rows import Section, cast_rows, op_rows
-from tests.page_models import EVIL, ResNet, explained, layers_report
+from tests.page_models import EVIL, Embedded, ResNet, explained, layers_report
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +299,56 @@ def test_costs_are_exact_where_affordable_and_bounds_elsewhere(report: Report) -
             n for n, e in bounds.items() if e["kind"] == "never"
         ]
     assert kinds.count("bound") > len(kinds) / 2
+
+
+def test_costs_of_modules_add_up_and_are_those_of_the_solver(report: Report) -> None:
+    for (section, graph), costs in zip(pairs_of(report), report.costs, strict=True):
+        everything = graph["groups"][0]["costs"]
+        assert everything["placed"] == costs.ours.estimate
+        assert everything["fp32"] == costs.placements[ALL_FP32].estimate
+        assignment = section.rewritten.assignment
+        for group in graph["groups"]:
+            keep = group["costs"]["keep"]
+            ops = [r.name for r in op_rows(section) if _within(r.module, group["path"])]
+            low = [name for name in ops if name in assignment.low]
+            assert (keep is None) == (not low)
+            if keep:
+                assert keep["ops"] == len(low)
+                assert (
+                    keep["extra"]
+                    == flip_all(section.rewritten, low, low=False).extra_estimate
+                )
+
+
+def _within(module: str, path: str) -> bool:
+    return not path or module == path or module.startswith(f"{path}.")
+
+
+def test_each_fp32_op_has_its_root_and_the_option_that_lowers_it() -> None:
+    report = explained(Embedded(), torch.zeros(4, 8).long())
+    ((section, graph),) = pairs_of(report)
+    nodes = {node["name"]: node for node in graph["nodes"]}
+    root = nodes["layer_norm"]["decision"]["root"]
+    assert graph["nodes"][root["node"]]["name"] == "embedding"
+    chain = [graph["nodes"][i]["name"] for i in root["chain"]]
+    assert chain == ["embedding", "add", "layer_norm"]
+    assert root["said"] in report.why("layer_norm")
+    tried = 0
+    for name, node in nodes.items():
+        decision = node["decision"]
+        if not decision or decision["precision"] != "fp32":
+            assert not decision or not (decision["root"] or decision["remedy"])
+            continue
+        remedy = remedy_for(section.rewritten, name)
+        if remedy is None:
+            assert decision["remedy"]["words"] == ""
+            assert 'allow=["embedding"]' in decision["remedy"]["tried"]
+            continue
+        assert decision["remedy"]["words"] == remedy.words
+        assert decision["remedy"]["extra"] == remedy.extra
+        tried += 1
+    assert tried == 2
+    assert remedies_of(section, op_rows(section), most=0) == {}, "nothing affordable"
 
 
 # -- one safe file ------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 from autoamp.inspect.report import Report
 from benchmarks.browser import Browser, browsing, executable
-from tests.page_models import EVIL, ResNet, explained, layers_report
+from tests.page_models import EVIL, Embedded, ResNet, explained, layers_report
 
 pytestmark = pytest.mark.skipif(
     executable() is None, reason="no Chromium or Chrome is installed"
@@ -151,7 +151,7 @@ def test_a_click_shows_why_a_node_is_fp32(page: Page) -> None:
     said = page.text("#node")
     for part in (
         "deny: dangerous in low precision",
-        "Cannot be:",
+        "Not under these options:",
         "aten::exp.default",
         "blocks.0",
         "page_models.py",
@@ -163,6 +163,45 @@ def test_a_click_shows_why_a_node_is_fp32(page: Page) -> None:
     page.browser.press("Escape")
     assert page.count(".picked") == 0
     assert page.focused() == page.id_of("exp")
+
+
+def test_a_click_on_a_module_fills_the_panel(page: Page) -> None:
+    graph = page.document["graphs"][0]
+    block = graph["groups"][int(page.group("blocks.0")[1:])]
+    page.browser.click(f"#{page.group('blocks.0')}")
+    assert page.count(f"#{page.group('blocks.0')}.picked") == 1
+    said = page.text("#node")
+    assert "blocks.0" in said
+    assert 'keep=["blocks.0"]' in said
+    inside = [n for n in graph["nodes"] if n["module"].startswith("blocks.0")]
+    low = sum(n["decision"]["precision"] == "bf16" for n in inside if n["decision"])
+    high = sum(n["decision"]["precision"] == "fp32" for n in inside if n["decision"])
+    assert f"{low} in bf16, {high} in fp32" in said
+    assert all(n["name"] in said for n in inside if n["cast"])
+    assert "listed by the user: deny=exp" in said
+    assert f"{block['costs']['keep']['ops']} ops changed" in said
+    page.browser.press("b")
+    assert "in bf16" not in page.text("#node"), "before the pass nothing is low"
+
+
+def test_the_root_of_an_fp32_op_is_one_click_away(
+    browser: Browser, tmp_path: Path
+) -> None:
+    explained(Embedded(), torch.zeros(4, 8).long()).to_html(tmp_path / "root.html")
+    browser.load(tmp_path / "root.html")
+    browser.wait("performance.getEntriesByName('drawn').length")
+    document = json.loads(browser.run("document.getElementById('data').textContent"))
+    page = Page(browser, document)
+    page.search("layer_norm")
+    links = "[...document.querySelectorAll('#node .chain .link')].map(e => e.innerText)"
+    assert browser.run(links) == ["layer_norm", "add", "embedding"]
+    assert 'By allow=["layer_norm"]' in page.text("#node")
+    browser.run(
+        "[...document.querySelectorAll('#node section')].find((e) => "
+        "e.querySelector('h3').textContent === 'Root').querySelector('.link').click()"
+    )
+    assert page.count(f"#{page.id_of('embedding')}.picked") == 1
+    assert browser.problems == []
 
 
 def test_a_cast_has_a_shape_and_reasons_of_its_own(page: Page) -> None:

@@ -80,9 +80,12 @@ class Root:
     path: tuple[str, ...]
 
 
-def root_of(name: str, classified: Classified) -> Root:
-    """What makes node `name` fp32, at the far end of a chain of ceilings."""
-    low = promotes_to_low(classified)
+def root_of(name: str, classified: Classified, low: frozenset[str]) -> Root:
+    """What makes node `name` fp32, at the far end of a chain of ceilings.
+
+    Args:
+        low: the nodes that `promotes_to_low` finds.
+    """
     producer, verdicts = classified.facts.producer, classified.verdicts
     path = [name]
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from autoamp.inspect.costs import allow_in_fp32
@@ -11,7 +12,7 @@ from autoamp.place.problem import held, least_cost, promised_casts
 
 @dataclass(frozen=True)
 class Flip:
-    """The best placement in which one node has the other precision.
+    """The best placement in which some nodes are held in a precision.
 
     Attributes:
         low: the nodes that would be low.
@@ -40,24 +41,33 @@ def flip(rewritten: Rewritten, name: str) -> Flip:
     Raises:
         PlacementError: the constraints forbid that; the message is their chain.
     """
+    return flip_all(rewritten, (name,), low=name not in rewritten.assignment.low)
+
+
+def flip_all(rewritten: Rewritten, names: Collection[str], *, low: bool) -> Flip:
+    """Solves the placement again with all nodes `names` held in one precision.
+
+    Raises:
+        PlacementError: the constraints forbid that; the message is their chain.
+    """
     assignment = rewritten.assignment
     problem = assignment.problem
-    other = held(problem, name, low=name not in assignment.low, why="asked for")
-    low, cost = least_cost(other)
+    other = held(problem, names, low=low, why="asked for")
+    placed, cost = least_cost(other)
     prices = assignment.prices
     extra = cost - assignment.cost
-    left = allow_in_fp32(rewritten, low)
+    left = allow_in_fp32(rewritten, placed)
     more_left = left - allow_in_fp32(rewritten, assignment.low)
     before = promised_casts(problem, assignment.low)
-    after = promised_casts(problem, low)
-    changed = assignment.low ^ low
+    after = promised_casts(problem, placed)
+    changed = assignment.low ^ placed
     return Flip(
-        low=low,
+        low=placed,
         extra_cost=extra,
         extra_estimate=extra - prices.reward * more_left,
         extra_allow_in_fp32=more_left,
         in_bytes=prices.in_bytes,
         appear=tuple(c for c in after if c not in before),
         vanish=tuple(c for c in before if c not in after),
-        along=tuple(n for n in assignment.decisions if n in changed and n != name),
+        along=tuple(n for n in assignment.decisions if n in changed and n not in names),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 
-from autoamp.analyse.ceiling import root_of
-from autoamp.analyse.verdict import CEILING
+from autoamp.analyse.ceiling import Root, promotes_to_low, root_of
+from autoamp.analyse.verdict import CEILING, Verdict
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import OptionError, PlacementError
 from autoamp.inspect.costs import amount, bytes_text
@@ -201,15 +201,19 @@ def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
             )
     else:
         said = f"by {remedy.words}: {_predicted(remedy)}"
-        if verdict.origin == CEILING:
-            said += "; it rounds what torch.autocast keeps in fp32"
-        elif verdict.category is Category.DENY and not verdict.origin.endswith("="):
-            said += "; its rule says what is at risk"
+        risk = risk_of(verdict)
+        said += f"; {risk}" if risk else ""
         yield f"  in {section.low}    {said}"
         yield f"             otherwise not: {why}"
         yield from _listed("             would change with it: ", list(remedy.along))
     if verdict.origin == CEILING:
-        yield f"  root       {_root(section, row.name)}"
+        classified = rewritten.classified
+        root = root_of(row.name, classified, promotes_to_low(classified))
+        by = root.path[:_SHOWN]
+        more = len(root.path) - len(by)
+        passed = f"; passed on by {', '.join(by)}" if by else ""
+        passed += f" and {more} more" if more else ""
+        yield f"  root       {root_text(section, root)}{passed}"
 
 
 def _predicted(remedy: Remedy) -> str:
@@ -217,10 +221,19 @@ def _predicted(remedy: Remedy) -> str:
     return f"{amount(remedy.extra, remedy.in_bytes, signed=True)} {kind}"
 
 
-def _root(section: Section, name: str) -> str:
-    """What makes a node fp32 in the end, and through which nodes."""
+def risk_of(verdict: Verdict) -> str:
+    """What speaks against an option that makes a node low, or ""."""
+    if verdict.origin == CEILING:
+        return "it rounds what torch.autocast keeps in fp32"
+    if verdict.category is Category.DENY and not verdict.origin.endswith("="):
+        return "its rule says what is at risk"
+    return ""
+
+
+def root_text(section: Section, root: Root) -> str:
+    """Why the root of a chain of fp32 nodes is fp32."""
     classified = section.rewritten.classified
-    root, facts = root_of(name, classified), classified.facts
+    facts = classified.facts
     if root.source not in facts.constants:
         verdict, fact = classified.verdicts[root.source], facts.nodes[root.source]
         reason = "it is made of nothing low"
@@ -229,17 +242,13 @@ def _root(section: Section, name: str) -> str:
         elif fact.keeps_state:
             reason = "its results are fp32 in any precision"
         op = f" ({fact.base})" if fact.base else ""
-        said = f"{root.source}{op} is fp32: {reason}"
-    else:
-        what = "fp32 from outside the graph"
-        if root.source in facts.parameters:
-            what = "an fp32 parameter"
-        elif root.source in facts.weights:
-            what = "an fp32 buffer"
-        said = f"{root.reader} reads {root.source}, {what}"
-    more = len(root.path) - _SHOWN
-    by = ", ".join(root.path[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-    return f"{said}{f'; passed on by {by}' if by else ''}"
+        return f"{root.source}{op} is fp32: {reason}"
+    what = "fp32 from outside the graph"
+    if root.source in facts.parameters:
+        what = "an fp32 parameter"
+    elif root.source in facts.weights:
+        what = "an fp32 buffer"
+    return f"{root.reader} reads {root.source}, {what}"
 
 
 def _price(change: Flip, low: str) -> str:

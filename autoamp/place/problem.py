@@ -6,7 +6,7 @@ The solver knows two sides.  Here the source side is low, and the sink side is f
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autoamp.analyse.classified import Classified
@@ -42,11 +42,12 @@ def build_problem(
     )
 
 
-def held(problem: Problem, name: str, *, low: bool, why: str) -> Problem:
-    """The same problem with one node held in a precision."""
+def held(problem: Problem, names: Iterable[str], *, low: bool, why: str) -> Problem:
+    """The same problem with some nodes held in a precision."""
+    more = dict.fromkeys(names, why)
     if low:
-        return replace(problem, at_source={**problem.at_source, name: why})
-    return replace(problem, at_sink={**problem.at_sink, name: why})
+        return replace(problem, at_source={**problem.at_source, **more})
+    return replace(problem, at_sink={**problem.at_sink, **more})
 
 
 def least_cost(problem: Problem) -> tuple[frozenset[str], int]:

@@ -9,16 +9,18 @@ The document has the keys
 
   - `key` ("0", "0/body_0"), `title`, `compute_dtype`;
   - `groups`: the boxes, each with `path`, `label`, `parent` (an index, -1 for none) and
-    `is_part`; a parent stands before its children;
+    `is_part`, and `costs` as `modules.py` describes them; a parent stands before its
+    children;
   - `nodes`: one entry per node, in graph order, with `name`, `kind` ("op", "cast",
     "weight", "input", "constant", "state", "body", "use", "output"), `op`, `title`,
     `group` (an index), `module`, `source`, `before` and `after` (null in a graph that
-    lacks the node, else `operands` as indices, `values` as "bf16 [2, 8]", and `precision`),
-    `decision` (null, or category, precision, rule, origin, reason, heading, listed,
-    bytes, `flip` as `flips.py` describes it), `cast` (null, or kind, value, dtype,
-    bytes, every_call), `note` (for a node without a decision, a sentence that begins
-    behind its subject, the node), `body` (the key of the body that the node names, or
-    "") and `is_plumbing` (a running statistic or a counter, hidden at first);
+    lacks the node, else `operands` as indices, `values` as "bf16 [2, 8]", and
+    `precision`), `decision` (null, or category, precision, rule, origin, reason,
+    heading, listed, bytes, `flip` as `flips.py` and `root` and `remedy` as `roots.py`
+    describe them), `cast` (null, or kind, value, dtype, bytes, every_call), `note` (for
+    a node without a decision, a sentence that begins behind its subject, the node),
+    `body` (the key of the body that the node names, or "") and `is_plumbing` (a running
+    statistic or a counter, hidden at first);
   - `islands`: connected fp32 ops, with `nodes`, `decided_by` (indices), `reasons`,
     `modules`, `bytes`, `casts` and `is_between`;
   - `tables`: as `tables.py` describes them.
@@ -33,7 +35,9 @@ from typing import Any, Protocol
 from autoamp.inspect.costs import Costs
 from autoamp.inspect.page.answers import Answered, answers_of
 from autoamp.inspect.page.flips import MOST_WORK, flips_of
+from autoamp.inspect.page.modules import modules_of
 from autoamp.inspect.page.nodes import SectionNodes
+from autoamp.inspect.page.roots import MOST_TRIES, remedies_of, roots_of
 from autoamp.inspect.page.tables import tables_of
 from autoamp.inspect.rows import Section, cast_rows, op_rows
 from autoamp.inspect.sections.islands import Island
@@ -67,7 +71,7 @@ def document_of(content: Shown) -> dict[str, Any]:
     nodes = sum(len(s.rewritten.before.graph.nodes) for s in content.sections)
     # Each section gets its share of the solved placements, so that a report of many
     # graphs takes as long as a report of one.
-    most = MOST_WORK // max(nodes, 1) // max(len(content.sections), 1)
+    work = max(nodes, 1) * max(len(content.sections), 1)
     return {
         "schema": SCHEMA,
         "version": SCHEMA_VERSION,
@@ -78,13 +82,13 @@ def document_of(content: Shown) -> dict[str, Any]:
         "answers": answers_of(content),
         "skipped": [{"what": shorten(w), "why": why} for w, why in content.skipped],
         "graphs": [
-            _graph(content, section, costs, most)
+            _graph(content, section, costs, work)
             for section, costs in zip(content.sections, content.costs, strict=True)
         ],
     }
 
 
-def _graph(content: Shown, section: Section, costs: Costs, most: int) -> dict[str, Any]:
+def _graph(content: Shown, section: Section, costs: Costs, work: int) -> dict[str, Any]:
     ops, casts = op_rows(section), cast_rows(section)
     found = SectionNodes(section, content.label, ops, casts)
     islands = [
@@ -92,12 +96,24 @@ def _graph(content: Shown, section: Section, costs: Costs, most: int) -> dict[st
         for island in content.islands
         if (island.graph, island.body) == (section.graph, section.body)
     ]
+    most = MOST_WORK // work
+    flips = flips_of(section, ops, most)
+    roots = roots_of(section, ops, found.index)
+    remedies = remedies_of(section, ops, MOST_TRIES // work)
+    changes = {
+        name: {"flip": f, "root": roots.get(name), "remedy": remedies.get(name)}
+        for name, f in flips.items()
+    }
+    modules = modules_of(section, found.groups, found.group_of, most)
     return {
         "key": section.key,
         "title": _title(section),
         "compute_dtype": section.low,
-        "groups": [asdict(group) for group in found.groups],
-        "nodes": list(found.entries(flips_of(section, ops, most))),
+        "groups": [
+            {**asdict(group), "costs": each}
+            for group, each in zip(found.groups, modules, strict=True)
+        ],
+        "nodes": list(found.entries(changes)),
         "islands": islands,
         "tables": tables_of(ops, casts, costs, found.index),
     }

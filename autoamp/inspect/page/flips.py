@@ -98,8 +98,8 @@ class _Bounds:
             flipped.has(reader) and not flipped.has(value)
             for reader, value in self._follows[name]
         )
-        before = [_cast_cost(g, self._low.__contains__) for g in self._groups[name]]
-        after = [_cast_cost(g, flipped.has) for g in self._groups[name]]
+        before = [cast_cost(g, self._low.__contains__) for g in self._groups[name]]
+        after = [cast_cost(g, flipped.has) for g in self._groups[name]]
         if not legal or None in after:
             return {"kind": "unknown"}
         prices = self._problem.unary[name]
@@ -139,7 +139,7 @@ def _variables(group: Group) -> Iterator[str]:
     yield from group.readers
 
 
-def _cast_cost(group: Group, is_low: Callable[[str], bool]) -> int | None:
+def cast_cost(group: Group, is_low: Callable[[str], bool]) -> int | None:
     """The cost of the cast that a labelling needs in a group; None if forbidden.
 
     The source side of the problem is low (`place/problem.py`).

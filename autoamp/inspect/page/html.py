@@ -28,6 +28,7 @@ SCRIPTS = (
     "view.js",
     "state.js",
     "panel.js",
+    "module.js",
     "overview.js",
     "search.js",
     "keys.js",

@@ -32,6 +32,7 @@ class SectionNodes:
             that only the graph before has at that place.
         index: node to its position in `names`.
         groups: the boxes that the nodes are drawn in, parents before children.
+        group_of: node to the index of its box.
     """
 
     def __init__(
@@ -54,12 +55,18 @@ class SectionNodes:
         modules = {n: self._module(n) for n in self.names}
         homes = homes_of(by_call(modules, operands), readers)
         self.groups: list[Group]
-        self.groups, self._group_of = tree_of(
+        self.groups, self.group_of = tree_of(
             homes, self._drawn_with_readers(readers), label
         )
 
-    def entries(self, flips: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields the entry of each node; `document.py` describes the keys."""
+    def entries(
+        self, changes: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the entry of each node; `document.py` describes the keys.
+
+        Args:
+            changes: op to more keys of its decision.
+        """
         for name in self.names:
             node = self._after.get(name) or self._before[name]
             row, fact = self._ops.get(name), self._fact(name)
@@ -69,12 +76,12 @@ class SectionNodes:
                 "kind": self._kinds[name],
                 "op": row.op if row else _target(node),
                 "title": self._title(name, node, row),
-                "group": self._group_of[name],
-                "module": self.groups[self._group_of[name]].path,
+                "group": self.group_of[name],
+                "module": self.groups[self.group_of[name]].path,
                 "source": shorten(fact.source) if fact else "",
                 "before": self._side(self._before.get(name)),
                 "after": self._side(self._after.get(name)),
-                "decision": self._decision(row, flips) if row else None,
+                "decision": {**self._decision(row), **changes[name]} if row else None,
                 "cast": _cast(cast) if cast else None,
                 "note": "" if row or cast else self._note(name),
                 "body": self._body(node),
@@ -85,7 +92,7 @@ class SectionNodes:
         """The short name: that of the op, or of a weight inside its module."""
         if self._kinds[name] not in ("weight", "constant", "state"):
             return op_title(row.op if row else _target(node))
-        path = self.groups[self._group_of[name]].path.replace(".", "_")
+        path = self.groups[self.group_of[name]].path.replace(".", "_")
         inner = name.lstrip("_").removeprefix(f"{path}_")
         return inner if path else name
 
@@ -163,7 +170,7 @@ class SectionNodes:
             "precision": short_name(floats[0].dtype) if floats else "",
         }
 
-    def _decision(self, row: OpRow, flips: Mapping[str, Any]) -> dict[str, Any]:
+    def _decision(self, row: OpRow) -> dict[str, Any]:
         verdict = self._section.rewritten.classified.verdicts[row.name]
         why = row.reason.removeprefix(verdict.reason).removeprefix("; ")
         return {
@@ -175,7 +182,6 @@ class SectionNodes:
             "heading": row.heading,
             "listed": row.listed,
             "bytes": row.bytes,
-            "flip": flips[row.name],
         }
 
     def _note(self, name: str) -> str:

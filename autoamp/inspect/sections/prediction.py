@@ -104,7 +104,7 @@ def predict(sections: Sequence[Section]) -> Prediction | None:
         _add_ops(rewritten, totals)
         ours = costs_of(rewritten).ours.estimate
         placed = sum(
-            _placed(rewritten, name) for name in rewritten.assignment.decisions
+            as_placed(rewritten, name) for name in rewritten.assignment.decisions
         )
         totals[CASTS][0] += sum(cast.every_call for cast in cast_rows(section))
         totals[CASTS][2] += ours - placed
@@ -149,7 +149,7 @@ def _add_ops(rewritten: Rewritten, totals: dict[str, list[int]]) -> None:
         high = in_fp32(rewritten, name)
         total[0] += 1
         total[1] += high
-        total[2] += _placed(rewritten, name)
+        total[2] += as_placed(rewritten, name)
         total[3] += 0 if name in pinned else high
 
 
@@ -161,7 +161,8 @@ def in_fp32(rewritten: Rewritten, name: str) -> int:
     return high - (prices.reward if is_allow else 0)
 
 
-def _placed(rewritten: Rewritten, name: str) -> int:
+def as_placed(rewritten: Rewritten, name: str) -> int:
+    """The price of an op in its precision, without the reward for lowering it."""
     if name in rewritten.assignment.low:
         return rewritten.assignment.prices.ops[name][1]
     return in_fp32(rewritten, name)

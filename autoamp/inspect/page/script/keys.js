@@ -38,10 +38,10 @@ function moveTo(id) {
   box.element.focus({ preventScroll: true });
 }
 
-/** Opens a module, or shows the details of a node. */
+/** Opens or closes a module; shows the details of a module or node. */
 function act(item) {
   if (item.isGroup) toggle(item);
-  else pick(item.id);
+  pick(item.id);
 }
 
 function keysInGraph(event) {

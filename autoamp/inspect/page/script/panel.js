@@ -81,21 +81,53 @@ function showNode(node) {
   const panel = document.getElementById("node");
   panel.replaceChildren();
   if (!node) {
-    panel.append(h("p", { class: "hint" }, "Choose a node in the graph to see why it has its precision."));
+    panel.append(h("p", { class: "hint" }, "Choose a node in the graph to see why it has its precision, or a module to see what it costs."));
     return;
   }
   const close = h("button", { type: "button", class: "close", "aria-label": "Close the details (Escape)", title: "Close (Escape)", onclick: closeNode }, "\u00d7");
+  panel.scrollTop = 0;
+  if (node.isGroup) {
+    panel.append(h("div", { class: "head" }, h("h2", {}, breakable(node.label)), close),
+      h("p", { class: "name" }, "module ", h("code", {}, breakable(node.path || report.model))), ...moduleDetails(node));
+    return;
+  }
   panel.append(
     h("div", { class: "head" }, h("h2", {}, breakable(node.cast ? node.cast.kind + " cast" : node.title)), close),
     h("p", { class: "name" }, h("code", {}, breakable(node.name))),
     chips(node),
     node.decision ? decided(node) : undecided(node),
-    node.decision ? part("In " + node.decision.flip.to + " instead", ...flipped(node.decision.flip)) : "",
+    node.decision?.root ? rooted(node.decision.root) : "",
+    node.decision ? part("In " + node.decision.flip.to + " instead", ...flipped(node.decision.flip), remedied(node)) : "",
     values(node),
     where(node),
     ...links(node),
   );
-  panel.scrollTop = 0;
+}
+
+const MOST_LINKS = 6;
+
+/** The node that makes a node fp32, which is one click away, and the chain between them. */
+function rooted({ node: root, said, chain }) {
+  const back = [...chain].reverse();
+  const shown = back.length > MOST_LINKS ? [...back.slice(0, MOST_LINKS - 2), null, back.at(-1)] : back;
+  const steps = shown.flatMap((n) => [n === null ? "\u2026" : nodeButton(n), " \u2190 "]).slice(0, -1);
+  const { title } = state.graph.nodes[root];
+  return part("Root", h("p", {}, h("b", {}, "Fp32 because of "), nodeButton(root, title), ": " + said + "."),
+    chain.length > 1 ? h("p", { class: "chain" }, ...steps) : "");
+}
+
+/** The option that would make an fp32 node low, and what that costs. */
+function remedied({ name, decision: { remedy, precision } }) {
+  if (precision !== "fp32") return "";
+  if (!remedy) {
+    return h("p", { class: "note" }, "report.why(" + JSON.stringify(name) + ") tries the options that would change it.");
+  }
+  if (!remedy.words) return h("p", {}, "No option makes it low. Tried: ", h("code", {}, remedy.tried.join("; ")), ".");
+  const { unit } = state.graph.raw.tables;
+  const kind = unit === "bytes" ? "bytes kept for the backward" : "predicted time";
+  const along = remedy.along ? "; " + plural(remedy.along, "other op") + " would change too" : "";
+  return h("p", {}, "By ", h("code", {}, remedy.words), ": " + amount(remedy.extra, unit, true) + " " + kind + along +
+    (remedy.risk ? "; " + remedy.risk : "") + ".");
 }
 
 /** Closes the details, and puts the focus back on the node. */
@@ -142,7 +174,7 @@ function undecided(node) {
 function flipped(flip) {
   const { unit } = state.graph.raw.tables;
   const kind = unit === "bytes" ? "bytes kept for the backward" : "predicted time";
-  if (flip.kind === "never") return [h("p", {}, "Cannot be: " + flip.why + ".")];
+  if (flip.kind === "never") return [h("p", {}, (flip.to === "fp32" ? "Cannot be: " : "Not under these options: ") + flip.why + ".")];
   if (flip.kind === "unknown") {
     return [h("p", {}, "Other nodes would have to change with it. The cost takes long to compute in a graph of this size: ask report.why() for it.")];
   }

@@ -44,7 +44,7 @@ function showFound() {
 }
 
 function hitText(item) {
-  if (item.isGroup) return [h("b", {}, item.path), h("small", {}, "module")];
+  if (item.isGroup) return [h("b", {}, item.path), h("small", {}, item.label.includes(", call ") ? "module" + item.label.slice(item.label.indexOf(",")) : "module")];
   const place = item.after ?? item.before;
   return [h("span", { class: "dot " + (item.kind === "cast" ? "cast" : precisionClass(place.precision)) }),
     h("b", {}, item.name), h("small", {}, [item.kind === "op" ? item.title : item.kind, item.module].filter(Boolean).join(" in "))];

@@ -4,7 +4,7 @@ const MOST_AT_FIRST = 40; // items in the first view
 
 const state = {
   graph: null, side: "after", open: new Set(), layouts: null,
-  picked: null, // id of the node whose details are shown
+  picked: null, // id of the node or module whose details are shown
   at: null, // id of the item that Tab reaches, from which the arrow keys start
   plumbing: false, // whether running statistics and counters are drawn
   islands: false, shown: new Map(), edges: [],
@@ -138,7 +138,8 @@ function showSide(side) {
   for (const each of SIDES) {
     document.getElementById("side-" + each).setAttribute("aria-pressed", String(each === side));
   }
-  if (state.picked && !itemOf(state.graph, state.picked)[side]) pick(null);
+  const was = state.picked && itemOf(state.graph, state.picked);
+  if (was && !was.isGroup && !was[side]) pick(null);
   showNode(state.picked && itemOf(state.graph, state.picked));
   renew(state.picked ?? root().children.find((g) => state.shown.has(g.id))?.id);
   if (side === "before" && state.islands) filterIslands(false);
@@ -174,15 +175,14 @@ function go(item, { middle = true, focus = false } = {}) {
   if (item.is_plumbing && !state.plumbing) showPlumbing(true);
   reveal(item);
   state.at = item.id;
-  if (item.isGroup) mark();
-  else pick(item.id);
+  pick(item.id);
   if (view.k < LEGIBLE) zoomBy(LEGIBLE / view.k);
   const box = state.shown.get(item.id);
   bringIn(box, { middle });
   if (focus) box.element.focus({ preventScroll: true });
 }
 
-/** Selects a node by its id, or nothing. */
+/** Selects a node or module by its id, or nothing. */
 function pick(id) {
   state.picked = id;
   if (id) state.at = id;
@@ -194,7 +194,8 @@ function pick(id) {
 /** Sets the classes that depend on the selection, the filter and the focus. */
 function mark() {
   const picked = state.picked && itemOf(state.graph, state.picked);
-  const near = new Set(picked ? neighbours(picked) : []);
+  const near = new Set(picked && !picked.isGroup ? neighbours(picked) : []);
+  const isPicked = (index) => (picked.isGroup ? isInside(state.graph.nodes[index], picked) : index === picked.index);
   if (!state.shown.has(state.at)) state.at = state.shown.keys().next().value ?? null;
   for (const [id, { item, element }] of state.shown) {
     const dim = state.islands && !holdsIsland(item);
@@ -206,7 +207,7 @@ function mark() {
   canvas.classList.toggle("filtering", state.islands);
   canvas.classList.toggle("picking", Boolean(picked));
   for (const { path, pairs } of state.edges) {
-    const lit = Boolean(picked) && pairs.some((pair) => pair.includes(picked.index));
+    const lit = Boolean(picked) && pairs.some(([u, v]) => isPicked(u) !== isPicked(v));
     path.classList.toggle("lit", lit);
     if (lit) path.parentNode.append(path); // above the edges that it crosses
     path.classList.toggle("dim", state.islands && !pairs.some(([u, v]) => inIsland(u) && inIsland(v)));

@@ -1,0 +1,96 @@
+"""The predicted cost of each module, and of having all of it in one precision.
+
+The costs of a module, in the unit of its section, have the keys
+
+- `fp32`, `placed`: the cost of its ops in fp32, and as placed with the casts before
+  them;
+- `keep`: what it costs to hold all of its ops in fp32, null where none is low;
+- `lower`: what it costs to hold all of its ops low that are free, null where none is.
+
+`keep` and `lower` have `extra`, the cost above the present one, the number of `ops`
+that change, and `why`, a reason where that cannot be (`extra` is then null).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoamp.errors import PlacementError
+from autoamp.inspect.flip import flip_all
+from autoamp.inspect.page.flips import cast_cost
+from autoamp.inspect.page.homes import Group
+from autoamp.inspect.rows import Section
+from autoamp.inspect.sections.prediction import as_placed, in_fp32
+
+
+def modules_of(
+    section: Section, groups: Sequence[Group], group_of: Mapping[str, int], most: int
+) -> list[dict[str, Any]]:
+    """The costs of each box; at most `most` placements are solved, outermost first."""
+    rewritten = section.rewritten
+    ops = list(rewritten.assignment.decisions)
+    own = [[0, 0] for _ in groups]
+    members: dict[int, list[str]] = defaultdict(list)
+    for name in ops:
+        own[group_of[name]][0] += in_fp32(rewritten, name)
+        own[group_of[name]][1] += as_placed(rewritten, name)
+        members[group_of[name]].append(name)
+    for place, cost in _casts(section, group_of):
+        own[place][1] += cost
+    for place in reversed(range(1, len(groups))):  # children come after their parents
+        parent = groups[place].parent
+        members[parent] += members[place]
+        for side, cost in enumerate(own[place]):
+            own[parent][side] += cost
+    found = []
+    for place, (fp32, placed) in enumerate(own):
+        held = [_held(section, members[place], low=low) for low in (False, True)]
+        entry: dict[str, Any] = {"fp32": fp32, "placed": placed}
+        for key, names, low in zip(("keep", "lower"), held, (False, True), strict=True):
+            entry[key] = None
+            if names and most > 0:
+                most -= 1
+                entry[key] = _changed(section, members[place], names, low=low)
+        found.append(entry)
+    return found
+
+
+def _casts(section: Section, group_of: Mapping[str, int]) -> list[tuple[int, int]]:
+    """The box of the first op that reads each cast, and the cost of the cast."""
+    assignment = section.rewritten.assignment
+    found = []
+    for group in assignment.problem.groups:
+        cost = cast_cost(group, assignment.low.__contains__)
+        if cost:
+            is_low = group.value in assignment.low
+            readers = [r for r in group.readers if (r in assignment.low) != is_low]
+            homes = [group_of[n] for n in (*readers, group.value) if n in group_of]
+            found.append((homes[0] if homes else 0, cost))
+    return found
+
+
+def _held(section: Section, names: Sequence[str], *, low: bool) -> list[str]:
+    """The ops that would have to change, those left out that never can."""
+    assignment = section.rewritten.assignment
+    return [
+        name
+        for name in names
+        if (name in assignment.low) != low and name not in assignment.pinned
+    ]
+
+
+def _changed(
+    section: Section, members: Sequence[str], names: Sequence[str], *, low: bool
+) -> dict[str, Any]:
+    rewritten = section.rewritten
+    pinned = rewritten.assignment.pinned
+    try:
+        free = [name for name in members if name not in pinned]
+        change = flip_all(rewritten, free, low=low)
+    except PlacementError as error:
+        chain = str(error).removeprefix("contradictory constraints: ")
+        why = chain.removesuffix(" Drop one of the two.")
+        return {"ops": len(names), "extra": None, "why": why}
+    return {"ops": len(names), "extra": change.extra_estimate, "why": ""}

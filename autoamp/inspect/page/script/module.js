@@ -1,0 +1,68 @@
+// The panel of a selected module: its ops, casts, islands and time, and what it would
+// cost to have all of it in one precision.
+
+/** Whether a node stands in a group, at any depth. */
+function isInside(node, group) {
+  let g = node.group;
+  while (g > group.index) g = state.graph.groups[g].parent; // parents stand first
+  return g === group.index;
+}
+
+function moduleDetails(group) {
+  const nodes = state.graph.nodes.filter((n) => isDrawn(n, state.side) && isInside(n, group));
+  const isBefore = state.side === "before";
+  const high = isBefore ? [] : nodes.filter((n) => n.decision?.precision === "fp32");
+  const casts = nodes.filter((n) => n.cast);
+  const list = (some) => nodeList(some.map((n) => n.index));
+  return [
+    part("In figures", facts(moduleFigures(group, isBefore))),
+    ...(isBefore ? [] : [inFp32(group), inLow(group)]),
+    high.length ? part("Ops in fp32 here, and why", ...byReason(high).map(([reason, some]) =>
+      h("details", {}, h("summary", {}, reason, h("small", {}, " " + plural(some.length, "op"))), list(some)))) : "",
+    casts.length ? part("Casts here", list(casts)) : "",
+  ];
+}
+
+function moduleFigures(group, isBefore) {
+  const { unit } = state.graph.raw.tables;
+  const { low, fp32, casts, islands } = state.graph.sides[state.side].counts[group.index];
+  const kind = unit === "bytes" ? " kept for the backward" : ", predicted";
+  const { costs } = group;
+  const all = state.graph.groups[0].costs;
+  const share = (part, whole) => (whole ? Math.round((100 * part) / whole) + "% of the graph" : "");
+  const name = unit === "bytes" ? "Bytes" : "Time";
+  return [
+    [name, isBefore ? amount(costs.fp32, unit) + " in fp32" + kind : amount(costs.placed, unit) + kind],
+
+    ["In fp32", isBefore ? "" : amount(costs.fp32, unit)],
+    ["Share", isBefore ? share(costs.fp32, all.fp32) : share(costs.placed, all.placed)],
+    ["Ops", isBefore ? plural(fp32, "op") + " in fp32" : grouped(low) + " in " + state.graph.raw.compute_dtype + ", " + grouped(fp32) + " in fp32"],
+    ["Casts", isBefore ? "" : grouped(casts)],
+    ["fp32 islands", isBefore ? "" : grouped(islands.size)],
+  ];
+}
+
+/** What it costs to keep all ops of a module in fp32. */
+function inFp32({ path, costs: { keep } }) {
+  if (!keep) return "";
+  const option = path ? [h("p", { class: "note" }, h("code", {}, `keep=["${path}"]`), " does this. Ops behind the module that read its fp32 values may then stay in fp32 too.")] : [];
+  return part("All of it in fp32 instead", h("p", {}, held(keep)), ...option);
+}
+
+/** What it costs to lower all ops of a module that may be low. */
+function inLow({ costs: { lower } }) {
+  return lower ? part("All that may be in " + state.graph.raw.compute_dtype + " instead", h("p", {}, held(lower))) : "";
+}
+
+function held({ ops, extra, why }) {
+  if (extra === null) return "Cannot be: " + why + ".";
+  const { unit } = state.graph.raw.tables;
+  return amount(extra, unit, true) + " " + (unit === "bytes" ? "bytes kept for the backward" : "predicted time") +
+    ", with " + plural(ops, "op") + " changed.";
+}
+
+function byReason(nodes) {
+  const groups = new Map();
+  for (const node of nodes) groups.set(node.decision.heading, [...(groups.get(node.decision.heading) ?? []), node]);
+  return [...groups].sort(([, a], [, b]) => b.length - a.length);
+}
