@@ -30,6 +30,8 @@ from autoamp.loss_scale import (
     StaticLossScale,
 )
 from autoamp.model.call.thread import disabled
+from autoamp.planning.ask import plan
+from autoamp.planning.result import Plan
 from autoamp.questions import bench, compare, explain, find_overflow, tune
 from autoamp.rules import Rules
 from autoamp.tuning.tuning import Tuning
@@ -52,6 +54,7 @@ __all__ = [
     "OptionError",
     "Overflow",
     "PlacementError",
+    "Plan",
     "Report",
     "Rules",
     "RulesError",
@@ -68,6 +71,7 @@ __all__ = [
     "explain",
     "find_overflow",
     "is_converted",
+    "plan",
     "report",
     "revert",
     "rewrite",

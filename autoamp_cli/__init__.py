@@ -14,6 +14,7 @@ from autoamp_cli.compare import compare
 from autoamp_cli.diff import diff
 from autoamp_cli.env import env
 from autoamp_cli.explain import explain
+from autoamp_cli.plan import plan
 from autoamp_cli.rules import rules
 from autoamp_cli.run import run
 
@@ -24,5 +25,5 @@ def main() -> None:
     """Automatic mixed precision for PyTorch."""
 
 
-for _command in (bench, compare, diff, env, explain, rules, run):
+for _command in (bench, compare, diff, env, explain, plan, rules, run):
     main.add_command(_command)

@@ -43,6 +43,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"ask"}),
     frozenset({"tuning"}),
     frozenset({"benchmark"}),
+    frozenset({"planning"}),
     frozenset({"api", "questions"}),
     frozenset({"auto"}),
     frozenset({"__init__", "autoamp_cli"}),

@@ -52,7 +52,7 @@ def saved_bytes(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
-    for tensor in _kept_by_functions(result):
+    for tensor in kept_by_functions(result):
         kept.setdefault(storage_key(tensor), tensor.detach())
     weights = list(parameters)
     for weight in weights:
@@ -67,7 +67,8 @@ def saved_bytes(
     return SavedBytes(total, copies)
 
 
-def _kept_by_functions(result: Any) -> list[Tensor]:
+def kept_by_functions(result: Any) -> list[Tensor]:
+    """Tensors that Functions behind a result keep without autograd's knowledge."""
     leaves = pytree.tree_leaves(result)
     todo = [t.grad_fn for t in leaves if isinstance(t, Tensor) and t.grad_fn]
     seen: set[Node] = set()

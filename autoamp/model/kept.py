@@ -136,7 +136,8 @@ def _array(live: Any) -> Restore:
 def _tensor(live: Tensor) -> Restore:
     """How to put a tensor's numbers and its gradient back."""
     grad = live.grad if live.is_leaf else None
-    empty = live.is_meta or nn.parameter.is_lazy(live)
+    empty = live.is_meta or isinstance(live, compat.FakeTensor)
+    empty = empty or nn.parameter.is_lazy(live)
     value = None if empty else live.detach().clone()
 
     def restore() -> None:

@@ -131,6 +131,22 @@ def named_device(name: str, low: torch.dtype) -> Device:
     )
 
 
+def product_of(name: str) -> str:
+    """The product whose figures stand for "cuda:sm_90", say; "" where none is known."""
+    return str(figures().get(name.partition(":")[2], {}).get("model", ""))
+
+
+def memory_of(name: str) -> int | None:
+    """Bytes of memory of the product of `product_of`; None where they are not known.
+
+    "cuda" is the first GPU of this machine.
+    """
+    if name == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[1])
+    size = figures().get(name.partition(":")[2], {}).get("memory_gb")
+    return None if size is None else int(size * 10**9)
+
+
 def device_of(device: torch.device, low: torch.dtype) -> Device:
     """The roofline for `device`, of this machine, computing in `low`."""
     if device.type == "cuda" and torch.cuda.is_available():

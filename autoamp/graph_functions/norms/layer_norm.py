@@ -82,6 +82,8 @@ def _are_far_off(mean: Tensor, scale: Tensor) -> bool:
     """Whether the mean of some row is many times the spread of the row."""
     if compat.is_batch(mean):
         return True  # a batch of several data does not tell
+    if mean.is_meta or isinstance(mean, compat.FakeTensor):
+        return False  # there are no values: most data is not
     return bool(mean.numel()) and not bool((mean * scale).abs().max() < _FAR)
 
 

@@ -1,0 +1,1 @@
+"""`plan`: the time and the memory of a model's step, without its weights."""

@@ -1,0 +1,73 @@
+"""A model and a call whose tensors take no memory, and can be run all the same.
+
+Fake tensors of the CPU stand in for weights, buffers and arguments.  Tensors of the
+meta device would not do: `torch.autocast` leaves them alone, and attention on them
+keeps the matrix of scores, which torch's kernels for CPUs and GPUs do not keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autoamp import compat
+from autoamp.ask.overflow_trial import Call
+
+
+@contextlib.contextmanager
+def without_memory(model: nn.Module, call: Call) -> Iterator[Call]:
+    """A region where `model` has fake weights and buffers; gives `call`, fake too.
+
+    A tensor that stands in several places, such as a tied weight, is one fake tensor.
+    """
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the real ones: ids stay theirs
+
+    def fake(real: Tensor) -> Tensor:
+        if id(real) not in made:
+            made[id(real)] = real, _like(real, mode)
+        return made[id(real)][1]
+
+    modules = compat.modules_of(model)
+    places = [
+        place
+        for each in modules
+        for place in (compat.parameters_here(each), compat.buffers_here(each))
+    ]
+    before = [dict(place) for place in places]
+    try:
+        for place in places:
+            for name, tensor in place.items():
+                if tensor is not None:
+                    place[name] = fake(tensor)
+        given: Call = pytree.tree_map_only(Tensor, fake, call)
+        yield given
+    finally:
+        for place, held in zip(places, before, strict=True):
+            place.clear()
+            place.update(held)
+
+
+def _like(real: Tensor, mode: compat.FakeTensorMode) -> Tensor:
+    with mode:
+        made = torch.empty_strided(
+            real.shape, real.stride(), dtype=real.dtype, device="cpu"
+        )
+    if isinstance(real, nn.Parameter):
+        return nn.Parameter(made, requires_grad=real.requires_grad)
+    return made.requires_grad_(real.requires_grad)
+
+
+def bytes_of(tensors: Any) -> int:
+    """Bytes of the distinct storages of tensors, such as those of a model."""
+    sizes = {
+        compat.storage_id(each): each.untyped_storage().nbytes()
+        for each in pytree.tree_leaves(tensors)
+        if isinstance(each, Tensor)
+    }
+    return sum(sizes.values())

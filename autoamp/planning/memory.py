@@ -1,0 +1,137 @@
+"""The memory of one step, counted on tensors that have none."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autoamp import compat
+from autoamp.counted.ops import LOW, storage_key
+from autoamp.counted.saved import kept_by_functions
+
+_Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one step, weights left out.
+
+    Attributes:
+        saved: what is kept for the backward, without weights and their low copies.
+        copies: low copies of weights at the end of the forward.
+        most: the most that is held at one time, low copies and gradients with it.
+    """
+
+    saved: int
+    copies: int
+    most: int
+
+
+def step_memory(
+    forward: Callable[[], Tensor],
+    region: contextlib.AbstractContextManager[Any],
+    weights: Iterable[Tensor],
+    given: Iterable[Tensor],
+    copies: Iterable[Tensor] = (),
+    *,
+    trains: bool,
+) -> StepMemory:
+    """The memory of a forward, and of the backward from its result where it trains.
+
+    Args:
+        forward: gives the loss.
+        region: the region, such as autocast's, that the forward runs in.
+        weights: weights and buffers, which are there before.
+        given: the arguments of the call, which are there before.
+        copies: low copies that are there before.
+    """
+    counted = _Allocated(weights, given, copies)
+    saved: dict[_Key, int] = {}
+
+    def note(tensor: Tensor) -> None:
+        saved.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
+
+    def pack(tensor: Tensor) -> Tensor:
+        note(tensor)
+        return tensor.detach()  # an op's own result would hold the op, and itself
+
+    with counted, torch.set_grad_enabled(trains):
+        with region:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                loss = forward()
+            low = dict(counted.copies)  # autocast drops its own at the region's end
+        for tensor in kept_by_functions(loss):
+            note(tensor)
+        if trains:
+            loss.backward()
+    kept = sum(
+        size
+        for key, size in saved.items()
+        if key not in low and key not in counted.before
+    )
+    return StepMemory(kept, sum(low.values()), counted.most)
+
+
+class _Allocated(compat.CountingDispatch):
+    """Follows the storages that ops make, until nothing holds them any more.
+
+    Attributes:
+        weights: the storages of weights.
+        before: the storages that were there before, those of weights with them.
+        copies: bytes of the storages of low copies of weights that are held now.
+        most: the most bytes that were held at one time, low copies with it.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        given: Iterable[Tensor],
+        copies: Iterable[Tensor],
+    ) -> None:
+        super().__init__()
+        self.weights = {storage_key(each) for each in weights}
+        self.before = self.weights | {storage_key(each) for each in given}
+        self.copies: dict[_Key, int] = {}
+        self._known = set(self.before)
+        self._now = self.most = 0
+        for each in copies:
+            self._note(each, is_copy=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_copy = (
+            func is torch.ops.aten._to_copy.default
+            and result.dtype in LOW
+            and storage_key(args[0]) in self.weights
+        )
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._note(each, is_copy=is_copy)
+        return result
+
+    def _note(self, tensor: Tensor, *, is_copy: bool) -> None:
+        key = storage_key(tensor)
+        if key in self._known:
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        self._known.add(key)
+        if is_copy:
+            self.copies[key] = size
+        self._now += size
+        self.most = max(self.most, self._now)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: _Key, size: int) -> None:
+        self._now -= size
+        self._known.discard(key)
+        self.copies.pop(key, None)

@@ -1,0 +1,203 @@
+"""Models of transformers by name: a configuration, a type of model, a config.json."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp.errors import OptionError
+from autoamp.plain import class_name, plain_line
+
+LIBRARY = "transformers"
+_LONGEST = 1024
+_FACTORY = (
+    "write a function that returns (model, args) and give its name, MODULE:FACTORY, or "
+    "call autoamp.plan(model, *args)"
+)
+_HEADS = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_MAPPING",
+)
+"""The tables of heads, the first that knows a configuration wins."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model on the meta device and the keyword arguments of a call."""
+
+    model: nn.Module
+    kwargs: dict[str, Any]
+
+
+def names_a_model(name: str) -> bool:
+    """Whether a name is one that `named_model` knows, and no MODULE:FACTORY."""
+    return name.startswith(f"{LIBRARY}:") or name.endswith(".json")
+
+
+def named_model(name: str, *, batch: int, sequence: int | None, trains: bool) -> Named:
+    """The model of a name, in fp32 on the meta device, and a call of it.
+
+    Raises:
+        OptionError: there is no such model, transformers is not installed, or the model
+            takes inputs that cannot be made from its configuration.
+    """
+    if not names_a_model(name):
+        raise OptionError(
+            f"{name!r} names no model: write transformers:LlamaConfig(...), "
+            "transformers:gpt2 or the path of a config.json"
+        )
+    try:
+        import transformers
+    except ImportError:
+        raise OptionError(
+            f"{name}: transformers is not installed (pip install transformers)"
+        ) from None
+    config = (
+        _from_file(transformers, name)
+        if name.endswith(".json")
+        else _from_text(transformers, name.removeprefix(f"{LIBRARY}:"))
+    )
+    kind = _class_for(transformers, config, name)
+    config.dtype = torch.float32  # a config.json may name the dtype of a checkpoint
+    try:
+        with torch.device("meta"):
+            model = kind(config)
+            kwargs = _call(model, config, name, batch, sequence, trains=trains)
+    except OptionError:
+        raise
+    except Exception as error:
+        said = plain_line(f"{type(error).__name__}: {error}", 300)
+        raise OptionError(f"{name}: {kind.__name__} cannot be made: {said}") from error
+    return Named(model.float(), kwargs)
+
+
+def _from_text(library: Any, text: str) -> Any:
+    """The configuration of "LlamaConfig(hidden_size=64)" or of "llama"."""
+    called, arguments = _parsed(text)
+    types = library.CONFIG_MAPPING
+    if called.endswith("Config"):
+        kind = getattr(library, called, None)
+        base = library.PreTrainedConfig
+        if not (isinstance(kind, type) and issubclass(kind, base)):
+            raise OptionError(f"transformers has no configuration {called}")
+    elif called in types:
+        kind = types[called]
+    else:
+        raise OptionError(
+            f"transformers has no type of model {called!r}: give one of its "
+            "configurations, such as LlamaConfig(), or a type such as gpt2"
+        )
+    return _made(kind, arguments, text)
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """A name, and the literal keyword arguments after it; nothing is evaluated."""
+    wrong = f"{text!r}: write a name, or a name with keywords, as LlamaConfig(a=1)"
+    if "(" not in text:
+        return text.strip(), {}  # a type of model may hold a "-"
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        raise OptionError(wrong) from None
+    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
+        raise OptionError(wrong)
+    if tree.args:
+        raise OptionError(f"{text!r}: give arguments by keyword")
+    found = {}
+    for each in tree.keywords:
+        if each.arg is None:
+            raise OptionError(f"{text!r}: ** is not taken; write the keywords out")
+        try:
+            found[each.arg] = ast.literal_eval(each.value)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            raise OptionError(
+                f"{text!r}: {each.arg}={ast.unparse(each.value)} is no literal: give a "
+                "number, a string, True, False, None, or a list or dict of such"
+            ) from None
+    return tree.func.id, found
+
+
+def _from_file(library: Any, path: str) -> Any:
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise OptionError(f"{path} is no JSON: {error}") from None
+    kind = data.get("model_type") if isinstance(data, dict) else None
+    if kind not in library.CONFIG_MAPPING:
+        raise OptionError(
+            f"{path}: model_type is {kind!r}, which transformers "
+            f"{library.__version__} does not know; {_FACTORY}"
+        )
+    rest = {key: value for key, value in data.items() if key != "model_type"}
+    rest.pop("quantization_config", None)  # fp32 is planned, which it would not be
+    return _made(library.CONFIG_MAPPING[kind], rest, path)
+
+
+def _made(kind: Any, arguments: dict[str, Any], name: str) -> Any:
+    try:
+        return kind(**arguments)
+    except Exception as error:
+        said = plain_line(f"{type(error).__name__}: {error}", 300)
+        raise OptionError(f"{name}: {kind.__name__} refuses this: {said}") from error
+
+
+def _class_for(library: Any, config: Any, name: str) -> Any:
+    """The class of model that a configuration names, or the first fitting head."""
+    for each in config.architectures or ():
+        kind = getattr(library, each, None)
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            return kind
+    for table in _HEADS:
+        mapping = getattr(library, table, None)
+        if mapping is not None and type(config) in mapping:
+            kind = mapping[type(config)]
+            return kind[0] if isinstance(kind, tuple) else kind
+    raise OptionError(f"{name}: no model goes with {class_name(config)}; {_FACTORY}")
+
+
+def _call(
+    model: Any,
+    config: Any,
+    name: str,
+    batch: int,
+    sequence: int | None,
+    *,
+    trains: bool,
+) -> dict[str, Any]:
+    """The keyword arguments of a call; labels where the head has a loss to train."""
+    main = model.main_input_name
+    labelled = "labels" in inspect.signature(model.forward).parameters
+    if main == "input_ids":
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+        length = sequence or min(longest or _LONGEST, _LONGEST)
+        ids = torch.zeros(batch, length, dtype=torch.long)
+        call = {"input_ids": ids}
+        if getattr(config, "is_encoder_decoder", False):
+            call["decoder_input_ids"] = torch.zeros_like(ids)
+        labels = torch.zeros_like(ids)
+    elif main == "pixel_values" and isinstance(
+        getattr(config, "image_size", None), int
+    ):
+        if sequence is not None:
+            raise OptionError(f"{name}: {class_name(model)} takes images; no sequence")
+        side, channels = config.image_size, getattr(config, "num_channels", 3)
+        call = {main: torch.zeros(batch, channels, side, side)}
+        labels = torch.zeros(batch, dtype=torch.long)
+    else:
+        raise OptionError(
+            f"{name}: {class_name(model)} takes {main}, whose shape its configuration "
+            f"does not tell; {_FACTORY}"
+        )
+    return {**call, "labels": labels} if labelled and trains else call

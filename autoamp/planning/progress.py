@@ -1,0 +1,40 @@
+"""A line on stderr that tells what a long plan is doing."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+QUIET = 2.0
+"""Seconds before a line is shown."""
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[Callable[[str], None]]:
+    """Gives a function that tells what is being done now; quick work says nothing."""
+    doing, late = "", False
+
+    def say() -> None:
+        sys.stderr.write(f"autoamp plan: {doing} ...\n")
+        sys.stderr.flush()
+
+    def tell(what: str) -> None:
+        nonlocal doing
+        doing = what
+        if late:
+            say()
+
+    def begin() -> None:
+        nonlocal late
+        late = True
+        say()
+
+    timer = threading.Timer(QUIET, begin)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield tell
+    finally:
+        timer.cancel()
