@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autoamp
 import autoamp_cli
 from autoamp import questions
+from autoamp.benchmark.memory import Held
 from autoamp.counted.saved import saved_bytes
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.place.devices import figures, memory_of
@@ -102,6 +103,23 @@ def test_weights_gradients_and_state_are_what_torch_allocates(
     assert way.gradients == bytes_of([p.grad for p in model.parameters()])
     assert way.optimizer == bytes_of(list(optimizer.state.values()))
     assert gpt2.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_the_peak_is_that_of_a_real_step(gpt2: autoamp.Plan) -> None:
+    """But for the few bytes that kernels hold inside, which no tensor shows."""
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).train()
+    held = Held(torch.device("cpu"))
+    ids = torch.zeros(2, 32, dtype=torch.long)
+
+    def step() -> None:
+        model(ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    step()
+    here = bytes_of([*model.parameters(), *model.buffers()])
+    measured = (held.peak(step) or 0) + here - ids.untyped_storage().nbytes()
+    planned = gpt2.way(FP32).peak - gpt2.way(FP32).optimizer
+    assert planned == pytest.approx(measured, rel=1e-3)
 
 
 def test_the_order_of_the_ways_and_their_peaks(gpt2: autoamp.Plan) -> None:
