@@ -42,9 +42,13 @@ def answer(bench: Measured) -> Answer:
         return Answer(None, "unknown: fp32 and autoamp were not both measured")
     helps = _helps(base, ours, bench)
     why = next(_reasons(base, ours, bench, helps=helps), "")
-    first = {True: "yes", False: "no", None: "no difference was measured"}[helps]
-    said = f"{first}: {_figure(ours, bench)}"
-    return Answer(helps, f"{said}; {why}" if why else said)
+    figure = _figure(ours, bench)
+    if helps:
+        return Answer(True, f"yes: {figure}; {why}" if why else f"yes: {figure}")
+    cannot = bench.evidence is not None and any(_cannot(bench.evidence, ""))
+    no = "no" if cannot or helps is False else "no gain was measured"
+    said = f"{no}: {why}. As measured, {figure}" if why else f"{no}: {figure}"
+    return Answer(helps, said)
 
 
 def _figure(ours: Row, bench: Measured) -> str:

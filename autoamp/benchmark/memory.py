@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,9 @@ def available(device: torch.device) -> int | None:
     lines = table.read_text(encoding="utf-8").splitlines()
     found = [line.split()[1] for line in lines if line.startswith("MemAvailable")]
     return int(found[0]) * 1024 if found else None
+
+
+_STDERR = 2
 
 
 class Held:
@@ -104,8 +109,14 @@ def _living() -> dict[int, int]:
 def _most_allocated(step: Callable[[], Any]) -> int:
     """The most bytes that were allocated during `step()` and not yet freed."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as seen:
+    seen = torch.profiler.profile(activities=activities, profile_memory=True)
+    with _mute():
+        seen.start()
+    try:
         step()
+    finally:
+        with _mute():
+            seen.stop()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         seen.export_chrome_trace(str(path))
@@ -117,3 +128,23 @@ def _most_allocated(step: Callable[[], Any]) -> int:
             now += move["Bytes"]
             most = max(most, now)
     return most
+
+
+@contextmanager
+def _mute() -> Iterator[None]:
+    """Nothing is written to stderr meanwhile, by compiled code either.
+
+    Torch's profiler writes two lines of its own whenever it starts and stops.
+    """
+    try:
+        kept = os.dup(_STDERR)
+    except OSError:  # there is none
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), _STDERR)
+    try:
+        yield
+    finally:
+        os.dup2(kept, _STDERR)
+        os.close(kept)

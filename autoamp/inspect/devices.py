@@ -11,6 +11,7 @@ import torch
 
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
+from autoamp.inspect.text import counted
 from autoamp.place.devices import device_of
 
 _PACKAGES = (
@@ -99,4 +100,4 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 name = line.partition(":")[2].strip()
                 break
-    return f"cpu  {name}, {torch.get_num_threads()} threads"
+    return f"cpu  {name}, {counted(torch.get_num_threads(), 'thread')}"
