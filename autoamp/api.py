@@ -66,7 +66,8 @@ def convert(
             and bf16 on a CPU with bf16 units; otherwise a warning says that the model
             is not converted.
         rules: the path of a rules file, which is laid over the built-in one; a `Rules`,
-            which is used as it is, without the built-in one; or one of the complete
+            which is used as it is, without the built-in one, and is refused where it
+            allows none of the ops that the built-in one allows; or one of the complete
             sets "torch-cuda", "torch-cpu", "tensorflow".
         allow, deny, infer, clear: op names moved to that list ("linear", "aten::exp").
         keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*"), beside

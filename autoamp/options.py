@@ -14,7 +14,7 @@ from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
 from autoamp.errors import OptionError, RulesError
 from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.loss_scale import LOSS_SCALES, resolve_loss_scale
-from autoamp.rules import Rules
+from autoamp.rules import Category, Rules
 from autoamp.rules.files import COMPLETE, TENSORFLOW
 from autoamp.saved.document import SavedReport
 from autoamp.saved.load import load
@@ -111,9 +111,12 @@ class Options:
         errors = []
         for dtype in LOW_DTYPES.values() if low is None else (low,):
             try:
-                self.resolve_rules(dtype)
+                rules = self.resolve_rules(dtype)
             except RulesError as error:
                 errors.append(error)
+                continue
+            if isinstance(self.rules, Rules):
+                _check_whole(rules, Rules.default(dtype), self.rules.name)
         if len(errors) == (len(LOW_DTYPES) if low is None else 1):
             raise errors[-1]
 
@@ -189,6 +192,24 @@ OPTION_NAMES = frozenset(f.name for f in dataclasses.fields(Options)) - {
     "by_variables",
 }
 """The options that a caller may give."""
+
+
+def _check_whole(rules: Rules, builtin: Rules, name: str) -> None:
+    """Raises where a `Rules` holds but a user's changes, and nothing would run low.
+
+    Rules that list every op that the built-in rules allow were written as a whole, be
+    it to deny them all.
+    """
+    ours = set(builtin.names(Category.ALLOW))
+    if ours & set(rules.names(Category.ALLOW)) or ours <= rules.table.keys():
+        return
+    raise OptionError(
+        f"rules={name!r} is a Rules object, which is used without the built-in rules. "
+        f"It lists {len(rules.table)} ops, and allows no matrix product, convolution "
+        "or other op that the built-in rules allow, so that nothing would run in low "
+        "precision. To change the built-in rules, give the path of the file "
+        '(rules="mine.toml"), or Rules.default("bf16").merge(rules)'
+    )
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

@@ -278,6 +278,22 @@ def test_bad_rules_files(name: str, tmp_path) -> None:
     assert model.__dict__ == contents
 
 
+def test_rules_without_the_built_in_ones_are_refused(tmp_path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("[deny]\ngelu = 'large'\n[allow]\ncos = 'small'\n")
+    mine, model = autoamp.Rules.load(path), mlp()
+    contents = dict(model.__dict__)
+    with pytest.raises(autoamp.OptionError, match=r"without the built-in.*merge"):
+        autoamp.convert(model, rules=mine, **BF16)
+    assert model.__dict__ == contents
+    x = torch.randn(2, WIDTH)
+    laid = autoamp.Rules.default("bf16").merge(mine)
+    options = {**BF16, "allow": ["linear"], "rules": mine}
+    for given in ({**BF16, "rules": laid}, options):
+        ops = autoamp.explain(model, x, options=given).ops
+        assert all(op.is_low for op in ops if op.op.startswith("aten::linear"))
+
+
 # -- the pass itself fails ---------------------------------------------------------
 
 

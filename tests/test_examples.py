@@ -86,8 +86,12 @@ def run_example(
     *arguments: str, script: Path = SCRIPT
 ) -> subprocess.CompletedProcess[str]:
     """The script as `make demo` runs it."""
+    return run_python(str(script), *arguments)
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(script), *arguments],
+        [sys.executable, *arguments],
         env=os.environ | {"COLUMNS": "100"},
         capture_output=True,
         text=True,
@@ -197,7 +201,7 @@ def test_three_lines_and_one_save_the_published_memory() -> None:
 def test_bert_learns_in_mixed_precision_without_knowing() -> None:
     script = SCRIPT.with_name("finetune_bert_trainer.py")
     options = ["--precision", "bf16", "--do-no-harm", "0", str(script)]
-    done = run_example("run", *options, script=SCRIPT.parent.parent / "autoamp")
+    done = run_python("-m", "autoamp", "run", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "BertForSequenceClassification is converted to bf16" in done.stderr
     assert "autoamp" not in script.read_text().partition("from __future__")[2]
