@@ -45,6 +45,8 @@ SPEAK_PYTHON = {
     "place/assign.py": "likewise",
     "inspect/why.py": "likewise",
     "inspect/sections/advice.py": "likewise",
+    "inspect/sections/because.py": "likewise",
+    "inspect/sections/gains.py": "likewise",
     "benchmark/step/running.py": "an error of `bench`, which has no variables",
     "inspect/terminal/full.py": "likewise",
     "inspect/terminal/summary.py": "likewise",

@@ -27,6 +27,8 @@ from autoamp.inspect.rows import (
     sections_of,
 )
 from autoamp.inspect.sections.advice import advice_of
+from autoamp.inspect.sections.because import because_of
+from autoamp.inspect.sections.bounds import Bounds, bounds_of
 from autoamp.inspect.sections.cast_counts import CastCounts, cast_counts
 from autoamp.inspect.sections.dimensions import Misfit, misfits_of
 from autoamp.inspect.sections.headline import (
@@ -136,6 +138,18 @@ class Report:
     def headline(self) -> Headline:
         """The figures of the summary: what is low, and the predicted gain."""
         return headline_of(self.sections, self.ops, self.costs)
+
+    @cached_property
+    def bounds(self) -> Bounds | None:
+        """What bounds the predicted time; None where none is predicted."""
+        if self.prediction is None:
+            return None
+        return bounds_of(self.sections, self.prediction.casts)
+
+    @cached_property
+    def because(self) -> str:
+        """Why the predicted speed-up is what it is, and what would raise it most."""
+        return because_of(self.bounds, self.headline, self.misfits)
 
     @cached_property
     def stayed(self) -> tuple[Stayed, ...]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torch import fx
+
+from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.inspect.rows import Section
 from autoamp.place.cost import Parts, parts_of
 from autoamp.place.devices import NEUTRAL, Device
 from autoamp.place.flops import flops_of
+from autoamp.rules import family
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class OpTime:
         flops: flops of its forward.
         by_weights: the part of its bytes that are weights', 0 to 1; a larger batch
             reads no more of them.
+        kernel: the sizes of a convolution's kernel; () for another op.
     """
 
     graph: int
@@ -37,6 +42,7 @@ class OpTime:
     placed: Parts
     flops: int
     by_weights: float
+    kernel: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[int, str, str]:
@@ -128,7 +134,15 @@ def _op_times(section: Section, device: Device) -> Iterator[OpTime]:
             parts_of(node, fact, 2 if low else 4, device),
             flops_of(node, fact),
             _by_weights(rewritten.facts, fact),
+            _kernel(node, fact),
         )
+
+
+def _kernel(node: fx.Node, fact: NodeFacts) -> tuple[int, ...]:
+    if fact.base not in family("convolution"):
+        return ()
+    weight = node.all_input_nodes[1].meta["val"]
+    return tuple(compat.hint(size) for size in weight.shape[2:])
 
 
 def _by_weights(facts: Facts, fact: NodeFacts) -> float:

@@ -70,6 +70,11 @@ class Prediction:
         return sum(each.placed for each in self.classes)
 
     @property
+    def casts(self) -> float:
+        """Seconds of the casts."""
+        return sum(each.placed for each in self.classes if each.title == CASTS)
+
+    @property
     def speed_up(self) -> float:
         """How many times faster than fp32 the graphs are predicted to be."""
         return self.fp32 / self.placed if self.placed else 1.0

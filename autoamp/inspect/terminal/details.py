@@ -50,6 +50,11 @@ def prediction(found: Prediction) -> Iterator[RenderableType]:
         )
 
 
+def because(text: str) -> Padding:
+    """The paragraph on why the speed-up is what it is."""
+    return _indented(text)
+
+
 def largest_casts(casts: Sequence[CastRow]) -> Iterator[RenderableType]:
     """The casts made at every call, by source line, the largest first."""
     groups: dict[tuple[str, str], list[CastRow]] = {}

@@ -24,6 +24,8 @@ class Printed(Asked, Protocol):
     @property
     def advice(self) -> Sequence[str]: ...
     @property
+    def because(self) -> str: ...
+    @property
     def label(self) -> str: ...
     @property
     def explained_for(self) -> str: ...
@@ -85,6 +87,7 @@ def details_of(report: Printed) -> Iterator[RenderableType]:
     """The lists behind the summary, which the full report ends with."""
     if report.prediction is not None and report.ops:
         yield from details.prediction(report.prediction)
+        yield details.because(report.because)
     yield from details.largest_casts(report.casts)
     yield from details.weights_out_of_range(report.weights)
     yield from details.odd_sizes(report.misfits)
