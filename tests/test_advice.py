@@ -49,7 +49,6 @@ SPEAK_PYTHON = {
     "inspect/sections/gains.py": "likewise",
     "benchmark/step/running.py": "an error of `bench`, which has no variables",
     "inspect/terminal/full.py": "likewise",
-    "inspect/terminal/summary.py": "likewise",
 }
 """The files with a text that names options in Python's words, and why they may."""
 

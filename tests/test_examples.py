@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import move_one_op, nan_hunt, own_backend, serve
+from examples import (
+    convnet_first_experiment,
+    move_one_op,
+    nan_hunt,
+    own_backend,
+    serve,
+)
 from examples import train_digits as example
 
 SCRIPT = Path(example.__file__)
@@ -129,6 +135,7 @@ def test_the_first_example_of_readme_runs_and_shows_bf16(capsys) -> None:
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
+        (convnet_first_experiment, ["--batches", "32"]),
         (move_one_op, ["--width", "32"]),
         (own_backend, ["--width", "32"]),
         (serve, ["--requests", "8", "--width", "32"]),
@@ -138,6 +145,13 @@ def test_the_first_example_of_readme_runs_and_shows_bf16(capsys) -> None:
 )
 def test_an_example_reaches_its_result(module, arguments, capsys) -> None:
     assert module.main(arguments) == 0, capsys.readouterr().out
+
+
+def test_the_convnet_fails_where_published_times_tell_of_tensor_cores(
+    monkeypatch,
+) -> None:
+    monkeypatch.setitem(convnet_first_experiment.PUBLISHED, 32, (10, 30))
+    assert convnet_first_experiment.main(["--batches", "32"]) == 1
 
 
 def test_moving_an_op_fails_beyond_the_budget(capsys) -> None:
