@@ -2,12 +2,14 @@
 
 A Python block finds the names of `namespace`, made anew for it: pages show
 `autoamp.explain(model, x)` without making a model each time.  The blocks of the pages
-in `CONTINUED` find what the block before them left.
+in `CONTINUED` find what the block before them left, and print the text block that
+follows them, if one does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import shlex
 import traceback
@@ -25,8 +27,12 @@ import autoamp_cli
 from autoamp.auto import environment
 from tests.pages import PAGES, REPO, Block, blocks, name_of
 
-SLOW = {"docs/bench.md", "docs/tuning.md"}  # these measure for seconds
-CONTINUED = {"docs/quick-start.md"}
+SLOW = {
+    "docs/bench.md",  # measures for seconds
+    "docs/out-of-process.md",  # compiles C++ for half a minute
+    "docs/tuning.md",  # measures for seconds
+}
+CONTINUED = {"docs/out-of-process.md", "docs/quick-start.md", "docs/report.md"}
 CONSOLE = [block for page in PAGES for block in blocks(page, "console")]
 PYTHON = [page for page in PAGES if any(blocks(page, "python"))]
 _TARGETS = set(re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text(), re.M))
@@ -99,8 +105,32 @@ def test_python_blocks_run(page: Path, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = namespace()
     write_files(names)
+    continued = name_of(page) in CONTINUED
     for block in blocks(page, "python"):
-        run(block, names if name_of(page) in CONTINUED else namespace())
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            run(block, names if continued else namespace())
+        if continued and (text := shown_below(page, block)):
+            assert comparable(printed.getvalue()) == comparable(text), block.where
+
+
+def shown_below(page: Path, block: Block) -> str:
+    """The text block that follows a Python block with nothing between; or ""."""
+    after = block.line + block.text.count("\n") + 3  # a fence, an empty line, a fence
+    return next((b.text for b in blocks(page, "text") if b.line == after), "")
+
+
+def comparable(printed: str) -> str:
+    """Less what depends on where files lie: lines of source, folders of rules files."""
+    kept = re.sub(r"^  source .*\n", "", printed, flags=re.MULTILINE)
+    return re.sub(r"\(from /\S*/rules/", "(from rules/", kept)
+
+
+def test_a_text_block_belongs_to_the_block_right_above() -> None:
+    page = REPO / "docs" / "report.md"
+    first, second, *_ = blocks(page, "python")
+    assert shown_below(page, first).startswith("autoamp report: Net")
+    assert shown_below(page, second).startswith("layer_norm")
+    assert shown_below(page, Block("", first.line + 1, "python", first.text)) == ""
 
 
 def test_a_failing_block_is_told_by_page_and_line() -> None:
