@@ -93,6 +93,8 @@ def run(block: Block, names: dict[str, Any]) -> None:
     exec(compile(padding + block.text, block.page, "exec"), names)
 
 
+# torch's own, where it copies and saves exported programs.
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize(
     "page",
     [
