@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as harness
-from benchmarks import emitted, report
+from benchmarks import emitted, first_table, report
 from benchmarks.capability import capability
 from benchmarks.peers import BASELINE, Peer, peers, ready
 from benchmarks.timing import interleaved, ratios
@@ -149,3 +149,9 @@ def test_a_hash_of_what_is_emitted_shows_a_change(
     monkeypatch.setattr(emitted, "code_of", lambda gm: f"{gm.code} # changed")
     assert emitted.main() == 1
     assert "5 differ" in capsys.readouterr().out
+
+
+def test_readmes_table_is_made_of_the_committed_tables() -> None:
+    text = (first_table.RESULTS.parent.parent / "README.md").read_text("utf-8")
+    assert report.markdown(first_table.HEADER, first_table.rows()) in text
+    assert len(text.splitlines()) <= 130
