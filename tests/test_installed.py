@@ -17,6 +17,10 @@ SHIPPED = ["autoamp", "autoamp_cli", "autoamp_autoload.py", "autoamp_heat.py"]
 GUARDED = {"pynvml": "bench"}
 """A module that may be missing, and the extra that brings the module."""
 
+NAMED = {"transformers": "planning/named.py"}
+"""A library of models, imported where a user names one of its models, and the file that
+says how to install the library where it is missing."""
+
 
 def name_of(requirement: str) -> str:
     """`networkx` of `networkx>=3`."""
@@ -121,7 +125,13 @@ def shipped() -> set[str]:
 
 def test_imports_of_others_are_the_declared_requirements() -> None:
     declared = {name_of(requirement) for requirement in PROJECT["dependencies"]}
-    assert shipped() - GUARDED.keys() == declared
+    assert shipped() - GUARDED.keys() - NAMED.keys() == declared
+
+
+@pytest.mark.parametrize("library", NAMED)
+def test_a_library_that_a_user_names_may_be_missing(library: str) -> None:
+    text = (REPO / "autoamp" / NAMED[library]).read_text("utf-8")
+    assert f"{library} is not installed (pip install {library})" in text
 
 
 def test_what_may_be_missing_is_in_the_extra_that_the_error_names() -> None:

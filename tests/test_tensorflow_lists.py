@@ -264,7 +264,7 @@ LISTED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, str]] = {
     "no kernel": (pooled, (), "avg_pool3d", "torch has no fp16 kernel of it"),
     "outside": (remembered, (), "mul_", "a tensor that exists outside the graph"),
     "statistics": (statistics, (), "native_batch_norm", "its statistics are read"),
-    "tables": (looked_up, (X, ROWS), "embedding", "sums the gradients of rows"),
+    "tables": (looked_up, (X, ROWS), "embedding", "adds up the gradients of each row"),
     "fp32 asked": (asked, (), "softmax", "asks for an fp32 result"),
     "no floats": (selected, (), "where", "makes fp32 of what is no float"),
     "regions": (region, (), "tanh", "the model's own torch.autocast region"),
