@@ -265,7 +265,7 @@ def test_residual_sums_stay_fp32() -> None:
     assert len(sums) == 3
     for name in sums:
         assert dtype(found, name) is torch.float32
-        assert found.assignment.decisions[name].origin == "ceiling"
+        assert found.assignment.decisions[name].origin == "type promotion"
     assert all(
         dtype(found, n) is torch.bfloat16
         for n in found.assignment.decisions

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from autoamp.errors import PlacementError
 from autoamp.place import mincut
+from autoamp.place.again import Again
 from autoamp.place.mincut import ContradictionError, solve
 from autoamp.place.problem import least_cost
 from autoamp.place.two_sides import Group, Problem, Solution, energy
@@ -148,7 +149,7 @@ def test_cost_is_that_of_the_textbook_network(problem: Problem) -> None:
 @settings(max_examples=100)
 @given(problems(14))
 def test_settling_changes_nothing(problem: Problem) -> None:
-    settled, unsettled = mincut._Network(problem), mincut._Network(problem)
+    settled, unsettled = mincut.Network(problem), mincut.Network(problem)
     settled.settle()
     low_a, flow_a = settled.cut()
     low_b, flow_b = unsettled.cut()
@@ -315,15 +316,15 @@ def test_a_forgotten_gadget_is_noticed(monkeypatch) -> None:
         groups=[Group(("a's", 0, 0), "a", ("b",), 1, 4)],
     )
     check_optimum(problem)
-    real = mincut._Network._copy
+    real = mincut.Network._copy
 
     def half(
-        self: mincut._Network, group: Group, copy: tuple[str, int], price: Any
+        self: mincut.Network, group: Group, copy: tuple[str, int], price: Any
     ) -> None:
         if copy[0] == "source":
             real(self, group, copy, price)
 
-    monkeypatch.setattr(mincut._Network, "_copy", half)
+    monkeypatch.setattr(mincut.Network, "_copy", half)
     with pytest.raises(AssertionError):
         check_optimum(problem)
 
@@ -333,12 +334,27 @@ def test_settling_too_eagerly_is_noticed(monkeypatch) -> None:
     problem = Problem({"a": (3, 3), "b": (4, 2)})
     check_optimum(problem)
 
-    def eager(self: mincut._Network) -> None:
+    def eager(self: mincut.Network) -> None:
         for v in list(self.out):
             if self.source[v] >= self.sink[v] + sum(self.out[v].values()):
-                self._contract(v, to_source=True)
+                self.contract(v, to_source=True)
 
-    monkeypatch.setattr(mincut._Network, "settle", eager)
+    monkeypatch.setattr(mincut.Network, "settle", eager)
     assert solve(problem).cost == 5
     with pytest.raises(AssertionError):
         check_optimum(problem)
+
+
+@settings(max_examples=300)
+@given(problems(), st.sets(st.integers(0, 8), min_size=1, max_size=3), st.booleans())
+def test_a_problem_solved_again_has_the_whole_solution(
+    problem: Problem, labels: set[int], at_source: bool
+) -> None:
+    names = [n for n in problem.unary if int(n[1:]) in labels]
+    assume(solved(problem) is not None)
+    held = "at_source" if at_source else "at_sink"
+    more = {**getattr(problem, held), **dict.fromkeys(names, "asked for")}
+    again = Again(problem)
+    for _ in range(2):  # the first answer must not change the second
+        found = again.held(names, at_source=at_source)
+        assert found == solved(replace(problem, **{held: more}))

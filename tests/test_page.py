@@ -20,7 +20,7 @@ import autoamp
 from autoamp.errors import OptionError, PlacementError
 from autoamp.inspect import writing
 from autoamp.inspect.costs import ALL_FP32
-from autoamp.inspect.flip import flip, flip_all
+from autoamp.inspect.flip import Flips, flip
 from autoamp.inspect.page.flips import flips_of
 from autoamp.inspect.page.homes import MOST_NODES
 from autoamp.inspect.page.roots import remedies_of
@@ -159,6 +159,22 @@ def test_tables_count_the_rows(report: Report) -> None:
         assert len(stayed) == len(op_rows(section)) - low
 
 
+def test_reasons_stand_in_the_order_of_the_summary() -> None:
+    # The four denied ops move more bytes than the product, and take less time.
+    model = nn.Sequential(nn.Linear(2048, 2048), *(nn.Softplus() for _ in range(4)))
+    options = {"deny": ["linear", "softplus"]}
+    x = torch.randn(2048, 2048)
+    report = autoamp.explain(model, x, options=options, device="cuda:sm_80")
+    ((_, graph),) = pairs_of(report)
+    stayed = graph["tables"]["stayed"]
+    by_bytes = sorted(report.stayed, key=lambda group: -group.bytes)
+    assert [group["reason"] for group in stayed] == [g.reason for g in report.stayed]
+    assert list(report.stayed) != by_bytes, "the two orders must differ here"
+    assert [graph["nodes"][n]["name"] for n in stayed[0]["nodes"]] == ["linear"]
+    printed = " ".join(str(report).split())
+    assert all(f"{group['cost']} " in printed for group in stayed)
+
+
 def test_a_body_has_a_graph_of_its_own(report: Report) -> None:
     graphs = document_in(report)["graphs"]
     bodies = [n["body"] for graph in graphs for n in graph["nodes"] if n["body"]]
@@ -277,8 +293,9 @@ def test_costs_are_exact_where_affordable_and_bounds_elsewhere(report: Report) -
     kinds: list[str] = []
     for section in report.sections:
         rows = op_rows(section)
-        exact = flips_of(section, rows, most=len(rows))
-        bounds = flips_of(section, rows, most=0)
+        solver = Flips(section.rewritten)
+        exact = flips_of(section, rows, solver, most=len(rows))
+        bounds = flips_of(section, rows, solver, most=0)
         reward = section.rewritten.assignment.prices.reward
         for name, entry in exact.items():
             assert entry["to"] != next(r.precision for r in rows if r.name == name)
@@ -316,7 +333,7 @@ def test_costs_of_modules_add_up_and_are_those_of_the_solver(report: Report) -> 
                 assert keep["ops"] == len(low)
                 assert (
                     keep["extra"]
-                    == flip_all(section.rewritten, low, low=False).extra_estimate
+                    == Flips(section.rewritten).of_all(low, low=False).extra_estimate
                 )
 
 

@@ -95,6 +95,6 @@ def test_processes_hash_seeds_and_folders_make_no_difference(
     assert {op["source"].partition(":")[0] for op in document["ops"]} == {
         "package/deep/net.py"
     }
-    assert {op["origin"] for op in document["ops"]} <= {"bf16.toml", "ceiling"}
+    assert {op["origin"] for op in document["ops"]} <= {"bf16.toml", "type promotion"}
     assert str(tmp_path) not in first["explained"]
     assert str(REPO) not in first["explained"]

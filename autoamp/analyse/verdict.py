@@ -21,7 +21,7 @@ GAVE_UP = "a failed check"
 AUTHOR = "its author"
 """The origin of verdicts that the author of a custom op or Function asked for."""
 
-CEILING = "ceiling"
+CEILING = "type promotion"
 """The origin of verdicts on nodes that type promotion leaves fp32."""
 
 BACKWARD = "the backward"

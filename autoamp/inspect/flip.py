@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from autoamp.inspect.costs import allow_in_fp32
 from autoamp.pipeline import Rewritten
-from autoamp.place.problem import held, least_cost, promised_casts
+from autoamp.place.again import Again
+from autoamp.place.problem import contradiction_of, held, promised_casts
 
 
 @dataclass(frozen=True)
@@ -41,33 +42,51 @@ def flip(rewritten: Rewritten, name: str) -> Flip:
     Raises:
         PlacementError: the constraints forbid that; the message is their chain.
     """
-    return flip_all(rewritten, (name,), low=name not in rewritten.assignment.low)
+    return Flips(rewritten).of(name)
 
 
-def flip_all(rewritten: Rewritten, names: Collection[str], *, low: bool) -> Flip:
-    """Solves the placement again with all nodes `names` held in one precision.
+class Flips:
+    """Flips of one graph, which share what its placement needs to be solved again."""
 
-    Raises:
-        PlacementError: the constraints forbid that; the message is their chain.
-    """
-    assignment = rewritten.assignment
-    problem = assignment.problem
-    other = held(problem, names, low=low, why="asked for")
-    placed, cost = least_cost(other)
-    prices = assignment.prices
-    extra = cost - assignment.cost
-    left = allow_in_fp32(rewritten, placed)
-    more_left = left - allow_in_fp32(rewritten, assignment.low)
-    before = promised_casts(problem, assignment.low)
-    after = promised_casts(problem, placed)
-    changed = assignment.low ^ placed
-    return Flip(
-        low=placed,
-        extra_cost=extra,
-        extra_estimate=extra - prices.reward * more_left,
-        extra_allow_in_fp32=more_left,
-        in_bytes=prices.in_bytes,
-        appear=tuple(c for c in after if c not in before),
-        vanish=tuple(c for c in before if c not in after),
-        along=tuple(n for n in assignment.decisions if n in changed and n not in names),
-    )
+    def __init__(self, rewritten: Rewritten) -> None:
+        self._rewritten = rewritten
+        assignment = rewritten.assignment
+        self._again = Again(assignment.problem)
+        self._casts = promised_casts(assignment.problem, assignment.low)
+        self._left = allow_in_fp32(rewritten, assignment.low)
+
+    def of(self, name: str) -> Flip:
+        """`flip` of one node.
+
+        Raises:
+            PlacementError: the constraints forbid that; the message is their chain.
+        """
+        return self.of_all((name,), low=name not in self._rewritten.assignment.low)
+
+    def of_all(self, names: Collection[str], *, low: bool) -> Flip:
+        """Solves the placement again with all nodes `names` held in one precision.
+
+        Raises:
+            PlacementError: the constraints forbid that; the message is their chain.
+        """
+        assignment = self._rewritten.assignment
+        problem, prices = assignment.problem, assignment.prices
+        solution = self._again.held(names, at_source=low)
+        if solution is None:
+            raise contradiction_of(held(problem, names, low=low, why="asked for"))
+        placed = solution.source
+        extra = solution.cost - assignment.cost
+        more_left = allow_in_fp32(self._rewritten, placed) - self._left
+        after = promised_casts(problem, placed)
+        changed = assignment.low ^ placed
+        others = changed.difference(names)
+        return Flip(
+            low=placed,
+            extra_cost=extra,
+            extra_estimate=extra - prices.reward * more_left,
+            extra_allow_in_fp32=more_left,
+            in_bytes=prices.in_bytes,
+            appear=tuple(c for c in after if c not in self._casts),
+            vanish=tuple(c for c in self._casts if c not in after),
+            along=tuple(n for n in assignment.decisions if n in others),
+        )

@@ -8,20 +8,21 @@ be minimized via graph cuts?" (2004), with one auxiliary node per group and dire
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise, product
+from collections.abc import Iterable, Sequence
+from copy import copy
+from itertools import pairwise
 
 import networkx as nx
 from networkx.algorithms.flow import boykov_kolmogorov
 
 from autoamp.place.two_sides import Group, Problem, Solution
 
-_Node = str | tuple[str, int]
+Node = str | tuple[str, int]
 """A variable; or an auxiliary node, which is the copy to a side for a numbered group;
 or a terminal."""
 
-_SOURCE: _Node = ("source", -1)
-_SINK: _Node = ("sink", -1)
+_SOURCE: Node = ("source", -1)
+_SINK: Node = ("sink", -1)
 
 
 class ContradictionError(Exception):
@@ -44,18 +45,14 @@ def solve(problem: Problem) -> Solution:
     Raises:
         ContradictionError: the constraints contradict each other.
     """
-    network = _Network(problem)
-    network.settle()
-    if network.constant >= network.never:
-        raise _contradiction(problem)
-    source, flow = network.cut()
-    cost = network.constant + flow
-    if cost >= network.never:
-        raise _contradiction(problem)
-    return Solution(frozenset(v for v in problem.unary if v in source), cost)
+    network = Network(problem)
+    found = network.solution(problem.unary)
+    if found is None:
+        raise contradiction(problem)
+    return found
 
 
-class _Network:
+class Network:
     """The flow network of a problem; its least cut plus `constant` is the least cost.
 
     `out[a][b]` and `into[b][a]` are the capacity of edge a -> b between nodes;
@@ -64,11 +61,11 @@ class _Network:
 
     def __init__(self, problem: Problem) -> None:
         self.constant = 0
-        self.source: dict[_Node, int] = {}
-        self.sink: dict[_Node, int] = {}
-        self.out: dict[_Node, dict[_Node, int]] = {}
-        self.into: dict[_Node, dict[_Node, int]] = {}
-        self.settled: set[_Node] = set()
+        self.source: dict[Node, int] = {}
+        self.sink: dict[Node, int] = {}
+        self.out: dict[Node, dict[Node, int]] = {}
+        self.into: dict[Node, dict[Node, int]] = {}
+        self.settled: set[Node] = set()
         total = sum(sum(costs) for costs in problem.unary.values())
         total += sum((g.to_source or 0) + (g.to_sink or 0) for g in problem.groups)
         # `never` is finite, so that a contradiction shows as a cut of at least `never`.
@@ -94,12 +91,12 @@ class _Network:
             self._copy(group, ("source", number), group.to_source)
             self._copy(group, ("sink", number), group.to_sink)
 
-    def _node(self, v: _Node) -> None:
+    def _node(self, v: Node) -> None:
         if v not in self.out:
             self.source[v] = self.sink[v] = 0
             self.out[v], self.into[v] = {}, {}
 
-    def _edge(self, a: _Node, b: _Node, capacity: int) -> None:
+    def _edge(self, a: Node, b: Node, capacity: int) -> None:
         if capacity <= 0 or a == b:
             return
         self._node(a)
@@ -107,22 +104,45 @@ class _Network:
         capacity = min(capacity + self.out[a].get(b, 0), self.never)
         self.out[a][b] = self.into[b][a] = capacity
 
-    def _copy(self, group: Group, copy: tuple[str, int], price: int | None) -> None:
+    def _copy(self, group: Group, to: tuple[str, int], price: int | None) -> None:
         """A reader on one side pays for a copy of a value on the other side."""
         cost = self.never if price is None else price
         if cost <= 0:
             return
-        to_source = copy[0] == "source"
+        to_source = to[0] == "source"
         shared = len(group.readers) > 1
-        end: _Node = copy if shared else group.value
+        end: Node = to if shared else group.value
         capacity = self.never if shared else cost
-        pairs: list[tuple[_Node, _Node, int]] = [
+        pairs: list[tuple[Node, Node, int]] = [
             (r, end, capacity) for r in group.readers
         ]
         if shared:
-            pairs.append((copy, group.value, cost))
+            pairs.append((to, group.value, cost))
         for a, b, capacity in pairs:
             self._edge(*((a, b) if to_source else (b, a)), capacity=capacity)
+
+    def copy(self) -> Network:
+        """A network that changes apart from this one."""
+        other = copy(self)
+        other.source, other.sink = dict(self.source), dict(self.sink)
+        other.out = {v: dict(edges) for v, edges in self.out.items()}
+        other.into = {v: dict(edges) for v, edges in self.into.items()}
+        other.settled = set(self.settled)
+        return other
+
+    def solution(self, variables: Iterable[str]) -> Solution | None:
+        """The solution of least cost, with the smallest source side; None if illegal.
+
+        Nothing else may be asked of the network afterwards.
+        """
+        self.settle()
+        if self.constant >= self.never:
+            return None
+        source, flow = self.cut()
+        cost = self.constant + flow
+        if cost >= self.never:
+            return None
+        return Solution(frozenset(v for v in variables if v in source), cost)
 
     def settle(self) -> None:
         """Decides each variable whose edge to one terminal outweighs its other edges.
@@ -140,11 +160,12 @@ class _Network:
             leaving = self.sink[v] + sum(self.out[v].values())
             entering = self.source[v] + sum(self.into[v].values())
             if self.source[v] > leaving:
-                work.extend(self._contract(v, to_source=True))
+                work.extend(self.contract(v, to_source=True))
             elif self.sink[v] >= entering:
-                work.extend(self._contract(v, to_source=False))
+                work.extend(self.contract(v, to_source=False))
 
-    def _contract(self, v: _Node, *, to_source: bool) -> list[_Node]:
+    def contract(self, v: Node, *, to_source: bool) -> list[Node]:
+        """Puts a node on a side for good; returns the nodes that it had edges with."""
         out, into = self.out.pop(v), self.into.pop(v)
         for other in out:
             del self.into[other][v]
@@ -161,7 +182,7 @@ class _Network:
                 self.sink[other] += capacity
         return [*out, *into]
 
-    def cut(self) -> tuple[set[_Node], int]:
+    def cut(self) -> tuple[set[Node], int]:
         """The source side, and the least cut's value over the unsettled nodes."""
         graph = nx.DiGraph()
         graph.add_nodes_from((_SOURCE, _SINK))
@@ -185,8 +206,8 @@ class _Network:
         return self.settled | reached, constant + flow
 
 
-def _contradiction(problem: Problem) -> ContradictionError:
-    """The chain of constraints from a variable at the source to one at the sink."""
+def contradiction(problem: Problem) -> ContradictionError:
+    """The error of a problem that has no solution, with the chain of constraints."""
     forced = nx.DiGraph()
     forced.add_nodes_from([*problem.at_source, *problem.at_sink])
     for a, b, why in problem.ties:
@@ -200,8 +221,10 @@ def _contradiction(problem: Problem) -> ContradictionError:
                 forced.add_edge(reader, group.value, why=group.why)
             if group.to_sink is None:
                 forced.add_edge(group.value, reader, why=group.why)
-    for start, end in product(problem.at_source, problem.at_sink):
-        if nx.has_path(forced, start, end):
+    for start in problem.at_source:
+        reached = nx.descendants(forced, start) | {start}
+        end = next((v for v in problem.at_sink if v in reached), None)
+        if end is not None:
             path = nx.shortest_path(forced, start, end)
             steps = [(b, forced[a][b]["why"]) for a, b in pairwise(path)]
             first = (start, problem.at_source[start])

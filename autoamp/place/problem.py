@@ -14,7 +14,7 @@ from autoamp.analyse.facts import FP32, Facts
 from autoamp.analyse.pins.strides import views_down_to
 from autoamp.errors import PlacementError
 from autoamp.place.cost import Prices
-from autoamp.place.mincut import ContradictionError, solve
+from autoamp.place.mincut import ContradictionError, contradiction, solve
 from autoamp.place.two_sides import Group, Problem
 
 
@@ -62,6 +62,11 @@ def least_cost(problem: Problem) -> tuple[frozenset[str], int]:
     except ContradictionError as error:
         raise PlacementError(_in_words(error.chain)) from None
     return solution.source, solution.cost
+
+
+def contradiction_of(problem: Problem) -> PlacementError:
+    """The error of a problem whose constraints contradict each other."""
+    return PlacementError(_in_words(contradiction(problem).chain))
 
 
 def _in_words(chain: Sequence[tuple[str, str]]) -> str:

@@ -2,7 +2,7 @@
 
 The answers have the keys
 
-- `runs_low`: sentences on the ops in low precision and the casts;
+- `runs_low`: sentences on the ops in low precision, the casts and the graphs;
 - `gains`: null where nothing was converted, else `title`, `columns`, `rows` (a name and
   one text for each column), `sentence`, `footnote` ("" without rows) and `error`;
 - `figures`: for "before" and "after" the pass the largest figures, each with `value`,
@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from autoamp.inspect.costs import bytes_text, seconds_text
-from autoamp.inspect.rows import OpRow
-from autoamp.inspect.sections.cast_counts import CastCounts, counts_text
 from autoamp.inspect.sections.gains import (
     ERROR,
     FOOTNOTE,
@@ -25,21 +23,17 @@ from autoamp.inspect.sections.gains import (
     gains_of,
     runs_low_sentence,
 )
+from autoamp.inspect.sections.graph_facts import Counted, graph_facts
 from autoamp.inspect.sections.headline import Headline
-from autoamp.inspect.text import kernels_text
 
 
-class Answered(Protocol):
+class Answered(Counted, Protocol):
     """The parts of a `Report` that the answers are made of."""
 
     @property
     def compute_dtype(self) -> str | None: ...
     @property
     def headline(self) -> Headline: ...
-    @property
-    def cast_counts(self) -> CastCounts: ...
-    @property
-    def ops(self) -> Sequence[OpRow]: ...
     @property
     def advice(self) -> Sequence[str]: ...
 
@@ -56,8 +50,7 @@ def answers_of(report: Answered) -> dict[str, Any]:
     return {
         "runs_low": [
             runs_low_sentence(found, low),
-            counts_text(report.cast_counts, low),
-            *kernels_text(report.ops),
+            *graph_facts(report, low),
         ],
         "gains": {
             "title": gains.title,

@@ -33,6 +33,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from autoamp.inspect.costs import Costs
+from autoamp.inspect.flip import Flips
 from autoamp.inspect.page.answers import Answered, answers_of
 from autoamp.inspect.page.flips import MOST_WORK, flips_of
 from autoamp.inspect.page.modules import modules_of
@@ -52,10 +53,6 @@ class Shown(Answered, Protocol):
 
     @property
     def label(self) -> str: ...
-    @property
-    def runs(self) -> int: ...
-    @property
-    def explained_for(self) -> str: ...
     @property
     def sections(self) -> Sequence[Section]: ...
     @property
@@ -97,14 +94,15 @@ def _graph(content: Shown, section: Section, costs: Costs, work: int) -> dict[st
         if (island.graph, island.body) == (section.graph, section.body)
     ]
     most = MOST_WORK // work
-    flips = flips_of(section, ops, most)
+    solver = Flips(section.rewritten)
+    flips = flips_of(section, ops, solver, most)
     roots = roots_of(section, ops, found.index)
     remedies = remedies_of(section, ops, MOST_TRIES // work)
     changes = {
         name: {"flip": f, "root": roots.get(name), "remedy": remedies.get(name)}
         for name, f in flips.items()
     }
-    modules = modules_of(section, found.groups, found.group_of, most)
+    modules = modules_of(section, found.groups, found.group_of, solver, most)
     return {
         "key": section.key,
         "title": _title(section),
@@ -115,7 +113,7 @@ def _graph(content: Shown, section: Section, costs: Costs, work: int) -> dict[st
         ],
         "nodes": list(found.entries(changes)),
         "islands": islands,
-        "tables": tables_of(ops, casts, costs, found.index),
+        "tables": tables_of(section, ops, casts, costs, found.index),
     }
 
 

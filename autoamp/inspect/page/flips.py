@@ -13,7 +13,7 @@ from typing import Any
 
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PlacementError
-from autoamp.inspect.flip import flip
+from autoamp.inspect.flip import Flips
 from autoamp.inspect.rows import OpRow, Section
 from autoamp.place.two_sides import Group, Problem
 from autoamp.rules import Category
@@ -26,7 +26,7 @@ One node of one placement takes about 20 microseconds, so these take about 2 sec
 
 
 def flips_of(
-    section: Section, rows: Sequence[OpRow], most: int
+    section: Section, rows: Sequence[OpRow], solver: Flips, most: int
 ) -> dict[str, dict[str, Any]]:
     """Each op to the cost of its other precision; at most `most` costs are exact.
 
@@ -50,7 +50,7 @@ def flips_of(
         | (
             {"kind": "never", "why": pinned[row.name]}
             if row.name in pinned
-            else _exact(section, row.name)
+            else _exact(section, solver, row.name)
             if row.name in chosen
             else bounds.of(row.name)
         )
@@ -58,9 +58,9 @@ def flips_of(
     }
 
 
-def _exact(section: Section, name: str) -> dict[str, Any]:
+def _exact(section: Section, solver: Flips, name: str) -> dict[str, Any]:
     try:
-        found = flip(section.rewritten, name)
+        found = solver.of(name)
     except PlacementError as error:
         chain = str(error).removeprefix("contradictory constraints: ")
         return {"kind": "never", "why": chain.removesuffix(" Drop one of the two.")}

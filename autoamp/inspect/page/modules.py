@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoamp.errors import PlacementError
-from autoamp.inspect.flip import flip_all
+from autoamp.inspect.flip import Flips
 from autoamp.inspect.page.flips import cast_cost
 from autoamp.inspect.page.homes import Group
 from autoamp.inspect.rows import Section
@@ -26,7 +26,11 @@ from autoamp.inspect.sections.prediction import as_placed, in_fp32
 
 
 def modules_of(
-    section: Section, groups: Sequence[Group], group_of: Mapping[str, int], most: int
+    section: Section,
+    groups: Sequence[Group],
+    group_of: Mapping[str, int],
+    solver: Flips,
+    most: int,
 ) -> list[dict[str, Any]]:
     """The costs of each box; at most `most` placements are solved, outermost first."""
     rewritten = section.rewritten
@@ -52,7 +56,7 @@ def modules_of(
             entry[key] = None
             if names and most > 0:
                 most -= 1
-                entry[key] = _changed(section, members[place], names, low=low)
+                entry[key] = _changed(section, solver, members[place], names, low=low)
         found.append(entry)
     return found
 
@@ -82,13 +86,17 @@ def _held(section: Section, names: Sequence[str], *, low: bool) -> list[str]:
 
 
 def _changed(
-    section: Section, members: Sequence[str], names: Sequence[str], *, low: bool
+    section: Section,
+    solver: Flips,
+    members: Sequence[str],
+    names: Sequence[str],
+    *,
+    low: bool,
 ) -> dict[str, Any]:
-    rewritten = section.rewritten
-    pinned = rewritten.assignment.pinned
+    pinned = section.rewritten.assignment.pinned
     try:
         free = [name for name in members if name not in pinned]
-        change = flip_all(rewritten, free, low=low)
+        change = solver.of_all(free, low=low)
     except PlacementError as error:
         chain = str(error).removeprefix("contradictory constraints: ")
         why = chain.removesuffix(" Drop one of the two.")

@@ -10,7 +10,8 @@ The tables of a graph have the keys
   (against the placement in force), in `unit`, and `allow_in_fp32`;
 - `unit` ("0.1 ns" or "bytes"), `device`, `cost`, `optimal_cost`, `recounted_cost`,
   `has_reward`;
-- `stayed`: the reasons for fp32, each with the `nodes` (indices) and their `bytes`.
+- `stayed`: the reasons for fp32 in the order of `print(report)`, each with the `nodes`
+  (indices) and their `cost`, a text.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoamp.inspect.costs import Costs, titles
-from autoamp.inspect.rows import CastRow, OpRow
-from autoamp.inspect.terminal.fp32 import by_importance
+from autoamp.inspect.costs import Costs, bytes_text, seconds_text, titles
+from autoamp.inspect.rows import CastRow, OpRow, Section
+from autoamp.inspect.sections.headline import stayed_groups
 from autoamp.inspect.why import MEANINGS
 
 
 def tables_of(
+    section: Section,
     ops: Sequence[OpRow],
     casts: Sequence[CastRow],
     costs: Costs,
@@ -42,7 +44,7 @@ def tables_of(
         "optimal_cost": costs.optimal_cost,
         "recounted_cost": costs.recounted,
         "has_reward": bool(costs.reward),
-        "stayed": _stayed(ops, index),
+        "stayed": _stayed(section, ops, index),
     }
 
 
@@ -88,13 +90,16 @@ def _placements(costs: Costs) -> list[dict[str, Any]]:
     ]
 
 
-def _stayed(ops: Sequence[OpRow], index: Mapping[str, int]) -> list[dict[str, Any]]:
-    high = [row for row in ops if not row.is_low]
+def _stayed(
+    section: Section, ops: Sequence[OpRow], index: Mapping[str, int]
+) -> list[dict[str, Any]]:
     return [
         {
-            "reason": reason,
-            "nodes": [index[row.name] for row in rows],
-            "bytes": sum(row.bytes for row in rows),
+            "reason": group.reason,
+            "nodes": [index[row.name] for row in group.rows],
+            "cost": bytes_text(group.bytes)
+            if group.seconds is None
+            else seconds_text(group.seconds),
         }
-        for reason, rows in by_importance(high)
+        for group in stayed_groups([section], ops)
     ]

@@ -33,19 +33,27 @@ class Stayed:
 
     Attributes:
         reason: a clause whose subject is the ops.
+        rows: the ops, the costliest first.
         ops: the short names of the ops, the costliest first.
-        count: the number of the ops.
         seconds: their predicted time together; None where no time is predicted.
         bytes: fp32 bytes that they read and write.
-        costliest: the op with the largest part of the time, or else of the bytes.
     """
 
     reason: str
+    rows: tuple[OpRow, ...]
     ops: tuple[str, ...]
-    count: int
     seconds: float | None
     bytes: int
-    costliest: OpRow
+
+    @property
+    def count(self) -> int:
+        """The number of the ops."""
+        return len(self.rows)
+
+    @property
+    def costliest(self) -> OpRow:
+        """The op with the largest part of the time, or else of the bytes."""
+        return self.rows[0]
 
 
 @dataclass(frozen=True)
@@ -201,9 +209,8 @@ def _stayed(
         totals[name] = before[0] + time, before[1] + size
     return Stayed(
         reason=reason,
+        rows=tuple(sorted(rows, key=weight, reverse=True)),
         ops=tuple(sorted(totals, key=lambda name: totals[name], reverse=True)),
-        count=len(rows),
         seconds=sum(t for t, _ in totals.values()) if seconds is not None else None,
         bytes=sum(row.bytes for row in rows),
-        costliest=max(rows, key=weight),
     )

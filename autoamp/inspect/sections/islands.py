@@ -51,9 +51,11 @@ def _in_section(section: Section) -> Iterator[Island]:
     flow = _flow(section, rows)
     high = [name for name, row in rows.items() if not row.is_low]
     order = {name: place for place, name in enumerate(rows)}
-    for names in nx.weakly_connected_components(flow.subgraph(high)):
-        ordered = sorted(names, key=order.__getitem__)
-        yield _island(section, flow, rows, ordered)
+    components = nx.weakly_connected_components(flow.subgraph(high))
+    # A component is a set, whose order differs from process to process.
+    ordered = [sorted(names, key=order.__getitem__) for names in components]
+    for names in sorted(ordered, key=lambda names: order[names[0]]):
+        yield _island(section, flow, rows, names)
 
 
 def _flow(section: Section, rows: dict[str, OpRow]) -> nx.DiGraph:

@@ -10,12 +10,12 @@ from rich.console import RenderableType
 from rich.text import Text
 from torch import fx
 
-from autoamp.inspect.layouts import layouts_text
 from autoamp.inspect.rows import CastRow, OpRow
 from autoamp.inspect.sections.advice import Asked
-from autoamp.inspect.sections.cast_counts import CastCounts, counts_text
+from autoamp.inspect.sections.cast_counts import CastCounts
+from autoamp.inspect.sections.graph_facts import graph_facts
 from autoamp.inspect.terminal import details, state, summary
-from autoamp.inspect.text import counted, kernels_text, not_captured
+from autoamp.inspect.text import not_captured
 
 
 class Printed(Asked, Protocol):
@@ -53,24 +53,12 @@ def summary_of(report: Printed) -> Iterator[RenderableType]:
         yield from summary.not_converted(report.skipped, [*_calls(report)])
     else:
         yield Text(f"{title}, compute dtype {low}", "bold")
-        facts = [*_graphs(report, low), *_calls(report)]
+        facts = [*graph_facts(report, low), *_calls(report)]
         yield from summary.runs_low(report.headline, low, facts)
         yield from summary.gains(report.headline, low)
         left = not_captured(report.skipped)
         yield from summary.stayed(report.headline, report.stayed, left)
     yield from summary.what_next(report.advice)
-
-
-def _graphs(report: Printed, low: str) -> Iterator[str]:
-    """Sentences on the casts, the kernels and the graphs."""
-    yield counts_text(report.cast_counts, low)
-    yield from kernels_text(report.ops)
-    yield from layouts_text(report.graphs)
-    graphs = f"{counted(len(report.graphs), 'graph')} captured"
-    if report.explained_for:
-        yield f"{graphs}; nothing was converted: convert() would do this."
-    else:
-        yield f"{graphs}; rewritten graphs ran {counted(report.runs, 'time')}."
 
 
 def _calls(report: Printed) -> Iterator[str]:

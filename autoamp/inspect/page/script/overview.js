@@ -19,7 +19,7 @@ function showOverview() {
     h("div", { class: "summary" }, answers.figures[state.side].map(({ value, title, note }) => figure(value, title, note))),
     ...gains(answers.gains),
     part("What runs low", isBefore ? h("p", {}, "Nothing: this is the graph before the pass.") : answers.runs_low.map((text) => h("p", {}, text)),
-      h("p", { class: "note" }, provenance())),
+      report.explained_for ? h("p", { class: "note" }, "Explained for " + report.explained_for + ".") : ""),
     isBefore ? "" : part("What to do next", ...answers.next.map((text) => h("p", {}, text))));
   if (tables.ops.length) {
     const all = (row) => row.low + row.fp32;
@@ -39,12 +39,6 @@ function gains(found) {
   const { title, columns, rows, sentence, footnote, error } = found;
   return [rows.length ? table(title, ["", ...columns], rows.map(([name, ...texts]) => [name, ...texts.map((text) => text.replace(" ", "\u00a0"))])) : part(title), h("p", {}, sentence),
     ...[footnote, error].filter(Boolean).map((text) => h("p", { class: "note" }, text))];
-}
-
-/** Where the report is from. */
-function provenance() {
-  return report.explained_for ? "Explained for " + report.explained_for + ". Nothing was converted: this is what convert() would do."
-    : "The rewritten graphs of this model ran " + plural(report.runs, "time") + ".";
 }
 
 const figure = (number, title, sub) =>
@@ -93,8 +87,8 @@ function showReasons() {
   panel.append(part("Islands: fp32 between ops in low precision",
     between.length ? "" : h("p", { class: "hint" }, "There are none: the ops in fp32 stand before or behind all ops in low precision."),
     ...[...groups.values()].map(islandEntry)));
-  panel.append(part("All ops in fp32, by reason", ...tables.stayed.map(({ reason, nodes, bytes }) =>
-    h("details", {}, h("summary", {}, reason, h("small", {}, " " + plural(nodes.length, "op") + (bytes ? ", " + inBytes(bytes) : ""))), nodeList(nodes)))));
+  panel.append(part("All ops in fp32, by reason, the costliest first", ...tables.stayed.map(({ reason, nodes, cost }) =>
+    h("details", {}, h("summary", {}, reason, h("small", {}, " " + plural(nodes.length, "op") + ", " + cost)), nodeList(nodes)))));
 }
 
 function islandEntry(alike) {
