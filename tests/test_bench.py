@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import autoamp
+from benchmarks.bytes_step import count_step
+from tests.models import BY_NAME
 
 QUICK = {"rounds": 2, "steps": 2}
 WAYS = ("autocast", "autoamp", "half")
@@ -265,3 +267,22 @@ def test_the_plot_has_a_bar_for_each_way(trained) -> None:
     ratios = [row.ratio for row in trained.rows]
     widths = [float(bar.get("width")) for bar in bars]
     assert [w / widths[0] for w in widths] == pytest.approx(ratios, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet"])
+def test_bytes_are_those_of_the_benchmark_suite(name: str) -> None:
+    case = BY_NAME[name]
+    args, kwargs = case.inputs(0)
+    found = autoamp.bench(
+        case.model(),
+        *args,
+        ways=("autocast", "autoamp"),
+        options=EVEN,
+        loss_fn=case.loss,
+        **QUICK,
+        **kwargs,
+    )
+    for way in ("fp32", "autocast", "autoamp"):
+        count = count_step(case, way)
+        assert found.row(way).moved == count.traffic.bytes()
+        assert found.row(way).saved == count.saved
