@@ -53,7 +53,7 @@ setup: $(VENV)/.ready ## Make .venv with everything in it
 
 zoo: $(VENV)/.zoo ## Fetch timm and torchvision, for the conformance tests alone
 
-demo: $(VENV)/.ready ## Train a small network in fp32 and in bf16, and show what changed
+demo: $(VENV)/.ready ## Train a small network in fp32, by autocast and by autoamp, and show the gain
 	$(BIN)/python examples/train_digits.py
 
 test: lint types ## Lint, types and the quick tests

@@ -16,6 +16,7 @@ from examples import (
     move_one_op,
     nan_hunt,
     own_backend,
+    power,
     serve,
 )
 from examples import train_digits as example
@@ -66,19 +67,12 @@ def test_training_learns() -> None:
     assert example.accuracy(model, test_x, test_y) > 70
 
 
-def test_excerpt_keeps_operations_only_and_says_what_it_left_out() -> None:
-    graph = """
-class GraphModule(torch.nn.Module):
-    def forward(self, x: "f32[2]"):
-        # File: somewhere.py:1, code: y = f(x)
-        y: "f32[2]" = torch.ops.aten.relu.default(x);  x = None
-        z: "f32[2]" = torch.ops.aten.neg.default(y);  y = None
-        return (z,)
-"""
-    assert example.excerpt(graph, 1) == (
-        'y: "f32[2]" = torch.ops.aten.relu.default(x)\n# ... and 1 more'
-    )
-    assert example.excerpt(graph, 2).count("\n") == 1
+def test_bytes_kept_leave_weights_out_and_count_a_storage_once() -> None:
+    linear = torch.nn.Linear(64, 10)
+    model = torch.nn.Sequential(torch.nn.Flatten(), linear)
+    images, labels = torch.randn(4, 64), torch.tensor([0, 1, 2, 3])
+    # The input, the output of log_softmax, the labels, and the sum of their weights.
+    assert example.kept_bytes(model, images, labels) == 4 * (4 * 64 + 4 * 10 + 1) + 32
 
 
 def test_capability_says_plainly_when_there_are_no_bf16_units(monkeypatch) -> None:
@@ -98,7 +92,7 @@ def run_example(
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
-        env=os.environ | {"COLUMNS": "100"},
+        env=os.environ | {"COLUMNS": "80"},
         capture_output=True,
         text=True,
         check=False,
@@ -106,18 +100,20 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_demo_agrees_to_two_points_and_shows_the_graph() -> None:
+def test_the_demo_agrees_to_two_points_and_fits_a_screen() -> None:
     done = run_example("--epochs", "3", "--rounds", "5")
     assert done.returncode == 0, done.stdout + done.stderr
-    for wanted in ("This machine:", "fp32", "the graph before", "bfloat16"):
+    for wanted in ("This machine:", "autocast", "autoamp", "kept in fp32", "next"):
         assert wanted in done.stdout
     assert "within 2" in done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_demo_fails_when_the_accuracies_part(monkeypatch, capsys) -> None:
-    found = iter([99.0, 96.9])
+    found = iter([99.0, 99.0, 96.9])
     monkeypatch.setattr(example, "accuracy", lambda *_: next(found))
-    monkeypatch.setattr(example, "show_report", lambda *_: None)
     assert example.main(["--epochs", "0", "--rounds", "1"]) == 1
     assert "MORE THAN 2" in capsys.readouterr().out
 
@@ -139,6 +135,7 @@ def test_the_first_example_of_readme_runs_and_shows_bf16(capsys) -> None:
         (move_one_op, ["--width", "32"]),
         (own_backend, ["--width", "32"]),
         (serve, ["--requests", "8", "--width", "32"]),
+        pytest.param(power, ["--widths", "8"], marks=pytest.mark.slow),
         pytest.param(nan_hunt, ["--epochs", "10"], marks=pytest.mark.slow),
     ],
     ids=lambda given: getattr(given, "__name__", ""),

@@ -22,12 +22,12 @@ _LEAST_SECONDS = 1.0
 """How long steps run between two readings: the counters move some times a second."""
 
 _PICO = 1e-12
-_HIGH_FLOP, _LOW_FLOP, _BYTE = 2.3 * _PICO, 0.75 * _PICO, 160 * _PICO
+_HIGH_FLOP, _LOW_FLOP, _BYTE = 2.3 * _PICO, 0.75 * _PICO, 162.5 * _PICO
 """Joules of a flop in fp32 and in 16 bits, and of a byte from memory.
 
 M. Horowitz, "Computing's energy problem" (ISSCC 2014), table for 45 nm: half of a
-multiplication and an addition (3.7 + 0.9 pJ, 1.1 + 0.4 pJ), and a quarter of a read of
-32 bits from DRAM (640 pJ).
+multiplication and an addition (3.7 + 0.9 pJ, 1.1 + 0.4 pJ), and an eighth of a read of
+64 bits from DRAM (1.3 to 2.6 nJ, of which the lower).
 """
 
 _ESTIMATED = (
