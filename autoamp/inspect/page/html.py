@@ -23,6 +23,7 @@ SCRIPTS = (
     "data.js",
     "text.js",
     "layout.js",
+    "columns.js",
     "stretch.js",
     "draw.js",
     "view.js",

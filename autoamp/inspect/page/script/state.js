@@ -6,6 +6,7 @@ const state = {
   graph: null, side: "after", open: new Set(), layouts: null,
   picked: null, // id of the node or module whose details are shown
   at: null, // id of the item that Tab reaches, from which the arrow keys start
+  wrapped: false, // whether tall groups are laid out in columns
   plumbing: false, // whether running statistics and counters are drawn
   islands: false, shown: new Map(), edges: [],
 };
@@ -19,7 +20,7 @@ const root = () => state.graph.groups[0];
 function showGraph(number) {
   if (!indexed.has(number)) indexed.set(number, indexGraph(report.graphs[number]));
   state.graph = indexed.get(number);
-  Object.assign(state, { picked: null, at: null, open: openAtFirst() });
+  Object.assign(state, { picked: null, at: null, open: openAtFirst(), wrapped: false });
   renew();
   fitTo(whole(), LEGIBLE);
   showOverview();
@@ -84,7 +85,7 @@ function openModules(level, items, open, shown) {
 
 /** Places and draws everything anew. */
 function renew(keep) {
-  state.layouts = new OpenLayouts(state.graph, state.side, isOpen);
+  state.layouts = new OpenLayouts(state.graph, state.side, isOpen, state.wrapped);
   render(keep);
 }
 
@@ -122,12 +123,14 @@ function toggle(group) {
 
 function expandAll() {
   for (const group of state.graph.groups) state.open.add(group.index);
+  state.wrapped = true;
   renew();
   fitTo(whole(), LEGIBLE);
 }
 
 function collapseAll() {
   state.open = openAtFirst();
+  state.wrapped = false;
   renew();
   fitTo(whole(), LEGIBLE);
 }

@@ -7,8 +7,8 @@ const LANE = 16; // distance of the lane of far edges from the boxes, and of its
 
 /** The layouts of the open groups, kept until a group inside is opened or closed. */
 class OpenLayouts {
-  constructor(graph, side, isOpen) {
-    Object.assign(this, { graph, isOpen, kept: new Map(), layouts: new Layouts(graph, side) });
+  constructor(graph, side, isOpen, isWrapped) {
+    Object.assign(this, { graph, isOpen, isWrapped, kept: new Map(), layouts: new Layouts(graph, side) });
   }
 
   /** Forgets the layouts of a group and of the groups around it. */
@@ -41,7 +41,8 @@ class OpenLayouts {
       [id, port && { x: port.x, y: down(port.y) }]));
     const edges = closed.edges.map((edge) => edge.isFar ? { ...edge }
       : this.routed(edge, { closed, boxes, ports, rows, down, aside }));
-    return settled(boxes, edges, ports);
+    const found = settled(boxes, edges, ports);
+    return this.isWrapped ? inColumns(found) : found;
   }
 
   openBox(group) {
