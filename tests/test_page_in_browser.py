@@ -103,6 +103,8 @@ def test_the_first_view_is_closed_modules_without_overlap(page: Page) -> None:
 
 def test_texts_fit_into_their_boxes(page: Page) -> None:
     page.browser.press("E")
+    for _ in range(10):  # near by, because far away the widths of texts are rounded
+        page.browser.press("+")
     outside = """[...document.querySelectorAll(".item:not(.open)")].filter((e) => {
       const box = e.querySelector(".shape").getBoundingClientRect();
       return [...e.querySelectorAll("text:not(.badge)")].some((t) => {
@@ -111,6 +113,37 @@ def test_texts_fit_into_their_boxes(page: Page) -> None:
       });
     }).map((e) => e.id)"""
     assert page.browser.run(outside) == []
+
+
+NAMES = """[...document.querySelectorAll("#names text")].map((e) => {
+  const { left, right, top, bottom, height } = e.getBoundingClientRect();
+  return { text: e.textContent, left, right, top, bottom, height };
+})"""
+
+
+def test_expand_all_shows_the_whole_with_legible_names(
+    browser: Browser, tmp_path: Path
+) -> None:
+    layers_report(12).to_html(tmp_path / "many.html")
+    browser.load(tmp_path / "many.html")
+    browser.wait("performance.getEntriesByName('drawn').length")
+    assert browser.run(NAMES) == [], "titles are legible in the first view"
+    browser.press("E")
+    where, box = "document.getElementById", ".getBoundingClientRect().toJSON()"
+    shown = browser.run(f"{where}('view'){box}")
+    around = browser.run(f"{where}('canvas'){box}")
+    assert shown["width"] <= around["width"]
+    assert shown["height"] <= around["height"]
+    assert shown["width"] > shown["height"] / 2, "twelve blocks stand in columns"
+    names = browser.run(NAMES)
+    assert {f"blocks.{n}.up" for n in range(12)} <= {name["text"] for name in names}
+    assert all(name["height"] >= 7 for name in names)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            apart = a["right"] <= b["left"] or b["right"] <= a["left"]
+            assert apart or a["bottom"] <= b["top"] or b["bottom"] <= a["top"]
+    browser.press("C")
+    assert browser.run(NAMES) == []
 
 
 def test_a_click_opens_and_closes_a_module(page: Page) -> None:

@@ -21,7 +21,8 @@ from autoamp.rules import Category
 MOST_WORK = 100_000
 """Most placements solved again for one page, times the nodes of the graphs.
 
-One node of one placement takes about 20 microseconds, so these take about 2 seconds.
+One node of one placement takes about 11 microseconds, so these take about a second; the
+costs of modules take as much again.
 """
 
 

@@ -125,7 +125,7 @@ function expandAll() {
   for (const group of state.graph.groups) state.open.add(group.index);
   state.wrapped = true;
   renew();
-  fitTo(whole(), LEGIBLE);
+  fitTo(whole());
 }
 
 function collapseAll() {

@@ -1,4 +1,4 @@
-// Moving and zooming the graph.
+// Moving and zooming the graph; from far away, names of modules that stay readable.
 
 const view = { x: 0, y: 0, k: 1 };
 const canvas = document.getElementById("canvas");
@@ -6,10 +6,41 @@ const viewElement = document.getElementById("view");
 const LEAST_ZOOM = 0.08;
 const MOST_ZOOM = 2.5;
 const LEGIBLE = 0.9; // below this zoom the smaller texts are hard to read
+const FAR_ZOOM = 0.5; // below this zoom the titles in the graph are hard to read
+const LEAST_NAMED = 50; // the least height of a module, in the window, that is named then
+const NAME_FONT = "600 11px system-ui, sans-serif";
+const names = document.getElementById("names");
 
 function applyView() {
   viewElement.setAttribute("transform", `translate(${view.x} ${view.y}) scale(${view.k})`);
   canvas.classList.toggle("far", view.k < 0.4);
+  nameFar();
+}
+
+/** Names the innermost open modules that have room for a name. */
+function nameFar() {
+  names.replaceChildren();
+  if (view.k >= FAR_ZOOM) return;
+  const found = new Map();
+  for (const { item, x, y, w, h, isOpen: open } of state.shown.values()) {
+    if (!open || h * view.k < LEAST_NAMED) continue;
+    const name = tailOf(item, w * view.k - 10);
+    if (name) found.set(item.index, { item, name, x, y });
+  }
+  for (const { item } of [...found.values()]) found.delete(item.parent);
+  for (const { name, x, y } of found.values()) {
+    svg(names, "text", { x: x * view.k + view.x + 5, y: y * view.k + view.y + 12 }, name);
+  }
+}
+
+/** The end of a module's path that fits in some pixels; "" for none, or a number alone. */
+function tailOf({ path, label }, room) {
+  const parts = (path || label).split(".");
+  for (let i = 0; i < parts.length; i++) {
+    const name = parts.slice(i).join(".");
+    if (widthOf(name, NAME_FONT) <= room) return /^\d+$/.test(name) ? "" : name;
+  }
+  return "";
 }
 
 /** Zooms by a factor about a point of the canvas, by default its middle. */
