@@ -275,7 +275,7 @@ def test_the_reason_names_what_is_wide(
 ) -> None:
     found = rewritten(function, deny=["exp"])
     assert said in reason(found, node)
-    assert found.assignment.decisions[node].origin == "ceiling"
+    assert found.assignment.decisions[node].origin == "type promotion"
 
 
 def test_what_the_user_allows_is_under_the_ceiling() -> None:

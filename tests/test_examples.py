@@ -17,6 +17,7 @@ from examples import (
     nan_hunt,
     own_backend,
     power,
+    resnet50,
     serve,
 )
 from examples import train_digits as example
@@ -136,6 +137,7 @@ def test_the_first_example_of_readme_runs_and_shows_bf16(capsys) -> None:
         (own_backend, ["--width", "32"]),
         (serve, ["--requests", "8", "--width", "32"]),
         pytest.param(power, ["--widths", "8"], marks=pytest.mark.slow),
+        pytest.param(resnet50, ["--rounds", "2"], marks=pytest.mark.slow),
         pytest.param(nan_hunt, ["--epochs", "10"], marks=pytest.mark.slow),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
@@ -149,6 +151,14 @@ def test_the_convnet_fails_where_published_times_tell_of_tensor_cores(
 ) -> None:
     monkeypatch.setitem(convnet_first_experiment.PUBLISHED, 32, (10, 30))
     assert convnet_first_experiment.main(["--batches", "32"]) == 1
+
+
+def test_resnet_fails_where_a_published_speed_is_above_the_prediction(
+    monkeypatch,
+) -> None:
+    monkeypatch.setitem(resnet50.PUBLISHED, "AMP", 10_000)
+    _, below = resnet50.beside_published()
+    assert not below
 
 
 def test_moving_an_op_fails_beyond_the_budget(capsys) -> None:
