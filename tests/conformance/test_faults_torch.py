@@ -26,7 +26,7 @@ import autoamp
 from autoamp import compat
 from autoamp.compat import capture, gradients, tensors, tracing
 from autoamp.compat.distributed import ddp, fsdp, groups
-from autoamp.compat.dynamo import frames, layers, regions
+from autoamp.compat.dynamo import frames, layers, on_meta, regions
 from autoamp.compat.modes import process
 from autoamp.graph_functions import attention, cpu_attention
 from tests.conformance.table import Figures
@@ -422,6 +422,13 @@ def no_sources(patch: pytest.MonkeyPatch) -> None:
     assert tracing.placeholder_sources(gm) == ["L['x']", ""]
 
 
+def no_runs_of_nodes(patch: pytest.MonkeyPatch) -> None:
+    """Numbers made on the meta device then break a graph, and nothing else."""
+    patch.delattr(torch._dynamo.utils, "run_node")
+    with on_meta.fakes_on_meta():
+        assert not hasattr(torch._dynamo.utils, "run_node")
+
+
 def no_skip_reasons(patch: pytest.MonkeyPatch) -> None:
     """A layer is known by its file then, and where that is unknown it stays fp32."""
 
@@ -604,6 +611,7 @@ ALONE = [
     no_addresses,
     no_hints,
     no_sources,
+    no_runs_of_nodes,
 ]
 
 
@@ -629,7 +637,7 @@ _NOT_OF_TORCH = {
     ),
     *("callback", "error_on_graph_break", "tensor_source", "node", "shape_env"),
     *("hint", "expr", "subs", "apply", "_get_data_attr", "__name__", "_dynamo_source"),
-    "__code__",
+    *("__code__", "__module__"),
     "metadata",
     *("dtype", "__func__", "__wrapped__"),
 }
