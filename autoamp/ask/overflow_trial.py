@@ -169,16 +169,19 @@ class Bench:
         return found
 
 
-def default_loss(output: Any) -> Tensor:
-    """The output's `loss` where it has one, else the sum of its float tensors.
-
-    Raises:
-        OptionError: the output holds no float tensor.
-    """
+def own_loss(output: Any) -> Tensor | None:
+    """The `loss` of an output, as an attribute or a key."""
     loss = output.get("loss") if isinstance(output, dict) else None
     loss = getattr(output, "loss", loss)
-    if isinstance(loss, Tensor):
-        return loss
+    return loss if isinstance(loss, Tensor) else None
+
+
+def floats_of(output: Any) -> list[Tensor]:
+    """The float tensors of an output.
+
+    Raises:
+        OptionError: there are none.
+    """
     leaves = pytree.tree_leaves(output)
     floats = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
     if not floats:
@@ -186,6 +189,19 @@ def default_loss(output: Any) -> Tensor:
             "the model's output holds no float tensor to make a loss of; give "
             "loss_fn=, a function of the output"
         )
+    return floats
+
+
+def default_loss(output: Any) -> Tensor:
+    """The output's `loss` where it has one, else the sum of its float tensors.
+
+    Raises:
+        OptionError: the output holds no float tensor.
+    """
+    loss = own_loss(output)
+    if loss is not None:
+        return loss
+    floats = floats_of(output)
     total = floats[0].float().sum()
     for each in floats[1:]:
         total = total + each.float().sum()

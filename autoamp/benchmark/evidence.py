@@ -12,7 +12,7 @@ from autoamp.benchmark.step.ways import Way, arrived
 from autoamp.inspect.report import Report
 from autoamp.inspect.rows import OpRow, Section
 from autoamp.inspect.sections.advice import is_users_choice
-from autoamp.inspect.sections.bounds import Bounds, OpTime, bounds_of
+from autoamp.inspect.sections.bounds import Bounds, OpTime
 from autoamp.inspect.sections.dimensions import Misfit
 from autoamp.model.reporting import report_on
 from autoamp.place.devices import Device, device_of
@@ -39,7 +39,7 @@ def evidence_from(report: Report, device: Device, half: str = "") -> Evidence:
         half: the half dtype in which the weights arrived, or "".
     """
     rows = report.ops
-    bounds = bounds_of(report.sections, 0.0)
+    bounds = report.bounds
     timed = {op.key: op for op in bounds.ops} if bounds is not None else {}
     total = bounds.seconds(placed=False) if bounds is not None else 0.0
     high = [row for row in rows if not row.is_low]

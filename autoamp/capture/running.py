@@ -51,15 +51,21 @@ def hold_first_run(
     """
     plain = prepared.run
 
-    def settle(broken: list[Broken]) -> None:
-        prepared.run = with_bindings(prepared.gm) if broken else plain
-        for sentence, denied in broken:
-            cure = f"{options.advice('deny', [denied])} keeps {denied} in fp32"
-            problem = f"{sentence}; {cure}" if denied else sentence
+    def amended(broken: list[Broken]) -> None:
+        nonlocal plain
+        plain = with_bindings(prepared.gm)
+        for each in broken:
+            cure = (
+                f"{options.advice('deny', [each.denied])} keeps {each.denied} in fp32"
+            )
+            problem = f"{each.sentence}; {cure}" if each.denied else each.sentence
             prepared.notes += (problem,)
             tell(problem)
 
-    prepared.run = first_held(prepared.gm, settle)
+    def settled() -> None:
+        prepared.run = plain
+
+    prepared.run = first_held(prepared.gm, amended, settled)
 
 
 def unscaled(local: Local, captured: CapturedGraph) -> Callable[..., Any]:

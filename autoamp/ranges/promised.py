@@ -35,11 +35,13 @@ class Broken(NamedTuple):
     """A result of another dtype than its node says.
 
     Attributes:
+        given: the dtypes that it has.
         sentence: the op, where it stands, and what it gave.
         denied: the op as a deny rule names it, which would have it read fp32; "" where
             it does so already.
     """
 
+    given: Dtypes
     sentence: str
     denied: str
 
@@ -62,13 +64,13 @@ class Promised(fx.Interpreter):
         value = super().run_node(n)
         if n.op != "call_function" or n.target is operator.getitem:
             return value
-        said, given = dtypes_in(n.meta.get("val")), dtypes_in(value)
+        said, given = dtypes_of(n), dtypes_in(value)
         if given == said:
             return value
         differ = _differences(said, given)
         if not differ or _is_as_without_us(n):
             return value
-        self.broken[n] = _broken(n, differ)
+        self.broken[n] = _broken(n, given, differ)
         return with_dtypes(value, said)
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -89,33 +91,46 @@ class Promised(fx.Interpreter):
 
 
 def first_held(
-    gm: fx.GraphModule, settle: Callable[[list[Broken]], None]
+    gm: fx.GraphModule,
+    amended: Callable[[list[Broken]], None],
+    settled: Callable[[], None],
 ) -> Callable[..., Any]:
     """A function that runs `gm` and holds each result to the dtype of its node.
 
     Args:
-        settle: called once, after the first run that came to its end, with the results
-            that had another dtype; casts behind their nodes are part of `gm` by then.
+        amended: called after a run that found results of other dtypes; casts behind
+            their nodes are part of `gm` by then, and the next run checks the casts.
+        settled: called after the first run in which every result was as its node says.
     """
     lock = threading.Lock()
-    done = False
 
     def first(*args: Any) -> Any:
-        nonlocal done
         held = Promised(gm)
         try:
             results = held.run(*args)
         finally:
             held.env.clear()  # an error may hold `held`, which holds inputs
         with lock:
-            if not done:
-                for node in held.broken:
-                    _cast_behind(node)
-                done = True
-                settle([*held.broken.values()])
+            # Another thread may have amended the same nodes meanwhile.
+            broken = {n: b for n, b in held.broken.items() if dtypes_of(n) != b.given}
+            for node, each in broken.items():
+                _cast_behind(node, each.given)
+            for module in {n.graph.owning_module for n in broken}:
+                assert module is not None, "a graph that runs belongs to a module"
+                module.graph.lint()
+                module.recompile()
+            if broken:
+                amended([*broken.values()])
+            elif not held.broken:
+                settled()
         return results
 
     return first
+
+
+def dtypes_of(n: fx.Node) -> Dtypes:
+    """The dtypes that a node says its result has."""
+    return dtypes_in(n.meta.get("val"))
 
 
 def _is_as_without_us(n: fx.Node) -> bool:
@@ -144,7 +159,7 @@ def _differences(said: Dtypes, given: Dtypes) -> dict[str, None]:
     }
 
 
-def _broken(n: fx.Node, differ: Iterable[str]) -> Broken:
+def _broken(n: fx.Node, given: Dtypes, differ: Iterable[str]) -> Broken:
     which = ", ".join(differ)
     op = op_with_its_state(n.target)
     name = getattr(op, "__name__", str(op))
@@ -153,13 +168,14 @@ def _broken(n: fx.Node, differ: Iterable[str]) -> Broken:
     source = source_line(n)
     at = f" (at {source})" if source else ""
     sentence = f"the kernel of {name}{at} gives {which}: autoamp casts its result"
-    return Broken(sentence, name if _reads_low(n) else "")
+    return Broken(given, sentence, name if _reads_low(n) else "")
 
 
-def _cast_behind(node: fx.Node) -> None:
-    """Puts a cast between a node and all that reads it."""
-    graph = node.graph
+def _cast_behind(node: fx.Node, given: Dtypes) -> None:
+    """Has a node say what it gives, and casts that for all that reads it."""
+    graph, said = node.graph, node.meta["val"]
     with graph.inserting_after(node):
-        cast = graph.call_function(with_dtypes, (node, dtypes_in(node.meta["val"])))
+        cast = graph.call_function(with_dtypes, (node, dtypes_in(said)))
     cast.meta = dict(node.meta)
+    node.meta = {**node.meta, "val": with_dtypes(said, given)}
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)

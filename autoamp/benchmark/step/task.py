@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.ask.overflow_trial import Call, LossFn
+from autoamp.ask.overflow_trial import Call, LossFn, floats_of, own_loss
 from autoamp.errors import OptionError
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -64,19 +64,12 @@ class Task:
         """
         if self.loss_fn is not None:
             return _scalar(self.loss_fn(output)), "loss_fn"
-        loss = output.get("loss") if isinstance(output, dict) else None
-        loss = getattr(output, "loss", loss)
-        if isinstance(loss, Tensor):
+        loss = own_loss(output)
+        if loss is not None:
             return _scalar(loss), "the output's loss"
         if isinstance(output, Tensor) and output.numel() == 1:
             return output.squeeze(), "the output, a scalar"
-        leaves = pytree.tree_leaves(output)
-        floats = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
-        if not floats:
-            raise OptionError(
-                "the model's output holds no float tensor to make a loss of; give "
-                "loss_fn=, a function of the output"
-            )
+        floats = floats_of(output)
         far = [
             (t.float() - self._target(i, t)).square().mean()
             for i, t in enumerate(floats)

@@ -98,19 +98,16 @@ class Bounds:
         return max(self.ops, key=lambda op: op.high.nanoseconds, default=None)
 
 
-def bounds_of(
-    sections: Sequence[Section], casts: float, device: Device | None = None
-) -> Bounds | None:
+def bounds_of(sections: Sequence[Section], casts: float) -> Bounds | None:
     """What bounds the time of all sections; None where prices are of no device.
 
     Args:
         casts: seconds of all casts.
-        device: the device; by default that of the placement's prices.
     """
     if not sections:
         return None
     prices = [section.rewritten.assignment.prices for section in sections]
-    on = device or prices[0].device
+    on = prices[0].device
     if on is NEUTRAL:
         return None
     ops = [op for section in sections for op in _op_times(section, on)]
