@@ -6,7 +6,6 @@ same key.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +16,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autoamp.capture.captured import Prepared
-from autoamp.graph_functions import checkpointed, low_uses, low_weight
+from autoamp.graph_functions import checkpointed
 from autoamp.pipeline import Rewritten
 from autoamp.ranges.promised import Promised
-from autoamp.rewrite.emitted import CAST_KIND
+from autoamp.rewrite.emitted import stands_for
 
 
 class Key(NamedTuple):
@@ -130,7 +129,7 @@ class Player(Promised):
         """
 
         def operand(at: fx.Node) -> Any:
-            source = _before_casts(at)
+            source = stands_for(at)
             key = Key(*self.place, source.name, self.run_number)
             value, known = exact.get(key, self.env[source]), at.meta.get("val")
             if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
@@ -141,18 +140,3 @@ class Player(Promised):
         target: Any = node.target
         with torch.no_grad():
             return target(*args, **kwargs)
-
-
-def _before_casts(node: fx.Node) -> fx.Node:
-    """The node whose value a cast, or one use of a cast, is made from; else `node`."""
-    while _stands_for_a_cast(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _stands_for_a_cast(node: fx.Node) -> bool:
-    """Whether a node is a cast to the low dtype, or one use of such a cast."""
-    if node.target is operator.getitem:
-        return node.all_input_nodes[0].target is low_uses
-    is_down = node.meta.get(CAST_KIND) in ("down", "weight")
-    return is_down or node.target in (low_uses, low_weight)

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from autoamp.dtypes import short_name
-from autoamp.graph_functions import low_uses, low_weight
 from autoamp.inspect.costs import costs_of
 from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
 from autoamp.inspect.text import portable, portable_place
+from autoamp.rewrite.emitted import USES
 from autoamp.saved.document import SCHEMA, VERSION, SavedGraph, SavedOp
 
 _COLOURS = {"fp32": "#f4c7a1", "bf16": "#a9cdf0", "fp16": "#a9cdf0"}
@@ -135,7 +135,7 @@ def _attributes(
     row, cast = ops.get(node.name), casts.get(node.name)
     if cast is not None:
         kind, reason = f"{cast.kind} cast", f"{cast.value} is read in {cast.dtype}"
-    elif node.target in (low_uses, low_weight):
+    elif node.target in USES:
         kind, reason = "use", "uses of a cast, so that gradients are summed in fp32"
     else:
         kind = {"output": "output", "placeholder": "input", "get_attr": "input"}.get(

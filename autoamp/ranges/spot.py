@@ -9,30 +9,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import module_paths, source_line
-from autoamp.graph_functions import (
-    low_uses,
-    low_weight,
-    low_weight_unscaled,
-    scale_grad,
-    scaled_result,
-    unscale_grad,
-    unscale_half,
-)
 from autoamp.op_names import op_name
-from autoamp.rewrite.emitted import CAST_KIND
-
-_STANDS_FOR_ITS_OPERAND = frozenset(
-    {
-        low_uses,
-        low_weight,
-        low_weight_unscaled,
-        operator.getitem,
-        scale_grad,
-        scaled_result,
-        unscale_grad,
-        unscale_half,
-    }
-)
+from autoamp.rewrite.emitted import is_inserted, stands_for
 
 OP, WEIGHT, INPUT, OUTSIDE = "op", "weight", "input", "outside"
 
@@ -64,27 +42,11 @@ class Spot:
         return f"{self.op}{where}{f' ({self.source})' if self.source else ''}"
 
 
-def is_cast(node: fx.Node) -> bool:
-    """Whether the rewrite made `node`: a cast, one use of a cast, or loss scaling."""
-    if node.target is operator.getitem:
-        return is_cast(node.all_input_nodes[0])
-    return CAST_KIND in node.meta or node.target in _STANDS_FOR_ITS_OPERAND
-
-
-def subject(node: fx.Node) -> fx.Node:
-    """The node whose value `node` shows: the operand of casts, the call of an item."""
-    while CAST_KIND in node.meta or node.target in _STANDS_FOR_ITS_OPERAND:
-        if not node.all_input_nodes:
-            break
-        node = node.all_input_nodes[0]
-    return node
-
-
 def readers(node: fx.Node) -> list[fx.Node]:
     """The ops of the model that read `node`, through casts and uses of casts."""
     found: list[fx.Node] = []
     for user in node.users:
-        if is_cast(user):
+        if is_inserted(user):
             found += readers(user)
         elif user.op != "output":
             found.append(user)
@@ -93,7 +55,9 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 def spot_of(node: fx.Node) -> Spot:
     """The place of the op that made the value of `node`."""
-    node = subject(node)
+    node = stands_for(node)
+    while node.target is operator.getitem:
+        node = stands_for(node.all_input_nodes[0])
     if node.op in ("placeholder", "get_attr"):
         return given_spot(node, is_weight=node.op == "get_attr")
     paths = module_paths(node)

@@ -15,7 +15,8 @@ from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat
-from autoamp.ranges.spot import INPUT, WEIGHT, Spot, is_cast, spot_of
+from autoamp.ranges.spot import INPUT, WEIGHT, Spot, spot_of
+from autoamp.rewrite.emitted import is_inserted
 
 
 class Step:
@@ -84,7 +85,7 @@ class Step:
     @property
     def is_cast(self) -> bool:
         """Whether the rewrite made the node."""
-        return self.node is not None and is_cast(self.node)
+        return self.node is not None and is_inserted(self.node)
 
     @property
     def spot(self) -> Spot:

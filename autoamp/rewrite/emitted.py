@@ -13,7 +13,16 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.dtypes import HIGH_DTYPE, short_name
-from autoamp.graph_functions import low_uses, low_weight, saturating_cast
+from autoamp.graph_functions import (
+    low_uses,
+    low_weight,
+    low_weight_unscaled,
+    saturating_cast,
+    scale_grad,
+    scaled_result,
+    unscale_grad,
+    unscale_half,
+)
 
 CAST_KIND = "autoamp_cast"
 """Set in the `meta` of every inserted cast: "weight", "down" or "up"."""
@@ -22,6 +31,10 @@ WEIGHT_PATH = "autoamp_weight"
 """Set in the `meta` of a copy that a graph is called with: the path of its weight
 ("" where unknown)."""
 
+USES = frozenset({low_uses, low_weight, low_weight_unscaled})
+"""Calls through which ops read a low copy, and which sum its gradients in fp32."""
+
+_LOSS_SCALING = frozenset({scale_grad, scaled_result, unscale_grad, unscale_half})
 _CAST = torch.ops.aten._to_copy.default
 
 
@@ -166,3 +179,20 @@ def dtype_of(node: fx.Node) -> torch.dtype | None:
     """The dtype of a node's value; None where it is no tensor."""
     value = node.meta.get("val")
     return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def is_inserted(node: fx.Node) -> bool:
+    """Whether `node` is a cast, one use of a cast, or loss scaling."""
+    if node.target is operator.getitem:
+        return is_inserted(node.all_input_nodes[0])
+    return CAST_KIND in node.meta or node.target in USES | _LOSS_SCALING
+
+
+def stands_for(node: fx.Node) -> fx.Node:
+    """The node of the model whose value `node` gives: the operand of inserted nodes.
+
+    A weight copy that a graph is called with has no operand, and stands for itself.
+    """
+    while is_inserted(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node

@@ -12,13 +12,13 @@ from torch import fx
 
 from autoamp.analyse.nodes import tensors_of
 from autoamp.dtypes import short_name
-from autoamp.graph_functions import low_uses, low_weight
 from autoamp.inspect.page.calls import by_call
 from autoamp.inspect.page.homes import Group, homes_of, tree_of
 from autoamp.inspect.page.plumbing import plumbing_of
 from autoamp.inspect.rows import CastRow, OpRow, Section
 from autoamp.inspect.text import op_title, shorten
 from autoamp.inspect.why import undecided
+from autoamp.rewrite.emitted import USES
 
 _LATE = frozenset({"weight", "constant", "state", "body", "cast", "use"})
 """Kinds of nodes that are drawn where the readers of the node are drawn."""
@@ -100,7 +100,7 @@ class SectionNodes:
         node = self._after.get(name) or self._before[name]
         if name in self._casts:
             return "cast"
-        if name not in self._before and node.target in (low_uses, low_weight):
+        if name not in self._before and node.target in USES:
             return "use"
         if node.op == "get_attr":
             is_body = self._body(node) or _is_graph(node)

@@ -20,9 +20,6 @@ from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.graph_functions import (
     LEAF_FUNCTIONS,
     WITH_FP32_STATE,
-    low_uses,
-    low_weight,
-    low_weight_unscaled,
     rotary,
     saturating_cast,
     scaled_result,
@@ -30,13 +27,12 @@ from autoamp.graph_functions import (
 from autoamp.inspect.costs import bytes_text
 from autoamp.inspect.rows import Section
 from autoamp.inspect.text import counted
-from autoamp.rewrite.emitted import CAST_KIND, WEIGHT_PATH
+from autoamp.rewrite.emitted import CAST_KIND, USES, WEIGHT_PATH
 from autoamp.rewrite.layouts import LAST
 
 CHECKPOINTED = "checkpointed"
 
 _CASTS = {torch.ops.aten._to_copy.default, saturating_cast, scaled_result}
-_USES = {low_weight, low_weight_unscaled, low_uses}
 _WITHOUT_GRADIENT_CASTS = LEAF_FUNCTIONS - frozenset(WITH_FP32_STATE.values())
 
 
@@ -120,7 +116,7 @@ def _in_backward(section: Section) -> int:
     if section.caller == CHECKPOINTED:
         count += sum(_runs_again(node) for node in casts)
     for node in section.gm.graph.nodes:
-        if node.target in _USES:
+        if node.target in USES:
             count += 1
         elif node.target not in _WITHOUT_GRADIENT_CASTS:
             count += _widened_operands(node, facts)
@@ -150,7 +146,7 @@ def _casts_the_gradient(cast: fx.Node, facts: Facts) -> bool:
     The gradient of a `scaled_result` is rounded by the kernel that scales it; that of
     a value read by way of `low_uses` is summed in fp32 there.
     """
-    if cast.target is scaled_result or all(u.target in _USES for u in cast.users):
+    if cast.target is scaled_result or all(u.target in USES for u in cast.users):
         return False
     return _needs_grad(cast.args[0], facts)
 
