@@ -6,7 +6,7 @@ The public names are listed in `__all__`; everything else may change.
 from autoamp.api import convert, is_converted, report, revert, rewrite
 from autoamp.ask.comparison import Comparison
 from autoamp.ask.monitor import Monitor
-from autoamp.ask.overflow_finding import Overflow
+from autoamp.ask.overflow import Overflow
 from autoamp.auto.switch import disable, enable
 from autoamp.benchmark.result import Bench
 from autoamp.errors import (

@@ -18,7 +18,7 @@ from autoamp.auto.mode import AutomaticMode
 from autoamp.model.conversion import conversion_of
 from autoamp.model.eligible import choose_device_precision
 from autoamp.options import Options
-from autoamp.ranges.rules import Rule
+from autoamp.overflow.remedy import Remedy
 from autoamp.saying import advice
 from autoamp.scaling import backwards
 from autoamp_heat import Heat
@@ -154,9 +154,9 @@ class FakeRun:
 
 
 def test_a_rule_is_proposed_as_variables() -> None:
-    rule = Rule(deny=("aten::exp", "sum"), keep=("head",))
-    assert rule.advice(by_variables=False) == str(rule)
-    assert rule.advice(by_variables=True).startswith(
+    remedy = Remedy(deny=("aten::exp", "sum"), keep=("head",))
+    assert remedy.advice(by_variables=False) == str(remedy)
+    assert remedy.advice(by_variables=True).startswith(
         "AUTOAMP_DENYLIST_ADD=aten::exp,sum and AUTOAMP_RULES=FILE with"
     )
 

@@ -149,7 +149,7 @@ def test_what_is_not_the_models_fault_is_said_to_be_so() -> None:
 
 
 def test_only_steps_after_a_skipped_step_are_watched(monkeypatch) -> None:
-    from autoamp.scaling import watch
+    from autoamp.overflow import watched as watch
 
     watched: list[Any] = []
     real = watch.Recorder
@@ -200,7 +200,7 @@ def test_a_watched_step_has_the_gradients_of_any_other() -> None:
             training.model.last.weight.mul_(1e-3)
             training.model.last.bias.zero_()
         record = autoamp.model.conversion.conversion_of(training.model).engine.record
-        record.scaling.suspicion.watching = watches
+        record.scaling.skip_watch.watching = watches
         torch.manual_seed(1)
         assert not training.step()
         found.append([p.grad.clone() for p in training.model.parameters()])

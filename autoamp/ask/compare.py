@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoamp import compat
+from autoamp.ask.called import default_loss
 from autoamp.ask.comparison import Comparison, Errors, RegionError
 from autoamp.ask.examine import (
     Examiner,
@@ -27,7 +28,6 @@ from autoamp.ask.examine import (
     twin_of,
 )
 from autoamp.ask.lockstep import Key, Player, Score
-from autoamp.ask.overflow_trial import default_loss
 from autoamp.ask.placed_anew import placed_anew
 from autoamp.ask.progress import told
 from autoamp.ask.trials import (

@@ -17,8 +17,8 @@ from torch.fx.node import map_arg
 
 from autoamp.capture.captured import Prepared
 from autoamp.graph_functions import checkpointed
+from autoamp.node_by_node.promised import Promised
 from autoamp.pipeline import Rewritten
-from autoamp.ranges.promised import Promised
 from autoamp.rewrite.emitted import stands_for
 
 

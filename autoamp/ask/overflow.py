@@ -1,244 +1,189 @@
-"""`find_overflow`: the first node that left its dtype's range, and the rule for it.
-
-A stand-in of the model is captured once.  Its rewritten graphs run node by node, with
-the real rounding; where a number leaves its range, the graphs run in fp32 as well, to
-see if that number is the model's own fault, and then under rules, until one cures it.
-"""
+"""`Overflow`: the node at which a number left its range, and the rule that cures it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 
-from autoamp.ask.examine import checked_model, examined, twin_of
-from autoamp.ask.overflow_finding import Overflow, overflow_at
-from autoamp.ask.overflow_trial import Bench, Call, LossFn, Trial, copied, untouched
-from autoamp.ask.progress import told
-from autoamp.dtypes import parse_low_dtype
-from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
-from autoamp.loss_scale.base import INIT_SCALE
-from autoamp.model.conversion import conversion_of
-from autoamp.model.eligible import choose_precision, not_converted, parameters_of
-from autoamp.options import Options
-from autoamp.plain import class_name
-from autoamp.ranges.culprit import first_out_of_range, harmful, nearest
-from autoamp.ranges.rules import EVERYTHING, Rule, candidates
-from autoamp.ranges.spot import readers, spot_of
-from autoamp.ranges.trail import Step
-
-ROUNDS = 4
-"""The most rules that one cure is made of."""
+from autoamp.dtypes import largest, short_name
+from autoamp.inspect.terminal.parts import as_text
+from autoamp.inspect.text import shorten
+from autoamp.overflow.location import INPUT, OUTSIDE, WEIGHT, Location
+from autoamp.overflow.remedy import Remedy
+from autoamp.overflow.trail import Step
 
 
-def find_overflow_model(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    given: Mapping[str, Any] | None,
-    loss_fn: LossFn | None = None,
+@dataclass(frozen=True, repr=False)
+class Overflow:
+    """The first number that left the range of its dtype; falsy where none did.
+
+    `print(overflow)` shows it.
+
+    Attributes:
+        label: the model's class name.
+        precision: the compute dtype.
+        found: whether a number left its range.  If not, the other attributes are about
+            the number that came nearest to its limit.
+        direction: "forward" or "backward".
+        kind: "op", "input", "weight", or "outside" for code outside of the model's
+            graphs, such as the loss function; "" for a call without float values.
+        op: the op's full name; "" for an input or weight.
+        name: the name of the input or weight; "" for an op.
+        module: the path of the module; "" for the model itself.
+        source: the line of source, `model.py:12: x = self.fc(x)`, or "".
+        reader: the op that reads the value in `dtype`, where the value itself is in
+            range in the dtype that it was computed in; or "".
+        largest: the largest magnitude, as fp32 computes it; infinite or NaN where fp32
+            gives that too, or cannot tell.
+        dtype: the dtype whose range counts.
+        loss_scale: the loss scale in force; 1 where there is none.
+        in_fp32: whether fp32 gives an infinity or NaN too: no rule cures that.
+        harmless: whether the loss and all gradients are finite all the same.
+        rule: the options of `convert` that cure it, or None.
+    """
+
+    label: str
+    precision: torch.dtype
+    found: bool
+    direction: str = "forward"
+    kind: str = ""
+    op: str = ""
+    name: str = ""
+    module: str = ""
+    source: str = ""
+    reader: str = ""
+    largest: float = 0.0
+    dtype: torch.dtype = torch.float32
+    loss_scale: float = 1.0
+    in_fp32: bool = False
+    harmless: bool = False
+    rule: Remedy | None = None
+
+    @property
+    def limit(self) -> float:
+        """The largest finite number of `dtype`."""
+        return largest(self.dtype)
+
+    @property
+    def proposal(self) -> str:
+        """The rule as it is written in a call of `convert`; "" where there is none."""
+        return "" if self.rule is None else str(self.rule)
+
+    def __bool__(self) -> bool:
+        return self.found
+
+    def __str__(self) -> str:
+        return as_text([self])
+
+    def __repr__(self) -> str:
+        return f"<autoamp.Overflow of {self.label}: {self.headline}>"
+
+    @property
+    def headline(self) -> str:
+        """One sentence."""
+        if not self.found:
+            return self._nothing()
+        what = self._what()
+        if self.direction == "backward":
+            what = f"the gradient of {what}"
+        return f"{what} left the range of {short_name(self.dtype)}: {self._size()}"
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        low = short_name(self.precision)
+        yield Text(f"autoamp find_overflow: {self.label}, {low}", "bold")
+        yield Text(f"  {self.headline}")
+        if self.source:
+            yield Text(f"  at      {shorten(self.source)}")
+        if self.reader:
+            yield Text(f"  read by {self.reader}, in {short_name(self.dtype)}")
+        for line in self._advice() if self.found else ():
+            yield Text(f"  {line}")
+
+    # -- sentences -----------------------------------------------------------------
+
+    def _what(self) -> str:
+        if self.kind in (INPUT, WEIGHT):
+            return f"{self.kind} {self.name}"
+        where = f" in {self.module}" if self.module else ""
+        if self.kind == OUTSIDE:
+            where = ", outside of the model's graphs,"
+        return f"{self.op or self.name}{where}"
+
+    def _size(self) -> str:
+        if math.isnan(self.largest):
+            return "it is NaN"
+        if math.isinf(self.largest):
+            return "it is infinite"
+        times = self.largest / self.limit
+        return (
+            f"magnitude {self.largest:.4g}, {times:.3g} times the limit {self.limit:g}"
+        )
+
+    def _nothing(self) -> str:
+        if not self.kind:
+            return "nothing left its range: the call computed no float values"
+        gradient = "the gradient of " if self.direction == "backward" else ""
+        times = self.limit / self.largest if self.largest else math.inf
+        return (
+            f"nothing left its range; nearest is {gradient}{self._what()} with "
+            f"magnitude {self.largest:.4g} in {short_name(self.dtype)}, "
+            f"{times:.3g} times below the limit {self.limit:g}"
+        )
+
+    def _advice(self) -> list[str]:
+        found = []
+        if self.in_fp32:
+            found.append("fp32 gives an infinity or NaN there too: no rule cures that")
+        elif self.rule is not None:
+            found.append(
+                f"cure    autoamp.convert(model, {self.rule}) - tried: it cures"
+            )
+        else:
+            found.append("no rule was found that cures it")
+        if self.direction == "backward" and self.loss_scale != 1 and not self.in_fp32:
+            lower = self._lower_scale()
+            scale = f"loss scale {self.loss_scale:g}"
+            found.append(
+                f"at {scale}; a loss scale of {lower:g} would do as well"
+                if lower
+                else f"at {scale}"
+            )
+        if self.harmless:
+            found.append("the loss and all gradients are finite all the same")
+        return found
+
+    def _lower_scale(self) -> float:
+        """The largest power of two at which the gradient is in range; 0 if unknown."""
+        if not math.isfinite(self.largest) or not self.largest:
+            return 0.0
+        return float(
+            2.0 ** math.floor(math.log2(self.loss_scale * self.limit / self.largest))
+        )
+
+
+def overflow_at(
+    step: Step, label: str, precision: torch.dtype, *, found: bool, scale: float
 ) -> Overflow:
-    """The first number that leaves its range; see `autoamp.find_overflow`.
-
-    Args:
-        given: options of `convert`, over those of the model's own conversion.
-
-    Raises:
-        UnsupportedModelError: the model cannot be captured, or its inputs are not where
-            the model is.
-        OptionError: an option is unusable, or the loss is no scalar.
-    """
-    model = checked_model(model)
-    if loss_fn is not None and not callable(loss_fn):
-        raise OptionError(f"loss_fn={loss_fn!r} is no function of the model's output")
-    if given is not None and not isinstance(given, Mapping):
-        raise OptionError(f"options={given!r} is no dict of options of convert()")
-    call: Call = (args, dict(kwargs))
-    _check_devices(model, call)
-    options, low = _options(model, given)
-    trains = model.training or loss_fn is not None
-    scale = _loss_scale(model, options, low)
-    label = class_name(model)
-    with examined(model, options, low) as (twin, engine):
-        try:
-            bench = Bench(twin, engine, call, loss_fn, trains=trains, scale=scale)
-            trial = bench.trial()
-        except AutoampError:
-            raise
-        except Exception:
-            _run_plainly(model, call, trains=trains)  # raises the model's own error
-            raise
-        return _Search(bench, options, label, low).answer(trial)
-
-
-class _Search:
-    """Looks for the step to blame, and for a rule."""
-
-    def __init__(
-        self, bench: Bench, options: Options, label: str, low: torch.dtype
-    ) -> None:
-        self.bench, self.options, self.label, self.low = bench, options, label, low
-        self.own: set[Any] = set()
-        self.own_fault: Step | None = None
-
-    def answer(self, trial: Trial) -> Overflow:
-        """What to say of a trial under the options of the question."""
-        step = first_out_of_range(trial.trail, trial.loss)
-        if step is None:
-            return self._nothing(trial)
-        fp32 = self.bench.trial(Rule(keep=(EVERYTHING,)).on(self.options))
-        self.own = {s.key for s in fp32.trail.steps if not s.is_finite}
-        self.own_fault = harmful(fp32.trail, fp32.loss)
-        step = self._blamed(trial)
-        if step is None and self.own_fault is not None:
-            return replace(self._at(self.own_fault), in_fp32=True)
-        if step is None:  # infinities that fp32 has as well, and that do no harm
-            return self._nothing(trial)
-        step.wide = self._size(step)
-        found = self._at(step)
-        if harmful(trial.trail, trial.loss) is None:
-            found = replace(found, harmless=True)
-        return replace(found, rule=self._cure(step))
-
-    def _blamed(self, trial: Trial) -> Step | None:
-        """The step to blame, unless fp32 fails at that step as well."""
-        if self.own_fault is not None:
-            step = harmful(trial.trail, trial.loss)
-            return None if step is None or step.key in self.own else step
-        return first_out_of_range(trial.trail, trial.loss, self.own)
-
-    def _at(self, step: Step) -> Overflow:
-        found = overflow_at(
-            step, self.label, self.low, found=True, scale=self.bench.scale
-        )
-        reader = ""
-        if step.node is not None and step.is_cast and not step.is_backward:
-            reader = ", ".join(
-                dict.fromkeys(str(spot_of(each)) for each in readers(step.node))
-            )
-        return replace(found, reader=reader)
-
-    def _nothing(self, trial: Trial) -> Overflow:
-        close = nearest(trial.trail)
-        if close is None:
-            return Overflow(self.label, self.low, found=False)
-        _, step = close
-        return overflow_at(
-            step, self.label, self.low, found=False, scale=self.bench.scale
-        )
-
-    def _size(self, step: Step) -> float | None:
-        """The true magnitude of a gradient, seen at a loss scale where it is finite."""
-        if not step.is_backward:
-            return step.wide
-        for power in (10, 20, 30, 40):
-            scale = self.bench.scale * 2.0**-power
-            trail = self.bench.trial(scale=scale).trail
-            there = [
-                s for s in trail.steps if s.key == step.key and s.node is step.node
-            ]
-            sizes = [s.largest for s in there]
-            if sizes and all(map(math.isfinite, sizes)):
-                return max(sizes) * 2.0**power
-        return None
-
-    def _cure(self, step: Step) -> Rule | None:
-        """A narrow rule under which a trial blames nothing, if there is one."""
-        rule = Rule()
-        for _ in range(ROUNDS):
-            records = [*self.bench.placed(rule.on(self.options)).values()]
-            further: tuple[Rule, Step] | None = None
-            tries = [rule + each for each in candidates(step, records)]
-            for wider in told(tries, "trying rules"):
-                left = self._left(wider)
-                if left is None:
-                    return wider
-                moved = (left.key, left.is_cast) != (step.key, step.is_cast)
-                if further is None and moved:
-                    further = wider, left
-            if further is None:
-                break
-            rule, step = further
-        everything = Rule(keep=(EVERYTHING,))
-        return everything if self._left(everything) is None else None
-
-    def _left(self, rule: Rule) -> Step | None:
-        return self._blamed(self.bench.trial(rule.on(self.options)))
-
-
-def _options(
-    model: nn.Module, given: Mapping[str, Any] | None
-) -> tuple[Options, torch.dtype]:
-    """The options to examine with, and the compute dtype.
-
-    A model that is not converted is examined in fp16, as though on a device where fp16
-    pays.
-
-    Raises:
-        UnsupportedModelError: the model has nothing to convert.
-    """
-    state = conversion_of(model)
-    engine = state.engine if state is not None else None
-    own = engine.options if engine is not None else None
-    options = (own or Options(precision="fp16")).replace(**(given or {}))
-    low, why_not = choose_precision(model, options)
-    if low is None:
-        options = options.replace(do_no_harm=False)
-        low, why_not = choose_precision(model, options)
-    if low is None:
-        raise UnsupportedModelError(
-            f"{class_name(model)} {not_converted(model, why_not)}"
-        )
-    return options, low
-
-
-def _loss_scale(model: nn.Module, options: Options, low: torch.dtype) -> float:
-    """The loss scale that training is at, or would begin at."""
-    state = conversion_of(model)
-    engine = state.engine if state is not None else None
-    if engine is not None and engine.record.low == low:
-        scaling = engine.record.scaling
-        return float(scaling.loss_scale.scale) if scaling.enabled else 1.0
-    if isinstance(options.loss_scale, (int, float)):
-        return float(options.loss_scale)
-    if options.loss_scale == "auto":
-        return INIT_SCALE if low == parse_low_dtype("fp16") else 1.0
-    if options.loss_scale == "off":
-        return 1.0
-    return float(getattr(options.loss_scale, "scale", INIT_SCALE))
-
-
-def _check_devices(model: nn.Module, call: Call) -> None:
-    """Raises where the model, or an argument, has no data on the model's devices.
-
-    Raises:
-        UnsupportedModelError: see above.
-    """
-    homes = {p.device for p in (*parameters_of(model), *model.buffers())}
-    if any(home.type == "meta" for home in homes):
-        raise UnsupportedModelError(
-            f"{class_name(model)} is on the meta device, where no number can leave its "
-            "range: load its weights first (model.to_empty(...), load_state_dict)"
-        )
-    for path, value in pytree.tree_leaves_with_path(call):
-        if not isinstance(value, Tensor) or not homes or not value.dim():
-            continue
-        if value.device not in homes:
-            places = ", ".join(sorted(map(str, homes)))
-            raise UnsupportedModelError(
-                f"argument {pytree.keystr(path[1:])} is on {value.device}, and "
-                f"{class_name(model)} is on {places}; move one of them"
-            )
-
-
-def _run_plainly(model: nn.Module, call: Call, *, trains: bool) -> None:
-    """Calls the model's own code, in fp32; an error of the model's own is raised."""
-    twin = twin_of(model)
-    with untouched(twin, trains=trains):
-        args, kwargs = copied(call)
-        twin(*args, **kwargs)
+    """The facts about one step as an `Overflow`, still without a rule."""
+    location: Location = step.location
+    size = step.wide if step.wide is not None else step.largest
+    return Overflow(
+        label,
+        precision,
+        found,
+        direction="backward" if step.is_backward else "forward",
+        kind=location.kind,
+        op=location.op,
+        name=location.name,
+        module=location.module,
+        source=location.source,
+        largest=size,
+        dtype=step.dtype,
+        loss_scale=scale,
+    )

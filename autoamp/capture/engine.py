@@ -33,12 +33,12 @@ from autoamp.capture.running import (
 )
 from autoamp.errors import AutoampError, CaptureError
 from autoamp.options import Options
+from autoamp.overflow.watched import can_watch
 from autoamp.pipeline import Setting
 from autoamp.place.cost import PriceModel
 from autoamp.place.devices import Device
 from autoamp.plain import plain
 from autoamp.saying import say_once
-from autoamp.scaling.watch import can_watch
 from autoamp.trace.normalise import module_path
 from autoamp.weights.copies import WeightCopies
 

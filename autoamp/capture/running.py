@@ -11,13 +11,13 @@ from typing import Any
 from autoamp.capture.bindings import with_bindings
 from autoamp.capture.captured import CapturedGraph, Prepared
 from autoamp.errors import AutoampError
+from autoamp.node_by_node.promised import Broken, first_held
 from autoamp.options import Options
-from autoamp.ranges.promised import Broken, first_held
+from autoamp.overflow.watched import watched_run
 from autoamp.scaling.backwards import watch
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
 from autoamp.scaling.leaves import Origins
-from autoamp.scaling.watch import watched_run
 from autoamp.weights.shards import SHARDED
 
 
@@ -134,9 +134,9 @@ def scaled(
         extra = scaling.inputs(edge.devices, tensors)
         graph_run = GraphRun(scaling, origin, leaves, extra)
         copies = () if fresh is None else fresh([args[i] for i in slots])
-        if watches and (scaling.suspicion.watching or scaling.looks):
+        if watches and (scaling.skip_watch.watching or scaling.looks):
             look = graph_run.look(extra) if scaling.looks else None
-            watched = watched_run(captured.gm, scaling.suspicion.trail(), look)
+            watched = watched_run(captured.gm, scaling.skip_watch.trail(), look)
             results = watched(*args, *copies, *extra)
         else:
             results = prepared.run(*args, *copies, *extra)

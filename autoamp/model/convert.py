@@ -45,8 +45,8 @@ from autoamp.model.warmup import capture_now
 from autoamp.optimizer.attach import detach_from
 from autoamp.optimizer.meeting import new_scaling, stop_meeting
 from autoamp.options import Options
+from autoamp.overflow.remedy import Remedy
 from autoamp.plain import class_name
-from autoamp.ranges.rules import Rule
 from autoamp.saying import say_once
 from autoamp.scaling.domain import ModelScaling
 from autoamp.weights.loaded import own_loaded_weights
@@ -154,7 +154,7 @@ def _graphs_of(record: weakref.ref[Record]) -> str:
     return "" if known is None else known.in_short()
 
 
-def convert_again(scaling: ModelScaling, rule: Rule) -> None:
+def convert_again(scaling: ModelScaling, remedy: Remedy) -> None:
     """Has the models of `scaling` captured again, at their next calls, under `rule`.
 
     The loss scale, the optimizers and the reasons for skipped steps are kept.  Graphs
@@ -166,16 +166,16 @@ def convert_again(scaling: ModelScaling, rule: Rule) -> None:
         if call is None or engine is None or engine.record.scaling is not scaling:
             continue
         if engine not in renewed:
-            renewed[engine] = _under(rule, engine)
+            renewed[engine] = _under(remedy, engine)
         state.call = CompiledCall(call.method, renewed[engine])
 
 
-def _under(rule: Rule, engine: Engine) -> Engine:
+def _under(remedy: Remedy, engine: Engine) -> Engine:
     old = engine.record
     record = Record(old.label, old.low, old.scaling)
     # Notes about graphs are made again with the graphs.
     record.skipped += [each for each in old.skipped if each.what == old.label]
-    options, told = rule.on(engine.options), engine.on_capture
+    options, told = remedy.on(engine.options), engine.on_capture
     return Engine(options, record, price=engine.price, on_capture=told)
 
 

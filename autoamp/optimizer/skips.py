@@ -9,13 +9,20 @@ import torch
 
 from autoamp.errors import LossScaleError
 from autoamp.loss_scale.base import free_to_read
+from autoamp.overflow.message import (
+    accused,
+    blame_gradients,
+    last_bad_gradient,
+    names_of,
+    near,
+    with_bad_gradients,
+)
+from autoamp.overflow.remedy import Remedy
+from autoamp.overflow.skip_watch import REPEATED
 from autoamp.pipeline import Rewritten
-from autoamp.ranges.rules import Rule
-from autoamp.scaling.blame import accused, blame, blame_gradients, names_of, near
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
 from autoamp.scaling.overflow import Evidence
-from autoamp.scaling.suspicion import REPEATED
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +53,11 @@ def note_skip(
             _note_guarded(scaling, params, number)
         elif not scaling.adapts:
             _say_standstill(scaling, "")
-    culprits = [scaling.suspicion.culprit() for scaling in scalings]
+    culprits = [scaling.skip_watch.culprit() for scaling in scalings]
     culprit = next((each for each in culprits if each is not None), None)
     for scaling in scalings:
         scale = scaling.loss_scale.scale
-        why = blame(evidence.runs, params)
+        why = _by_gradients(evidence.runs, params)
         if culprit is not None:
             why = accused(culprit, scale)
         why = f"step {number}: {why}"
@@ -58,20 +65,20 @@ def note_skip(
         if scaling.loss_scale.at_floor and _is_new(evidence, scaling):
             raise _floor_error(scaling, why)
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
-        suspicion = scaling.suspicion
-        suspicion.begin(culprit, scale)
-        rule = suspicion.rule_for(culprit, _records(evidence.runs, scaling))
-        if rule is None:
+        skip_watch = scaling.skip_watch
+        skip_watch.begin(culprit, scale)
+        remedy = skip_watch.remedy_for(culprit, _records(evidence.runs, scaling))
+        if remedy is None:
             continue
         if scaling.heal is not None:
-            scaling.heal(scaling, rule)
+            scaling.heal(scaling, remedy)
             logger.warning(
                 "autoamp: %s: %d steps in a row were skipped (%s): the model is "
                 "captured again with %s, because of %s",
                 scaling.label,
                 REPEATED,
                 why,
-                rule.advice(by_variables=scaling.by_variables),
+                remedy.advice(by_variables=scaling.by_variables),
                 scaling.advice("heal", True),
             )
             continue
@@ -82,25 +89,43 @@ def note_skip(
             scaling.label,
             REPEATED,
             why,
-            _proposal(scaling, rule),
+            _proposal(scaling, remedy),
             scaling.advice("heal", True),
         )
 
 
-def _proposal(scaling: ModelScaling, rule: Rule) -> str:
+def _by_gradients(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:
+    """A clause about the last run whose gradients are not finite."""
+    bad = set(map(id, with_bad_gradients(params)))
+    for run in reversed(runs):
+        captured = run.origin.graph()
+        # None: the graph was garbage-collected.
+        if captured is None or not any(bool(flag) for flag in run.found_inf):
+            continue
+        graph = captured.gm.graph
+        inputs = graph.find_nodes(op="placeholder")
+        positions = zip(run.leaves.ids, run.origin.positions, strict=True)
+        weights = {inputs[at] for leaf, at in positions if leaf in bad}
+        return last_bad_gradient(graph, weights) or (
+            f"a gradient that leaves {run.scaling.label} is not finite"
+        )
+    return "the gradients are not finite"
+
+
+def _proposal(scaling: ModelScaling, remedy: Remedy) -> str:
     if scaling.by_variables:
-        return rule.advice(by_variables=True)
-    return f"autoamp.convert(model, {rule})"
+        return remedy.advice(by_variables=True)
+    return f"autoamp.convert(model, {remedy})"
 
 
 def note_step(scalings: Sequence[ModelScaling]) -> None:
     """Ends the watch of models after a step that is taken."""
     for scaling in scalings:
         scaling.in_a_row = 0
-        if not scaling.suspicion.watching:
+        if not scaling.skip_watch.watching:
             continue
         scale = scaling.loss_scale.scale
-        found = scaling.suspicion.end(scale)
+        found = scaling.skip_watch.end(scale)
         if found is not None:
             text = near(*found, scale)
             logger.info("autoamp: %s: %s", scaling.label, text)

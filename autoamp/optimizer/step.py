@@ -229,7 +229,7 @@ class OptimizerBoundary:
         """Whether a flag that the kernel reads is read here too."""
         if compat.is_capturing(self.params[0].device):
             return False
-        watching = any(s.suspicion.watching for s in evidence.scalings)
+        watching = any(s.skip_watch.watching for s in evidence.scalings)
         return watching or (self.steps + 1) % _ASK_EVERY == 0
 
     def _note_skip(

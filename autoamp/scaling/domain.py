@@ -15,10 +15,10 @@ import torch
 
 from autoamp import compat
 from autoamp.loss_scale import DynamicLossScale, LossScale, NoLossScale
-from autoamp.ranges.rules import Rule
+from autoamp.overflow.remedy import Remedy
+from autoamp.overflow.skip_watch import SkipWatch
 from autoamp.saying import advice
 from autoamp.scaling.leaves import Leaves
-from autoamp.scaling.suspicion import Suspicion
 
 
 class ScaleDomain:
@@ -74,7 +74,7 @@ class ModelScaling:
         leaves: what graphs that are not scaled were given to train, at their first run.
         skips: the reason for each skipped step.
         in_a_row: how many steps have been skipped since the last step taken.
-        suspicion: watches the runs after a skipped step.
+        skip_watch: watches the runs after a skipped step.
         heal: captures the model again under one more rule; None where the user has not
             asked for that.
         models: gives the converted model and its deep copies.
@@ -108,8 +108,8 @@ class ModelScaling:
         self.leaves: list[Leaves] = []
         self.skips: list[str] = []
         self.in_a_row = 0
-        self.suspicion = Suspicion()
-        self.heal: Callable[[ModelScaling, Rule], None] | None = None
+        self.skip_watch = SkipWatch()
+        self.heal: Callable[[ModelScaling, Remedy], None] | None = None
         self.models: Callable[[], Sequence[torch.nn.Module]] = list
         self.describe: Callable[[], str] = str
         self._reducers: list[weakref.ref[Any]] = []

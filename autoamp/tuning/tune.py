@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoamp.ask.called import Call, LossFn, copied, default_loss
 from autoamp.ask.examine import checked_model
-from autoamp.ask.overflow_trial import Call, LossFn, copied, default_loss
 from autoamp.ask.progress import told
 from autoamp.capture.record import Skipped
 from autoamp.errors import OptionError, UnsupportedModelError

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoamp.ask.called import Call, LossFn, copied
 from autoamp.ask.examine import twin_of
-from autoamp.ask.overflow_trial import Call, LossFn, copied
 from autoamp.capture.autocast import under_autocast
 from autoamp.capture.engine import Engine
 from autoamp.errors import OptionError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.ask.overflow_trial import Call, LossFn, floats_of, own_loss
+from autoamp.ask.called import Call, LossFn, floats_of, own_loss
 from autoamp.errors import OptionError
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

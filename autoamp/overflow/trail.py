@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat
-from autoamp.ranges.spot import INPUT, WEIGHT, Spot, spot_of
+from autoamp.overflow.location import INPUT, WEIGHT, Location, location_of
 from autoamp.rewrite.emitted import is_inserted
 
 
@@ -34,7 +34,7 @@ class Step:
 
     __slots__ = (
         "_largest",
-        "_spot",
+        "_location",
         "dtype",
         "entering",
         "literal",
@@ -51,16 +51,16 @@ class Step:
         operands: Sequence[Step] = (),
         *,
         entering: torch.Tensor | None = None,
-        spot: Spot | None = None,
+        location: Location | None = None,
     ) -> None:
-        """Args: `spot` is needed where there is no node, or a better name for it."""
+        """Args: `location` is needed without a node, or as a better name for it."""
         self.node = node
         self.dtype = dtype
         self.operands = tuple(operands)
         self.entering = entering
         self.literal = node is not None and _writes_infinity(node)
         self.wide: float | None = None
-        self._spot = spot
+        self._location = location
         self._largest: torch.Tensor | float = largest
 
     @property
@@ -88,24 +88,24 @@ class Step:
         return self.node is not None and is_inserted(self.node)
 
     @property
-    def spot(self) -> Spot:
+    def location(self) -> Location:
         """The place of the op that made the value; a cast shows another op's value."""
-        if self._spot is not None:
-            return self._spot
+        if self._location is not None:
+            return self._location
         if self.operands and (self.is_cast or self.is_backward):
-            return self.operands[0].spot
+            return self.operands[0].location
         assert self.node is not None
-        return spot_of(self.node)
+        return location_of(self.node)
 
     @property
     def is_given(self) -> bool:
         """Whether the value came from outside: a weight, or an input."""
-        return self.spot.kind in (WEIGHT, INPUT)
+        return self.location.kind in (WEIGHT, INPUT)
 
     @property
-    def key(self) -> tuple[bool, Spot]:
+    def key(self) -> tuple[bool, Location]:
         """A name of the step that is the same in fp32 and in low precision."""
-        return self.is_backward, self.spot
+        return self.is_backward, self.location
 
 
 class Trail:

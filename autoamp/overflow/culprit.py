@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection
 
 from autoamp.dtypes import largest
-from autoamp.ranges.spot import Spot
-from autoamp.ranges.trail import Step, Trail
+from autoamp.overflow.location import Location
+from autoamp.overflow.trail import Step, Trail
 
-Key = tuple[bool, Spot]
+Key = tuple[bool, Location]
 """A step's `key`."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.ranges.trail import Trail
+from autoamp.overflow.trail import Trail
 
 Make = Callable[[fx.GraphModule], Callable[..., Any]]
 """Gives a function that runs a body node by node."""

@@ -15,9 +15,9 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.graph_functions import checkpointed
-from autoamp.ranges.promised import Promised
-from autoamp.ranges.recorder import Recorder
-from autoamp.ranges.trail import Trail
+from autoamp.node_by_node.promised import Promised
+from autoamp.overflow.recorder import Recorder
+from autoamp.overflow.trail import Trail
 
 
 class Watched(Promised):

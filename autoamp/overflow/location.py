@@ -16,7 +16,7 @@ OP, WEIGHT, INPUT, OUTSIDE = "op", "weight", "input", "outside"
 
 
 @dataclass(frozen=True)
-class Spot:
+class Location:
     """A place in a model's code.
 
     Attributes:
@@ -53,20 +53,20 @@ def readers(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def spot_of(node: fx.Node) -> Spot:
+def location_of(node: fx.Node) -> Location:
     """The place of the op that made the value of `node`."""
     node = stands_for(node)
     while node.target is operator.getitem:
         node = stands_for(node.all_input_nodes[0])
     if node.op in ("placeholder", "get_attr"):
-        return given_spot(node, is_weight=node.op == "get_attr")
+        return given_location(node, is_weight=node.op == "get_attr")
     paths = module_paths(node)
     op = node.name
     if isinstance(node.target, compat.OpOverload):
         op = op_name(node.target)
     elif node.op == "call_function":
         op = getattr(node.target, "__name__", str(node.target))
-    return Spot(
+    return Location(
         OP,
         op=op,
         module=paths[-1] if paths else "",
@@ -75,7 +75,7 @@ def spot_of(node: fx.Node) -> Spot:
     )
 
 
-def given_spot(node: fx.Node, *, is_weight: bool) -> Spot:
+def given_location(node: fx.Node, *, is_weight: bool) -> Location:
     """An input of a graph, by its path in the model or the name of the argument.
 
     The copy of a weight goes by the weight's name.
@@ -84,4 +84,4 @@ def given_spot(node: fx.Node, *, is_weight: bool) -> Spot:
     known = [n for n in node.graph.nodes if n.op == node.op and n.name == copied]
     of = known[0] if known else node
     path = of.meta.get("autoamp_path") or of.name
-    return Spot(WEIGHT if is_weight or of is not node else INPUT, name=path)
+    return Location(WEIGHT if is_weight or of is not node else INPUT, name=path)

@@ -10,17 +10,17 @@ from collections.abc import Iterable
 
 import torch
 
+from autoamp.overflow.culprit import harmful, nearest
+from autoamp.overflow.remedy import Remedy, candidates
+from autoamp.overflow.trail import Step, Trail
 from autoamp.pipeline import Rewritten
-from autoamp.ranges.culprit import harmful, nearest
-from autoamp.ranges.rules import Rule, candidates
-from autoamp.ranges.trail import Step, Trail
 
 _MOST = 100_000
 """Steps of a trail after which a new trail begins: a script may call the model without
 ever taking a step."""
 
 REPEATED = 3
-"""So many watched steps in a row have to be skipped by one op for a rule."""
+"""So many watched steps in a row have to be skipped by one op for a remedy."""
 
 
 _LOW_SCALE = 64.0
@@ -28,8 +28,8 @@ _LOW_SCALE = 64.0
 lower scale, small gradients would be lost."""
 
 
-class Suspicion:
-    """The suspicion of one model's ops, from a skipped step to the next step taken.
+class SkipWatch:
+    """The watch on one model's ops, from a skipped step to the next step taken.
 
     Attributes:
         watching: whether runs of the model leave a trail.
@@ -42,7 +42,7 @@ class Suspicion:
         self._last: object = None
         self._times = 0
         self._scale = 1.0
-        self._proposed: set[Rule] = set()
+        self._proposed: set[Remedy] = set()
 
     def trail(self) -> Trail | None:
         """The trail that the next run is to continue; None while steps are taken."""
@@ -71,10 +71,10 @@ class Suspicion:
         self._last, self._scale = key, scale
         self.watching = self._judged = True
 
-    def rule_for(
+    def remedy_for(
         self, culprit: Step | None, records: Iterable[Rewritten]
-    ) -> Rule | None:
-        """A rule against an op that has made steps in a row overflow, given once.
+    ) -> Remedy | None:
+        """A remedy against an op that has made steps in a row overflow, given once.
 
         There is none against an op that computes in fp32 already, nor against an op
         whose gradient a lower loss scale is to cure.
@@ -85,10 +85,10 @@ class Suspicion:
             return None
         if culprit.dtype not in (torch.float16, torch.bfloat16):
             return None
-        for rule in candidates(culprit, [*records])[:1]:
-            if rule not in self._proposed:
-                self._proposed.add(rule)
-                return rule
+        for remedy in candidates(culprit, [*records])[:1]:
+            if remedy not in self._proposed:
+                self._proposed.add(remedy)
+                return remedy
         return None
 
     def end(self, scale: float) -> tuple[float, Step] | None:

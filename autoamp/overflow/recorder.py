@@ -15,14 +15,14 @@ from torch import fx, nn
 from autoamp import compat
 from autoamp.analyse.nodes import written_values
 from autoamp.graph_functions import checkpointed
+from autoamp.node_by_node.promised import Promised
 from autoamp.op_names import base_name
-from autoamp.ranges.bodies import UNROLLED
-from autoamp.ranges.promised import Promised
-from autoamp.ranges.python_calls import outside_spot
-from autoamp.ranges.spot import Spot, given_spot
-from autoamp.ranges.trail import Step, Trail, floats_in, largest_in
+from autoamp.overflow.bodies import UNROLLED
+from autoamp.overflow.location import Location, given_location
+from autoamp.overflow.python_calls import outside_location
+from autoamp.overflow.trail import Step, Trail, floats_in, largest_in
 
-Names = Mapping[int, Spot]
+Names = Mapping[int, Location]
 """The names of weights and inputs, by the `id` of the tensor."""
 
 
@@ -110,16 +110,16 @@ class Recorder(Promised):
         if known is not None:  # a value of another graph, or of the graph around
             self.latest[n] = known
             return
-        made = outside_spot(value) if self.exact else None
+        made = outside_location(value) if self.exact else None
         if made is not None:  # Python code between graphs
-            step = Step(n, largest_in([value]), value.dtype, spot=made)
+            step = Step(n, largest_in([value]), value.dtype, location=made)
             self.latest[n] = self.trail.add(step, [value])
             self.trail.claim(step, [value])
             return
         self.trail.begins(value)
         weight = n.op == "get_attr" or isinstance(value, nn.Parameter)
-        spot = self.names.get(id(value)) or given_spot(n, is_weight=weight)
-        step = Step(n, largest_in([value]), value.dtype, spot=spot)
+        location = self.names.get(id(value)) or given_location(n, is_weight=weight)
+        step = Step(n, largest_in([value]), value.dtype, location=location)
         self.latest[n] = self.trail.add(step)
 
     def _note(

@@ -1,4 +1,4 @@
-"""The rules that might keep a number in its range, the narrowest first."""
+"""The remedies that might keep a number in its range, the narrowest first."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from autoamp import compat
 from autoamp.op_names import base_name, parse_op_name
 from autoamp.options import Options
+from autoamp.overflow.location import OP, Location, location_of, readers
+from autoamp.overflow.trail import Step
 from autoamp.pipeline import Rewritten
-from autoamp.ranges.spot import OP, Spot, readers, spot_of
-from autoamp.ranges.trail import Step
 from autoamp.saying import advice
 
 EVERYTHING = "*"
@@ -18,8 +18,8 @@ EVERYTHING = "*"
 
 
 @dataclass(frozen=True)
-class Rule:
-    """One rule, or several in one line, that options of `convert` state.
+class Remedy:
+    """Options of `convert` that would keep a number in its range.
 
     Attributes:
         deny: ops that stay in fp32.
@@ -33,20 +33,20 @@ class Rule:
         return self.advice(by_variables=False)
 
     def advice(self, *, by_variables: bool) -> str:
-        """How the rule is to be written, as keyword arguments or as variables."""
+        """How the remedy is to be written, as keyword arguments or as variables."""
         parts = [("deny", self.deny), ("keep", self.keep)]
         given = [(name, [*names]) for name, names in parts if names]
         each = [advice(name, names, by_variables=by_variables) for name, names in given]
         return (" and " if by_variables else ", ").join(each)
 
-    def __add__(self, other: Rule) -> Rule:
-        return Rule(
+    def __add__(self, other: Remedy) -> Remedy:
+        return Remedy(
             tuple(dict.fromkeys((*self.deny, *other.deny))),
             tuple(dict.fromkeys((*self.keep, *other.keep))),
         )
 
     def on(self, options: Options) -> Options:
-        """`options` with this rule added; ops leave other lists that name them."""
+        """`options` with this remedy added; ops leave other lists that name them."""
         denied = set(map(parse_op_name, self.deny))
 
         def without(names: Sequence[str]) -> tuple[str, ...]:
@@ -61,30 +61,30 @@ class Rule:
         )
 
 
-def candidates(step: Step, records: Sequence[Rewritten]) -> list[Rule]:
-    """Rules about the ops that compute with the number at `step`, the narrowest first.
+def candidates(step: Step, records: Sequence[Rewritten]) -> list[Remedy]:
+    """Remedies for the ops that compute with the number at `step`, the narrowest first.
 
-    A rule is narrower the fewer low ops it puts back into fp32.
+    A remedy is narrower the fewer low ops it puts back into fp32.
     """
-    found: dict[Rule, int] = {}
-    for spot in _computing(step):
-        if "::" in spot.op:
-            name = parse_op_name(spot.op).partition(".")[0]
-            found[Rule(deny=(name,))] = _of_op(name, records)
-        for path in spot.modules:
-            found[Rule(keep=(path,))] = _of_module(path, records)
-    found = {rule: count for rule, count in found.items() if count}
-    return sorted(found, key=lambda rule: (found[rule], bool(rule.keep)))
+    found: dict[Remedy, int] = {}
+    for location in _computing(step):
+        if "::" in location.op:
+            name = parse_op_name(location.op).partition(".")[0]
+            found[Remedy(deny=(name,))] = _of_op(name, records)
+        for path in location.modules:
+            found[Remedy(keep=(path,))] = _of_module(path, records)
+    found = {remedy: count for remedy, count in found.items() if count}
+    return sorted(found, key=lambda remedy: (found[remedy], bool(remedy.keep)))
 
 
-def _computing(step: Step) -> list[Spot]:
+def _computing(step: Step) -> list[Location]:
     """The ops that compute in low precision with the number at `step`."""
     if step.node is not None and (step.is_cast or step.is_given):
-        read = [spot_of(node) for node in readers(step.node)]
-        if step.spot.kind == OP:
-            read.append(step.spot)
+        read = [location_of(node) for node in readers(step.node)]
+        if step.location.kind == OP:
+            read.append(step.location)
         return read
-    return [step.spot]
+    return [step.location]
 
 
 def _of_op(name: str, records: Sequence[Rewritten]) -> int:

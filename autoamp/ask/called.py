@@ -19,12 +19,12 @@ from autoamp.capture.captured import Prepared
 from autoamp.errors import OptionError
 from autoamp.model.warmup import left_as_it_is
 from autoamp.options import Options
+from autoamp.overflow.location import INPUT, WEIGHT, Location
+from autoamp.overflow.python_calls import Listening
+from autoamp.overflow.recorder import Recorder
+from autoamp.overflow.trail import Step, Trail
 from autoamp.pipeline import Rewritten
 from autoamp.plain import class_name
-from autoamp.ranges.python_calls import Listening
-from autoamp.ranges.recorder import Recorder
-from autoamp.ranges.spot import INPUT, WEIGHT, Spot
-from autoamp.ranges.trail import Step, Trail
 
 LossFn = Callable[[Any], Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -144,7 +144,7 @@ class Bench:
             torch.autograd.grad(wide, leaves, factor, allow_unused=True)
         return trail.maker(loss)
 
-    def _shadow(self, value: Any, names: dict[int, Spot]) -> Any:
+    def _shadow(self, value: Any, names: dict[int, Location]) -> Any:
         """A leaf that stands for the leaf `value`, whose hooks and `.grad` stay out."""
         if not (isinstance(value, Tensor) and value.is_leaf and value.requires_grad):
             return value
@@ -157,15 +157,15 @@ class Bench:
                 names[id(shadow)] = names[id(value)]
         return self._shadows[id(value)]
 
-    def _names(self, args: Any, kwargs: Any) -> dict[int, Spot]:
+    def _names(self, args: Any, kwargs: Any) -> dict[int, Location]:
         """The names of the model's tensors and of the arguments, by `id`."""
         own = [*self.twin.named_parameters(), *self.twin.named_buffers()]
-        found = {id(tensor): Spot(WEIGHT, name=path) for path, tensor in own}
+        found = {id(tensor): Location(WEIGHT, name=path) for path, tensor in own}
         for name, value in _by_name(self.twin, args, kwargs).items():
             for path, leaf in pytree.tree_leaves_with_path(value):
                 if isinstance(leaf, Tensor):
-                    spot = Spot(INPUT, name=name + pytree.keystr(path))
-                    found[id(leaf)] = spot
+                    location = Location(INPUT, name=name + pytree.keystr(path))
+                    found[id(leaf)] = location
         return found
 
 

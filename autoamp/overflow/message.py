@@ -1,4 +1,4 @@
-"""Names the op that an overflow came from.
+"""Names the op that an overflow came from, in a clause.
 
 Where the runs of a step left a trail, the trail tells; else only the gradients do.
 """
@@ -6,7 +6,7 @@ Where the runs of a step left a trail, the trail tells; else only the gradients 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -16,9 +16,8 @@ from autoamp.analyse.nodes import module_paths, source_line
 from autoamp.dtypes import short_name
 from autoamp.graph_functions import low_weight_unscaled, unscale_grad
 from autoamp.op_names import op_name
-from autoamp.ranges.spot import OP, readers, spot_of
-from autoamp.ranges.trail import Step
-from autoamp.scaling.graph_run import GraphRun
+from autoamp.overflow.location import OP, location_of, readers
+from autoamp.overflow.trail import Step
 
 
 def accused(step: Step, scale: float) -> str:
@@ -28,57 +27,52 @@ def accused(step: Step, scale: float) -> str:
         step: the culprit.
         scale: the loss scale that gradients had.
     """
-    dtype = short_name(step.dtype)
+    where, dtype = step.location, short_name(step.dtype)
     if step.entered_bad:
         return (
-            f"a gradient that enters the model at {step.spot} is not finite: the loss, "
+            f"a gradient that enters the model at {where} is not finite: the loss, "
             "or code outside of the model, made it so"
         )
     if step.is_backward:
-        return f"the gradient of {step.spot} overflowed in {dtype} at scale {scale:g}"
+        return f"the gradient of {where} overflowed in {dtype} at scale {scale:g}"
     if step.is_given and not step.is_cast:
-        return f"{step.spot} holds a number that is not finite in {dtype}"
+        return f"{where} holds a number that is not finite in {dtype}"
     if step.is_cast and step.node is not None:
-        into = [spot for spot in map(spot_of, readers(step.node)) if spot.kind == OP]
+        into = [at for at in map(location_of, readers(step.node)) if at.kind == OP]
         read = f", in which {into[0]} reads it" if into else ""
-        return f"{step.spot} overflowed in {dtype}{read}"
+        return f"{where} overflowed in {dtype}{read}"
     kind = "NaN" if math.isnan(step.largest) else "infinite"
-    return f"{step.spot} overflowed in {dtype}: its result is {kind}"
+    return f"{where} overflowed in {dtype}: its result is {kind}"
 
 
 def near(times: float, step: Step, scale: float) -> str:
     """One clause about the number that came nearest to its limit in the next step."""
+    where = step.location
     gradient = "the gradient of " if step.is_backward else ""
     return (
-        f"in the next step, at scale {scale:g}, {gradient}{step.spot} came nearest to "
+        f"in the next step, at scale {scale:g}, {gradient}{where} came nearest to "
         f"the limit of {short_name(step.dtype)}, {times:.3g} times below it"
     )
 
 
-def blame(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:
-    """A sentence that names the last op of the forward whose gradient is not finite.
+def last_bad_gradient(graph: fx.Graph, weights: Collection[fx.Node]) -> str:
+    """A clause that names the last op of the forward whose gradient is not finite.
 
     A backward runs from the end of the forward to its beginning, and a gradient that is
     not finite makes the gradients after it not finite either: so the overflow came from
     the last such op.
+
+    Args:
+        weights: the inputs of `graph` whose gradients are not finite.
+
+    Returns:
+        "" where no op of the model reads one of them.
     """
-    bad = {id(p) for p in params if p.grad is not None and _not_finite(p.grad)}
-    for run in reversed(runs):
-        if not any(bool(flag) for flag in run.found_inf):
-            continue
-        captured = run.origin.graph()
-        if captured is None:  # the graph was garbage-collected
-            continue
-        graph = captured.gm.graph
-        inputs = [n for n in graph.nodes if n.op == "placeholder"]
-        by_id = dict(zip(run.leaves.ids, run.origin.positions, strict=True))
-        weights = {inputs[at] for leaf, at in by_id.items() if leaf in bad}
-        for node in reversed(graph.nodes):
-            hit = next((w for w in _read_weights(node) if w in weights), None)
-            if hit is not None:
-                return f"the gradient of {_named(hit, node)} is not finite"
-        return f"a gradient that leaves {run.scaling.label} is not finite"
-    return "the gradients are not finite"
+    for node in reversed(graph.nodes):
+        hit = next((w for w in _read_weights(node) if w in weights), None)
+        if hit is not None:
+            return f"the gradient of {_named(hit, node)} is not finite"
+    return ""
 
 
 def blame_gradients(params: Sequence[torch.Tensor], names: Mapping[int, str]) -> str:
@@ -87,7 +81,7 @@ def blame_gradients(params: Sequence[torch.Tensor], names: Mapping[int, str]) ->
     Args:
         names: names of parameters, by the `id` of each.
     """
-    bad = [p for p in params if p.grad is not None and _not_finite(p.grad)]
+    bad = with_bad_gradients(params)
     if not bad:
         return "a gradient of another rank is not finite"
     first = names.get(id(bad[0]), f"a tensor of shape {tuple(bad[0].shape)}")
@@ -101,8 +95,10 @@ def names_of(models: Iterable[torch.nn.Module]) -> dict[int, str]:
     return {id(parameter): name for name, parameter in reversed(named)}
 
 
-def _not_finite(grad: torch.Tensor) -> bool:
-    return bool(compat.any_not_finite([grad]))
+def with_bad_gradients(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of `params` whose gradient is not finite."""
+    given = [(p, p.grad) for p in params if p.grad is not None]
+    return [p for p, g in given if bool(compat.any_not_finite([g]))]
 
 
 def _read_weights(node: fx.Node) -> list[fx.Node]:

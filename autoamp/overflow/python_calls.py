@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.ranges.spot import OUTSIDE, Spot
-from autoamp.ranges.trail import Step, Trail, floats_in, largest_in
+from autoamp.overflow.location import OUTSIDE, Location
+from autoamp.overflow.trail import Step, Trail, floats_in, largest_in
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent.parent)
@@ -41,9 +41,9 @@ class Listening(TorchFunctionMode):
         # `tensor.backward()` and the like give no tensor.
         tensors = [t for t in pytree.tree_leaves(result) if floats_in(t)]
         if tensors and not any(t is value for t in tensors for value in given):
-            spot = Spot(OUTSIDE, op=_name(func), source=_line())
+            location = Location(OUTSIDE, op=_name(func), source=_line())
             step = Step(
-                None, largest_in(tensors), tensors[0].dtype, operands, spot=spot
+                None, largest_in(tensors), tensors[0].dtype, operands, location=location
             )
             self.trail.add(step, tensors)
             self.trail.claim(step, tensors)
@@ -54,12 +54,12 @@ class Listening(TorchFunctionMode):
         if known is not None:
             return known
         self.trail.begins(value)
-        spot = Spot(OUTSIDE, name="a tensor of the loss function")
-        step = Step(None, largest_in([value]), value.dtype, spot=spot)
+        location = Location(OUTSIDE, name="a tensor of the loss function")
+        step = Step(None, largest_in([value]), value.dtype, location=location)
         return self.trail.add(step, [value])
 
 
-def outside_spot(value: torch.Tensor) -> Spot | None:
+def outside_location(value: torch.Tensor) -> Location | None:
     """The Python line that made `value`, where autograd has recorded one."""
     calls = compat.written_in(value.grad_fn) if value.grad_fn is not None else []
     for call in reversed(calls):
@@ -69,7 +69,7 @@ def outside_spot(value: torch.Tensor) -> Spot | None:
             line = rest.partition(",")[0]
             op = re.sub(r"Backward\d*$", "", value.grad_fn.name())  # type: ignore[union-attr]
             code = code.strip().partition("\n")[0]
-            return Spot(OUTSIDE, op=op, source=f"{file}:{line}: {code}")
+            return Location(OUTSIDE, op=op, source=f"{file}:{line}: {code}")
     return None
 
 

@@ -1,0 +1,244 @@
+"""`find_overflow`: the first node that left its dtype's range, and the rule for it.
+
+A stand-in of the model is captured once.  Its rewritten graphs run node by node, with
+the real rounding; where a number leaves its range, the graphs run in fp32 as well, to
+see if that number is the model's own fault, and then under rules, until one cures it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autoamp.ask.called import Bench, Call, LossFn, Trial, copied, untouched
+from autoamp.ask.examine import checked_model, examined, twin_of
+from autoamp.ask.overflow import Overflow, overflow_at
+from autoamp.ask.progress import told
+from autoamp.dtypes import parse_low_dtype
+from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
+from autoamp.loss_scale.base import INIT_SCALE
+from autoamp.model.conversion import conversion_of
+from autoamp.model.eligible import choose_precision, not_converted, parameters_of
+from autoamp.options import Options
+from autoamp.overflow.culprit import first_out_of_range, harmful, nearest
+from autoamp.overflow.location import location_of, readers
+from autoamp.overflow.remedy import EVERYTHING, Remedy, candidates
+from autoamp.overflow.trail import Step
+from autoamp.plain import class_name
+
+ROUNDS = 4
+"""The most rules that one cure is made of."""
+
+
+def find_overflow_model(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    given: Mapping[str, Any] | None,
+    loss_fn: LossFn | None = None,
+) -> Overflow:
+    """The first number that leaves its range; see `autoamp.find_overflow`.
+
+    Args:
+        given: options of `convert`, over those of the model's own conversion.
+
+    Raises:
+        UnsupportedModelError: the model cannot be captured, or its inputs are not where
+            the model is.
+        OptionError: an option is unusable, or the loss is no scalar.
+    """
+    model = checked_model(model)
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionError(f"loss_fn={loss_fn!r} is no function of the model's output")
+    if given is not None and not isinstance(given, Mapping):
+        raise OptionError(f"options={given!r} is no dict of options of convert()")
+    call: Call = (args, dict(kwargs))
+    _check_devices(model, call)
+    options, low = _options(model, given)
+    trains = model.training or loss_fn is not None
+    scale = _loss_scale(model, options, low)
+    label = class_name(model)
+    with examined(model, options, low) as (twin, engine):
+        try:
+            bench = Bench(twin, engine, call, loss_fn, trains=trains, scale=scale)
+            trial = bench.trial()
+        except AutoampError:
+            raise
+        except Exception:
+            _run_plainly(model, call, trains=trains)  # raises the model's own error
+            raise
+        return _Search(bench, options, label, low).answer(trial)
+
+
+class _Search:
+    """Looks for the step to blame, and for a rule."""
+
+    def __init__(
+        self, bench: Bench, options: Options, label: str, low: torch.dtype
+    ) -> None:
+        self.bench, self.options, self.label, self.low = bench, options, label, low
+        self.own: set[Any] = set()
+        self.own_fault: Step | None = None
+
+    def answer(self, trial: Trial) -> Overflow:
+        """What to say of a trial under the options of the question."""
+        step = first_out_of_range(trial.trail, trial.loss)
+        if step is None:
+            return self._nothing(trial)
+        fp32 = self.bench.trial(Remedy(keep=(EVERYTHING,)).on(self.options))
+        self.own = {s.key for s in fp32.trail.steps if not s.is_finite}
+        self.own_fault = harmful(fp32.trail, fp32.loss)
+        step = self._blamed(trial)
+        if step is None and self.own_fault is not None:
+            return replace(self._at(self.own_fault), in_fp32=True)
+        if step is None:  # infinities that fp32 has as well, and that do no harm
+            return self._nothing(trial)
+        step.wide = self._size(step)
+        found = self._at(step)
+        if harmful(trial.trail, trial.loss) is None:
+            found = replace(found, harmless=True)
+        return replace(found, rule=self._cure(step))
+
+    def _blamed(self, trial: Trial) -> Step | None:
+        """The step to blame, unless fp32 fails at that step as well."""
+        if self.own_fault is not None:
+            step = harmful(trial.trail, trial.loss)
+            return None if step is None or step.key in self.own else step
+        return first_out_of_range(trial.trail, trial.loss, self.own)
+
+    def _at(self, step: Step) -> Overflow:
+        found = overflow_at(
+            step, self.label, self.low, found=True, scale=self.bench.scale
+        )
+        reader = ""
+        if step.node is not None and step.is_cast and not step.is_backward:
+            reader = ", ".join(
+                dict.fromkeys(str(location_of(each)) for each in readers(step.node))
+            )
+        return replace(found, reader=reader)
+
+    def _nothing(self, trial: Trial) -> Overflow:
+        close = nearest(trial.trail)
+        if close is None:
+            return Overflow(self.label, self.low, found=False)
+        _, step = close
+        return overflow_at(
+            step, self.label, self.low, found=False, scale=self.bench.scale
+        )
+
+    def _size(self, step: Step) -> float | None:
+        """The true magnitude of a gradient, seen at a loss scale where it is finite."""
+        if not step.is_backward:
+            return step.wide
+        for power in (10, 20, 30, 40):
+            scale = self.bench.scale * 2.0**-power
+            trail = self.bench.trial(scale=scale).trail
+            there = [
+                s for s in trail.steps if s.key == step.key and s.node is step.node
+            ]
+            sizes = [s.largest for s in there]
+            if sizes and all(map(math.isfinite, sizes)):
+                return max(sizes) * 2.0**power
+        return None
+
+    def _cure(self, step: Step) -> Remedy | None:
+        """A narrow remedy under which a trial blames nothing, if there is one."""
+        remedy = Remedy()
+        for _ in range(ROUNDS):
+            records = [*self.bench.placed(remedy.on(self.options)).values()]
+            further: tuple[Remedy, Step] | None = None
+            tries = [remedy + each for each in candidates(step, records)]
+            for wider in told(tries, "trying rules"):
+                left = self._left(wider)
+                if left is None:
+                    return wider
+                moved = (left.key, left.is_cast) != (step.key, step.is_cast)
+                if further is None and moved:
+                    further = wider, left
+            if further is None:
+                break
+            remedy, step = further
+        everything = Remedy(keep=(EVERYTHING,))
+        return everything if self._left(everything) is None else None
+
+    def _left(self, remedy: Remedy) -> Step | None:
+        return self._blamed(self.bench.trial(remedy.on(self.options)))
+
+
+def _options(
+    model: nn.Module, given: Mapping[str, Any] | None
+) -> tuple[Options, torch.dtype]:
+    """The options to examine with, and the compute dtype.
+
+    A model that is not converted is examined in fp16, as though on a device where fp16
+    pays.
+
+    Raises:
+        UnsupportedModelError: the model has nothing to convert.
+    """
+    state = conversion_of(model)
+    engine = state.engine if state is not None else None
+    own = engine.options if engine is not None else None
+    options = (own or Options(precision="fp16")).replace(**(given or {}))
+    low, why_not = choose_precision(model, options)
+    if low is None:
+        options = options.replace(do_no_harm=False)
+        low, why_not = choose_precision(model, options)
+    if low is None:
+        raise UnsupportedModelError(
+            f"{class_name(model)} {not_converted(model, why_not)}"
+        )
+    return options, low
+
+
+def _loss_scale(model: nn.Module, options: Options, low: torch.dtype) -> float:
+    """The loss scale that training is at, or would begin at."""
+    state = conversion_of(model)
+    engine = state.engine if state is not None else None
+    if engine is not None and engine.record.low == low:
+        scaling = engine.record.scaling
+        return float(scaling.loss_scale.scale) if scaling.enabled else 1.0
+    if isinstance(options.loss_scale, (int, float)):
+        return float(options.loss_scale)
+    if options.loss_scale == "auto":
+        return INIT_SCALE if low == parse_low_dtype("fp16") else 1.0
+    if options.loss_scale == "off":
+        return 1.0
+    return float(getattr(options.loss_scale, "scale", INIT_SCALE))
+
+
+def _check_devices(model: nn.Module, call: Call) -> None:
+    """Raises where the model, or an argument, has no data on the model's devices.
+
+    Raises:
+        UnsupportedModelError: see above.
+    """
+    homes = {p.device for p in (*parameters_of(model), *model.buffers())}
+    if any(home.type == "meta" for home in homes):
+        raise UnsupportedModelError(
+            f"{class_name(model)} is on the meta device, where no number can leave its "
+            "range: load its weights first (model.to_empty(...), load_state_dict)"
+        )
+    for path, value in pytree.tree_leaves_with_path(call):
+        if not isinstance(value, Tensor) or not homes or not value.dim():
+            continue
+        if value.device not in homes:
+            places = ", ".join(sorted(map(str, homes)))
+            raise UnsupportedModelError(
+                f"argument {pytree.keystr(path[1:])} is on {value.device}, and "
+                f"{class_name(model)} is on {places}; move one of them"
+            )
+
+
+def _run_plainly(model: nn.Module, call: Call, *, trains: bool) -> None:
+    """Calls the model's own code, in fp32; an error of the model's own is raised."""
+    twin = twin_of(model)
+    with untouched(twin, trains=trains):
+        args, kwargs = copied(call)
+        twin(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""Where a number left its dtype's range: trail, culprit, remedy, message."""
