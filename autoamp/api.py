@@ -24,7 +24,7 @@ from autoamp.optimizer.meeting import guard_masters
 from autoamp.optimizer.optimizers import params_of
 from autoamp.optimizer.step import OptimizerBoundary
 from autoamp.options import Options
-from autoamp.pipeline import rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
 from autoamp.plain import class_name
 from autoamp.rules import Rules
 

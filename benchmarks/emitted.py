@@ -25,7 +25,8 @@ from torch import fx
 
 import autoamp
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, Setting, rewrite_normalised
+from autoamp.pipeline.run import Setting, rewrite_normalised
+from autoamp.rewrite.rewritten import Rewritten
 from tests.conformance.graphs import Recipe
 from tests.conformance.moves import MOVES
 from tests.models import BY_NAME as MODELS

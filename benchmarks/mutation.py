@@ -218,7 +218,7 @@ def _warm_up() -> None:
     No backward: autograd's threads do not live through a fork.
     """
     from autoamp.options import Options
-    from autoamp.pipeline import rewrite_graph
+    from autoamp.pipeline.run import rewrite_graph
 
     model = torch.fx.symbolic_trace(torch.nn.Linear(8, 8).requires_grad_(False))
     options = Options(precision="bf16", do_no_harm=False)

@@ -49,7 +49,7 @@ class PassTime:
 def time_pass(name: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> PassTime:
     """Sends a graph through the pass once."""
     from autoamp.options import Options
-    from autoamp.pipeline import rewrite_graph
+    from autoamp.pipeline.run import rewrite_graph
 
     options = Options(precision="bf16", do_no_harm=False)
     start = time.perf_counter()

@@ -10,7 +10,8 @@ from torch import nn
 
 from autoamp.dtypes import parse_low_dtype
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
+from autoamp.rewrite.rewritten import Rewritten
 from tests.strategies import capture
 
 WIDTH = 8

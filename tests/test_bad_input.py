@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.capture import prepare
+from autoamp.pipeline import prepare
 from tests.small_models import WIDTH, Of, mlp
 
 BF16 = {"precision": "bf16", "do_no_harm": False}

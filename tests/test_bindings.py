@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import autoamp
-from autoamp.capture.bindings import BINDINGS, with_bindings
+from autoamp.rewrite.bindings import BINDINGS, with_bindings
 from tests.small_models import Of, mlp
 
 A = torch.ops.aten

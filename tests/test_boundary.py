@@ -24,7 +24,7 @@ from autoamp.graph_functions import (
     scaled_result,
     unscale_grad,
 )
-from autoamp.scaling import edge
+from autoamp.rewrite.edge import scale_edge as edge
 from autoamp.scaling.backwards import BACKWARDS
 from tests import test_laws
 from tests.boundary_scripts import (

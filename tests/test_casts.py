@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from autoamp.graph_functions import low_uses, low_weight
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
+from autoamp.rewrite.rewritten import Rewritten
 from tests import small_models
 from tests.small_models import Of
 from tests.strategies import Program, capture, choices, inputs, programs

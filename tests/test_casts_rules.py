@@ -14,8 +14,9 @@ from torch.nn import functional
 import autoamp
 from autoamp.graph_functions import low_uses, low_weight, saturating_cast
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
 from autoamp.rewrite.emitted import CAST_KIND, Cast, dtype_of
+from autoamp.rewrite.rewritten import Rewritten
 from tests import small_models
 from tests.strategies import capture
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp import pipeline
+from autoamp.pipeline import run as pipeline
 from tests.metrics import relative_error
 
 WIDTH = 8

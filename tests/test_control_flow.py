@@ -15,8 +15,8 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
 import autoamp
-from autoamp import pipeline
 from autoamp.errors import AutoampError, CaptureError
+from autoamp.pipeline import run as pipeline
 from autoamp.trace import lowering
 from tests.metrics import relative_error
 

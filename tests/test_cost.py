@@ -17,7 +17,7 @@ from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import Facts, collect_facts
 from autoamp.analyse.verdict import Mode
 from autoamp.options import Options
-from autoamp.pipeline import rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
 from autoamp.place.cost import Prices, price_graph
 from autoamp.place.devices import Device, device_of
 from autoamp.place.flops import flops_of

@@ -22,7 +22,8 @@ from autoamp.errors import CaptureError
 from autoamp.graph_functions import WITH_FP32_STATE
 from autoamp.model.eligible import choose_device_precision
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category, Rules
 from tests.fake_cuda import (
     SKIPPED,

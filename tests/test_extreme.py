@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoamp.dtypes import parse_low_dtype
-from autoamp.pipeline import Rewritten
+from autoamp.rewrite.rewritten import Rewritten
 from tests import small_models
 from tests.small_models import Of
 

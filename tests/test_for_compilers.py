@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import autoamp
-from autoamp.capture.for_compilers import for_compilers
+from autoamp.rewrite.for_compilers import for_compilers
 from autoamp.weights.sentinels import copies_of
 from benchmarks.compiled import inductors_count
 from tests.small_models import Of

@@ -17,12 +17,12 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import autoamp
+from autoamp.check.verify import Verifier
 from autoamp.compat import OpOverload
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import LEAF_FUNCTIONS
 from autoamp.op_names import base_name
 from autoamp.rewrite import casts
-from autoamp.rewrite.verify import Verifier
 from autoamp.rules import Category, Rule, Rules
 from autoamp.trace.normalise import normalise
 from tests.quick import explored

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoamp.dtypes import parse_low_dtype
-from autoamp.pipeline import Rewritten
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category, Rules
 from tests import small_models
 from tests.small_models import Of

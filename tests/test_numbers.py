@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.pipeline import Rewritten
+from autoamp.rewrite.rewritten import Rewritten
 from tests import small_models
 from tests.truth import MARGIN, errors, relative
 

@@ -15,10 +15,11 @@ import autoamp
 from autoamp.analyse.facts import FP32
 from autoamp.inspect.costs import costs_of
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
 from autoamp.place import assign as assign_module
 from autoamp.place.policies import POLICIES, project
 from autoamp.place.two_sides import Problem, energy
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Rules
 from tests.small_models import Of
 from tests.strategies import Program, capture, choices, inputs, problems, programs

@@ -29,11 +29,11 @@ from autoamp.inspect.report import Report
 from autoamp.inspect.rows import OpRow
 from autoamp.inspect.terminal import fp32
 from autoamp.inspect.terminal.parts import FULL_WIDTH
-from autoamp.pipeline import Rewritten
 from autoamp.place.cost import price_graph
 from autoamp.place.policies import POLICIES, project
 from autoamp.place.problem import build_problem, promised_casts
 from autoamp.place.two_sides import Problem, energy
+from autoamp.rewrite.rewritten import Rewritten
 
 
 class Net(nn.Module):

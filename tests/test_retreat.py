@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autoamp
-from autoamp import pipeline
 from autoamp.analyse import classify as classify_module
-from autoamp.capture import prepare
 from autoamp.errors import AutoampError, PassError, VerificationError
+from autoamp.pipeline import prepare
+from autoamp.pipeline import run as pipeline
+from autoamp.pipeline.retreat import REPORT, retreating
 from autoamp.place import cost
-from autoamp.retreat import REPORT, retreating
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import Emitted
 from autoamp.trace import normalise as normalise_module

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp import pipeline
+from autoamp.check.standin import where
 from autoamp.errors import VerificationError
-from autoamp.rewrite.standin import where
+from autoamp.pipeline import run as pipeline
 from autoamp.saying import signs_of_life
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False, "strict": False}

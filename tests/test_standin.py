@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 from autoamp import compat
+from autoamp.check.standin import Memo, StandIns, dtypes_of, where
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import checkpointed
-from autoamp.rewrite.standin import Memo, StandIns, dtypes_of, where
 
 ATEN = torch.ops.aten
 META = torch.device("meta")

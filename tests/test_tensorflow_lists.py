@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from autoamp.dtypes import parse_low_dtype
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
 from autoamp.place.policies import tensorflow
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category, Rules
 from tests import small_models
 from tests.small_models import Of

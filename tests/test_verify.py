@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autoamp import pipeline
+from autoamp.check.verify import Verifier
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import low_weight
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline import run as pipeline
+from autoamp.pipeline.run import rewrite_graph
 from autoamp.rewrite.cleanup import clean_up
-from autoamp.rewrite.verify import Verifier
+from autoamp.rewrite.rewritten import Rewritten
 from tests.quick import explored
 from tests.strategies import Program, capture, choices, inputs, programs
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoamp import compat
+from autoamp.check.verify import Verifier
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import low_weight, saturating_cast
-from autoamp.rewrite.verify import Verifier
 
 ATEN = torch.ops.aten
 LOW, HIGH = torch.bfloat16, torch.float32

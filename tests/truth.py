@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoamp.options import Options
-from autoamp.pipeline import rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
 from tests.strategies import capture
 
 MARGIN = 1.1

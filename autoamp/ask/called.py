@@ -15,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 from autoamp.ask.examine import Examiner
 from autoamp.ask.placed_anew import placed_anew
-from autoamp.capture.captured import Prepared
 from autoamp.errors import OptionError
 from autoamp.model.warmup import left_as_it_is
 from autoamp.options import Options
@@ -23,8 +22,9 @@ from autoamp.overflow.location import INPUT, WEIGHT, Location
 from autoamp.overflow.python_calls import Listening
 from autoamp.overflow.recorder import Recorder
 from autoamp.overflow.trail import Step, Trail
-from autoamp.pipeline import Rewritten
+from autoamp.pipeline.prepared import Prepared
 from autoamp.plain import class_name
+from autoamp.rewrite.rewritten import Rewritten
 
 LossFn = Callable[[Any], Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -43,8 +43,8 @@ from autoamp.model.eligible import choose_precision, not_converted, parameters_o
 from autoamp.model.reporting import report_of
 from autoamp.model.warmup import capture_now, left_as_it_is
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten
 from autoamp.plain import class_name
+from autoamp.rewrite.rewritten import Rewritten
 
 LossFn = Callable[[Any], Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]

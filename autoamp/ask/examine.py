@@ -17,10 +17,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.capture.captured import CapturedGraph, Prepared
+from autoamp.capture.captured import CapturedGraph
 from autoamp.capture.engine import Engine
 from autoamp.capture.kept import for_model
-from autoamp.capture.prepare import as_it_is
 from autoamp.capture.record import Record
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.loss_scale import resolve_loss_scale
@@ -31,6 +30,8 @@ from autoamp.model.forward import forward_of
 from autoamp.model.installed import install
 from autoamp.optimizer.meeting import new_scaling, stop_meeting
 from autoamp.options import OPTION_NAMES, Options
+from autoamp.pipeline.prepare import as_it_is
+from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import Device
 from autoamp.plain import class_name
 

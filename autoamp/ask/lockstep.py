@@ -15,11 +15,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autoamp.capture.captured import Prepared
 from autoamp.graph_functions import checkpointed
 from autoamp.node_by_node.promised import Promised
-from autoamp.pipeline import Rewritten
+from autoamp.pipeline.prepared import Prepared
 from autoamp.rewrite.emitted import stands_for
+from autoamp.rewrite.rewritten import Rewritten
 
 
 class Key(NamedTuple):

@@ -8,7 +8,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, Setting, rewrite_normalised
+from autoamp.pipeline.run import Setting, rewrite_normalised
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.normalise import Normalised
 
 

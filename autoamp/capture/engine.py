@@ -18,9 +18,8 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.pins import kept_by
 from autoamp.capture.autocast import autocast_region, graph_under_autocast
-from autoamp.capture.captured import CapturedGraph, Prepared
+from autoamp.capture.captured import CapturedGraph
 from autoamp.capture.locked import check_graph
-from autoamp.capture.prepare import as_it_is, prepare
 from autoamp.capture.record import Record
 from autoamp.capture.running import (
     Local,
@@ -34,7 +33,9 @@ from autoamp.capture.running import (
 from autoamp.errors import AutoampError, CaptureError
 from autoamp.options import Options
 from autoamp.overflow.watched import can_watch
-from autoamp.pipeline import Setting
+from autoamp.pipeline.prepare import as_it_is, prepare
+from autoamp.pipeline.prepared import Prepared
+from autoamp.pipeline.run import Setting
 from autoamp.place.cost import PriceModel
 from autoamp.place.devices import Device
 from autoamp.plain import plain
@@ -117,7 +118,9 @@ class Engine:
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
                 on = Setting(device=self.device, price=self.price)
-                found = prepare(gm, example_inputs, options, low, scaling, setting=on)
+                found = prepare(
+                    gm, example_inputs, options, low, scaled=scaling.enabled, setting=on
+                )
                 found = replace(found, own_autocast=own_autocast)
                 if options.backend == "eager" and _runs_low(found):
                     hold_first_run(found, options, self.record.note)

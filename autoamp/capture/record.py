@@ -11,8 +11,8 @@ from autoamp import compat
 from autoamp.capture.captured import CapturedGraph
 from autoamp.dtypes import short_name
 from autoamp.inspect.text import NO_FLOAT_OP, all_high
-from autoamp.pipeline import Rewritten
 from autoamp.plain import plain_line
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.saying import say_left_to_autocast, say_once
 from autoamp.scaling.domain import ModelScaling
 

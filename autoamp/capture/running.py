@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autoamp.capture.bindings import with_bindings
-from autoamp.capture.captured import CapturedGraph, Prepared
+from autoamp.capture.captured import CapturedGraph
 from autoamp.errors import AutoampError
 from autoamp.node_by_node.promised import Broken, first_held
 from autoamp.options import Options
 from autoamp.overflow.watched import watched_run
+from autoamp.pipeline.prepared import Prepared
+from autoamp.rewrite.bindings import with_bindings
 from autoamp.scaling.backwards import watch
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun

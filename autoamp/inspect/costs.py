@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoamp.pipeline import Rewritten
 from autoamp.place.assign import legal_energy
 from autoamp.place.cost import UNIT_NS
 from autoamp.place.policies import POLICIES, project
+from autoamp.rewrite.rewritten import Rewritten
 
 OURS, ALL_FP32 = "ours", "all fp32"
 

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from autoamp import compat
-from autoamp.pipeline import Rewritten
 from autoamp.place.flops import flops_of
+from autoamp.rewrite.rewritten import Rewritten
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from autoamp.inspect.costs import allow_in_fp32
-from autoamp.pipeline import Rewritten
 from autoamp.place.again import Again
 from autoamp.place.problem import contradiction_of, held, promised_casts
+from autoamp.rewrite.rewritten import Rewritten
 
 
 @dataclass(frozen=True)

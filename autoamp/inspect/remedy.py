@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from autoamp.analyse.pins import kept_by
 from autoamp.analyse.verdict import GAVE_UP
 from autoamp.inspect.costs import allow_in_fp32
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category
 
 _Change: TypeAlias = tuple[dict[str, Any], list[str]]
@@ -36,14 +36,13 @@ class Remedy:
 
 def remedy_for(rewritten: Rewritten, name: str) -> Remedy | None:
     """The fewest options under which fp32 node `name` is low; None where none are."""
-    attempt, verdicts = rewritten.attempt, rewritten.classified.verdicts
-    if attempt is None:
+    verdicts, given = rewritten.classified.verdicts, rewritten.options
+    if rewritten.again is None or given is None:
         return None
     given_up = {n: v.reason for n, v in verdicts.items() if v.origin == GAVE_UP}
-    for changes, words in candidates(rewritten, attempt.options, name):
+    for changes, words in candidates(rewritten, given, name):
         try:
-            options = attempt.options.replace(**changes)
-            found = replace(attempt, options=options, seconds={})(given_up)
+            found = rewritten.again(given.replace(**changes), given_up)
         except Exception:  # noqa: BLE001, S112  # options that fail are no remedy
             continue
         low = found.assignment.low

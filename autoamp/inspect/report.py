@@ -44,8 +44,8 @@ from autoamp.inspect.sections.weights import Range, WeightRow, weight_rows
 from autoamp.inspect.terminal import full, screen
 from autoamp.inspect.terminal.parts import WIDTH, as_text, recording
 from autoamp.inspect.writing import written
-from autoamp.pipeline import Rewritten
 from autoamp.place.policies import POLICIES
+from autoamp.rewrite.rewritten import Rewritten
 
 
 @dataclass(frozen=True, repr=False, eq=False)

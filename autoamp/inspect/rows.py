@@ -15,9 +15,9 @@ from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.nodes import KERNEL
 from autoamp.analyse.verdict import CEILING
 from autoamp.dtypes import HIGH_DTYPE, short_name
-from autoamp.pipeline import Rewritten
 from autoamp.place.assign import COSTS_CASTS, GAINS_NOTHING, Decision
 from autoamp.rewrite.emitted import CAST_KIND
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.control_flow import LOWERED_BODY
 
 

@@ -194,8 +194,8 @@ def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
     remedy = remedy_for(rewritten, row.name)
     if remedy is None:
         yield f"  in {section.low}    cannot: {why}"
-        if rewritten.attempt is not None:
-            tried = candidates(rewritten, rewritten.attempt.options, row.name)
+        if rewritten.options is not None:
+            tried = candidates(rewritten, rewritten.options, row.name)
             yield from _listed(
                 "             tried in vain: ", [" and ".join(w) for _, w in tried]
             )

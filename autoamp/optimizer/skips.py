@@ -19,7 +19,7 @@ from autoamp.overflow.message import (
 )
 from autoamp.overflow.remedy import Remedy
 from autoamp.overflow.skip_watch import REPEATED
-from autoamp.pipeline import Rewritten
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.scaling.domain import ModelScaling
 from autoamp.scaling.graph_run import GraphRun
 from autoamp.scaling.overflow import Evidence

@@ -10,7 +10,7 @@ from autoamp.op_names import base_name, parse_op_name
 from autoamp.options import Options
 from autoamp.overflow.location import OP, Location, location_of, readers
 from autoamp.overflow.trail import Step
-from autoamp.pipeline import Rewritten
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.saying import advice
 
 EVERYTHING = "*"

@@ -13,7 +13,7 @@ import torch
 from autoamp.overflow.culprit import harmful, nearest
 from autoamp.overflow.remedy import Remedy, candidates
 from autoamp.overflow.trail import Step, Trail
-from autoamp.pipeline import Rewritten
+from autoamp.rewrite.rewritten import Rewritten
 
 _MOST = 100_000
 """Steps of a trail after which a new trail begins: a script may call the model without

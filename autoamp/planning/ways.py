@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.ask.called import Call, default_loss
 from autoamp.ask.examine import examined
-from autoamp.capture.captured import Prepared
 from autoamp.counted.ops import storage_key
 from autoamp.inspect.report import Report
 from autoamp.model.eligible import parameters_of
 from autoamp.model.reporting import report_of
 from autoamp.model.warmup import capture_now, left_as_it_is
 from autoamp.options import Options
+from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import Device
 from autoamp.planning.cuda_autocast import CudaAutocast
 from autoamp.planning.fakes import without_memory

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.pipeline import Rewritten
+from autoamp.rewrite.rewritten import Rewritten
 
 
 class RunsGraph(Protocol):

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from autoamp.op_names import base_name
 from autoamp.ops import is_random
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category, Rule, Rules
 from tests.conformance.opinfo import Outcome, dense, plain, run
 from tests.conformance.rounding import error_over_bound, exact_and_drawn

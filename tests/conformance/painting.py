@@ -25,7 +25,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
+from autoamp.rewrite.rewritten import Rewritten
 from tests.strategies import capture
 
 SIDE = 4

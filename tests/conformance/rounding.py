@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autoamp.analyse.nodes import written_values
-from autoamp.pipeline import Rewritten
+from autoamp.rewrite.rewritten import Rewritten
 from tests.conformance.opinfo import Outcome, dense, run
 
 DRAWS = 5

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat, pipeline
-from autoamp.capture import engine, prepare
-from autoamp.rewrite.verify import Verifier
+from autoamp.capture import engine
+from autoamp.check.verify import Verifier
+from autoamp.pipeline import prepare
 from tests.conformance.table import Figures
 from tests.small_models import Of
 from tests.steps import BF16, FP16, assert_same, weights_of

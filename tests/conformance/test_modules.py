@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 import autoamp
 from autoamp.errors import CaptureError
 from autoamp.options import Options
-from autoamp.pipeline import rewrite_graph
+from autoamp.pipeline.run import rewrite_graph
 from tests.conformance import error_bound
 from tests.conformance.module_samples import MODULES, Sample, refused, samples
 from tests.conformance.table import Figures

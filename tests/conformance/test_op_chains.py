@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.pipeline import Rewritten
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Rules
 from tests.conformance import oplaws
 from tests.conformance.opinfo import OPS, Case, cases, copied, seeded, title, traced

@@ -26,14 +26,15 @@ from torch.utils import _pytree as pytree
 
 import autoamp
 from autoamp import compat, pipeline
+from autoamp.check.verify import Verifier
 from autoamp.inspect.costs import costs_of
 from autoamp.op_names import base_name
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, Setting, rewrite_normalised
+from autoamp.pipeline.run import Setting, rewrite_normalised
 from autoamp.place.devices import Device
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import CAST_KIND
-from autoamp.rewrite.verify import Verifier
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category, Rule, Rules
 from autoamp.trace.normalise import normalise
 from tests.conformance.exploring import explore

@@ -70,7 +70,7 @@ def remedies_of(
     other ops of the same kind along with that op is their remedy too.
     """
     rewritten = section.rewritten
-    if rewritten.attempt is None:
+    if rewritten.options is None:
         return {}
     found: dict[str, dict[str, Any]] = {}
     high = [row for row in rows if not row.is_low]
@@ -79,7 +79,7 @@ def remedies_of(
     for row in sorted(high, key=lambda row: firsts[_kind(row)] is not row):
         if row.name in found:
             continue
-        tries = [*candidates(rewritten, rewritten.attempt.options, row.name)]
+        tries = [*candidates(rewritten, rewritten.options, row.name)]
         if len(tries) > most:
             continue
         most -= len(tries)

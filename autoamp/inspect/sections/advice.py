@@ -164,11 +164,11 @@ def _own_options(asked: Asked) -> Iterator[str]:
 
 def is_users_choice(section: Section, row: OpRow) -> bool:
     """Whether `keep=` or another list of the user's holds an op in fp32."""
-    attempt = section.rewritten.attempt
-    if attempt is None:
+    options = section.rewritten.options
+    if options is None:
         return False
     modules = section.rewritten.facts.nodes[row.name].modules
-    kept = kept_by(attempt.options.keep, modules) is not None
+    kept = kept_by(options.keep, modules) is not None
     return kept or row.origin.endswith("=")
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from autoamp.inspect.costs import costs_of
 from autoamp.inspect.rows import Section, cast_rows
-from autoamp.pipeline import Rewritten
 from autoamp.place.cost import UNIT_NS
 from autoamp.place.devices import NEUTRAL
 from autoamp.place.flops import flops_of
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category
 
 PRODUCTS, OTHERS, CASTS = (

@@ -11,8 +11,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.graph_functions import checkpointed, low_weight, low_weight_unscaled
-from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND, WEIGHT_PATH
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.control_flow import CONTROL_FLOW
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,77 +15,20 @@ from torch import fx
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import Facts, collect_facts
+from autoamp.check.verify import Verifier
 from autoamp.errors import CaptureError, VerificationError
 from autoamp.options import Options
+from autoamp.pipeline.retreat import kept_for, retreating
 from autoamp.place.assign import Assignment, assign
 from autoamp.place.cost import PriceModel, Prices, as_authors_ask, price_graph
 from autoamp.place.devices import Device, device_of, main_device
 from autoamp.place.problem import promised_casts
-from autoamp.retreat import kept_for, retreating
 from autoamp.rewrite.casts import insert_casts
 from autoamp.rewrite.cleanup import clean_up
-from autoamp.rewrite.emitted import Cast
 from autoamp.rewrite.fuse import fuse, leave_out
-from autoamp.rewrite.verify import Verifier
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.trace.normalise import UNTRACED, Normalised, normalise
-
-
-class Sums(NamedTuple):
-    """Counts of a rewritten graph: low float ops, all float ops, and casts."""
-
-    low: int
-    ops: int
-    casts: int
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """One rewritten graph, and everything that the passes found out and decided.
-
-    Attributes:
-        gm: the rewritten graph.
-        before: the ATen graph it was made from.
-        classified, assignment: the facts with the verdicts, and the placement.
-        casts: the casts inserted, in graph order.
-        recounted: the cost of the emitted graph by an independent count.
-        low: the compute dtype.
-        seconds: time taken by each pass.
-        given_up: nodes that a failed check keeps in fp32, each to the reason.
-        bodies: the records of sub-graphs (checkpointed regions, branches, loops).
-        attempt: the passes that made it, to be run again under other options.
-    """
-
-    gm: fx.GraphModule
-    before: fx.GraphModule
-    classified: Classified
-    assignment: Assignment
-    casts: tuple[Cast, ...]
-    recounted: int
-    low: torch.dtype
-    seconds: dict[str, float]
-    given_up: Mapping[str, str] = field(default_factory=dict)
-    bodies: tuple[Rewritten, ...] = ()
-    attempt: Attempt | None = None
-
-    @property
-    def facts(self) -> Facts:
-        """The facts of `before`."""
-        return self.classified.facts
-
-    @functools.cached_property  # thirty models that share a graph each ask
-    def sums(self) -> Sums:
-        """The counts of this graph and its bodies together."""
-        every = [*self.with_bodies()]
-        decisions = [d for each in every for d in each.assignment.decisions.values()]
-        low = sum(decision.low for decision in decisions)
-        return Sums(low, len(decisions), sum(len(each.casts) for each in every))
-
-    def with_bodies(self) -> Iterator[Rewritten]:
-        """Yields this record, then the records of all bodies, nested ones included."""
-        yield self
-        for body in self.bodies:
-            yield from body.with_bodies()
 
 
 @dataclass(frozen=True)
@@ -214,8 +156,12 @@ class Attempt:
             low=self.low,
             seconds=self.seconds,
             given_up=dict(given_up),
-            attempt=self,
+            options=self.options,
+            again=self._again,
         )
+
+    def _again(self, options: Options, given_up: Mapping[str, str]) -> Rewritten:
+        return replace(self, options=options, seconds={})(given_up)
 
     def _classified(self, given_up: Mapping[str, str]) -> Classified:
         rules = self.options.resolve_rules(self.low)

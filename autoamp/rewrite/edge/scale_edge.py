@@ -30,11 +30,11 @@ from autoamp.graph_functions import (
     unscale_grad_,
     unscale_half,
 )
-from autoamp.pipeline import Rewritten
+from autoamp.rewrite.edge.gradient_flow import GraphFlow
+from autoamp.rewrite.edge.outside import check_memory, find_outside, is_written
+from autoamp.rewrite.edge.true_gradients import true_values
 from autoamp.rewrite.emitted import CAST_KIND
-from autoamp.scaling.gradient_flow import GraphFlow
-from autoamp.scaling.outside import check_memory, find_outside, is_written
-from autoamp.scaling.true_gradients import true_values
+from autoamp.rewrite.rewritten import Rewritten
 
 SHARED = "autoamp_shared"
 """In the `meta` of a `scale_grad` node: whether several results share its memory."""
@@ -85,6 +85,12 @@ def scale_edge(gm: fx.GraphModule, rewritten: Rewritten) -> Edge:
     given = enumerate(flow.given)
     exits = tuple(i for i, node in given if flow.differentiable(node, node))
     return Edge(tuple(scaling.inputs), positions, exits)
+
+
+def scale_inputs(device: torch.device) -> list[torch.Tensor]:
+    """Values like those of the extra inputs for one device, in their order."""
+    one = torch.ones((), device=device)
+    return [one, one.clone(), torch.zeros(1, device=device)]
 
 
 class _Scaling:

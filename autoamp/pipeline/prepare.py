@@ -9,9 +9,6 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.capture.bindings import with_bindings
-from autoamp.capture.captured import Prepared
-from autoamp.capture.for_compilers import for_compilers
 from autoamp.graph_functions import (
     attention,
     checkpoint_as_python_does,
@@ -20,22 +17,25 @@ from autoamp.graph_functions import (
 )
 from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY
 from autoamp.options import Options
-from autoamp.pipeline import Rewritten, Setting, rewrite_graph
+from autoamp.pipeline.prepared import Prepared
+from autoamp.pipeline.run import Setting, rewrite_graph
 from autoamp.place.devices import Device, device_of, main_device
 from autoamp.place.layouts import FORMATS, choose_layouts, convolved
 from autoamp.plain import plain_line
 from autoamp.rewrite.attention import with_own_attention
+from autoamp.rewrite.bindings import with_bindings
+from autoamp.rewrite.edge.scale_edge import Edge, scale_edge, scale_inputs
+from autoamp.rewrite.for_compilers import for_compilers
 from autoamp.rewrite.fuse import with_own_softmax
-from autoamp.rewrite.layouts import lay_out
-from autoamp.rewrite.rotary import with_rotary
-from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.edge import Edge, scale_edge
-from autoamp.weights.hoist import (
+from autoamp.rewrite.hoist import (
     Hoisted,
     hoist_weight_casts,
     read_wide,
     with_casts_inside,
 )
+from autoamp.rewrite.layouts import lay_out
+from autoamp.rewrite.rewritten import Rewritten
+from autoamp.rewrite.rotary import with_rotary
 
 _ANYWHERE = Setting()
 
@@ -45,8 +45,8 @@ def prepare(
     inputs: Sequence[Any],
     options: Options,
     low: torch.dtype,
-    scaling: ModelScaling,
     *,
+    scaled: bool,
     setting: Setting = _ANYWHERE,
 ) -> Prepared:
     """Runs the pass on `gm`, takes its weight casts out and scales it at its edge.
@@ -54,8 +54,7 @@ def prepare(
     Args:
         inputs: the inputs Dynamo captured `gm` with.
         options: the options of the conversion; `options.backend` compiles the result.
-        scaling: the scaling whose scale the compiler is shown; each model runs the
-            result with its own scaling later.
+        scaled: whether the gradients of the graph are scaled at its edge.
         setting: the device `gm` is to run on, by default the one it was captured on,
             and the prices.
 
@@ -84,7 +83,7 @@ def prepare(
         notes.append(plain_line(f"its weights are cast at every call: {problem}"))
         hoisted = with_casts_inside(rewritten)
     bound = hoisted.gm
-    edge = scale_edge(bound, rewritten) if scaling.enabled else Edge()
+    edge = scale_edge(bound, rewritten) if scaled else Edge()
     layouts: tuple[torch.memory_format, ...] = ()
     if options.fuse and rewritten.sums.low:
         on = setting.device or device_of(main_device(bound), low)
@@ -92,7 +91,7 @@ def prepare(
     if eager:
         run = with_bindings(bound)
     else:
-        extra = scaling.edge_inputs(edge.devices)
+        extra = [t for device in edge.devices for t in scale_inputs(device)]
         given = _given(hoisted, inputs, low, layouts, extra)
         ready = for_compilers(bound, inductor=compat.is_inductor(options.backend))
         compat.as_dynamo_gave(ready, gm)

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.check.standin import StandIns, named, where
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import low_weight, saturating_cast
-from autoamp.rewrite.standin import StandIns, named, where
 
 
 def no_stale_casts(

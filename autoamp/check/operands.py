@@ -12,10 +12,10 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.check.standin import StandIns, dtypes_of, named, where
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import WITH_FP32_STATE, op_with_its_state
 from autoamp.ops import is_custom
-from autoamp.rewrite.standin import StandIns, dtypes_of, named, where
 
 _CONVERTS = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
 """Ops whose job is to take one dtype and give another."""

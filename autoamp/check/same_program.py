@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.check.standin import StandIns, dtypes_of, named, where
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import (
     low_uses,
@@ -23,7 +24,6 @@ from autoamp.graph_functions import (
     op_with_its_state,
     saturating_cast,
 )
-from autoamp.rewrite.standin import StandIns, dtypes_of, named, where
 
 
 def check_same_program(

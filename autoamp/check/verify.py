@@ -16,17 +16,17 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import fx
 
-from autoamp.errors import VerificationError
-from autoamp.graph_functions import WITH_FP32_STATE
-from autoamp.ops import is_custom
-from autoamp.rewrite.operands import operands_agree, read_dtypes, reads_as_it_comes
-from autoamp.rewrite.same_program import (
+from autoamp.check.operands import operands_agree, read_dtypes, reads_as_it_comes
+from autoamp.check.same_program import (
     check_same_program,
     check_same_strides,
     check_same_wiring,
 )
-from autoamp.rewrite.stale import is_cast, no_stale_casts
-from autoamp.rewrite.standin import Memo, StandIns, dtypes_of, named, where
+from autoamp.check.stale import is_cast, no_stale_casts
+from autoamp.check.standin import Memo, StandIns, dtypes_of, named, where
+from autoamp.errors import VerificationError
+from autoamp.graph_functions import WITH_FP32_STATE
+from autoamp.ops import is_custom
 
 
 class Verifier:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from autoamp.errors import CaptureError
-from autoamp.scaling.gradient_flow import GraphFlow
+from autoamp.rewrite.edge.gradient_flow import GraphFlow
 
 Outside = dict[fx.Node, list[fx.Node]]
 """Each tensor outside, with the tensors outside that it is a view of."""

@@ -13,8 +13,8 @@ from autoamp.analyse.nodes import operands_in, written_values
 from autoamp.compat import OpOverload
 from autoamp.op_names import base_name
 from autoamp.ops import HIDDEN_WRITES, aliasing_arguments, is_inplace
-from autoamp.pipeline import Rewritten
 from autoamp.rewrite.emitted import CAST_KIND
+from autoamp.rewrite.rewritten import Rewritten
 
 _CUT = torch.ops.aten.detach.default
 """The op whose result shares memory with the operand, but passes no gradient back."""

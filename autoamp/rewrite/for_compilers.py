@@ -15,8 +15,8 @@ from autoamp.graph_functions import (
     traced_scale_grad_,
     traced_scale_grad_apart,
 )
+from autoamp.rewrite.edge.scale_edge import SHARED
 from autoamp.rewrite.emitted import CAST_KIND
-from autoamp.scaling.edge import SHARED
 
 _ATEN = torch.ops.aten
 _SCALED = frozenset({scale_grad, FOR_COMPILERS[scale_grad], traced_scale_grad_apart})

@@ -1,0 +1,1 @@
+"""The list of passes, and the code that runs and checks them."""

@@ -1,0 +1,1 @@
+"""Loss scaling at the edge of a graph."""

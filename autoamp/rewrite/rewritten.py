@@ -1,0 +1,77 @@
+"""One rewritten graph, with everything that the passes found out and decided."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from autoamp.analyse.classified import Classified
+from autoamp.analyse.facts import Facts
+from autoamp.options import Options
+from autoamp.place.assign import Assignment
+from autoamp.rewrite.emitted import Cast
+
+
+class Sums(NamedTuple):
+    """Counts of a rewritten graph: low float ops, all float ops, and casts."""
+
+    low: int
+    ops: int
+    casts: int
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """One rewritten graph, and everything that the passes found out and decided.
+
+    Attributes:
+        gm: the rewritten graph.
+        before: the ATen graph it was made from.
+        classified, assignment: the facts with the verdicts, and the placement.
+        casts: the casts inserted, in graph order.
+        recounted: the cost of the emitted graph by an independent count.
+        low: the compute dtype.
+        seconds: time taken by each pass.
+        given_up: nodes that a failed check keeps in fp32, each to the reason.
+        bodies: the records of sub-graphs (checkpointed regions, branches, loops).
+        options: the options that it was made under.
+        again: the passes that decide and write, run again on the same graph: takes
+            options, and the nodes to keep fp32, each to the reason.
+    """
+
+    gm: fx.GraphModule
+    before: fx.GraphModule
+    classified: Classified
+    assignment: Assignment
+    casts: tuple[Cast, ...]
+    recounted: int
+    low: torch.dtype
+    seconds: dict[str, float]
+    given_up: Mapping[str, str] = field(default_factory=dict)
+    bodies: tuple[Rewritten, ...] = ()
+    options: Options | None = None
+    again: Callable[[Options, Mapping[str, str]], Rewritten] | None = None
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of `before`."""
+        return self.classified.facts
+
+    @functools.cached_property  # thirty models that share a graph each ask
+    def sums(self) -> Sums:
+        """The counts of this graph and its bodies together."""
+        every = [*self.with_bodies()]
+        decisions = [d for each in every for d in each.assignment.decisions.values()]
+        low = sum(decision.low for decision in decisions)
+        return Sums(low, len(decisions), sum(len(each.casts) for each in every))
+
+    def with_bodies(self) -> Iterator[Rewritten]:
+        """Yields this record, then the records of all bodies, nested ones included."""
+        yield self
+        for body in self.bodies:
+            yield from body.with_bodies()
