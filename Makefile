@@ -84,7 +84,7 @@ test-oldest: $(OLDEST_VENV)/.ready ## The quick tests under the oldest torch tha
 	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
 test-cuda-fake: $(OLDEST_VENV)/.ready ## What the pass makes of every model on GPUs; no GPU is needed
-	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) tests/test_cuda_fake.py
+	$(OLDEST_BIN)/python -m pytest $(PYTEST_ARGS) tests/whole/test_cuda_fake.py
 
 conformance: $(VENV)/.ready $(VENV)/.zoo ## Every op, every peer's own cases, random programs, a zoo of models, faults
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/conformance \
@@ -120,7 +120,7 @@ check-wheel: ## Install the wheel into an empty environment, and try it there
 	  --wheel-dir build/wheel .
 	build/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check \
 	  build/wheel/*.whl
-	build/wheel/venv/bin/python -P tests/installed.py
+	build/wheel/venv/bin/python -P tests/repository/installed.py
 
 bench: $(VENV)/.ready ## Time fp32, torch.autocast and autoamp side by side
 	$(BIN)/python -m benchmarks

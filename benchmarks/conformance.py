@@ -1,5 +1,7 @@
-"""Every test model in fp32, under autocast and converted: `python -m
-benchmarks.conformance` prints the table; tests/test_models.py holds each row to it.
+"""Every test model in fp32, under autocast and converted.
+
+`python -m benchmarks.conformance` prints the table; tests/whole/test_models.py holds
+each row to it.
 """
 
 from __future__ import annotations

@@ -37,20 +37,20 @@ from .mutants import Mutant, mutants, put_in_place, watch
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("autoamp/place", "autoamp/rewrite")
 TESTS = (
-    "mincut",
-    "policies",
-    "cost",
-    "assign",
-    "placement",
-    "casts",
-    "casts_rules",
-    "cleanup",
-    "standin",
-    "verify",
-    "verify_rules",
-    "rewrite_api",
+    "place/test_mincut.py",
+    "place/test_policies.py",
+    "place/test_cost.py",
+    "place/test_assign.py",
+    "place/test_placement.py",
+    "rewrite/test_casts.py",
+    "rewrite/test_casts_rules.py",
+    "rewrite/test_cleanup.py",
+    "rewrite/test_standin.py",
+    "rewrite/test_verify.py",
+    "rewrite/test_verify_rules.py",
+    "rewrite/test_rewrite_api.py",
 )
-"""Test files, of `tests/test_*.py`, whose subject these layers are."""
+"""Test files, in `tests/`, whose subject these layers are."""
 
 JUDGED = Path(__file__).parent / "survivors.toml"
 """What was found on looking at the mutants that survive."""
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if found.get(m.key, {}).get("outcome") not in ("killed", "timed out")
     ]
     todo.sort(key=lambda m: m.key not in found)  # those that survived before
-    files = [f for f in (f"tests/test_{t}.py" for t in TESTS) if (ROOT / f).exists()]
+    files = [f for f in (f"tests/{t}" for t in TESTS) if (ROOT / f).exists()]
     silent = ("-p", "no:cacheprovider", "-p", "no:terminal", "-o", "timeout=0", "-s")
     wanted = ("-m", "not slow and not gpu", "-k", "not process")
     code = pytest.main(

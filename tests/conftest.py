@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo import guards
 
 from autoamp import saying
-from tests.steps import converted
+from tests.training.steps import converted
 
 # Deadlines measure the machine; a fixed order of examples makes CI repeatable.
 hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)

@@ -39,7 +39,8 @@ def saved_bytes(
 
     A storage counts once and whole, however many nodes save views of it.  Inside a
     checkpointed region only what the checkpoint itself keeps is seen, as it should be.
-    `saved_tensors_hooks` does not stop Dynamo from capturing (tests/test_metrics.py).
+    `saved_tensors_hooks` does not stop Dynamo from capturing
+    (tests/counted/test_metrics.py).
     It does not see tensors that a Function keeps as attributes of its context or in a
     closure, as Dynamo's own operator for a captured `autograd.Function` does; those are
     found by walking the graph from the result, which therefore must hold every output.

@@ -24,7 +24,7 @@ from autoamp.check.verify import Verifier
 from autoamp.pipeline import prepare
 from tests.conformance.table import Figures
 from tests.small_models import Of
-from tests.steps import BF16, FP16, assert_same, weights_of
+from tests.training.steps import BF16, FP16, assert_same, weights_of
 
 WIDTH = 8
 NOT_STRICT = {**BF16, "strict": False}
@@ -322,7 +322,8 @@ def failing(owner: Any, name: str, error: BaseException) -> Iterator[None]:
         yield
 
 
-# A graph from which weight casts cannot be taken makes them (tests/test_retreat.py).
+# A graph from which weight casts cannot be taken makes them
+# (tests/rewrite/test_retreat.py).
 NEEDED = [stage for stage in STAGES if stage[1] != "hoist_weight_casts"]
 
 

@@ -18,10 +18,7 @@ from torch import Tensor, fx, nn
 
 import autoamp
 from autoamp.compat.dynamo import entry
-from tests.conformance.table import Figures
-from tests.conformance.test_faults_torch import hide, trained
-from tests.steps import BF16, FP16, assert_same, loss_of, mlp, scaling_of, weights_of
-from tests.test_custom_fwd import (
+from tests.capture.test_custom_fwd import (
     BODIES,
     CPU_FWD,
     Model,
@@ -30,7 +27,18 @@ from tests.test_custom_fwd import (
     reason_of,
     run,
 )
-from tests.test_layers import Looping
+from tests.capture.test_layers import Looping
+from tests.conformance.table import Figures
+from tests.conformance.test_faults_torch import hide, trained
+from tests.training.steps import (
+    BF16,
+    FP16,
+    assert_same,
+    loss_of,
+    mlp,
+    scaling_of,
+    weights_of,
+)
 
 THREADS = 4
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autoamp
 from tests.conformance.table import Figures
 from tests.metrics import relative_error
-from tests.steps import BF16, assert_same, mlp, state_of, weights_of
+from tests.training.steps import BF16, assert_same, mlp, state_of, weights_of
 
 THREADS = 8
 STEPS = 10

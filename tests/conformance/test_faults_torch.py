@@ -29,10 +29,10 @@ from autoamp.compat.distributed import ddp, fsdp, groups
 from autoamp.compat.dynamo import frames, layers, on_meta, regions
 from autoamp.compat.modes import process
 from autoamp.graph_functions import attention, cpu_attention
+from tests.capture.test_changing import Appends, Counts, Scaled
 from tests.conformance.table import Figures
-from tests.steps import BF16, FP16, assert_same, mlp, weights_of
-from tests.test_changing import Appends, Counts, Scaled
-from tests.test_methods import OPTIONS, Counted
+from tests.model.test_methods import OPTIONS, Counted
+from tests.training.steps import BF16, FP16, assert_same, mlp, weights_of
 
 COMPAT = Path(compat.__file__).parent
 HERE = Path(__file__).parent

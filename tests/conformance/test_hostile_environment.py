@@ -1,7 +1,7 @@
 """Hostile environment: variables and command lines of any content.
 
 A variable never breaks `import torch` nor a script, and is named once.  (What one
-variable does by itself is fuzzed by tests/test_environment.py.)
+variable does by itself is fuzzed by tests/auto/test_environment.py.)
 """
 
 from __future__ import annotations

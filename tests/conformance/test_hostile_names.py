@@ -26,7 +26,7 @@ from autoamp.auto.report_dir import Recorder
 from autoamp.capture.engine import Engine
 from autoamp.model.conversion import conversion_of
 from tests.conformance.table import Figures
-from tests.steps import BF16
+from tests.training.steps import BF16
 
 NAMES = {
     "rich": "[red]x[/red]",

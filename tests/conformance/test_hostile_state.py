@@ -20,7 +20,7 @@ import autoamp
 from autoamp.optimizer import saved_state
 from autoamp.weights.master_state import KEY as MASTERS
 from tests.conformance.table import Figures
-from tests.steps import BF16, differences, mlp, state_of, weights_of
+from tests.training.steps import BF16, differences, mlp, state_of, weights_of
 
 Trained = tuple[nn.Module, Optimizer]
 

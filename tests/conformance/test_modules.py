@@ -27,7 +27,7 @@ from tests.conformance import error_bound
 from tests.conformance.module_samples import MODULES, Sample, refused, samples
 from tests.conformance.table import Figures
 from tests.strategies import Outcome, capture, run
-from tests.test_laws import denying, same_outcome
+from tests.whole.test_laws import denying, same_outcome
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NO_ONE_GRAPH = ("data-dependent", "DynamicOutputShape")

@@ -49,7 +49,13 @@ from tests.conformance.graphs import (
 )
 from tests.conformance.moves import EXACT, MOVES
 from tests.conformance.table import Figures
-from tests.test_laws import _Anything, alias_relations, casts_of, same_bits, text_of
+from tests.whole.test_laws import (
+    _Anything,
+    alias_relations,
+    casts_of,
+    same_bits,
+    text_of,
+)
 
 NODES = int(os.environ.get("AUTOAMP_GRAPH_NODES", "1000000"))
 SHARDS = 40

@@ -28,7 +28,7 @@ from tests.conformance.exploring import explore
 from tests.conformance.oracle import LIMIT, deviation, relative
 from tests.conformance.programs import Model, batch, models
 from tests.conformance.table import Figures
-from tests.test_laws import same_bits
+from tests.whole.test_laws import same_bits
 
 pytestmark = [
     # What Dynamo itself warns of where a value crosses a graph break.

@@ -2,8 +2,8 @@
 
 A cast of the forward is a node.  A cast of the backward is no node: autograd makes it
 where a gradient meets the dtype of the value that the gradient belongs to.  The rules
-below say where; `tests/test_cast_counts.py` holds them against casts counted at torch's
-dispatcher while the models of the tests run.
+below say where; `tests/inspect/test_cast_counts.py` holds them against casts counted at
+torch's dispatcher while the models of the tests run.
 """
 
 from __future__ import annotations

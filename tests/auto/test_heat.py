@@ -1,0 +1,240 @@
+"""At which call a model is captured in the automatic mode, and its cost until then."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+import autoamp_heat
+from autoamp_heat import HOT, Heat
+
+REPO = Path(__file__).resolve().parents[2]
+CALL = nn.Module.__call__
+
+
+@pytest.fixture(autouse=True)
+def off_again(monkeypatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("AUTOAMP_")]:
+        monkeypatch.delenv(name)
+    yield
+    autoamp.disable()
+
+
+def hot_at(heat: Heat, module: nn.Module, x: Any, most: int = 100) -> int:
+    """At which call the module is hot; 0 where it is not at any of the first `most`."""
+    for number in range(1, most + 1):
+        if heat.call(CALL, module, (x,), {}) is HOT:
+            return number
+    return 0
+
+
+def worth(monkeypatch, capture: float, module: float = 0.0) -> None:
+    """Sets the predicted seconds of a capture."""
+    monkeypatch.setattr(autoamp_heat, "_IMPORT", 0.0)
+    monkeypatch.setattr(autoamp_heat, "_CAPTURE", capture)
+    monkeypatch.setattr(autoamp_heat, "_CAPTURED_MODULE", module)
+
+
+def large() -> tuple[nn.Module, Tensor]:
+    """A layer whose call is predicted to take 0.68 s, on meta so that it takes none."""
+    return nn.Linear(4096, 4096, device="meta"), torch.empty(2048, 4096, device="meta")
+
+
+# -- the rule --------------------------------------------------------------------------
+
+
+def test_work_is_that_of_the_products_inside() -> None:
+    work = autoamp_heat.Work()
+    work.note(nn.Linear(8, 4), torch.empty(5, 4))
+    assert (work.flops, work.calls) == (2 * 8 * 4 * 5, 1)
+    work = autoamp_heat.Work()
+    work.note(nn.Conv2d(3, 16, 3), torch.empty(2, 16, 10, 10))
+    assert work.flops == 2 * (3 * 16 * 9) * 2 * 100
+    work = autoamp_heat.Work()
+    work.note(nn.Embedding(100, 8), torch.empty(5, 8))
+    assert work.flops == 0
+    work.note(nn.LazyLinear(4), None)
+    work.note(nn.Sequential(), {"a": 1})
+    assert (work.calls, work.flops) == (3, 0)
+
+
+@torch.no_grad()
+def test_a_large_model_is_hot_at_its_second_call(monkeypatch) -> None:
+    worth(monkeypatch, capture=1.0)
+    monkeypatch.setitem(autoamp_heat._SPEEDS, "meta", (1e11, 2e10))
+    model, x = large()
+    assert hot_at(Heat(), model.eval(), x) == 2
+
+
+@torch.no_grad()
+def test_a_small_model_is_hot_when_its_calls_are_worth_ten_captures(
+    monkeypatch,
+) -> None:
+    """A layer with hardly any work counts for its 20 us."""
+    worth(monkeypatch, capture=1e-4)  # fifty calls
+    model = nn.Linear(2, 2).eval()
+    found = hot_at(Heat(), model, torch.zeros(1, 2))
+    assert 45 <= found <= 51
+    assert hot_at(Heat(), copy.deepcopy(model), torch.zeros(1, 2)) == found
+
+
+@torch.no_grad()
+def test_each_mode_is_counted_by_itself(monkeypatch) -> None:
+    worth(monkeypatch, capture=1e-4)
+    heat, model, x = Heat(), nn.Linear(2, 2), torch.zeros(1, 2)
+    first = hot_at(heat, model.eval(), x)
+    assert first > 2
+    with torch.enable_grad():
+        assert heat.call(CALL, model, (x,), {}) is not HOT
+    assert heat.call(CALL, model, (x,), {}) is HOT
+
+
+def test_modules_inside_are_counted_in_the_call_around_them(monkeypatch) -> None:
+    """No module is met that a module calls, and a loss counts for nothing."""
+    autoamp.enable()
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.zeros(1, 4)
+    nn.CrossEntropyLoss()(model(x), torch.tensor([1]))
+    mode: Any = sys.modules["autoamp.auto.switch"]._mode
+    (met,) = mode.heat._known.values()
+    assert met.module() is model
+    assert met.seconds > 3 * 3 * autoamp_heat._CALL  # three modules, trained
+
+
+@pytest.mark.parametrize("compiled", ["wrapped", "in place"])
+def test_what_the_user_compiles_is_hot_at_once(compiled: str) -> None:
+    model: Any = nn.Linear(4, 4)
+    if compiled == "wrapped":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    assert hot_at(Heat(), model, torch.zeros(1, 4)) == 1
+
+
+def test_several_ranks_are_hot_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert hot_at(Heat(), nn.Linear(4, 4), torch.zeros(1, 4)) == 1
+
+
+# -- a training step is wholly fp32 or wholly mixed ------------------------------------
+
+
+@pytest.mark.parametrize("capture", [1e-5, 1e-4, 3e-4])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_a_trained_model_is_hot_where_a_step_begins(
+    monkeypatch, micro_batches: int, to_none: bool, capture: float
+) -> None:
+    worth(monkeypatch, capture=capture)
+    heat, model, x = Heat(), nn.Linear(2, 2), torch.ones(1, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for number in range(300):
+        result = heat.call(CALL, model, (x,), {})
+        if result is HOT:
+            break
+        result.sum().backward()
+        if number % micro_batches == micro_batches - 1:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+    assert number
+    assert number % micro_batches == 0
+
+
+def test_a_model_that_nobody_trains_becomes_hot_with_gradients_on(monkeypatch) -> None:
+    worth(monkeypatch, capture=1e-5)
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    assert hot_at(Heat(), model.eval(), x) > 3
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    assert hot_at(Heat(), model, x)
+
+
+def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("AUTOAMP_")}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**kept, "PYTHONPATH": str(REPO), "AUTOAMP_ENABLE": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+
+
+TRAINS = """
+    import sys, torch
+    from torch import nn
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+    print(repr(loss.item()), "autoamp" in sys.modules)
+"""
+
+
+def test_a_small_script_imports_nothing_and_is_told_so_in_a_line() -> None:
+    cold, off = run(TRAINS), run(TRAINS, AUTOAMP_ENABLE="0")
+    assert cold.stdout == off.stdout
+    assert cold.stdout.split()[1] == "False"
+    (line,) = cold.stderr.splitlines()
+    assert "Sequential is not hot" in line
+    assert "AUTOAMP_HOT=0" in line
+    assert not off.stderr
+
+
+@pytest.mark.parametrize(
+    "variable", [{"AUTOAMP_HOT": "0"}, {"AUTOAMP_DO_NO_HARM": "0"}]
+)
+def test_at_once_where_asked(variable: dict[str, str]) -> None:
+    found = run(TRAINS, AUTOAMP_PRECISION="bf16", **variable)
+    assert found.stdout.split()[1] == "True"
+    assert "Sequential" in found.stderr
+    assert "not hot" not in found.stderr
+
+
+def test_a_wrong_value_is_told_at_the_first_call_though_nothing_is_hot() -> None:
+    found = run(TRAINS, AUTOAMP_PRECISION="fp17")
+    assert "fp17" in found.stderr
+    assert "AUTOAMP_HOT" in run(TRAINS, AUTOAMP_HOT="perhaps").stderr
+
+
+# -- a model that is traced while it is cold -------------------------------------------
+
+
+@pytest.fixture
+def cold(monkeypatch) -> nn.Module:
+    """A model in the automatic mode that is counted at its next call."""
+    autoamp.enable()
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+
+
+def test_a_scripted_trace_holds_no_count(cold: nn.Module, recwarn) -> None:
+    traced = torch.jit.trace(cold, torch.ones(3, 4))
+    assert "numel" not in str(traced.inlined_graph)
+    assert torch.equal(traced(torch.ones(5, 4)), cold(torch.ones(5, 4)))
+    assert not [w for w in recwarn if "Tracer" in w.category.__name__]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_keeps_its_dynamic_sizes(cold: nn.Module, strict: bool) -> None:
+    rows = {"input": {0: torch.export.Dim("rows")}}
+    made = torch.export.export(
+        cold, (torch.ones(3, 4),), dynamic_shapes=rows, strict=strict
+    )
+    x = torch.randn(7, 4)
+    assert torch.equal(made.module()(x), cold(x))

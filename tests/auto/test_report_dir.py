@@ -1,0 +1,315 @@
+"""`AUTOAMP_REPORT_DIR`: what is written, by whom, and where it cannot be."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.auto import report_dir
+
+WIDTH = 8
+ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+ONE_GRAPH = {"graph-0-before.py", "graph-0-after.py", "report.json", "report.txt"}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 16)
+        self.second = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
+
+
+@pytest.fixture(autouse=True)
+def off_again() -> Iterator[None]:
+    yield
+    autoamp.disable()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(3, WIDTH)
+
+
+def told(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def folders(root: Path) -> list[Path]:
+    return sorted(root.iterdir())
+
+
+def whole(folder: Path) -> dict[str, Any]:
+    """The report in a folder all of whose files are whole."""
+    names = {path.name for path in folder.iterdir()}
+    assert names >= ONE_GRAPH
+    assert not [name for name in names if name.startswith(".")], "a draft was left"
+    for path in folder.glob("*.py"):
+        ast.parse(path.read_text())
+    assert (folder / "report.txt").read_text().endswith("\n")
+    return json.loads((folder / "report.json").read_text())
+
+
+# -- what is written -------------------------------------------------------------------
+
+
+def test_graphs_before_and_after_and_the_report(tmp_path, x: Tensor) -> None:
+    root = tmp_path / "not" / "there" / "yet"
+    autoamp.enable(report_dir=root, **ASKED)
+    model = Net()
+    model(x)
+    (folder,) = folders(root)
+    assert folder.name.startswith("Net-")
+    assert f"-{os.getpid()}-" in folder.name
+    assert {path.name for path in folder.iterdir()} == ONE_GRAPH
+    before = (folder / "graph-0-before.py").read_text()
+    after = (folder / "graph-0-after.py").read_text()
+    assert "linear" in before
+    assert "bfloat16" not in before
+    assert "bfloat16" in after
+    assert whole(folder) == json.loads(autoamp.report(model).to_json())
+    # Another graph of the same model, and another model.
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    more = {"graph-1-before.py", "graph-1-after.py"}
+    assert {path.name for path in folder.iterdir()} == ONE_GRAPH | more
+    Net()(x)
+    first, second = folders(root)
+    assert whole(first).keys() == whole(second).keys()
+
+
+def test_final_counts_when_the_mode_ends(tmp_path, x: Tensor) -> None:
+    autoamp.enable(report_dir=tmp_path, **ASKED)
+    model = Net()
+    for _ in range(5):
+        model(x)
+    (folder,) = folders(tmp_path)
+    written = whole(folder)
+    expected = json.loads(autoamp.report(model).to_json())
+    assert written != expected
+    autoamp.disable()
+    assert whole(folder) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../up", "a/b\\c", "[bold red]x[/]", "[/no]", "N" * 400, "\x1b[31m", "网", "."],
+    ids=lambda name: ascii(name)[:12],
+)
+def test_class_names_that_are_no_file_names(
+    name: str, tmp_path, x: Tensor, caplog
+) -> None:
+    root = tmp_path / "reports"
+    autoamp.enable(report_dir=root, **ASKED)
+    model = type(name, (Net,), {})()
+    model(x)
+    assert told(caplog) == []
+    assert folders(tmp_path) == [root]
+    (folder,) = folders(root)
+    assert len(folder.name) < 200
+    assert folder.name.isascii()
+    whole(folder)
+
+
+def test_an_earlier_run_with_the_same_id_is_not_written_over(
+    tmp_path, x: Tensor, monkeypatch
+) -> None:
+    """In a container every run may be process 7 of host `worker`."""
+    for _ in range(2):
+        monkeypatch.setattr(report_dir, "_number", iter(range(9)))
+        autoamp.enable(report_dir=tmp_path, **ASKED)
+        Net()(x)
+        autoamp.disable()
+    assert len(folders(tmp_path)) == 2
+    for folder in folders(tmp_path):
+        assert {path.name for path in folder.iterdir()} == ONE_GRAPH
+
+
+def test_many_threads_of_one_model(tmp_path, caplog) -> None:
+    autoamp.enable(report_dir=tmp_path, **ASKED)
+    model, together = Net(), threading.Barrier(6)
+    model(torch.randn(3, WIDTH))
+    recorder, engine = autoamp.auto.switch._mode.recorder, model._autoamp.engine
+
+    def write() -> None:
+        together.wait()
+        for _ in range(5):
+            recorder.write(engine)
+
+    threads = [threading.Thread(target=write) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told(caplog) == []
+    (folder,) = folders(tmp_path)
+    whole(folder)
+
+
+# -- where it cannot be written --------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", ["folder", "root", "replaced"])
+def test_directory_that_vanishes(lost: str, tmp_path, x: Tensor, caplog) -> None:
+    root = tmp_path / "reports"
+    autoamp.enable(report_dir=root, **ASKED)
+    model = Net()
+    expected = model(x)
+    shutil.rmtree(folders(root)[0] if lost == "folder" else root)
+    if lost == "replaced":
+        root.touch()
+    with torch.no_grad():  # another graph
+        assert torch.equal(model(x), expected)
+    (line,) = told(caplog)
+    assert line.startswith(f"autoamp: the report of Net could not be written to {root}")
+    autoamp.disable()
+    assert not autoamp.is_converted(model)
+
+
+def test_full_disk(tmp_path, x: Tensor, caplog) -> None:
+    """Past the largest file a process may write, as past the end of a disk."""
+    autoamp.enable(report_dir=tmp_path, **ASKED)
+    model = Net()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        found = model(x)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert found.shape == (3, 4)
+    (line,) = told(caplog)
+    assert "File too large" in line
+    (folder,) = folders(tmp_path)
+    assert [*folder.iterdir()] == [], "half a file"
+    with torch.no_grad():  # another graph, and there is room again
+        model(x)
+    whole(folder)
+
+
+# -- processes -------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys, torch
+from torch import nn
+
+class Net(nn.Sequential):
+    pass
+
+model = Net(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+calls = int(sys.argv[1])
+if calls < 0:
+    os.close(2)
+for call in range(abs(calls)):
+    with torch.set_grad_enabled(call % 2 == 0):
+        model(torch.randn(3, 8))
+if calls == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def started(root: Path, calls: int) -> subprocess.Popen[bytes]:
+    environ = {
+        **os.environ,
+        "AUTOAMP_ENABLE": "1",
+        "AUTOAMP_PRECISION": "bf16",
+        "AUTOAMP_DO_NO_HARM": "0",
+        "AUTOAMP_REPORT_DIR": str(root),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(calls)], env=environ, stderr=subprocess.PIPE
+    )
+
+
+def test_killed_process_leaves_what_it_captured(tmp_path) -> None:
+    process = started(tmp_path, 1)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    (folder,) = folders(tmp_path)
+    assert {path.name for path in folder.iterdir()} == ONE_GRAPH
+    whole(folder)
+
+
+@pytest.mark.slow
+def test_two_processes_at_once(tmp_path) -> None:
+    processes = [started(tmp_path, 6), started(tmp_path, 4)]
+    errors = [process.communicate()[1].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert len(folders(tmp_path)) == 2
+    by_process = {}
+    for folder in folders(tmp_path):
+        by_process[int(folder.name.split("-")[-2])] = whole(folder)
+    # The final counts, written at exit.
+    for process, calls in zip(processes, (6, 4), strict=True):
+        assert by_process[process.pid]["runs"] == calls
+
+
+# -- models reached in other ways, and models that are freed ---------------------------
+
+
+class Reached(Net):
+    def step(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_model_reached_by_a_method_alone(tmp_path, x: Tensor) -> None:
+    autoamp.enable(report_dir=tmp_path, **ASKED)
+    model = Reached()
+    for _ in range(3):
+        model.step(x)
+    written = {folder.name.split("-")[0] for folder in folders(tmp_path)}
+    assert "Reached" in written
+    autoamp.disable()
+    (folder,) = (f for f in folders(tmp_path) if f.name.startswith("Reached-"))
+    assert whole(folder)["runs"] == 2
+
+
+FREED = """
+import gc, os, sys, weakref
+import torch
+import autoamp
+from tests.auto.test_report_dir import ASKED, Reached, WIDTH
+root, name = sys.argv[1:]
+autoamp.enable(report_dir=root, **ASKED)
+model = Reached()
+for _ in range(12):
+    (model if name == "forward" else model.step)(torch.ones(3, WIDTH))
+expected = autoamp.report(model).to_json()
+freed = weakref.ref(model)
+del model
+gc.collect()
+assert freed() is None
+print(expected, flush=True)
+os._exit(0)  # nothing is written at exit
+"""
+
+
+@pytest.mark.parametrize("name", ["forward", "step"])
+def test_a_model_that_is_freed_leaves_its_final_report(name: str, tmp_path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FREED, str(tmp_path), name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = (f for f in folders(tmp_path) if f.name.startswith("Reached-"))
+    assert whole(folder) == json.loads(done.stdout)

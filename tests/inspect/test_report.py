@@ -1,0 +1,493 @@
+"""The report says what was decided, shows where, and prices a change correctly."""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import json
+import linecache
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from autoamp import compat
+from autoamp.errors import OptionError
+from autoamp.inspect import costs, text
+from autoamp.inspect.costs import ALL_FP32, OURS
+from autoamp.inspect.flip import flip
+from autoamp.inspect.report import Report
+from autoamp.inspect.rows import OpRow
+from autoamp.inspect.terminal import fp32
+from autoamp.inspect.terminal.parts import FULL_WIDTH
+from autoamp.place.cost import price_graph
+from autoamp.place.policies import POLICIES, project
+from autoamp.place.problem import build_problem, promised_casts
+from autoamp.place.two_sides import Problem, energy
+from autoamp.rewrite.rewritten import Rewritten
+
+
+class Net(nn.Module):
+    """Two products with an op between them that is denied by the options below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, 16)
+        self.fc2 = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc1(x)
+        h = torch.relu(h)
+        p = torch.exp(h)
+        p = p * (p > 1)
+        return self.fc2(p)
+
+
+def report_of(model: nn.Module, *inputs: torch.Tensor, **options: object) -> Report:
+    given = {"precision": "bf16", "do_no_harm": False, "strict": True, **options}
+    autoamp.convert(model, **given)
+    model(*inputs)
+    return autoamp.report(model)
+
+
+@functools.cache
+def net_report(**options: object) -> Report:
+    return report_of(Net(), torch.ones(4, 8), deny=["exp"], **options)
+
+
+def best_energy(rewritten: Rewritten, held: str | None = None) -> int:
+    """The least energy by trying every labelling; with `held` the other way round."""
+    problem = rewritten.assignment.problem
+    free = [n for n in problem.unary if n not in problem.at_sink]
+    assert len(free) <= 12, "too many to try"
+    was_low = held in rewritten.assignment.low
+    found = []
+    for bits in itertools.product((False, True), repeat=len(free)):
+        low = frozenset(n for n, bit in zip(free, bits, strict=True) if bit)
+        if held is None or (held in low) != was_low:
+            found.append(energy(problem, low))
+    legal = [cost for cost in found if cost is not None]
+    assert legal
+    return min(legal)
+
+
+# -- rows ------------------------------------------------------------------------------
+
+
+def test_rows_are_the_decisions_and_the_graph_agrees() -> None:
+    report = net_report()
+    decisions = report.rewritten[0].assignment.decisions
+    assert [row.name for row in report.ops] == list(decisions)
+    assert {row.precision for row in report.ops} == {"bf16", "fp32"}
+    nodes = {n.name: n for n in report.graphs[0].graph.nodes}
+    for row in report.ops:
+        assert row.is_low == decisions[row.name].low
+        made = nodes[row.name].meta["val"].dtype
+        if made.is_floating_point:
+            assert made == (torch.bfloat16 if row.is_low else torch.float32), row
+
+
+def test_every_reason_says_something() -> None:
+    for row in net_report().ops:
+        assert row.reason.strip(), row
+        assert row.heading.strip(), row
+        assert row.origin.strip(), row
+
+
+def test_source_lines_are_lines_of_this_file() -> None:
+    rows = net_report().ops
+    found = set()
+    for row in rows:
+        path, number, code = row.source.split(":", 2)
+        assert Path(path) == Path(__file__)
+        assert linecache.getline(__file__, int(number)).strip() == code.strip()
+        found.add((row.op, code.strip()))
+    assert ("aten::exp.default", "p = torch.exp(h)") in found
+    assert [r.module for r in rows if "linear" in r.op] == ["fc1", "fc2"]
+
+
+def test_counts_in_the_table_are_those_of_the_decisions() -> None:
+    report = net_report()
+    shown = {
+        line.split()[0]: tuple(map(int, re.findall(r" (\d+)(?= |$)", line)[:2]))
+        for line in report.full().splitlines()
+        if line.startswith(("allow ", "deny ", "infer ", "clear "))
+    }
+    decisions = report.rewritten[0].assignment.decisions.values()
+    counts = Counter((str(d.category), d.low) for d in decisions)
+    assert shown == {
+        category: (counts[category, True], counts[category, False])
+        for category in {str(d.category) for d in decisions}
+    }
+    low = sum(d.low for d in decisions)
+    assert f"{low} of {len(decisions)} float ops in bf16" in report.full()
+
+
+def test_casts_have_the_bytes_of_their_shapes() -> None:
+    casts = {(c.kind, c.value): c for c in net_report().casts}
+    assert casts["weight", "fc1_weight"].bytes == 16 * 8 * 2
+    assert casts["weight", "fc2_bias"].bytes == 4 * 2
+    assert casts["down", "input_0"].bytes == 4 * 8 * 2
+    assert casts["up", "relu"].bytes == 4 * 16 * 4
+    assert not casts["weight", "fc1_weight"].every_call
+    assert casts["down", "input_0"].every_call
+
+
+def test_casts_are_those_the_placement_needs() -> None:
+    report = net_report()
+    assignment = report.rewritten[0].assignment
+    needed = promised_casts(assignment.problem, assignment.low)
+    shown = [(c.value, "up" if c.kind == "up" else "down") for c in report.casts]
+    assert sorted(shown) == sorted(needed)
+
+
+# -- cost ------------------------------------------------------------------------------
+
+
+def test_costs_are_energies_and_the_optimum_is_one() -> None:
+    report = net_report()
+    (rewritten,) = report.rewritten
+    assert report.optimal_cost == best_energy(rewritten)
+    assert report.cost == report.optimal_cost == rewritten.recounted
+    assert set(report.regret) == {"tensorflow", "promote", "forced"}
+    for name, extra in report.regret.items():
+        problem = rewritten.assignment.problem
+        low = project(problem, POLICIES[name](rewritten.classified))
+        assert extra == energy(problem, low) - report.optimal_cost
+        assert extra >= 0
+
+
+def test_estimates_hold_no_reward() -> None:
+    report = net_report()
+    (rewritten,) = report.rewritten
+    assignment, classified = rewritten.assignment, rewritten.classified
+    plain = price_graph(
+        rewritten.before,
+        classified,
+        assignment.prices.device,
+        objective="time",
+        do_no_harm=True,
+        free_weights=True,
+    )
+    problem = build_problem(classified, plain, assignment.returned_inside)
+    (found,) = report.costs
+    assert found.reward > 0
+    assert found.placements[ALL_FP32].estimate == energy(problem, frozenset())
+    assert found.placements[ALL_FP32].allow_in_fp32 == 2
+    assert found.placements[OURS].estimate == energy(problem, assignment.low)
+    assert found.placements[ALL_FP32].cost > found.placements[ALL_FP32].estimate
+    assert "Note on do_no_harm=False" in report.full()
+
+
+def test_other_placements_show_their_regret() -> None:
+    report = net_report(placement="forced")
+    assert report.regret["forced"] == report.cost - report.optimal_cost > 0
+    above = f"is {report.regret['forced']:,} above the least"
+    assert above in " ".join(report.full().split())
+
+
+def test_memory_objective_counts_bytes() -> None:
+    shown = net_report(objective="memory").full()
+    assert "Predicted bytes kept for the backward" in shown
+    assert " ms" not in shown.partition("Predicted")[2].partition("The pass")[0]
+
+
+# -- why -------------------------------------------------------------------------------
+
+
+def test_flipping_a_node_costs_what_trying_every_labelling_says() -> None:
+    (rewritten,) = net_report().rewritten
+    problem = rewritten.assignment.problem
+    flipped = [n for n in rewritten.assignment.decisions if _can_flip(problem, n)]
+    assert {"linear", "relu"} <= set(flipped)
+    for name in flipped:
+        change = flip(rewritten, name)
+        best = best_energy(rewritten, held=name)
+        assert change.extra_cost == best - rewritten.assignment.cost, name
+        assert energy(problem, change.low) == best
+        assert (name in change.low) != (name in rewritten.assignment.low)
+
+
+def _can_flip(problem: Problem, name: str) -> bool:
+    return name not in problem.at_sink and not any(
+        reader == name for reader, _, _ in problem.follows
+    )
+
+
+def test_why_of_an_allow_op() -> None:
+    report = net_report()
+    change = flip(report.rewritten[0], "linear")
+    shown = report.why("linear")
+    price = costs.amount(change.extra_estimate, False, signed=True)
+    assert "linear (aten::linear.default) of graph 0 runs in bf16" in shown
+    assert "allow: safe and worth it" in shown
+    assert "rules/bf16.toml" in shown
+    assert "fc1_weight (weight, bf16 copy)" in shown
+    assert "input_0 (fp32, cast to bf16)" in shown
+    assert "do_no_harm=False converts it wherever it may be" in shown
+    assert f"{price} predicted time, and 1 more allow op in fp32" in shown
+    # With the first product in fp32 nothing before `exp` is low any more.
+    vanishing = shown.partition("would vanish: ")[2].splitlines()[0]
+    assert "input_0 to bf16" in vanishing
+    assert "relu to fp32" in vanishing
+    assert "fc1_weight to bf16 (weight)" in vanishing
+    assert "would change with it: relu" in shown
+
+
+def test_why_of_a_free_op() -> None:
+    report = net_report()
+    change = flip(report.rewritten[0], "relu")
+    assert change.extra_allow_in_fp32 == 0
+    assert change.extra_cost == change.extra_estimate > 0
+    shown = report.why("relu")
+    price = costs.amount(change.extra_estimate, False, signed=True)
+    assert f"in fp32    {price} predicted time\n" in shown
+    assert "read by    exp (fp32)" in shown
+    assert change.appear == (("linear", "up"),)
+    assert change.vanish == (("relu", "up"),)
+
+
+def test_why_of_a_node_that_cannot_be_low() -> None:
+    report = net_report()
+    assert 'in bf16    by leaving out deny=["exp"]: ' in report.why("exp")
+    chain = report.why("gt")
+    assert ": gt must be low (asked for); then " in chain
+    assert "exp must stay fp32" in chain.replace("but exp", "exp")
+
+
+def test_why_of_what_is_no_op() -> None:
+    report = net_report()
+    (up,) = [c for c in report.casts if c.kind == "up" and c.value == "relu"]
+    assert "an up cast of relu to fp32 (256 B), read by exp" in report.why(up.name)
+    assert "comes from outside the graph in fp32" in report.why("fc1_weight")
+
+
+def test_why_takes_a_node_and_names_what_is_close() -> None:
+    report = net_report()
+    node = next(n for n in report.graphs[0].graph.nodes if n.name == "linear_1")
+    assert report.why(node) == report.why("linear_1")
+    with pytest.raises(OptionError, match=r"no node 'linaer'; did you mean linear"):
+        report.why("linaer")
+    with pytest.raises(OptionError, match=r"graph=3: .*it has: 0"):
+        report.why("linear", graph=3)
+
+
+# -- for programs ----------------------------------------------------------------------
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    report = net_report()
+    written = report.to_json(tmp_path / "report.json")
+    assert (tmp_path / "report.json").read_text(encoding="utf-8") == written
+    loaded = json.loads(written)
+    assert (loaded["schema"], loaded["version"]) == ("autoamp.report", 1)
+    assert loaded["cost"] == report.cost
+    assert loaded["regret"] == report.regret
+    assert [op["name"] for op in loaded["ops"]] == [row.name for row in report.ops]
+    assert {op["precision"] for op in loaded["ops"]} == {"bf16", "fp32"}
+    assert [c["bytes"] for c in loaded["casts"]] == [c.bytes for c in report.casts]
+    placements = loaded["graphs"][0]["placements"]
+    assert placements[OURS]["cost"] == report.cost
+
+
+def test_networkx_has_casts_between_ops() -> None:
+    report = net_report()
+    graph = report.to_networkx()
+    (up,) = [c for c in report.casts if c.kind == "up" and c.value == "relu"]
+    assert list(graph.predecessors(f"0/{up.name}")) == ["0/relu"]
+    assert "0/exp" in graph.successors(f"0/{up.name}")
+    assert graph.nodes[f"0/{up.name}"]["kind"] == "up cast"
+    for row in report.ops:
+        data = graph.nodes[f"0/{row.name}"]
+        assert (data["category"], data["reason"]) == (row.category, row.reason)
+    assert graph.nodes["0/relu"]["precision"] == "bf16"
+    assert graph.nodes["0/exp"]["precision"] == "fp32"
+
+
+def test_dot_names_every_node_once() -> None:
+    report = net_report()
+    dot = report.to_dot()
+    graph = report.to_networkx()
+    named = re.findall(r'^    "([^"]+)" \[', dot, re.MULTILINE)
+    assert named == list(graph.nodes)
+    assert dot.count(" -> ") == graph.number_of_edges()
+    assert dot.count("{") == dot.count("}") == 2
+
+
+# -- the printed page ------------------------------------------------------------------
+
+
+def test_page_is_plain_text_of_fixed_width() -> None:
+    shown = net_report().full()
+    assert "\x1b" not in shown
+    assert max(len(line) for line in shown.splitlines()) <= FULL_WIDTH
+    assert "tests/inspect/test_report.py:" in shown
+    assert "p = torch.exp(h)" in shown
+    assert "equal to an independent recount" in " ".join(shown.split())
+
+
+def test_page_follows_a_rich_console() -> None:
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(net_report())
+    assert "autoamp report: Net" in console.export_text()
+
+
+def row(name: str, category: str, heading: str, size: int) -> OpRow:
+    op = f"aten::{name}.default"
+    why = {"reason": heading, "heading": heading, "origin": "a test"}
+    where = {"module": "m", "source": f"/a/b.py:{size}: f()", "listed": True}
+    return OpRow(0, "", name, op, category, "fp32", **why, **where, bytes=size)
+
+
+def test_most_important_fp32_ops_come_first_and_the_rest_are_counted() -> None:
+    rows = [row(f"a{i}", "infer", f"reason {i}", 10 * i) for i in range(30)]
+    rows += [row("conv", "allow", "kept", 1), row("conv", "allow", "kept", 2)]
+    rows += [row("exp", "deny", "reason 29", i) for i in range(9)]
+    order = [reason for reason, _ in fp32.by_importance(rows)]
+    assert order[:3] == ["kept", "reason 29", "reason 28"]
+    console = Console(width=FULL_WIDTH, record=True, file=io.StringIO())
+    console.print(*fp32.stayed_fp32(rows, "bf16"), sep="\n")
+    shown = console.export_text()
+    places = sum("b.py:" in line for line in shown.splitlines())
+    assert places < 20
+    left = re.search(r"and (\d+) more reasons for (\d+) ops", shown)
+    assert left is not None
+    shown_reasons = len(re.findall("•", shown))
+    assert shown_reasons + int(left[1]) == len(order) == 31
+    assert "... and 7 more places" in shown
+
+
+def test_layers_that_repeat_are_one_place() -> None:
+    assert text.one_name(["h.0.attn", "h.1.attn"]) == "h.*.attn"
+    assert text.one_name(["h.0.attn", "h.0.attn"]) == "h.0.attn"
+    assert text.one_name(["a", "b", "c"]) == "a and 2 more"
+
+
+def test_amounts() -> None:
+    assert costs.amount(12345, False) == "1.23 µs"
+    assert costs.amount(-123456, False, signed=True) == "-12.3 µs"
+    assert costs.amount(0, False, signed=True) == "+0 ns"
+    assert costs.amount(9999, True) == "10.0 kB"
+    assert costs.bytes_text(999) == "999 B"
+
+
+# -- what was not converted ------------------------------------------------------------
+
+
+def test_skipped_things_are_shown_with_their_reason() -> None:
+    report = replace(
+        net_report(), skipped=[("graph 7", "Broken: [red]boom[/red] x[0]")]
+    )
+    assert "graph 7: Broken: [red]boom[/red] x[0]" in report.full()
+    assert json.loads(report.to_json())["skipped"][0]["what"] == "graph 7"
+
+
+def test_names_cannot_steer_a_terminal() -> None:
+    kind = type("N\x1b[31m\u202et\n", (Net,), {})
+    model = autoamp.convert(kind(), precision="bf16", do_no_harm=False)
+    report = autoamp.report(model)
+    for shown in (repr(report), report.full(), report.to_json()):
+        assert shown.replace("\n", "").isprintable()
+    assert report.label == "N\\x1b[31m\\u202et\\n"
+
+
+def test_a_declined_model_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "cpu_low_precision_units", dict)
+    model = Net()
+    autoamp.convert(model, precision="bf16", do_no_harm=True)
+    report = autoamp.report(model)
+    assert "not converted, runs in fp32" in report.full()
+    assert "bf16 cannot pay here" in report.full()
+    assert (report.cost, report.ops, report.compute_dtype) == (0, [], None)
+    with pytest.raises(OptionError, match="none was captured"):
+        report.why("linear")
+
+
+def test_a_model_that_was_not_called_yet() -> None:
+    model = Net()
+    autoamp.convert(model, precision="bf16", do_no_harm=False)
+    assert "no graph captured yet: call the model once" in str(autoamp.report(model))
+    assert "0 graphs" in repr(autoamp.report(model))
+
+
+def test_do_no_harm_explains_why_nothing_moved() -> None:
+    shown = report_of(Net(), torch.ones(4, 8), keep=["fc*"]).full()
+    assert "kept in fp32 by keep='fc*'" in shown
+    first = shown.partition("What stayed in fp32")[2].splitlines()[1]
+    assert "keep='fc*'" in first, "allow ops that stayed fp32 come first"
+
+
+# -- sub-graphs and unknown ops --------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(self.b(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, self.a(x), use_reentrant=False) + 1
+
+
+def test_checkpointed_bodies_are_graphs_of_their_own() -> None:
+    report = report_of(Checkpointed(), torch.ones(4, 8))
+    outer, body = report.sections
+    assert (outer.key, body.graph) == ("0", 0)
+    assert any(r.body == body.body and "gelu" in r.op for r in report.ops)
+    gelu = next(r.name for r in report.ops if "gelu" in r.op)
+    assert f"of graph {body.key} runs in bf16" in report.why(gelu, graph=body.key)
+    with pytest.raises(OptionError, match="no node"):
+        report.why(gelu, graph=0)
+    heading = f"    body of graph 0: {body.body} (checkpointed)"
+    assert any(line.startswith(heading) for line in report.full().splitlines())
+    weights = [c for c in report.casts if c.body == body.body and c.kind == "weight"]
+    assert len(weights) == 2
+    running = getattr(report.graphs[0], body.body).code
+    for cast in weights:
+        assert cast.every_call == (f"{cast.name} = torch.ops.aten._to_copy" in running)
+    assert f"{body.key}/{gelu}" in report.to_networkx()
+    assert report.cost == sum(
+        each.assignment.cost for each in (outer.rewritten, body.rewritten)
+    )
+
+
+@torch.library.custom_op("autoamp_test_report::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return twice(self.fc(x))
+
+
+def test_ops_in_no_list_are_named() -> None:
+    with torch.no_grad():
+        report = report_of(Twice().eval(), torch.ones(4, 8))
+    (unlisted,) = [r for r in report.ops if not r.listed]
+    assert unlisted.op == "autoamp_test_report::twice.default"
+    shown = report.full().partition("Ops in no list")[2]
+    assert "autoamp_test_report::twice" in shown
+    assert "Ops in no list" not in str(net_report())

@@ -1,0 +1,151 @@
+"""The JSON of a report is as documented, and names nothing of one machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autoamp
+from autoamp.inspect.text import portable, portable_place
+from autoamp.saved.load import load
+from tests.small_models import Of
+
+REPO = Path(__file__).resolve().parents[2]
+DOCUMENT = REPO / "docs" / "report-schema.md"
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "list": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+ANY_KEY = ("regret", "graphs[].placements")
+"""Objects whose keys are names, written `*` in the document."""
+
+
+def documented() -> dict[str, tuple[type, ...]]:
+    """Each key of the document's table to its types."""
+    rows = re.findall(r"^\| `([^`]+)` \| ([a-z ]+?) \| [^|]*\| [^|]+\|$", text(), re.M)
+    return {
+        key: tuple(t for name in kinds.split(" or ") for t in TYPES[name])
+        for key, kinds in rows
+    }
+
+
+def text() -> str:
+    return DOCUMENT.read_text(encoding="utf-8")
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value with its key, as the table writes keys."""
+    if path:
+        yield path, value
+    if isinstance(value, dict):
+        for key, each in value.items():
+            name = "*" if path in ANY_KEY else key
+            yield from leaves(each, f"{path}.{name}" if path else name)
+    elif isinstance(value, list):
+        for each in value:
+            if isinstance(each, dict):
+                yield from leaves(each, f"{path}[]")
+
+
+def reports() -> list[autoamp.Report]:
+    """A training run in fp16 with a checkpoint, a report of `explain`, a plain one."""
+    torch.manual_seed(0)
+    model = Of(
+        lambda m, x: checkpoint(m.body, m.fc(x), use_reentrant=False).exp().sum(),
+        fc=nn.Linear(8, 8),
+        body=nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+    )
+    given: dict[str, Any] = {"do_no_harm": False, "precision": "fp16"}
+    autoamp.convert(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+    model(torch.ones(4, 8)).backward()
+    small = nn.Sequential(nn.Linear(8, 8))
+    told = autoamp.explain(small, torch.ones(2, 8), device="cuda:sm_90")
+    kept = autoamp.convert(nn.Linear(8, 8), precision="bf16", keep="*")
+    kept(torch.ones(2, 8))
+    return [autoamp.report(model), told, autoamp.report(kept)]
+
+
+def faults(document: Any, schema: dict[str, tuple[type, ...]]) -> list[str]:
+    """The keys that are not in the schema, and the values that have another type."""
+    found = []
+    for path, value in leaves(document):
+        if path.endswith("[]"):
+            continue
+        if path not in schema:
+            found.append(f"{path} is not documented")
+        elif isinstance(value, bool) and bool not in schema[path]:
+            found.append(f"{path} is a boolean")
+        elif not isinstance(value, schema[path]):
+            found.append(f"{path} is {value!r}")
+    return found
+
+
+def test_every_key_is_documented_with_its_type(tmp_path: Path) -> None:
+    schema = documented()
+    met: set[str] = set()
+    for number, report in enumerate(reports()):
+        path = tmp_path / f"{number}.json"
+        document = json.loads(report.to_json(path))
+        assert faults(document, schema) == []
+        met |= {key for key, _ in leaves(document)}
+        assert [op.name for g in load(path).graphs for op in g.ops] == [
+            row.name for row in report.ops
+        ]
+    assert set(schema) - met == set(), "documented, and never written"
+
+
+def test_an_undocumented_key_and_a_wrong_type_are_found() -> None:
+    schema = documented()
+    document = json.loads(reports()[0].to_json())
+    document["cost"] = True
+    document["ops"][0]["category"] = None
+    document["ops"][0]["extra"] = 1
+    assert faults(document, schema) == [
+        "cost is a boolean",
+        "ops[].category is None",
+        "ops[].extra is not documented",
+    ]
+
+
+def test_the_document_names_the_version() -> None:
+    assert f"`version` is {json.loads(reports()[1].to_json())['version']}." in text()
+
+
+# -- nothing of one machine ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            f"{Path(autoamp.__file__)}:3: x = a /b/c.d",
+            "autoamp/__init__.py:3: x = a /b/c.d",
+        ),
+        ("/no/such dir/train.py:12: f(x)", "train.py:12: f(x)"),
+        ("/x/site-packages/timm/a.py:1: y", "timm/a.py:1: y"),
+        ("<eval_with_key>.17:3: y", "<eval_with_key>:3: y"),
+        ("graph 3", "graph 3"),
+        ("", ""),
+    ],
+)
+def test_places_are_portable(source: str, expected: str) -> None:
+    assert portable_place(source) == expected
+
+
+def test_paths_and_addresses_in_a_sentence_are_portable() -> None:
+    sentence = "at /home/me/net.py:7: <Net object at 0x7f01> of aten::mul, x/y.z"
+    assert portable(sentence) == "at net.py:7: <Net object> of aten::mul, x/y.z"

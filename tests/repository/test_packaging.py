@@ -1,0 +1,239 @@
+"""What ships: the rules inside wheel and sdist, found wherever the package is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import autoamp
+
+REPO = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+RULES = sorted(path.name for path in (REPO / "rules").iterdir())
+
+LOAD_RULES = """
+import sys, site
+mode, place, repo = sys.argv[1:]
+sys.path[:] = [entry for entry in sys.path if entry not in ("", repo)]
+if mode == "editable":
+    others = set(sys.path)
+    site.addsitedir(place)  # reads its .pth, as an installed one would be
+    sys.path.sort(key=others.__contains__)  # the environment may have another checkout
+else:
+    sys.path.insert(0, place)
+import autoamp.rules
+from autoamp.rules.files import builtin_path
+rules = autoamp.rules.Rules.default("bf16")
+print(autoamp.__path__[0], builtin_path("bf16"), len(rules.names("deny")), sep="\\n")
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """The output of a command, which sees neither this checkout nor the network."""
+    hidden = {"PYTHONPATH", "PYTHONHOME"}
+    environment = {k: v for k, v in os.environ.items() if k not in hidden}
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env=environment | {"PIP_NO_INDEX": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def load_rules(mode: str, place: Path, cwd: Path) -> tuple[Path, Path]:
+    """Where a fresh interpreter found the package, and where the bf16 rules."""
+    output = run(sys.executable, "-c", LOAD_RULES, mode, place, REPO, cwd=cwd)
+    package, rules, denied = output.strip().splitlines()
+    assert int(denied) > 0
+    return Path(package), Path(rules)
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory) -> tuple[Path, Path]:
+    """The wheel and the sdist of this checkout."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=REPO)
+    (wheel,) = folder.glob("*.whl")
+    (sdist,) = folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def test_wheel_holds_the_package_and_the_rules(dist: tuple[Path, Path]) -> None:
+    names = zipfile.ZipFile(dist[0]).namelist()
+    assert {f"autoamp/_rules/{name}" for name in RULES} <= set(names)
+    assert {"autoamp/py.typed", "autoamp_cli/py.typed"} <= set(names)
+    tops = {name.partition("/")[0] for name in names}
+    packages = {"autoamp", "autoamp_cli"}
+    beside = {"autoamp_autoload.py", "autoamp_heat.py"}
+    assert tops == {*packages, *beside, f"autoamp-{PROJECT['version']}.dist-info"}
+    modules = {
+        str(path.relative_to(REPO))
+        for package in packages
+        for path in (REPO / package).rglob("*.py")
+    }
+    modules |= beside
+    assert modules == {name for name in names if name.endswith(".py")}
+    others = {name.rpartition(".")[2] for name in names} - {"py"}
+    # Types, rules and devices, the page and its licence, and the metadata of a wheel.
+    texts = {"typed", "toml", "md", "css", "html", "js", "LICENSE", "txt"}
+    metadata = {f"dist-info/{name}" for name in ("METADATA", "RECORD", "WHEEL")}
+    assert others == texts | metadata | {"dist-info/licenses/LICENSE"}
+
+
+def test_sdist_holds_what_a_build_and_a_test_run_need(dist: tuple[Path, Path]) -> None:
+    with tarfile.open(dist[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"rules/{name}" for name in RULES} <= names
+    assert {
+        "CITATION.cff",
+        "LICENSE",
+        "Makefile",
+        "README.md",
+        "constraints.txt",
+        "docs/how-it-works.md",
+        "examples/train_digits.py",
+        "pyproject.toml",
+        "tests/conftest.py",
+    } <= names
+
+
+def test_installed_wheel_finds_its_rules(dist: tuple[Path, Path], tmp_path) -> None:
+    target = tmp_path / "target"
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps")
+    run(*pip, "--target", target, dist[0], cwd=tmp_path)
+    package, rules = load_rules("wheel", target, tmp_path)
+    assert package == target / "autoamp"
+    assert rules == target / "autoamp" / "_rules" / "bf16.toml"
+
+
+def test_wheel_built_from_the_sdist_is_the_same(
+    dist: tuple[Path, Path], tmp_path
+) -> None:
+    wheel, sdist = dist
+    with tarfile.open(sdist) as archive:
+        # Python 3.11.4 and later ask for a filter.
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        archive.extractall(tmp_path, **safe)
+    (source,) = tmp_path.iterdir()
+    build = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path)
+    run(*build, cwd=source)
+    (again,) = tmp_path.glob("*.whl")
+    assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
+
+
+def test_editable_install_finds_the_rules_of_the_checkout(tmp_path) -> None:
+    code = "import sys, hatchling.build as b; b.build_editable(sys.argv[1])"
+    run(sys.executable, "-c", code, tmp_path, cwd=REPO)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    assert not (site / "autoamp").exists(), "a second copy of the rules would go stale"
+    package, rules = load_rules("editable", site, tmp_path)
+    assert package == REPO / "autoamp"
+    assert rules == REPO / "rules" / "bf16.toml"
+
+
+# -- what is said about versions is said once ------------------------------------------
+
+
+def test_every_file_that_names_the_version_names_the_same() -> None:
+    version = PROJECT["version"]
+    assert autoamp.__version__ == version
+    citation = (REPO / "CITATION.cff").read_text()
+    changes = (REPO / "CHANGELOG.md").read_text()
+    (released,) = re.findall(r"^date-released: (\S+)$", citation, re.MULTILINE)
+    assert re.findall(r"^version: (\S+)$", citation, re.MULTILINE) == [version]
+    headings = re.findall(r"^## (\d.*)$", changes, re.MULTILINE)
+    assert headings[0] == f"{version} - {released}"
+
+
+def pins(lines: list[str]) -> dict[str, str]:
+    """Lower-case name to version of each `name==version`."""
+    found = (line.split("==") for line in lines if re.fullmatch(r"[\w.-]+==\S+", line))
+    return {name.lower(): version for name, version in found}
+
+
+CONSTRAINTS = pins((REPO / "constraints.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize("extra", ["tests", "lint", "mutation", "docs", "zoo"])
+def test_extras_pin_what_the_constraints_pin(extra: str) -> None:
+    wanted = PROJECT["optional-dependencies"][extra]
+    pinned = pins(wanted)
+    assert len(pinned) == len(wanted), "every tool has an exact version"
+    assert pinned == {name: CONSTRAINTS.get(name) for name in pinned}
+
+
+def readme_versions() -> dict[str, tuple[str, str]]:
+    """Name to (needed, tested) from the table in README's Install section."""
+    text = (REPO / "README.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| (>=[\d.]+) \| ([\d.]+)", text, re.MULTILINE)
+    return {name: (needed, tested) for name, needed, tested in rows}
+
+
+def test_readme_floors_are_those_of_pyproject() -> None:
+    declared = {"Python": PROJECT["requires-python"]}
+    for requirement in PROJECT["dependencies"]:
+        name, _, floor = requirement.partition(">=")
+        declared[name] = f">={floor}"
+    assert {k: needed for k, (needed, _) in readme_versions().items()} == declared
+
+
+def test_readme_names_the_versions_that_are_tested() -> None:
+    for name, (_, tested) in readme_versions().items():
+        if name != "Python":
+            assert tested == CONSTRAINTS[name.lower()], name
+
+
+def test_the_oldest_torch_is_what_the_project_allows() -> None:
+    (floor,) = (d for d in PROJECT["dependencies"] if d.startswith("torch>="))
+    commands = run("make", "--dry-run", "OLDEST_VENV=nowhere", "test-oldest", cwd=REPO)
+    wanted = floor.replace(">=", "==")
+    assert f"s/^torch==.*/{wanted}/" in commands
+    assert f"--constraint nowhere/constraints.txt '{wanted}'" in commands
+
+
+# -- the forge runs what a person runs -------------------------------------------------
+
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text("utf-8"))
+    for path in (REPO / ".github" / "workflows").glob("*.yml")
+}
+
+
+@pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows")
+def test_workflows_run_targets_of_the_makefile() -> None:
+    makefile = (REPO / "Makefile").read_text()
+    wanted = set()
+    for workflow in WORKFLOWS.values():
+        for job in workflow["jobs"].values():
+            for step in job.get("steps", ()):
+                wanted |= set(re.findall(r"^make ([\w-]+)", step.get("run", "")))
+    assert wanted == {"test", "docs", "check-wheel"}
+    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in wanted)
+
+
+@pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no workflows")
+def test_only_what_was_tested_is_published() -> None:
+    jobs = WORKFLOWS["release"]["jobs"]
+    assert jobs["publish"]["needs"] == ["test", "build"]
+    assert jobs["test"]["uses"].endswith("/test.yml")
+    may_sign = [name for name, job in jobs.items() if "permissions" in job]
+    assert may_sign == ["publish"]
+    pythons = WORKFLOWS["test"]["jobs"]["wheel"]["strategy"]["matrix"]["python"]
+    named = {c.rpartition(" :: ")[2] for c in PROJECT["classifiers"] if ":: 3." in c}
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    assert named <= set(pythons)

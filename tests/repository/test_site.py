@@ -1,0 +1,139 @@
+"""The site: every page is in its navigation, every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+import autoamp
+import autoamp_cli
+from tests.repository.pages import PAGES, REPO, anchors, links, name_of
+from website.built import faults
+from website.commands import commands_of, reference
+from website.stage import moved_links, stage
+
+DOCS = REPO / "docs"
+SITE = REPO / "build" / "site"
+NAVIGATION = (REPO / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
+
+
+def in_navigation() -> list[str]:
+    return re.findall(r": ([\w/-]+\.md)$", NAVIGATION, re.MULTILINE)
+
+
+def dead(page: Path) -> list[str]:
+    """The links of a page that lead to no file, or to no heading of a page."""
+    found = []
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    assert len(in_navigation()) == len(set(in_navigation()))
+    staged = {"rules.md", "changelog.md", "contributing.md"}
+    assert set(in_navigation()) - staged == {path.name for path in DOCS.glob("*.md")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    assert dead(page) == []
+
+
+def test_a_dead_link_and_a_dead_anchor_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `b` c\n[a](#a-b-c) [b](#d) [c](no.md) ![d](no.png)\n")
+    assert dead(page) == ["#d", "no.md", "no.png"]
+
+
+def test_the_python_reference_has_every_public_name_once() -> None:
+    text = (DOCS / "api.md").read_text("utf-8")
+    names = re.findall(r"^::: autoamp\.(\w+)$", text, re.MULTILINE)
+    assert sorted(names) == sorted(autoamp.__all__)
+
+
+# -- the generated reference -----------------------------------------------------------
+
+
+def test_the_reference_has_every_command_and_option() -> None:
+    text = reference(autoamp_cli.main)
+    found = dict(commands_of(autoamp_cli.main))
+    assert {"autoamp run", "autoamp rules why"} <= set(found)
+    for words, command in found.items():
+        assert f"### {words}\n" in text
+        section = text.partition(f"### {words}\n")[2].partition("\n### ")[0]
+        for each in command.params:
+            if isinstance(each, click.Option) and not each.hidden:
+                assert each.opts[0] in section, f"{words} {each.opts[0]}"
+
+
+def test_a_bar_in_a_help_text_ends_no_cell() -> None:
+    @click.group()
+    def group() -> None: ...
+
+    @group.command()
+    @click.option("--on", metavar="0|1", help="Yes | no.")
+    def each(on: str) -> None:
+        """Does.
+
+        \b
+        Example:
+          each
+        """
+
+    text = reference(group)
+    assert "| `--on 0\\|1` | Yes \\| no. |" in text
+    assert "```\nExample:\n  each\n```" in text
+
+
+# -- staged and built ------------------------------------------------------------------
+
+
+def test_staged_links_follow_what_was_copied(tmp_path: Path) -> None:
+    stage(tmp_path / "docs", autoamp_cli.main)
+    staged = tmp_path / "docs"
+    assert {path.name for path in DOCS.glob("*.md")} <= {
+        path.name for path in staged.glob("*.md")
+    }
+    assert [link for page in staged.rglob("*.md") for link in dead(page)] == []
+    assert "### autoamp explain\n" in (staged / "command-line.md").read_text("utf-8")
+    assert moved_links("[a](../rules/bf16.toml)") == "[a](rules/bf16.toml)"
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        '<script src="https://a.example/b.js"></script>',
+        '<img src="//a.example/b.png">',
+        '<link rel="stylesheet" href="http://a.example/b.css">',
+        '<img src="nowhere.png">',
+        '<a href="nowhere.html">a</a>',
+        '<a href="#nowhere">a</a>',
+        '<a href="index.html#nowhere">a</a>',
+    ],
+)
+def test_faults_of_a_built_page_are_found(html: str, tmp_path: Path) -> None:
+    page = tmp_path / "index.html"
+    fine = '<p id="a"><a href="#a">a</a><a href="https://a.example">b</a></p>'
+    page.write_text(fine)
+    assert faults(tmp_path) == []
+    page.write_text(fine + html)
+    assert len(faults(tmp_path)) == 1
+
+
+def test_a_font_from_the_network_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.css").write_text('@font-face { src: url("https://a.example/f") }')
+    assert faults(tmp_path) == ["a.css loads from the network"]
+
+
+@pytest.mark.skipif(not SITE.exists(), reason="the site is not built: `make docs`")
+def test_the_built_site_has_no_faults() -> None:
+    assert faults(SITE) == []

@@ -1,0 +1,814 @@
+"""The op rules: the files are true to torch, and the loader says what is wrong."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import pickle
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from autoamp import op_names
+from autoamp.analyse.conditions import condition_holds
+from autoamp.errors import RulesError
+from autoamp.rules import Category, Condition, Rule, Rules
+from autoamp.rules.files import BUILTIN, builtin_path, directory
+from autoamp.rules.model import FACTS
+from autoamp.rules.parse import MAX_BYTES, read
+from tests.place.small_facts import fact
+
+aten = torch.ops.aten
+PRECISIONS = ("fp16", "bf16")
+LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+WRITTEN_BY_USER = {"to", "type_as", "_to_copy"}
+
+
+def raw(name: str) -> dict[str, dict[str, object]]:
+    """The TOML tables of a built-in file, as written."""
+    return tomllib.loads(builtin_path(name).read_text(encoding="utf-8"))
+
+
+def write(folder: Path, text: str) -> Path:
+    """A rules file with this text."""
+    path = folder / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# -- the files -------------------------------------------------------------------------
+
+OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Than the one that the files are written for."""
+
+NEW_OPS = {"_upsample_lanczos2d_aa"}
+"""What that one has and torch 2.11 has not."""
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_every_named_op_is_in_this_torch(name: str) -> None:
+    tables = raw(name)
+    names = [key for c in Category for key in tables.get(c, {})]
+    missing = {n for n in names if not op_names.exists(op_names.parse_op_name(n))}
+    assert missing <= (NEW_OPS if OLDER_TORCH else set())
+    # None twice, and none dropped but for those.
+    assert len(names) - len(missing) == len(Rules.load(name).table)
+
+
+@pytest.mark.skipif(OLDER_TORCH, reason="the files name ops that this torch lacks")
+@pytest.mark.parametrize("name", BUILTIN)
+def test_builtin_files_pass_the_checks_made_on_a_users_file(name: str) -> None:
+    _, rules, _ = read(builtin_path(name), builtin=False)
+    assert rules == Rules.load(name).table
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_reasons_say_something_of_their_own(name: str) -> None:
+    rules = Rules.load(name).table.values()
+    reasons = Counter(rule.reason for rule in rules)
+    assert [r for r, count in reasons.items() if count > 4] == []
+    assert [
+        rule.op for rule in rules if len(rule.reason) < 8 or "@" in rule.reason
+    ] == []
+    conditions = [c for rule in rules for c in rule.when]
+    assert [c for c in conditions if len(c.reason) < 20 or "@" in c.reason] == []
+
+
+def test_enough_ops_are_listed_and_the_same_in_both_precisions() -> None:
+    fp16, bf16 = (Rules.default(p).table for p in PRECISIONS)
+    assert len(fp16) >= 700
+    assert set(fp16) == set(bf16)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_every_op_torch_autocast_knows_has_a_rule(name: str) -> None:
+    rules = Rules.default(name)
+    missing = [
+        op
+        for compat in ("torch-cuda", "torch-cpu")
+        for op in Rules.load(compat).table
+        if any(rules.lookup(target) is None for target in op_names.overloads(op))
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_pure_views_are_clear(name: str) -> None:
+    rules = Rules.default(name)
+    denied = {"imag", "view_as_complex", "view_as_real"}  # their dtype is complex64
+    wrong = []
+    for op in rules.table:
+        for target in op_names.overloads(op):
+            declared = [
+                r.alias_info is not None and not r.alias_info.is_write
+                for r in target._schema.returns
+            ]
+            copied = torch.Tag.view_copy in target.tags
+            rule = rules.lookup(target)
+            if rule and (any(declared) or copied) and op.split("::")[1] not in denied:
+                wrong += [] if rule.category is Category.CLEAR else [op]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_random_ops_are_denied_or_bound_to_a_mask(name: str) -> None:
+    rules = Rules.default(name)
+    drawn = {"normal", "rand", "randn", "rand_like", "randn_like", "bernoulli"}
+    drawn |= {"uniform", "multinomial", "poisson", "exponential"}
+    assert {str(rules.table[f"aten::{op}"].category) for op in drawn} == {"deny"}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_ops_with_no_float_output_are_clear(name: str) -> None:
+    rules = Rules.default(name)
+    for op in ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite", "argmax"):
+        assert rules.table[f"aten::{op}"].category is Category.CLEAR
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_casts_the_user_wrote_are_in_no_list(name: str) -> None:
+    bases = {op_names.split_key(op)[1] for op in Rules.default(name).table}
+    assert not bases & WRITTEN_BY_USER
+    assert Rules.default(name).lookup(aten.to.dtype) is None
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_matrix_products_are_allowed(name: str) -> None:
+    rules = Rules.default(name)
+    for op in ("linear", "matmul", "bmm", "addmm", "conv2d", "lstm", "einsum"):
+        assert rules.table[f"aten::{op}"].category is Category.ALLOW
+    assert rules.lookup(aten.scaled_dot_product_attention.default).category == "allow"
+
+
+def test_range_is_a_danger_in_fp16_and_not_in_bf16() -> None:
+    fp16, bf16 = (Rules.default(p).table for p in PRECISIONS)
+    assert fp16["aten::exp"].category is Category.DENY
+    assert bf16["aten::exp"].category is Category.INFER
+
+
+AUTOCASTS_NORMS = frozenset(
+    {"layer_norm", "native_layer_norm", "group_norm", "rms_norm", "softmax"}
+)
+"""Kernels that compute in fp32 on low data and round once, at their end."""
+
+ONLY_MOVE = ("upsample_nearest", "_upsample_nearest", "pad", "max_pool", "max_unpool")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_what_autocast_keeps_in_fp32_is_denied_where_it_does(
+    name: str, device: str
+) -> None:
+    """But for norms, softmax, and what hands elements on as they are."""
+    ours, theirs = Rules.default(name).table, Rules.load(f"torch-{device}").table
+    rounded = []
+    for key, rule in theirs.items():
+        op = key.split("::")[1].split(".")[0]
+        known = ours.get(key) or ours.get(f"aten::{op}")
+        if rule.category is not Category.DENY or known is None:
+            continue
+        denied = known.category is Category.DENY or device in known.no_kernel
+        denied |= any(
+            c.category is Category.DENY and (c.test, c.value) == ("device_is", device)
+            for c in known.when
+        )
+        if not denied and op not in AUTOCASTS_NORMS:
+            rounded.append(op)
+    moving = {op for op in rounded for part in ONLY_MOVE if part in op}
+    assert set(rounded) - moving == ({"trace"} if device == "cpu" else set())
+
+
+@pytest.mark.parametrize(
+    ("equation", "category"),
+    [
+        ("ij,jk->ik", "allow"),
+        ("bld,de", "allow"),
+        ("ij,ij", "allow"),
+        ("...i,...i->...", "allow"),
+        ("ij,ij->ij", "infer"),
+        ("i,j->ij", "infer"),
+        ("ij->i", "infer"),
+        ("ij -> ji", "infer"),
+        ("ij,k->i", "infer"),
+    ],
+)
+def test_an_einsum_is_a_product_where_it_contracts(
+    equation: str, category: str
+) -> None:
+    graph = fx.Graph()
+    operands = [graph.placeholder(f"x{i}") for i in range(1 + equation.count(","))]
+    node = graph.call_function(aten.einsum.default, (equation, operands))
+    (condition,) = Rules.default("bf16").table["aten::einsum"].when
+    holds = condition_holds(condition, node, fact("einsum"))
+    assert (condition.category if holds else "allow") == category
+
+
+# -- the facts in them, measured -------------------------------------------------------
+
+SPAN = torch.linspace(-60_000, 60_000, 2001)
+RESTORING = {
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "atan": torch.atan,
+    "sign": torch.sign,
+    "relu6": F.relu6,
+    "hardsigmoid": F.hardsigmoid,
+    "sinc": torch.sinc,
+    "softmax": lambda x: F.softmax(x, 0),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape),
+    "group_norm": lambda x: F.group_norm(x[None, None], 1),
+    "cosine_similarity": lambda x: F.cosine_similarity(x[None], x[None]),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("op", RESTORING)
+def test_restoring_ops_bound_what_is_out_of_range(name: str, op: str) -> None:
+    assert Rules.default(name).table[f"aten::{op}"].restores
+    assert RESTORING[op](SPAN * 1e6).abs().max() < 100
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize(
+    "op", ["exp", "relu", "softplus", "gelu", "log_softmax", "mul"]
+)
+def test_unbounded_ops_do_not_restore(name: str, op: str) -> None:
+    rule = Rules.default(name).table[f"aten::{op}"]
+    assert not rule.restores
+    assert not rule.restores_given
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_clamp_restores_with_both_limits_only(name: str) -> None:
+    rule = Rules.default(name).table["aten::clamp"]
+    assert (rule.restores, rule.restores_given) == (False, ("min", "max"))
+
+
+TERMS = 20_000
+ACCUMULATE = {
+    "sum": (lambda x: x.sum(), 5000),
+    "mean": (lambda x: x.mean(), 0.25),
+    "linalg_vector_norm": (torch.linalg.vector_norm, 35.36),
+    "avg_pool1d": (lambda x: F.avg_pool1d(x[None], TERMS), 0.25),
+    "adaptive_avg_pool2d": (
+        lambda x: F.adaptive_avg_pool2d(x.view(1, 100, 200), 1),
+        0.25,
+    ),
+    "softmax": (lambda x: F.softmax(x, 0).float().sum(), 1),
+}
+STAND_STILL = {
+    "index_add": lambda x: x[:1].mul(0).index_add(0, torch.zeros(TERMS).long(), x),
+    "segment_reduce": lambda x: torch.segment_reduce(
+        x, "sum", lengths=torch.tensor([TERMS])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("op", ACCUMULATE)
+def test_ops_said_to_accumulate_in_fp32_do(name: str, op: str) -> None:
+    assert Rules.default(name).table[f"aten::{op}"].category is not Category.DENY
+    function, expected = ACCUMULATE[op]
+    got = function(torch.full((TERMS,), 0.25, dtype=LOW[name])).item()
+    assert got == pytest.approx(expected, rel=torch.finfo(LOW[name]).eps)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("op", STAND_STILL)
+def test_ops_denied_for_standing_still_do_so(name: str, op: str) -> None:
+    assert Rules.default(name).table[f"aten::{op}"].category is Category.DENY
+    got = STAND_STILL[op](torch.full((TERMS,), 0.25, dtype=LOW[name])).item()
+    assert got < 0.2 * 5000
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_adaptive_avg_pool3d_is_denied_where_its_kernel_sums_low(name: str) -> None:
+    (condition,) = Rules.default(name).table["aten::adaptive_avg_pool3d"].when
+    assert (condition.test, condition.value) == ("device_is", "cpu")
+    x = torch.full((1, 1, 20, 20, 50), 0.25, dtype=LOW[name])
+    assert F.adaptive_avg_pool3d(x, 2)[0, 0, 0, 0, 0].item() != 0.25
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_batch_norm_takes_low_data_with_fp32_parameters_on_this_cpu(name: str) -> None:
+    rule = Rules.default(name).table["aten::batch_norm"]
+    kept = {n: torch.ones(3) for n in rule.fp32_operands}
+    assert set(kept) == {"weight", "bias", "running_mean", "running_var"}
+    x = torch.randn(4, 3, dtype=LOW[name], requires_grad=True)
+    out = F.batch_norm(x, training=True, **kept)
+    out.sum().backward()
+    assert (out.dtype, x.grad.dtype) == (LOW[name], LOW[name])
+
+
+NO_CPU_KERNEL = {
+    "avg_pool3d": lambda x: F.avg_pool3d(x.view(1, 4, 4, 4), 2),
+    "cdist": lambda x: torch.cdist(x.view(8, 8), x.view(8, 8)),
+    "fft_rfft": lambda x: torch.fft.rfft(x[:9]),
+    "linalg_inv": lambda x: torch.linalg.inv(x.view(8, 8)),
+    "linalg_svd": lambda x: torch.linalg.svd(x.view(8, 8)),
+    "quantile": lambda x: torch.quantile(x, 0.5),
+    "_upsample_bilinear2d_aa": lambda x: F.interpolate(
+        x.view(1, 1, 8, 8), size=(4, 4), mode="bilinear", antialias=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("op", NO_CPU_KERNEL)
+def test_ops_said_to_lack_a_cpu_kernel_do(name: str, op: str) -> None:
+    assert "cpu" in Rules.default(name).table[f"aten::{op}"].no_kernel
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+        NO_CPU_KERNEL[op](torch.rand(64, dtype=LOW[name]))
+
+
+# -- the compatibility sets ------------------------------------------------------------
+
+
+KEYS = {"torch-cuda": "AutocastCUDA", "torch-cpu": "AutocastCPU"}
+
+
+@functools.cache
+def registered() -> dict[str, set[str]]:
+    """The ops that this torch treats under each dispatch key."""
+    # In a process of its own: what other tests trace may leave registrations behind.
+    code = f"""
+import torch
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+for op in torch._C._dispatch_get_all_op_names():
+    print(*[key for key in {[*KEYS.values()]} if has(op, key)], op, sep=" ")
+"""
+    asked = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, set[str]] = {key: set() for key in KEYS.values()}
+    for line in asked.stdout.splitlines():
+        *keys, op = line.split()
+        for key in keys:
+            found[key].add(op if "." in op else op + ".default")
+    return found
+
+
+def changes(name: str, found: set[str]) -> dict[str, set[str]]:
+    """What torch, which treats `found`, has added and dropped since the file `name`."""
+    listed = set(Rules.load(name).table)
+    if torch.version.cuda is None:  # registered with cuDNN, which a CPU build lacks
+        listed.discard("aten::_cudnn_rnn.default")
+    if OLDER_TORCH:  # it has named tensors, and no rule for this norm
+        found = {
+            op for op in found if "dimname" not in op.lower() and "names" not in op
+        }
+        listed -= {"aten::rms_norm.default"} - found
+    return {"torch has added": found - listed, "torch has dropped": listed - found}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_compatibility_sets_are_what_the_dispatcher_has(name: str) -> None:
+    found = registered()[KEYS[name]]
+    assert changes(name, found) == {
+        "torch has added": set(),
+        "torch has dropped": set(),
+    }
+    planted = changes(name, found ^ {"aten::linear.default", "aten::sin.default"})
+    assert planted == {
+        "torch has added": {"aten::sin.default"},
+        "torch has dropped": {"aten::linear.default"},
+    }
+
+
+AUTOCAST_CPU = {
+    "linear": lambda x: F.linear(x, torch.ones(4, 4)),
+    "matmul": lambda x: x @ torch.ones(4, 4),
+    "conv1d": lambda x: F.conv1d(x[None], torch.ones(2, 4, 1)),
+    "mse_loss": lambda x: F.mse_loss(x, x),
+    "cross_entropy_loss": lambda x: F.cross_entropy(x, torch.zeros(4).long()),
+    "linalg_inv": torch.linalg.inv,
+    "cdist": lambda x: torch.cdist(x, x),
+}
+
+
+@pytest.mark.parametrize("op", AUTOCAST_CPU)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_on_this_cpu_does_what_its_set_says(
+    op: str, dtype: torch.dtype
+) -> None:
+    rules = Rules.load("torch-cpu").table
+    rule = next(r for k, r in rules.items() if op_names.split_key(k)[1] == op)
+    x = torch.eye(4).to(dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = AUTOCAST_CPU[op](x).dtype
+    allowed = rule.category is Category.ALLOW
+    assert result is (torch.bfloat16 if allowed else torch.float32)
+
+
+def test_tensorflow_keeps_its_own_opinions() -> None:
+    table = Rules.load("tensorflow").table
+    assert table["aten::mean"].category is Category.DENY
+    assert table["aten::softmax"].category is Category.INFER
+    assert table["aten::relu"].category is Category.CLEAR
+    assert "aten::rsqrt" not in table  # in no list of the fp16 mode
+
+
+# -- looking up ------------------------------------------------------------------------
+
+
+def table_of(**rules: str) -> Rules:
+    """A table from `name=category`, where `__` stands for the dot of an overload."""
+    keys = {f"aten::{n.replace('__', '.')}": c for n, c in rules.items()}
+    return Rules("t", {k: Rule(k, Category(c), "why", "here") for k, c in keys.items()})
+
+
+def test_the_exact_overload_goes_before_the_name() -> None:
+    rules = table_of(sum="allow", sum__dim_IntList="deny")
+    assert rules.lookup(aten.sum.dim_IntList).category is Category.DENY
+    assert rules.lookup(aten.sum.default).category is Category.ALLOW
+    assert rules.lookup(aten.mul.Tensor) is None
+
+
+def test_an_inplace_op_has_the_rule_of_its_plain_form_unless_it_has_its_own() -> None:
+    assert table_of(relu="clear").lookup(aten.relu_.default).category == "clear"
+    own = table_of(relu="clear", relu_="deny")
+    assert own.lookup(aten.relu_.default).category is Category.DENY
+    assert own.lookup(aten.relu.default).category is Category.CLEAR
+
+
+def test_out_variants_and_higher_order_ops_have_no_rule() -> None:
+    assert table_of(exp="deny").lookup(aten.exp.out) is None
+    assert table_of(exp="deny").lookup(torch.ops.higher_order.cond) is None
+    assert table_of(exp="deny").lookup(torch.exp) is None
+
+
+def test_lookup_remembers_per_table() -> None:
+    first, second = table_of(exp="deny"), table_of(exp="infer")
+    assert first.lookup(aten.exp.default) is first.lookup(aten.exp.default)
+    assert second.lookup(aten.exp.default).category is Category.INFER
+
+
+def test_names_are_those_of_a_category_and_sorted() -> None:
+    rules = table_of(sum="deny", exp="deny", mul="infer")
+    assert rules.names(Category.DENY) == ("aten::exp", "aten::sum")
+    assert rules.names("allow") == ()
+
+
+def test_defaults_by_name_and_by_dtype_are_one_object() -> None:
+    assert Rules.default("bf16") is Rules.default(torch.bfloat16)
+    assert Rules.default("fp16") is Rules.default("half")
+    assert Rules.default("bf16").dtype == "bfloat16"
+    with pytest.raises(RulesError, match="use one of fp16, bf16"):
+        Rules.default("fp8")
+
+
+def test_rules_cannot_be_changed() -> None:
+    source = {"aten::exp": Rule("aten::exp", Category.DENY, "why", "here")}
+    rules = Rules("t", source)
+    source.clear()
+    assert list(rules.table) == ["aten::exp"]
+    with pytest.raises(TypeError):
+        rules.table["aten::mul"] = source
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rules.name = "other"
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))]
+)
+def test_rules_survive_copies(copied) -> None:
+    rules = Rules.default("fp16")
+    rules.lookup(aten.exp.default)
+    again = copied(rules)
+    assert (again, hash(again)) == (rules, hash(rules))
+    assert again.lookup(aten.exp.default) == rules.lookup(aten.exp.default)
+
+
+# -- laying over -----------------------------------------------------------------------
+
+
+def test_a_users_op_moves_and_keeps_the_facts_but_not_the_conditions() -> None:
+    before = Rules.default("fp16")
+    after = before.with_lists(infer=["batch_norm"], allow=["sum"], deny=["avg_pool3d"])
+    assert "aten::sum" in before.names("infer")
+    assert "aten::sum" in after.names("allow")
+    assert "aten::sum" not in after.names("infer")
+    assert before.table["aten::sum"].when
+    assert after.table["aten::sum"].when == ()
+    assert "running_var" in after.table["aten::batch_norm"].fp32_operands
+    assert after.table["aten::avg_pool3d"].no_kernel == ("cpu",)
+    assert after.table["aten::sum"].origin == "allow="
+    assert "allow=sum" in after.table["aten::sum"].reason
+
+
+def test_a_name_replaces_the_rules_of_its_overloads() -> None:
+    rules = table_of(sum__dim_IntList="deny", sum__default="deny", mul="infer")
+    after = rules.with_lists(allow=["sum"])
+    assert after.lookup(aten.sum.dim_IntList).category is Category.ALLOW
+    assert set(after.table) == {"aten::sum", "aten::mul"}
+
+
+def test_an_overload_may_differ_from_its_name_in_one_set_of_lists() -> None:
+    after = table_of().with_lists(deny=["sum.dim_IntList"], allow=["sum"])
+    assert after.lookup(aten.sum.dim_IntList).category is Category.DENY
+    assert after.lookup(aten.sum.default).category is Category.ALLOW
+
+
+def test_lists_take_every_spelling_once() -> None:
+    spelt = ["exp", "aten.exp", "aten::exp", "torch.ops.aten.exp"]
+    assert set(table_of().with_lists(deny=spelt).table) == {"aten::exp"}
+
+
+def test_no_lists_change_nothing() -> None:
+    assert Rules.default("bf16").with_lists() is Rules.default("bf16")
+
+
+@pytest.mark.parametrize(
+    ("lists", "words"),
+    [
+        ({"deny": ["exp"], "allow": ["aten::exp"]}, ["allow=", "deny=", "aten::exp"]),
+        ({"deny": ["layernorm"]}, ["deny=layernorm", "aten::layer_norm"]),
+        ({"infer": ["sum.dim_Int"]}, ["infer=sum.dim_Int", "aten::sum.dim_IntList"]),
+        ({"clear": "exp"}, ['clear="exp"', "list of op names"]),
+        ({"allow": [torch.exp]}, ["allow=", "not the name of an op"]),
+        ({"allow": [""]}, ["allow="]),
+    ],
+)
+def test_a_wrong_list_is_named_with_what_to_do(lists, words) -> None:
+    with pytest.raises(RulesError) as error:
+        Rules.default("fp16").with_lists(**lists)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_merged_rules_win_in_order(tmp_path) -> None:
+    one, two = table_of(exp="allow", mul="deny"), table_of(exp="clear")
+    merged = Rules.default("bf16").merge(one, two)
+    assert merged.table["aten::exp"].category is Category.CLEAR
+    assert merged.table["aten::mul"].category is Category.DENY
+    assert merged.table["aten::add"] == Rules.default("bf16").table["aten::add"]
+    assert (merged.name, merged.dtype) == ("bf16 + t + t", "bfloat16")
+
+
+def test_a_merged_rule_says_what_it_says_and_keeps_the_rest(tmp_path) -> None:
+    rules = '[deny]\ntanh={reason="r", restores=false}\navg_pool3d="r"\n'
+    mine = write(tmp_path, rules)
+    merged = Rules.default("fp16").merge(Rules.load(mine))
+    assert not merged.table["aten::tanh"].restores
+    assert merged.table["aten::avg_pool3d"].no_kernel == ("cpu",)
+
+
+def test_rules_for_the_other_dtype_are_refused() -> None:
+    with pytest.raises(RulesError, match="written for bfloat16 but fp16 for float16"):
+        Rules.default("fp16").merge(Rules.default("bf16"))
+
+
+# -- reading files ---------------------------------------------------------------------
+
+
+def test_a_file_is_read_in_full(tmp_path) -> None:
+    path = write(
+        tmp_path,
+        """
+        [meta]
+        dtype = "float16"
+        description = "mine"
+        [infer]
+        clamp = { reason = "r", restores_given = ["min", "max"],
+          jumps = true, restores = true,
+          no_kernel = ["cpu"], fp32_operands = ["self"], when = [
+            { test = "argument_is", argument = "min", value = 0, category = "deny",
+              reason = "a" },
+            { test = "exponent_outside", value = [-1, 2.5], category = "allow",
+              reason = "b" },
+          ] }
+        """.replace(",\n          ", ", "),
+    )
+    rules = Rules.load(path)
+    assert (rules.name, rules.dtype) == ("mine.toml", "float16")
+    assert rules.table["aten::clamp"] == Rule(
+        op="aten::clamp",
+        category=Category.INFER,
+        reason="r",
+        origin=str(path),
+        fp32_operands=("self",),
+        restores=True,
+        restores_given=("min", "max"),
+        jumps=True,
+        no_kernel=("cpu",),
+        when=(
+            Condition("argument_is", 0, Category.DENY, "a", "min"),
+            Condition("exponent_outside", (-1.0, 2.5), Category.ALLOW, "b"),
+        ),
+        stated=frozenset({*FACTS, "when"}),
+    )
+
+
+WHEN = '[infer]\nsum={reason="r", when=[{%s}]}'
+WRONG = {
+    "not TOML": ("[allow", ["not a TOML file"]),
+    "deep": ("[allow]\nexp=" + "[" * 100_000, ["not a TOML file"]),
+    "unknown table": ('[alow]\nexp="r"', ["alow", "no such table", "allow"]),
+    "stray key": ('allow="exp"', ["allow", "must be a table"]),
+    "unknown op": ('[deny]\nlayernorm="r"', ["deny.layernorm", "aten::layer_norm"]),
+    "unknown overload": (
+        '[deny]\n"sum.dim_Int"="r"',
+        ["deny.sum.dim_Int", "aten::sum.dim_IntList"],
+    ),
+    "unquoted dot": ('[deny]\nsum.dim_IntList="r"', ["deny.sum.dim_IntList", "quote"]),
+    "two tables": (
+        '[deny]\nexp="r"\n[allow]\nexp="r"',
+        ["aten::exp", "[allow]", "[deny]"],
+    ),
+    "two spellings": ('[deny]\nexp="r"\n"aten::exp"="r"', ["aten::exp", "twice"]),
+    "empty reason": ('[deny]\nexp=" "', ["deny.exp.reason", "not empty"]),
+    "no reason": ("[deny]\nexp={restores=true}", ["deny.exp.reason"]),
+    "wrong value": ("[deny]\nexp=3", ["deny.exp", "must be a reason"]),
+    "unknown attribute": (
+        '[deny]\nexp={reason="r", restore=true}',
+        ["exp.restore", "restores"],
+    ),
+    "flag": ('[deny]\nexp={reason="r", restores=1}', ["exp.restores", "true or false"]),
+    "names": (
+        '[deny]\nexp={reason="r", no_kernel="cpu"}',
+        ["no_kernel", "list of names"],
+    ),
+    "argument": (
+        '[deny]\nexp={reason="r", fp32_operands=["x"]}',
+        ["exp.fp32_operands", "no argument 'x'", "self"],
+    ),
+    "meta key": ("[meta]\nversion=1", ["meta.version", "dtype"]),
+    "meta dtype": ('[meta]\ndtype="fp16"', ["meta.dtype", "float16"]),
+    "when": ('[infer]\nsum={reason="r", when="x"}', ["sum.when", "list of tables"]),
+    "no test": (WHEN % 'category="deny", reason="r"', ["when[0].test", "device_is"]),
+    "unknown test": (WHEN % 'test="size"', ["when[0].test", "reduces_at_least"]),
+    "condition key": (WHEN % "tests=1", ["when[0].tests", "test"]),
+    "condition category": (
+        WHEN % 'test="device_is", value="cpu", category="no", reason="r"',
+        ["when[0].category", "clear"],
+    ),
+    "condition reason": (
+        WHEN % 'test="device_is", value="cpu", category="deny"',
+        ["when[0].reason"],
+    ),
+    "count": (
+        WHEN % 'test="reduces_at_least", value=true, category="deny", reason="r"',
+        ["when[0].value", "positive whole number"],
+    ),
+    "pair": (
+        WHEN % 'test="exponent_outside", value=[2, 1], category="deny", reason="r"',
+        ["when[0].value", "[lowest, highest]"],
+    ),
+    "contraction": (
+        WHEN % 'test="contracts", value=1, category="deny", reason="r"',
+        ["when[0].value", "true or false"],
+    ),
+    "device": (
+        WHEN % 'test="device_is", value=1, category="deny", reason="r"',
+        ["when[0].value", "device type"],
+    ),
+    "argument test": (
+        WHEN
+        % 'test="argument_is", argument="no", value=1, category="deny", reason="r"',
+        ["when[0].argument", "self"],
+    ),
+    "argument value": (
+        WHEN
+        % 'test="argument_is", argument="dim", value=[1], category="deny", reason="r"',
+        ["when[0].value"],
+    ),
+    "needless argument": (
+        WHEN
+        % 'test="device_is", argument="dim", value="cpu", category="deny", reason="r"',
+        ["when[0].argument", "delete"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_file_is_named_with_the_key_and_what_to_do(case: str, tmp_path) -> None:
+    text, words = WRONG[case]
+    path = write(tmp_path, text)
+    with pytest.raises(RulesError) as error:
+        Rules.load(path)
+    assert [w for w in [str(path), *words] if w not in str(error.value)] == []
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path) -> None:
+    with pytest.raises(RulesError, match=r"gone\.toml: cannot be read"):
+        Rules.load(tmp_path / "gone.toml")
+    with pytest.raises(RulesError, match="fp61: neither a file nor a built-in set"):
+        Rules.load("fp61")
+    with pytest.raises(RulesError, match="cannot be read"):
+        Rules.load(tmp_path)
+
+
+def test_bytes_that_are_not_text_are_refused(tmp_path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xff\xfe[allow]")
+    with pytest.raises(RulesError, match="not a TOML file"):
+        Rules.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[deny]\nmm = " + "9" * 5000, "not a TOML file"),
+        ("a" + ".a" * 10**5 + " = 1", "line 1 has more than 100 dots"),
+    ],
+    ids=["integer", "key"],
+)
+def test_what_would_overwhelm_the_reader_is_refused(
+    text: str, words: str, tmp_path
+) -> None:
+    path = tmp_path / "large.toml"
+    path.write_text(text)
+    with pytest.raises(RulesError, match=words):
+        Rules.load(path)
+
+
+@pytest.mark.parametrize(("extra", "fits"), [(0, True), (1, False)])
+def test_the_size_limit_is_where_it_says(tmp_path, extra: int, fits: bool) -> None:
+    path = write(tmp_path, "#" * (MAX_BYTES + extra))
+    if fits:
+        assert Rules.load(path).table == {}
+    else:
+        with pytest.raises(RulesError, match="at most 1048576"):
+            Rules.load(path)
+
+
+def test_an_op_this_torch_lacks_is_left_out_of_a_builtin_file(tmp_path, caplog) -> None:
+    path = write(tmp_path, '[deny]\nexp="r"\nnot_yet="r"\n')
+    with caplog.at_level("DEBUG", logger="autoamp.rules"):
+        _, rules, _ = read(path, builtin=True)
+    assert list(rules) == ["aten::exp"]
+    assert "aten::not_yet" in caplog.text
+
+
+def test_custom_ops_have_rules_too(tmp_path) -> None:
+    @torch.library.custom_op("autoamp_rules_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    mine = Rules.load(write(tmp_path, '[allow]\n"autoamp_rules_test::twice"="r"'))
+    target = torch.ops.autoamp_rules_test.twice.default
+    assert mine.lookup(target).category is Category.ALLOW
+    lists = table_of().with_lists(deny=["autoamp_rules_test.twice"])
+    assert lists.lookup(target).category is Category.DENY
+
+
+def test_the_packaged_copy_goes_before_the_checkout(tmp_path) -> None:
+    packaged, checkout = tmp_path / "_rules", tmp_path / "rules"
+    for folder in (packaged, checkout):
+        folder.mkdir()
+        for name in BUILTIN:
+            (folder / f"{name}.toml").touch()
+    assert directory((packaged, checkout)) == packaged
+    (packaged / "fp16.toml").unlink()
+    assert directory((packaged, checkout)) == checkout
+    (checkout / "fp16.toml").unlink()
+    with pytest.raises(RulesError, match=r"missing .*_rules.*rules.*reinstall"):
+        directory((packaged, checkout))
+
+
+def test_a_listed_in_place_op_keeps_the_facts_of_its_plain_form() -> None:
+    rules = Rules.default("fp16").with_lists(allow=["rrelu_"])
+    rule = rules.lookup(aten.rrelu_.default)
+    assert (rule.category, rule.no_kernel) == (Category.ALLOW, ("cpu",))
+
+
+def test_a_rules_file_can_keep_modules_in_fp32(tmp_path: Path) -> None:
+    path = tmp_path / "keep.toml"
+    path.write_text('[keep]\nmodules = ["head", "layers.*"]\n[deny]\nexp = "large"\n')
+    rules = Rules.load(path)
+    assert rules.keep == ("head", "layers.*")
+    laid = Rules.default("bf16").merge(rules)
+    assert laid.keep == rules.keep
+    assert pickle.loads(pickle.dumps(laid)) == laid
+    assert laid != Rules.default("bf16").merge(dataclasses.replace(rules, keep=()))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('[keep]\nmodules = "head"\n', "must be a list of module paths"),
+        ("[keep]\nmodules = [1]\n", "must be a list of module paths"),
+        ('[keep]\nmodule = ["head"]\n', "unknown; use modules"),
+    ],
+)
+def test_a_wrong_list_of_modules_is_refused(
+    tmp_path: Path, text: str, fault: str
+) -> None:
+    path = tmp_path / "keep.toml"
+    path.write_text(text)
+    with pytest.raises(RulesError, match=fault):
+        Rules.load(path)

@@ -1,0 +1,542 @@
+"""Gradients leave a graph in fp32 at their true value, whatever the loss scale is.
+
+bf16 has fp32's range, so there a scale that is a power of two changes no bit of any
+gradient: a scale that is missed, or taken twice, anywhere shows as a factor of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+
+import autoamp
+from autoamp.graph_functions import (
+    low_weight,
+    low_weight_unscaled,
+    scaled_result,
+    unscale_grad,
+)
+from autoamp.rewrite.edge import scale_edge as edge
+from autoamp.scaling.backwards import BACKWARDS
+from tests.models import BY_NAME, LARGE, Case
+from tests.quick import explored, some_slow
+from tests.small_models import Of
+from tests.strategies import Program, inputs, programs, run
+from tests.training.boundary_scripts import (
+    FORWARDS,
+    SCRIPTS,
+    Net,
+    Seen,
+    Sparse,
+    fill_row,
+    given,
+    loss_of,
+)
+from tests.whole import test_laws
+from tests.whole.test_laws import from_printed_code, text_of
+
+pytestmark = [
+    pytest.mark.usefixtures("device"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*should not be instantiated:DeprecationWarning"
+    ),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
+]
+
+S = 2.0**10
+EPS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+DEPTH = 8
+"""Roundings between a result and any gradient of a script: four casts, each way."""
+
+
+def converting(precision: str = "bf16", **options: Any) -> Callable[..., nn.Module]:
+    return functools.partial(
+        autoamp.convert, precision=precision, do_no_harm=False, strict=True, **options
+    )
+
+
+def seen_by(script: Callable[..., Seen], convert: Callable[..., nn.Module]) -> Seen:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return script(convert)
+
+
+def same_bits(ours: Seen, expected: Seen) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None or ours[name] is None:
+            assert value is ours[name], name
+            continue
+        assert ours[name].dtype == value.dtype, name
+        assert torch.equal(ours[name], value), name
+
+
+def close(ours: Seen, expected: Seen, eps: float) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        if value is None:
+            assert ours[name] is None, name
+            continue
+        assert ours[name].dtype == value.dtype, name
+        limit = DEPTH * eps * value.norm().clamp(min=eps)
+        assert (ours[name] - value).norm() <= limit, name
+
+
+# -- the table of scripts --------------------------------------------------------------
+
+SIMPLE = ("returns_", "write_")
+"""Scripts that are one backward: what they find they find in bf16."""
+
+
+REPEATED = tuple(
+    f"write_{how}_on_{of}"
+    for how in ("column", "add")
+    for of in ("plain", "view", "two_views", "hidden_base")
+)
+"""Writes of which `write_div` is the quick one; all three are quick on one forward."""
+
+
+@pytest.mark.parametrize("name", some_slow(SCRIPTS, REPEATED.__contains__))
+def test_the_scale_changes_no_bit(name: str) -> None:
+    script = SCRIPTS[name]
+    unscaled = seen_by(script, converting(loss_scale="off"))
+    close(unscaled, seen_by(script, lambda m: m), EPS["bf16"])
+    same_bits(seen_by(script, converting(loss_scale=S)), unscaled)
+
+
+@pytest.mark.parametrize("name", some_slow(SCRIPTS, lambda n: n.startswith(SIMPLE)))
+def test_fp16_is_as_near_fp32_as_its_digits_allow(name: str) -> None:
+    script = SCRIPTS[name]
+    ours = seen_by(script, converting("fp16", loss_scale=S))
+    close(ours, seen_by(script, lambda m: m), EPS["fp16"])
+
+
+def check_compiled(name: str, backend: Any) -> None:
+    script = SCRIPTS[name]
+    unscaled = seen_by(script, converting(loss_scale="off", backend=backend))
+    scaled = seen_by(script, converting(loss_scale=S, backend=backend))
+    # What a compiler fuses differs with the graph, and so does the order of sums.
+    close(scaled, unscaled, 2.0**-20)
+
+
+ALIASES = ["returns_used_inside", "returns_base_and_view", "returns_two_views"]
+WRITES = ["returns_relu_", "returns_changed_weight", "returns_zeros_written"]
+COMPILED = [*ALIASES, *WRITES, "cache_read_after_the_call"]
+SAMPLE = {"returns_base_and_view", "returns_changed_weight", COMPILED[-1]}
+
+
+def aot() -> Any:
+    return lookup_backend("aot_eager")
+
+
+@pytest.mark.parametrize("name", some_slow(COMPILED, lambda n: n not in SAMPLE))
+def test_compiled_graphs_too(name: str) -> None:
+    check_compiled(name, aot())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", COMPILED)
+def test_inductor_too(name: str) -> None:
+    check_compiled(name, "inductor")
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("scaled_result", lambda value, _: value.float()),
+        ("low_weight_unscaled", lambda weight, copy, *_: low_weight(weight, copy)),
+    ],
+)
+def test_the_table_can_fail(name: str, broken: Any, monkeypatch) -> None:
+    """A scale that is missed at one edge shows."""
+    monkeypatch.setattr(edge, name, broken)
+    with pytest.raises(AssertionError):
+        test_the_scale_changes_no_bit("returns_used_inside")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3,), (700, 750), (2, 640, 512)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_large_gradient_is_scaled_in_pieces(
+    shape: tuple[int, ...], turned: bool, dtype: torch.dtype
+) -> None:
+    value = torch.randn(shape).to(dtype).requires_grad_()
+    grad = torch.randn(shape[::-1]).permute(*range(len(shape))[::-1])
+    grad = (grad if turned else grad.contiguous()) * 1e-7  # subnormal where unscaled
+    scale = torch.tensor(S)
+    scaled_result(value, scale).backward(grad)
+    assert value.grad is not None
+    assert torch.equal(value.grad, (grad * scale).to(dtype))
+
+
+# -- all models, and random programs ---------------------------------------------------
+
+
+def gradients(case: Case, **options: Any) -> Seen:
+    torch._dynamo.reset()
+    model = converting(**options)(case.model())
+    args, kwargs = case.inputs(0)
+    torch.manual_seed(5)
+    case.loss(model(*args, **kwargs)).backward()
+    assert autoamp.report(model).runs
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+# Quick tests of parts of these: the scripts `returns_fourier` and `branch_on_a_value`,
+# `finfo_mask` against GradScaler below, and gpt in test_scripts.py.
+LONG = LARGE | {"bert", "branching", "fourier", "finfo_mask"}
+
+
+@pytest.mark.parametrize("name", some_slow(BY_NAME, LONG.__contains__))
+def test_models_do_not_feel_the_scale(name: str) -> None:
+    case = BY_NAME[name]
+    ours, expected = gradients(case, loss_scale=S), gradients(case, loss_scale="off")
+    if name == "t5":  # a table with three readers: their order in the sum differs
+        close(ours, expected, 2.0**-23)
+    elif name == "lstm":
+        # One use of a weight has a product for each step.  Their sum is in fp32, but
+        # where it is unscaled on its way out in bf16, as under autocast.
+        close(ours, expected, EPS["bf16"])
+    else:
+        same_bits(ours, expected)
+
+
+@explored(8, 200, lambda most: (programs(most=most), st.integers(-8, 20)))
+def test_random_programs_do_not_feel_the_scale(program: Program, power: int) -> None:
+    seen = []
+    for loss_scale in ("off", 2.0**power):
+        torch._dynamo.reset()
+        model = converting(loss_scale=loss_scale)(copy.deepcopy(program))
+        seen.append(run(model, model, inputs()))
+    test_laws.same_bits(seen[1].result, seen[0].result)
+    expected, ours = (outcome.gradients for outcome in seen)
+    assert (ours is None) == (expected is None), "only one lets its backward run"
+    if expected is not None and ours is not None:
+        assert ours.keys() == expected.keys()
+        for name, value in expected.items():
+            # Readers of one tensor may be summed in another order; the terms are of the
+            # size of the loss's own gradient, 1 and more, and may cancel to nothing.
+            error = (ours[name] - value).abs().max()
+            assert error <= 2.0**-19 * value.abs().max().clamp(min=1), name
+
+
+def test_a_copy_that_is_written_and_returned_does_not_feel_the_scale() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+            self.register_buffer("last", torch.zeros(8))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x.clone()
+            product = self.fc(y)  # of a cast of `y`, which may have another layout
+            turned = y.t().contiguous().t()
+            self.last.copy_(turned[0].detach())
+            copy = (turned + self.last).clamp(max=2).contiguous()
+            return copy.relu_(), product
+
+    x = torch.randn(4, 8)
+    seen = []
+    for loss_scale in ("off", 4.0):
+        torch._dynamo.reset()
+        given = x.clone().requires_grad_()
+        result, _ = converting(loss_scale=loss_scale)(Turned())(given)
+        result.sum().backward()
+        seen.append({"result": result.detach(), "gradient": given.grad})
+    same_bits(*seen)
+    assert torch.equal(seen[0]["result"], (x + x[0]).clamp(0, 2))
+
+
+# -- what scaling is for ---------------------------------------------------------------
+
+TINY = 2.0**-30
+
+
+def tiny_gradients(loss_scale: Any) -> tuple[Seen, Seen]:
+    """Gradients of a loss times TINY, in fp16 and in fp32, both made large again."""
+
+    def script(convert: Callable[..., nn.Module]) -> Seen:
+        model = convert(Net())
+        (model(given()).square().mean() * TINY).backward()
+        return {n: p.grad / TINY for n, p in model.named_parameters()}
+
+    ours = seen_by(script, converting("fp16", loss_scale=loss_scale))
+    return ours, seen_by(script, lambda m: m)
+
+
+def test_gradients_below_fp16_come_back() -> None:
+    ours, exact = tiny_gradients(2.0**30)
+    for name, value in exact.items():
+        assert (ours[name] - value).norm() <= 2 * EPS["fp16"] * value.norm(), name
+
+
+def test_without_a_scale_they_are_lost() -> None:
+    ours, _ = tiny_gradients("off")
+    assert not any(value.any() for value in ours.values())
+
+
+COMPARED = ["mlp", "tied_lm", "finfo_mask", "in_place"]
+BY_COMPILER = [f"{name} compiled" for name in COMPARED]
+
+
+@pytest.mark.parametrize(
+    "name", [*COMPARED, *some_slow(BY_COMPILER, BY_COMPILER[:-1].__contains__)]
+)
+def test_fp16_gradients_are_no_worse_than_grad_scalers(name: str) -> None:
+    """By half at most: a cast more or less on a gradient's way is one rounding."""
+    name, *compiled = name.split()
+    case = BY_NAME[name]
+    args, kwargs = case.inputs(0)
+    exact, theirs = case.model(), case.model()
+    case.loss(exact(*args, **kwargs)).backward()
+    device = torch.get_default_device().type
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**13)
+    optimizer = torch.optim.SGD(theirs.parameters())
+    with torch.autocast(device, torch.float16):
+        loss = case.loss(theirs(*args, **kwargs))
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    backend = aot() if compiled else "eager"
+    del scaler
+    ours = gradients(case, precision="fp16", loss_scale=2.0**13, backend=backend)
+    errors = {"ours": 0.0, "theirs": 0.0}
+    for (key, p), q in zip(exact.named_parameters(), theirs.parameters(), strict=True):
+        assert ours[key].dtype == torch.float32
+        scale = p.grad.norm()
+        errors["ours"] += float((ours[key] - p.grad).norm() / scale)
+        errors["theirs"] += float((q.grad - p.grad).norm() / scale)
+    assert errors["ours"] <= 1.5 * errors["theirs"]
+
+
+# -- more than once --------------------------------------------------------------------
+
+
+class Critic(nn.Module):
+    """Tied and reused weights, a norm, and a weight used in fp32 as well."""
+
+    def __init__(self, conv: bool) -> None:
+        super().__init__()
+        self.enter: nn.Module = nn.Linear(WIDTH_OF_CRITIC, WIDTH_OF_CRITIC)
+        if conv:
+            self.enter = nn.Conv1d(1, 1, 3, padding=1)
+        self.fc = nn.Linear(WIDTH_OF_CRITIC, WIDTH_OF_CRITIC)
+        self.norm = nn.LayerNorm(WIDTH_OF_CRITIC)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x[:, None])[:, 0] if x.dim() == 2 else self.enter(x)
+        for _ in range(2):
+            h = self.norm(h + self.fc(h).tanh())
+        return (h * self.fc.weight.sin().sum(0)).sum(-1)
+
+
+WIDTH_OF_CRITIC = 8
+
+
+def third_order(model: nn.Module, x: Tensor, order: int) -> Tensor:
+    """A loss that holds derivatives of `model` up to `order - 1` by its input."""
+    total = value = model(x).square().sum()
+    for _ in range(order - 1):
+        (slope,) = torch.autograd.grad(value, x, create_graph=True)
+        value = (slope.norm(dim=-1) - 1).square().mean()
+        total = total + value
+    return total
+
+
+@pytest.mark.parametrize("conv", [False, True])
+@pytest.mark.parametrize("order", some_slow((2, 3), lambda order: order == 2))
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_derivatives_of_derivatives(precision: str, order: int, conv: bool) -> None:
+    """Not one bit of a product in bf16, and in fp16 no range, is lost to the scale."""
+
+    def script(convert: Callable[..., nn.Module]) -> Seen:
+        model = convert(Critic(conv))
+        generator = torch.Generator(torch.get_default_device()).manual_seed(1)
+        x = torch.randn(4, WIDTH_OF_CRITIC, generator=generator).requires_grad_()
+        third_order(model, x, order).backward()
+        return {n: p.grad for n, p in model.named_parameters()} | {"x": x.grad}
+
+    unscaled = seen_by(script, converting(precision, loss_scale="off"))
+    scaled = seen_by(script, converting(precision, loss_scale=64.0))
+    if precision == "bf16":
+        # A convolution's use has a gradient of each order: summed as an LSTM's, above.
+        close(scaled, unscaled, EPS["bf16"] if conv else 2.0**-20)
+        return
+    true = seen_by(script, lambda model: model)
+    error = sum(float((scaled[n] - v).norm() / v.norm()) for n, v in true.items())
+    base = sum(float((unscaled[n] - v).norm() / v.norm()) for n, v in true.items())
+    assert error <= 1.5 * base
+
+
+def said(caplog) -> list[str]:
+    return [r.message for r in caplog.records if "create_graph=True" in r.message]
+
+
+def test_a_compiled_model_is_differentiated_twice_from_the_next_call_on(caplog) -> None:
+    torch._dynamo.reset()
+    model = converting(loss_scale=S, backend=aot())(Net())
+    exact = copy.deepcopy(Net())
+    exact.load_state_dict(model.state_dict())
+    x = given().requires_grad_()
+
+    def penalty(net: nn.Module) -> Tensor:
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    loss_of(model(x)).backward()  # a plain one before: nothing is said
+    assert not said(caplog)
+    with pytest.raises(RuntimeError, match=r"create_graph|double backward"):
+        penalty(model).backward()
+    model.zero_grad()
+    penalty(model).backward()
+    penalty(exact).backward()
+    assert len(said(caplog)) == 1
+    ours = {n: p.grad for n, p in model.named_parameters() if n != "out.bias"}
+    true = {n: p.grad for n, p in exact.named_parameters() if n != "out.bias"}
+    close(ours, true, EPS["bf16"])
+
+
+def used_often(m: nn.Module, x: Tensor) -> Tensor:
+    """21 products of `x` with one weight, and one of 2048 `x` before them."""
+    products = [nn.functional.linear(x, m.weight) for _ in range(21)]
+    return sum(products, nn.functional.linear(2048 * x, m.weight))
+
+
+def often(precision: str) -> nn.Module:
+    model = Of(used_often, weight=nn.Parameter(torch.full((2, 2), 0.5)))
+    return converting(precision, loss_scale=8.0)(model)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_weight_used_often_gets_every_use(precision: str) -> None:
+    """2048 + 21 is a number of neither bf16 nor fp16: its uses are summed in fp32."""
+    model = often(precision)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad.unique().tolist() == [2048 + 21]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_input_used_often_gets_every_use(precision: str) -> None:
+    """The cast that the uses share has no gradient of its own to unscale."""
+    x = torch.ones(1, 2, requires_grad=True)
+    model = often(precision)
+    model(x).sum().backward()
+    assert x.grad.unique().tolist() == [2048 + 21]
+
+
+# -- a scale that moves ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot"])
+def test_a_scale_that_moves_is_the_forwards_own(backend: str) -> None:
+    scale = autoamp.DynamicLossScale(init_scale=S)
+    chosen = aot() if backend == "aot" else backend
+    model = converting(loss_scale=scale, backend=chosen)(Net())
+    seen = []
+    for _ in range(5):
+        model.zero_grad()
+        result = model(given())
+        scale.update(torch.ones(1))  # another model's step, before this backward
+        loss_of(result).backward()
+        seen.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    assert scale.scale == S / 2**5
+    for each in seen[1:]:
+        same_bits(each, seen[0])
+    assert len(autoamp.report(model).graphs) == 1, "a new scale is a new graph"
+
+
+def test_the_graph_shows_it() -> None:
+    model = converting(loss_scale=S)(Net(FORWARDS["used_inside"]))
+    model(given().requires_grad_())
+    with torch.no_grad():
+        model(given())
+    trained, plain = autoamp.report(model).graphs
+    targets = {n.target for n in trained.graph.nodes}
+    assert {scaled_result, unscale_grad, low_weight_unscaled} <= targets
+    names = [n.name for n in trained.graph.nodes if n.op == "placeholder"]
+    assert names[-3:] == ["loss_scale", "inv_loss_scale", "found_inf"]
+    assert "loss_scale" not in plain.code
+    off = converting(loss_scale="off")(Net())
+    off(given())
+    assert "loss_scale" not in autoamp.report(off).graphs[0].code
+
+
+def test_a_graph_with_a_boundary_runs_from_its_printed_code() -> None:
+    model = converting(loss_scale=S)(Net(FORWARDS["used_inside"]))
+    model(given())
+    (graph,) = autoamp.report(model).graphs
+    rebuilt = from_printed_code(graph)
+    assert text_of(rebuilt) == text_of(graph)
+    args = [
+        torch.ones(tuple(n.meta["val"].shape), dtype=n.meta["val"].dtype)
+        for n in graph.graph.nodes
+        if n.op == "placeholder"
+    ]
+    for ours, expected in zip(rebuilt(*args), graph(*args), strict=True):
+        assert torch.equal(ours, expected)
+    autoamp.rewrite(graph, args, precision="bf16", do_no_harm=False)
+
+
+# -- overflow --------------------------------------------------------------------------
+
+
+def flags(model: nn.Module, *args: Any, bad: float) -> float:
+    """What the run's flag says after a backward from a gradient that holds `bad`."""
+    BACKWARDS.runs.clear()
+    result = model(*args)
+    seed = torch.zeros_like(result)
+    seed.flatten()[-1] = bad
+    result.backward(seed)
+    (last,) = BACKWARDS.runs
+    return max(float(f) for f in last.found_inf)
+
+
+def through_double(m: Net, x: Tensor) -> Tensor:
+    return m.out.weight.double() @ x.double()
+
+
+def half_given(m: Net, x: Tensor) -> Tensor:
+    """Of 1e6 only the gradient of `x`, in fp16, overflows."""
+    return x.float() + m.fc(torch.ones(1, 8))
+
+
+def frozen_but_input(m: Net, x: Tensor) -> Tensor:
+    return m.fc.weight.detach() @ x.float()
+
+
+OVERFLOWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "plain": (Net, lambda: (given(),)),
+    "input": (lambda: Net(frozen_but_input), lambda: (given().requires_grad_(),)),
+    "double": (lambda: Net(through_double), lambda: (given(),)),
+    "half": (lambda: Net(half_given), lambda: (given().half().requires_grad_(),)),
+    "double_input": (
+        lambda: Net(frozen_but_input),
+        lambda: (given().double().requires_grad_(),),
+    ),
+    "sparse": (Sparse, lambda: (torch.tensor([1, 3, 3]),)),
+    "dense": (lambda: Sparse(sparse=False), lambda: (torch.tensor([1, 3, 3]),)),
+    "written": (lambda: Net(fill_row), lambda: (given(), torch.zeros(8, 8))),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_the_flag_is_set_by_what_is_not_finite(name: str) -> None:
+    make, args_of = OVERFLOWS[name]
+    model = converting("fp16", loss_scale=1.0)(make())
+    for bad in (1.0, 1e6, float("inf"), float("nan")):
+        model.zero_grad()
+        args = args_of()
+        flag = flags(model, *args, bad=bad)
+        tensors = [t for t in (*model.parameters(), *args) if t.is_leaf]
+        found = [t.grad.to_dense() for t in tensors if t.grad is not None]
+        assert found
+        assert flag == float(not all(g.isfinite().all() for g in found)), bad

@@ -1,0 +1,206 @@
+"""Steps that are given a closure, by torch's optimizers and by those of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import autoamp
+from tests.training.steps import (
+    HUGE,
+    OPTIMIZERS,
+    assert_same,
+    fresh_copy,
+    loss_of,
+    moved,
+    name,
+    state_of,
+    weights_of,
+)
+
+pytestmark = [pytest.mark.one_model, pytest.mark.usefixtures("device")]
+
+
+# -- closures --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("label", ["Adam", "SGD-foreach", "OldStyle", "Rprop"])
+def test_closures_are_evaluated_once(
+    base: nn.Module, label: str, named: bool, keyword: bool
+) -> None:
+    model = fresh_copy(base)
+    optimizer: Any = OPTIMIZERS[label](model)
+    if named:
+        name(optimizer, model)
+    for step, factor in enumerate((HUGE, 1.0, HUGE, 1.0)):
+        calls: list[torch.Tensor] = []
+
+        def closure(
+            step: int = step, factor: float = factor, calls: list[torch.Tensor] = calls
+        ) -> torch.Tensor:
+            assert torch.is_grad_enabled()
+            optimizer.zero_grad()
+            loss = loss_of(model, step, factor)
+            loss.backward()
+            calls.append(loss)
+            return loss
+
+        before = weights_of(model)
+        with torch.no_grad():
+            if keyword:
+                result = optimizer.step(closure=closure)
+            else:
+                result = optimizer.step(closure)
+        assert len(calls) == 1
+        skipped = factor != 1.0
+        assert optimizer.step_was_skipped == skipped
+        assert moved(before, model) != skipped
+        # The first step of one that was not named has begun: it returns what its own
+        # `step` makes of the closure, the same.
+        assert result is calls[0]
+
+
+def test_step_returns_what_it_returned(base: nn.Module) -> None:
+    class Telling(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            return "stepped"
+
+    model = fresh_copy(base)
+    optimizer: Any = name(Telling(model.parameters(), 0.1), model)
+    loss_of(model, 0).backward()
+    assert optimizer.step() == "stepped"
+    loss_of(model, 0, HUGE).backward()
+    assert optimizer.step() is None
+
+
+# -- optimizers that evaluate when they like -------------------------------------------
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimization, as people copy it: reads the gradients there are,
+    moves the weights, evaluates, moves them back and steps."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.05, "lr": 0.05})
+        self.base = torch.optim.SGD(self.param_groups, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        weights = [p for g in self.param_groups for p in g["params"]]
+        norm = torch.stack([p.grad.norm() for p in weights]).norm()
+        with torch.no_grad():
+            for p in weights:
+                self.state[p]["old"] = p.data.clone()
+                p.add_(p.grad, alpha=0.05 / (float(norm) + 1e-12))
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        for p in weights:
+            p.data = self.state[p]["old"]
+        self.base.step()
+        return loss
+
+
+class ZeroFirst(torch.optim.SGD):
+    """Zeroes the gradients itself, before it evaluates."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        super().step()
+        return loss
+
+
+def evaluation(model: nn.Module, number: int, factor: float) -> Callable[[], Any]:
+    def closure() -> Any:
+        loss = loss_of(model, number, factor)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def train_sam(
+    model: nn.Module, optimizer: Any, bads: set[tuple[int, int]]
+) -> list[Any]:
+    records = []
+    for number in range(5):
+        for planted in (True, False):
+            bad = [planted and (number, half) in bads for half in (0, 1)]
+            if planted and not any(bad):
+                continue
+            factors = [HUGE if b else 1.0 for b in bad]
+            optimizer.zero_grad()
+            loss_of(model, number, factors[0]).backward()
+
+            before = weights_of(model), state_of(optimizer)
+            optimizer.step(evaluation(model, number, factors[1]))
+            assert optimizer.step_was_skipped == any(bad)
+            if any(bad):
+                assert_same((weights_of(model), state_of(optimizer)), before)
+        records.append((weights_of(model), state_of(optimizer.base)))
+    return records
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_sam(base: nn.Module, named: bool) -> None:
+    """Two gradients a step, at different weights; an overflow in either."""
+    results = []
+    for bads in (set(), {(0, 1), (2, 0), (3, 1)}):
+        model = fresh_copy(base)
+        optimizer = SAM(model.parameters())
+        if named:
+            name(optimizer, model)
+        results.append(train_sam(model, optimizer, bads))
+    assert_same(results[0], results[1])
+    with autoamp.disabled():
+        model = fresh_copy(base)
+        plain = train_sam(model, Tellable(model.parameters()), set())
+    for (weights, _), (exact, _) in zip(results[0], plain, strict=True):
+        for key in exact:
+            assert torch.allclose(weights[key], exact[key], atol=0.02)
+
+
+class Tellable(SAM):
+    step_was_skipped = False
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_optimizer_that_zeroes_before_it_evaluates(
+    base: nn.Module, named: bool
+) -> None:
+    results = []
+    for factors in ([1.0, 1.0, 1.0], [1.0, HUGE, 1.0, HUGE, 1.0]):
+        model = fresh_copy(base)
+        optimizer: Any = ZeroFirst(model.parameters(), 0.1, momentum=0.9)
+        if named:
+            name(optimizer, model)
+        good = 0
+        for factor in factors:
+            before = weights_of(model)
+            optimizer.step(evaluation(model, good, factor))
+            assert optimizer.step_was_skipped == (factor != 1.0)
+            assert moved(before, model) == (factor == 1.0)
+            good += factor == 1.0
+        results.append((weights_of(model), state_of(optimizer)))
+    assert_same(results[0], results[1])
+
+
+def test_first_step_that_cannot_be_stopped_is_an_error(base: nn.Module) -> None:
+    """Not named, not torch's, and it has moved the weights already."""
+    model = fresh_copy(base)
+    loss_of(model, 0).backward()
+    optimizer = SAM(model.parameters())
+    before = weights_of(model)
+    with pytest.raises(autoamp.LossScaleError, match=r"first step of SAM.*Name"):
+        optimizer.step(evaluation(model, 0, HUGE))
+    assert_same(weights_of(model), before)

@@ -1,0 +1,429 @@
+"""The step boundary in company: scalers, several models, schedulers, other ranks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+import autoamp
+from autoamp import DynamicLossScale, LossScaleError
+from autoamp.optimizer import meeting
+from autoamp.scaling import backwards
+from autoamp.scaling.backwards import BACKWARDS
+from tests.metrics import relative_error
+from tests.training.steps import (
+    BF16,
+    FP16,
+    HUGE,
+    assert_same,
+    converted,
+    loss_of,
+    mlp,
+    moved,
+    state_of,
+    weights_of,
+)
+
+
+def loss_scale(model: nn.Module) -> Any:
+    return autoamp.report(model).loss_scale
+
+
+pytestmark = pytest.mark.usefixtures("device")
+
+
+# -- GradScaler ------------------------------------------------------------------------
+
+
+def scaler_script(
+    model: nn.Module, clip: bool, enabled: bool = True, **options: Any
+) -> Any:
+    """As in torch's documentation; gives scales, losses and the optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, **options)
+    scaler = torch.amp.GradScaler(
+        torch.get_default_device().type,
+        init_scale=2.0**12,
+        growth_interval=3,
+        enabled=enabled,
+    )
+    scales, losses = [], []
+    for number in range(8):
+        optimizer.zero_grad()
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
+            loss = loss_of(model, number, HUGE if number == 4 else 1.0)
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        losses.append(loss.detach())
+    return scales, losses, optimizer
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_grad_scaler_script_is_not_scaled_twice(
+    clip: bool, fused: bool, named: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = mlp()
+    model = copy.deepcopy(plain)
+    converted(model)
+    if named:
+        other = torch.optim.SGD(model.parameters(), 0.1)
+        autoamp.convert(model, other, **BF16)
+    theirs = scaler_script(plain, clip, fused=fused)
+    ours = scaler_script(model, clip, fused=fused)
+    assert ours[0] == theirs[0]
+    assert ours[0] != sorted(ours[0])  # one was skipped
+    assert relative_error(ours[1][:4], theirs[1][:4]) < 0.05
+    for mine, exact in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, exact, atol=0.03)
+    assert loss_scale(model).foreign is True
+    assert loss_scale(model).skipped_steps == 0
+    # The scaler goes, and ours begins where it is.
+    optimizer = ours[2]
+    for factor in (1.0, HUGE, 1.0):
+        optimizer.zero_grad()
+        before = weights_of(model)
+        loss_of(model, 1, factor).backward()
+        optimizer.step()
+        skipped = bool(optimizer.step_was_skipped)
+        assert moved(before, model) != skipped
+        assert not loss_scale(model).foreign
+    assert not skipped
+
+
+def test_disabled_scaler_is_none() -> None:
+    torch.manual_seed(0)
+    model = converted()
+    scales, _, optimizer = scaler_script(model, clip=True, enabled=False)
+    assert set(scales) == {1.0}
+    assert loss_scale(model).foreign is False
+    assert loss_scale(model).skipped_steps == 1
+    assert optimizer.step_was_skipped is False
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("factor", [1024.0, 2.0**-10])
+def test_loss_scaled_by_hand(factor: float) -> None:
+    torch.manual_seed(0)
+    base, results = mlp(), []
+    for by in (1.0, factor):
+        model = converted(copy.deepcopy(base))
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for number in range(4):
+            optimizer.zero_grad()
+            loss_of(model, number, by).backward()
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad /= by
+            optimizer.step()
+            assert optimizer.step_was_skipped is False
+        results.append(weights_of(model))
+    assert_same(results[0], results[1])
+
+
+# -- several models --------------------------------------------------------------------
+
+
+class Gan:
+    def __init__(self, set_to_none: bool, frozen: bool) -> None:
+        torch.manual_seed(0)
+        self.G: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.D: Any = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.g: Any = torch.optim.Adam(self.G.parameters(), 0.01)
+        self.d: Any = torch.optim.Adam(self.D.parameters(), 0.01)
+        autoamp.convert(self.G, self.g, **BF16)
+        autoamp.convert(self.D, self.d, **BF16)
+        self.set_to_none, self.frozen = set_to_none, frozen
+
+    def critic(self, factor: float) -> bool:
+        self.d.zero_grad(self.set_to_none)
+        z, real = torch.randn(6, 8), torch.randn(6, 8)
+        loss = self.D(self.G(z).detach()).mean() - self.D(real).mean()
+        (loss * factor).backward()
+        self.d.step()
+        return bool(self.d.step_was_skipped)
+
+    def generator(self, factor: float) -> bool:
+        self.g.zero_grad(self.set_to_none)
+        self.D.requires_grad_(not self.frozen)
+        (self.D(self.G(torch.randn(6, 8))).mean() * factor).backward()
+        self.D.requires_grad_(True)
+        self.g.step()
+        return bool(self.g.step_was_skipped)
+
+
+# Dynamo's own question, about what the generator hands to the critic.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gan_shares_a_scale_and_skips_the_step_that_overflowed(
+    set_to_none: bool, frozen: bool
+) -> None:
+    gan = Gan(set_to_none, frozen)
+    for iteration in range(4):
+        bad_critic, bad_generator = iteration == 1, iteration == 2
+        before = weights_of(gan.G), weights_of(gan.D)
+        assert gan.critic(HUGE if bad_critic else 1.0) == bad_critic
+        assert_same(weights_of(gan.G), before[0])
+        assert moved(before[1], gan.D) != bad_critic
+        before = weights_of(gan.G), weights_of(gan.D)
+        assert gan.generator(HUGE if bad_generator else 1.0) == bad_generator
+        assert_same(weights_of(gan.D), before[1])
+        assert moved(before[0], gan.G) != bad_generator
+        scales = loss_scale(gan.G).scale, loss_scale(gan.D).scale
+        assert scales[0] == scales[1]
+    assert scales[0] < 2.0**15
+
+
+def test_unrelated_models_do_not_share() -> None:
+    models = [converted(), converted()]
+    optimizers: list[Any] = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        loss_of(model, 0, HUGE if model is models[0] else 1.0).backward()
+        optimizer.step()
+    assert [o.step_was_skipped for o in optimizers] == [True, False]
+    assert [loss_scale(m).scale for m in models] == [2.0**14, 2.0**15]
+
+
+def test_one_scale_given_to_two_models() -> None:
+    shared = DynamicLossScale()
+    models = [converted(loss_scale=shared) for _ in range(2)]
+    optimizers: list[Any] = [torch.optim.SGD(m.parameters(), 0.1) for m in models]
+    loss_of(models[0], 0, HUGE).backward()
+    optimizers[0].step()
+    assert [loss_scale(m).scale for m in models] == [2.0**14] * 2 == [shared.scale] * 2
+
+
+def test_several_models_in_one_optimizer() -> None:
+    models = [converted(), converted()]
+    params = [p for m in models for p in m.parameters()]
+    optimizer: Any = torch.optim.SGD(params, 0.1, momentum=0.9)
+    for number, factors in enumerate(
+        [(1.0, 1.0), (HUGE, 1.0), (1.0, HUGE), (1.0, 1.0)]
+    ):
+        before = [weights_of(m) for m in models]
+        for model, factor in zip(models, factors, strict=True):
+            loss_of(model, number, factor).backward()
+            torch.nn.utils.clip_grad_value_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped == (HUGE in factors)
+        for model, old in zip(models, before, strict=True):
+            assert moved(old, model) != (HUGE in factors)
+
+
+# -- what becomes of an optimizer ------------------------------------------------------
+
+
+def test_parameters_added_and_replaced_later() -> None:
+    model: Any = converted()
+    optimizer: Any = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
+    for number, factor in enumerate((1.0, HUGE, 1.0, HUGE, 1.0)):
+        if number == 1:
+            optimizer.add_param_group({"params": [*model[2].parameters()], "lr": 0.2})
+        if number == 3:
+            model[2] = nn.Linear(8, 4)
+            for p in optimizer.param_groups[1]["params"]:
+                optimizer.state.pop(p, None)
+            optimizer.param_groups[1]["params"] = [*model[2].parameters()]
+        before = weights_of(model), state_of(optimizer)
+        loss_of(model, number, factor).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        optimizer.step()
+        model.zero_grad()
+        assert optimizer.step_was_skipped == (factor != 1.0)
+        if factor != 1.0:
+            assert_same((weights_of(model), state_of(optimizer)), before)
+        else:
+            assert moved(before[0], model)
+
+
+@pytest.mark.parametrize("scheduled", ["no", "before", "after"])
+def test_revert_gives_step_back_and_convert_takes_it_again(scheduled: str) -> None:
+    model, bystander = mlp(), converted()  # whose hook sees every step
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+
+    def schedule() -> None:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    if scheduled == "before":
+        schedule()
+    before = dict(vars(optimizer))
+    hooks = {k: dict(v) for k, v in before.items() if k.endswith("_hooks")}
+    for round_ in range(2):
+        autoamp.convert(model, optimizer, **BF16)
+        if scheduled == "after" and not round_:
+            schedule()
+        for factor in (1.0, HUGE):
+            old = weights_of(model)
+            loss_of(model, 0, factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.step_was_skipped == (factor != 1.0)
+            assert moved(old, model) == (factor == 1.0)
+        autoamp.revert(model)
+        if scheduled != "after":
+            assert set(vars(optimizer)) - {"_opt_called"} <= set(before)
+            assert vars(optimizer).get("step") is before.get("step")
+            assert {k: dict(vars(optimizer)[k]) for k in hooks} == hooks
+        old = weights_of(model)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert moved(old, model)
+        assert "autoamp" not in optimizer.state_dict()["param_groups"][0]
+    assert autoamp.is_converted(bystander)
+
+
+def test_global_hook_goes_with_the_last_conversion(monkeypatch) -> None:
+    # Models of other tests may be alive: this one listens apart from them.
+    monkeypatch.setattr(meeting, "_scalings", weakref.WeakSet())
+    monkeypatch.setattr(meeting, "_hook", [])
+    hooks = torch_optimizer._global_optimizer_pre_hooks
+    before = dict(hooks)
+    models = [converted(), converted()]
+    assert len(hooks) == len(before) + 1
+    autoamp.revert(models[0])
+    assert len(hooks) == len(before) + 1
+    autoamp.revert(models[1])
+    assert dict(hooks) == before
+
+
+def test_weights_are_freed_although_runs_are_remembered() -> None:
+    model = converted()
+    optimizer: Any = torch.optim.Adam(model.parameters())
+    for number in range(3):
+        loss_of(model, number, HUGE if number == 2 else 1.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [weakref.ref(p) for p in model.parameters()]
+    gone = weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+    assert [w() for w in weights] == [None] * len(weights)
+
+
+def test_runs_of_dead_weights_concern_nobody() -> None:
+    """Their ids are given to others; so is what they found, were it by id alone."""
+    model = converted()
+    loss_of(model, 0, HUGE).backward()
+    run = BACKWARDS.runs[-1]
+    held = {id(p): p for p in model.parameters()}
+    assert run.touches(held)
+    others = {place: torch.zeros(3) for place in held}
+    assert not run.touches(others)
+    held.clear()
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert not run.touches(others)
+
+
+def test_runs_are_bounded_without_steps_and_none_is_lost(monkeypatch) -> None:
+    monkeypatch.setattr(backwards, "MOST", 32)
+    monkeypatch.setattr(BACKWARDS, "runs", [])  # other tests' models may be alive
+    model = converted()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    loss_of(model, 0, HUGE).backward()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    for _ in range(100):
+        (model(torch.ones(1, 8)).sum() * 1e-3).backward()
+        assert len(BACKWARDS.runs) <= 32
+    before = weights_of(model)
+    optimizer.step()
+    assert optimizer.step_was_skipped is True
+    assert_same(weights_of(model), before)
+
+
+# -- input that is wrong, and what is reported -----------------------------------------
+
+
+def test_optimizer_of_another_model() -> None:
+    model = mlp()
+    with pytest.raises(autoamp.AutoampError, match="holds none of the parameters"):
+        autoamp.convert(model, torch.optim.SGD(mlp().parameters(), 0.1), **BF16)
+    assert not autoamp.is_converted(model)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_floor_is_an_error_that_names_the_op(precision: str) -> None:
+    options = FP16 if precision == "fp16" else BF16
+    scale = DynamicLossScale(4.0, min_scale=1.0)
+    model, optimizer = mlp(), None
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    autoamp.convert(model, optimizer, **{**options, "loss_scale": scale})
+    for _ in range(2):
+        loss_of(model, 0, math.inf).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = weights_of(model), state_of(optimizer)
+    loss_of(model, 0, math.inf).backward()
+    with pytest.raises(LossScaleError) as error:
+        optimizer.step()
+    message = str(error.value)
+    for part in ("Sequential", "lowest loss scale, 1", "linear", " in 2", "deny=["):
+        assert part in message
+    assert_same((weights_of(model), state_of(optimizer)), before)
+    optimizer.zero_grad()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert moved(before[0], model)
+
+
+@pytest.mark.parametrize("lookups", [3, 30])  # fewer numbers than the table, and more
+def test_sparse_gradients(lookups: int) -> None:
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 4))
+    dense = [*model[1].parameters()]
+    optimizers: list[Any] = [
+        torch.optim.SparseAdam(model[0].parameters()),
+        torch.optim.SGD(dense, 0.1),
+    ]
+    autoamp.convert(model, optimizers, **BF16)
+    for factor in (1.0, HUGE, 1.0):
+        before = weights_of(model), [state_of(o) for o in optimizers]
+        (model(torch.arange(lookups) % 3).square().mean() * factor).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.step_was_skipped == (factor != 1.0)
+        if factor != 1.0:
+            now = weights_of(model), [state_of(o) for o in optimizers]
+            assert_same(now, before)
+        else:
+            assert moved(before[0], model)
+
+
+def test_report() -> None:
+    model = converted()
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    for number, factor in enumerate((1.0, HUGE, 1.0)):
+        loss_of(model, number, factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = autoamp.report(model)
+    said = report.loss_scale
+    assert (said.kind, said.scale) == ("DynamicLossScale", 2.0**14)
+    assert (said.growth_tracker, said.skipped_steps, said.foreign) == (1, 1, False)
+    assert "step 1" in said.skips[0]
+    assert "linear" in said.skips[0]
+    text = report.full()
+    assert "16,384" in text
+    assert "linear" in text[text.index("16,384") :]
+    assert json.loads(report.to_json())["loss_scale"]["scale"] == 2.0**14
+    assert autoamp.report(converted(loss_scale="off")).loss_scale is None

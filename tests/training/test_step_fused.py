@@ -1,0 +1,265 @@
+"""Fused optimizers, whose kernels read the overflow flag: no step waits for the device.
+
+On a CPU the flag lies in the host's memory and is read at once; here that is forbidden,
+so that the other way is taken, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autoamp
+from autoamp.loss_scale import climb
+from autoamp.optimizer import kernel_flag, moves
+from tests.training.steps import (
+    HUGE,
+    OPTIMIZERS,
+    assert_same,
+    batch,
+    converted,
+    fresh_copy,
+    loss_of,
+    mlp,
+    moved,
+    name,
+    scaling_of,
+    state_of,
+    weights_of,
+)
+
+pytestmark = pytest.mark.one_model
+
+FUSED = [
+    label
+    for label, make_one in OPTIMIZERS.items()
+    if label.endswith("fused")
+    # Adagrad's of torch 2.11 is handed no flag, and so its step waits.
+    and getattr(make_one(mlp()), "_step_supports_amp_scaling", False)
+]
+STEPS = 4
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch) -> None:
+    for module in (moves, kernel_flag, climb):
+        monkeypatch.setattr(module, "free_to_read", lambda _: False)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the value of a tensor is asked for: on a GPU each is a wait."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def make(label: str, model: nn.Module) -> Any:
+    return name(OPTIMIZERS[label](model), model)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+@pytest.mark.parametrize("label", FUSED)
+@pytest.mark.usefixtures("as_on_gpu")
+def test_law_9_without_a_wait(base: nn.Module, label: str, bad: int) -> None:
+    results, scales = [], []
+    for bads in ((), (bad,)):
+        model = fresh_copy(base)
+        optimizer = make(label, model)
+        for number in range(STEPS):
+            for factor in (HUGE, 1.0) if number in bads else (1.0,):
+                loss_of(model, number, factor).backward()
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+                before = weights_of(model), state_of(optimizer)
+                with Reads() as reads:
+                    optimizer.step()
+                optimizer.zero_grad()
+                # The first step waits: state has to be made, or not.
+                first = not number and "Adagrad" not in label
+                assert (reads.count > 0) == first
+                assert bool(optimizer.step_was_skipped) == (factor != 1.0)
+                assert isinstance(optimizer.step_was_skipped, bool) == first
+                assert not hasattr(optimizer, "found_inf")
+                if factor != 1.0:
+                    assert_same((weights_of(model), state_of(optimizer)), before)
+        results.append((weights_of(model), state_of(optimizer)))
+        scales.append(scaling_of(model).loss_scale)
+    assert_same(results[0], results[1])
+    assert scales[1].scale == 2.0**14
+    assert scales[1].skipped_steps == 1
+    assert scales[1].growth_tracker == STEPS - bad
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_hooks_fire_as_under_grad_scaler(base: nn.Module) -> None:
+    model = fresh_copy(base)
+    optimizer = make("Adam-fused", model)
+    fired: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: fired.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: fired.append("post"))
+    for factor in (1.0, HUGE):
+        loss_of(model, 0, factor).backward()
+        optimizer.step()
+    assert fired == ["pre", "post"] * 2
+    assert isinstance(optimizer.step_was_skipped, torch.Tensor)
+    assert optimizer.step_was_skipped
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("label", FUSED)
+def test_gradients_that_were_never_zeroed(
+    base: nn.Module, label: str, accumulate: bool
+) -> None:
+    model = fresh_copy(base)
+    optimizer = make(label, model)
+    for number in range(2):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = weights_of(model)
+    loss_of(model, 3, HUGE).backward()
+    optimizer.step()
+    for number in range(3):
+        if accumulate:
+            loss_of(model, number).backward()
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        assert_same(weights_of(model), before)
+    for set_to_none in (False, True, True):
+        optimizer.zero_grad(set_to_none)
+        before = weights_of(model)
+        loss_of(model, 5).backward()
+        optimizer.step()
+        assert not optimizer.step_was_skipped
+        assert moved(before, model)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_gradients_are_looked_at_only_where_they_may_be_old(
+    base: nn.Module, monkeypatch
+) -> None:
+    looked: list[int] = []
+    real = autoamp.scaling.overflow.not_finite
+
+    def look(grads: Any) -> Any:
+        looked.append(1)
+        return real(grads)
+
+    monkeypatch.setattr("autoamp.scaling.overflow.not_finite", look)
+    model = fresh_copy(base)
+    optimizer = make("AdamW-fused", model)
+    for number in range(5):
+        loss_of(model, number, HUGE if number == 3 else 1.0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not looked
+
+
+def sgd_of(model: Any, momentum: float) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum, fused=True)
+    return name(optimizer, model)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_sgd_whose_momentum_comes_later(base: nn.Module) -> None:
+    """It has stepped and has no buffer yet: a skipped kernel would leave garbage."""
+    results = []
+    for planted in (False, True):
+        model = fresh_copy(base)
+        optimizer = sgd_of(model, 0.0)
+        for number in range(4):
+            if number == 2:
+                optimizer.param_groups[0]["momentum"] = 0.9
+                if planted:
+                    loss_of(model, 9, HUGE).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    assert optimizer.step_was_skipped
+            loss_of(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((weights_of(model), state_of(optimizer)))
+    assert_same(results[0], results[1])
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_sgd_without_momentum_never_waits(base: nn.Module) -> None:
+    model = fresh_copy(base)
+    optimizer = sgd_of(model, 0.0)
+    for number, factor in enumerate((HUGE, 1.0, HUGE)):
+        before = weights_of(model)
+        loss_of(model, number, factor).backward()
+        with Reads() as reads:
+            optimizer.step()
+        optimizer.zero_grad()
+        assert reads.count == 0
+        assert moved(before, model) == (factor == 1.0)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_a_group_that_is_not_fused(base: nn.Module) -> None:
+    """Its implementation refuses the flag: the step waits, and is right."""
+    model: Any = fresh_copy(base)
+    optimizer: Any = torch.optim.AdamW(model[0].parameters(), fused=True)
+    optimizer.add_param_group({"params": [*model[2].parameters()], "fused": False})
+    name(optimizer, model)
+    for number, factor in enumerate((1.0, HUGE, 1.0)):
+        before = weights_of(model)
+        loss_of(model, number, factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped is (factor != 1.0)
+        assert moved(before, model) == (factor == 1.0)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+def test_weights_added_later_have_their_first_step_with_a_wait(base: nn.Module) -> None:
+    model: Any = fresh_copy(base)
+    optimizer: Any = torch.optim.SGD(
+        model[0].parameters(), 0.1, momentum=0.9, fused=True
+    )
+    name(optimizer, model)
+    for number in range(2):
+        loss_of(model, number).backward()
+        optimizer.step()
+        model.zero_grad()
+    optimizer.add_param_group({"params": [*model[2].parameters()]})
+    before = weights_of(model), state_of(optimizer)
+    loss_of(model, 3, HUGE).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped is True
+    assert_same((weights_of(model), state_of(optimizer)), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("label", FUSED)
+def test_no_step_waits_for_the_gpu(label: str, precision: str) -> None:
+    model = converted(precision=precision).cuda()
+    factory: Callable[[nn.Module], Any] = OPTIMIZERS[label]
+    optimizer: Any = name(factory(model), model)
+    skipped, before = [], weights_of(model)
+    for number, factor in enumerate((1.0, 1.0, HUGE, 1.0, HUGE)):
+        x, y = (t.cuda() for t in batch(number))
+        (nn.functional.mse_loss(model(x), y) * factor).backward()
+        before = weights_of(model)
+        torch.cuda.set_sync_debug_mode("error" if number else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizer.zero_grad()
+        skipped.append(bool(optimizer.step_was_skipped))
+        assert moved(before, model) == (factor == 1.0)
+    assert skipped == [False, False, True, False, True]
+    assert scaling_of(model).loss_scale.skipped_steps == 2
