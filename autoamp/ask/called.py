@@ -17,6 +17,8 @@ from autoamp.ask.examine import Examiner
 from autoamp.ask.placed_anew import placed_anew
 from autoamp.errors import OptionError
 from autoamp.model.warmup import left_as_it_is
+from autoamp.node_by_node.held import Held
+from autoamp.node_by_node.runner import Runner
 from autoamp.options import Options
 from autoamp.overflow.location import INPUT, WEIGHT, Location
 from autoamp.overflow.python_calls import Listening
@@ -113,7 +115,8 @@ class Bench:
             record = placed.get(prepared) or prepared.rewritten
             assert record is not None
             shadows = [self._shadow(value, names) for value in given]
-            return Recorder(record.gm, trail, names, exact=True).run(*shadows)
+            recorder = Recorder(trail, names, exact=True)
+            return Runner(record.gm, [Held(), recorder]).run(*shadows)
 
         self.engine.play = play
         try:

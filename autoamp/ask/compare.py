@@ -27,7 +27,7 @@ from autoamp.ask.examine import (
     on_the_models_device,
     twin_of,
 )
-from autoamp.ask.lockstep import Key, Player, Score
+from autoamp.ask.lockstep import Key, Score
 from autoamp.ask.placed_anew import placed_anew
 from autoamp.ask.progress import told
 from autoamp.ask.trials import (
@@ -133,12 +133,14 @@ class _Bench:
         found = Trial()
         scale = 1.0 if exact is None else self.scale
 
-        def hear(key: Key, node: fx.Node, value: Tensor, player: Player) -> None:
+        def hear(
+            key: Key, node: fx.Node, value: Tensor, rounded: Callable[..., Any]
+        ) -> None:
             if not hears or key in found.values:
                 return
             found.values[key] = value.detach().clone()
             if exact is not None and value.dtype == self.engine.record.low:
-                found.added[key] = _added(node, key, player, exact)
+                found.added[key] = _added(node, key, rounded, exact)
             if value.requires_grad:
                 compat.hook_gradient(value, partial(_keep, found.flows, key, scale))
 
@@ -251,7 +253,7 @@ class _Bench:
         return tuple(chosen)
 
 
-def _added(node: fx.Node, key: Key, player: Player, exact: Trial) -> float:
+def _added(node: fx.Node, key: Key, rounded: Callable[..., Any], exact: Trial) -> float:
     """The error of a low op's result on exact operands."""
     target = node.target
     draws = isinstance(target, compat.OpOverload) and (
@@ -259,7 +261,7 @@ def _added(node: fx.Node, key: Key, player: Player, exact: Trial) -> float:
     )
     if key not in exact.values or draws:
         return 0.0
-    return relative_error([player.rounded(node, exact.values)], [exact.values[key]])
+    return relative_error([rounded(exact.values)], [exact.values[key]])
 
 
 def _keep(

@@ -6,6 +6,7 @@ same key.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +16,17 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autoamp.graph_functions import checkpointed
-from autoamp.node_by_node.promised import Promised
+from autoamp.ask.placed_anew import before_rewrite
+from autoamp.node_by_node.held import Held
+from autoamp.node_by_node.observer import Observer
+from autoamp.node_by_node.runner import Runner
 from autoamp.pipeline.prepared import Prepared
 from autoamp.rewrite.emitted import stands_for
 from autoamp.rewrite.rewritten import Rewritten
+
+Hear = Callable[["Key", fx.Node, torch.Tensor, Callable[..., Any]], None]
+"""Is called with each float tensor that a float op makes, and with a function that
+gives the op's result on the values of the fp32 run, rounded for the op."""
 
 
 class Key(NamedTuple):
@@ -36,10 +43,6 @@ class Key(NamedTuple):
     body: str
     name: str
     run: int
-
-
-Hear = Callable[[Key, fx.Node, torch.Tensor, "Player"], None]
-"""Is called with each float tensor that a float op makes, and the player of the op."""
 
 
 @dataclass
@@ -67,61 +70,52 @@ class Score:
         if number not in self._placed:
             assert prepared.rewritten is not None, "graphs as they were are not played"
             self._placed[number] = self.place(prepared.rewritten)
-        return self.player(self._placed[number], number, "").run(*args)
+        placed = self._placed[number]
+        gm = placed.gm if self.is_low else before_rewrite(placed)
+        observers = [Held(), self.listener(placed, number, "")]
+        # Values are kept, because `rounded` reads values from before the casts.
+        return Runner(gm, observers, keep_values=True).run(*args)
 
-    def player(self, rewritten: Rewritten, graph: int, body: str) -> Player:
-        """The player of one more run of a graph or body."""
+    def listener(self, rewritten: Rewritten, graph: int, body: str) -> Listener:
+        """The listener to one more run of a graph or body."""
         run = self._runs[graph, body]
         self._runs[graph, body] += 1
-        return Player(self, rewritten, graph, body, run)
+        return Listener(self, rewritten, graph, body, run)
 
 
-class Player(Promised):
-    """One run of one graph, or of one body."""
+@dataclass
+class Listener(Observer):
+    """Hears each result of one run of one graph, or of one body."""
 
-    def __init__(
-        self, score: Score, rewritten: Rewritten, graph: int, body: str, run: int
-    ) -> None:
-        gm = rewritten.gm if score.is_low else rewritten.before
-        # Values are kept, because `rounded` reads values from before the casts.
-        super().__init__(gm, keep_values=True)
-        self.score = score
-        self.rewritten = rewritten
-        self.place = graph, body
-        self.run_number = run
-        children = rewritten.before.named_children()
-        records = {id(each.gm): each for each in rewritten.bodies}
-        self.bodies = {
-            name: records[id(child)] for name, child in children if id(child) in records
-        }
+    score: Score
+    rewritten: Rewritten
+    graph: int
+    body: str
+    number: int
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Runs one node, and lets its result be heard."""
-        value = super().run_node(n)
+    def after(self, run: fx.Interpreter, n: fx.Node, value: Any) -> Any:
+        """The value, which is heard where the node is an op of the model."""
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         if is_float and n.name in self.rewritten.assignment.decisions:
-            key = Key(*self.place, n.name, self.run_number)
-            self.score.hear(key, n, value, self)
+            rounded = functools.partial(self._rounded, run, n)
+            self.score.hear(self._key(n), n, value, rounded)
         return value
 
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """An attribute; the body of a loop or branch is the one this run asks for."""
-        record = self.bodies.get(target)
-        if record is None:
-            return super().get_attr(target, args, kwargs)
-        return record.gm if self.score.is_low else record.before
+    def of_body(self, run: fx.Interpreter, gm: fx.GraphModule) -> Listener:
+        """The listener to one run of a checkpointed region's body."""
+        children = run.module.named_children()
+        name = next(name for name, child in children if child is gm)
+        body = getattr(self.rewritten.before, name)
+        record = next(each for each in self.rewritten.bodies if each.gm is body)
+        path = f"{self.body}/{name}" if self.body else name
+        return self.score.listener(record, self.graph, path)
 
-    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs one call; a checkpointed region's body runs node by node as well."""
-        if target is checkpointed:
-            graph, body = self.place
-            for name, record in self.bodies.items():
-                if args[0] in (record.gm, record.before):
-                    path = f"{body}/{name}" if body else name
-                    return self.score.player(record, graph, path).run(*args[1:])
-        return super().call_function(target, args, kwargs)
+    def _key(self, n: fx.Node) -> Key:
+        return Key(self.graph, self.body, n.name, self.number)
 
-    def rounded(self, node: fx.Node, exact: Mapping[Key, torch.Tensor]) -> Any:
+    def _rounded(
+        self, run: fx.Interpreter, node: fx.Node, exact: Mapping[Key, torch.Tensor]
+    ) -> Any:
         """The result of a low node on exact operands, which are rounded for it.
 
         Args:
@@ -130,8 +124,8 @@ class Player(Promised):
 
         def operand(at: fx.Node) -> Any:
             source = stands_for(at)
-            key = Key(*self.place, source.name, self.run_number)
-            value, known = exact.get(key, self.env[source]), at.meta.get("val")
+            value = exact.get(self._key(source), run.env[source])
+            known = at.meta.get("val")
             if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
                 return value.detach().to(known.dtype, copy=True)
             return value

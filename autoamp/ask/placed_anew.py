@@ -18,7 +18,7 @@ def placed_anew(rewritten: Rewritten, options: Options) -> Rewritten:
 
     The caller is in the grad mode that the graph was captured in.
     """
-    before = _before(rewritten)
+    before = before_rewrite(rewritten)
     values = [node.meta.get("val") for node in before.graph.nodes]
     mode = compat.current_fake_mode(values)
     assert mode is not None, "a captured graph has fake tensors"
@@ -29,12 +29,12 @@ def placed_anew(rewritten: Rewritten, options: Options) -> Rewritten:
     return replace(found, before=before)
 
 
-def _before(rewritten: Rewritten) -> fx.GraphModule:
+def before_rewrite(rewritten: Rewritten) -> fx.GraphModule:
     """The graph before the rewrite, with bodies as they were before it."""
     gm = compat.graph_module(rewritten.before, rewritten.before.graph)
     gm.meta.update(rewritten.before.meta)
     for name, child in rewritten.before.named_children():
         for body in rewritten.bodies:
             if child is body.gm:
-                setattr(gm, name, _before(body))
+                setattr(gm, name, before_rewrite(body))
     return gm

@@ -31,8 +31,8 @@ from autoamp.capture.running import (
     unscaled,
 )
 from autoamp.errors import AutoampError, CaptureError
+from autoamp.node_by_node.runner import runs_every_op
 from autoamp.options import Options
-from autoamp.overflow.watched import can_watch
 from autoamp.pipeline.prepare import as_it_is, prepare
 from autoamp.pipeline.prepared import Prepared
 from autoamp.pipeline.run import Setting
@@ -234,7 +234,7 @@ class Engine:
             chosen = counting_runs(self.local, prepared.run)
         elif prepared.edge.devices:
             in_fp16 = low == torch.float16 and self.runs_as_is
-            watches = in_fp16 and can_watch(captured.gm)
+            watches = in_fp16 and runs_every_op(captured.gm)
             chosen = scaled(self.local, scaling, captured, inputs, watches=watches)
         else:
             chosen = unscaled(self.local, captured)

@@ -10,9 +10,12 @@ from typing import Any
 
 from autoamp.capture.captured import CapturedGraph
 from autoamp.errors import AutoampError
-from autoamp.node_by_node.promised import Broken, first_held
+from autoamp.node_by_node.gradient_sizes import GradientSizes
+from autoamp.node_by_node.held import Broken, Held, first_held
+from autoamp.node_by_node.observer import Observer
+from autoamp.node_by_node.runner import Runner
 from autoamp.options import Options
-from autoamp.overflow.watched import watched_run
+from autoamp.overflow.recorder import Recorder
 from autoamp.pipeline.prepared import Prepared
 from autoamp.rewrite.bindings import with_bindings
 from autoamp.scaling.backwards import watch
@@ -136,9 +139,12 @@ def scaled(
         graph_run = GraphRun(scaling, origin, leaves, extra)
         copies = () if fresh is None else fresh([args[i] for i in slots])
         if watches and (scaling.skip_watch.watching or scaling.looks):
-            look = graph_run.look(extra) if scaling.looks else None
-            watched = watched_run(captured.gm, scaling.skip_watch.trail(), look)
-            results = watched(*args, *copies, *extra)
+            observers: list[Observer] = [Held()]
+            if scaling.looks:
+                observers.append(GradientSizes(graph_run.look(extra)))
+            if scaling.skip_watch.watching:
+                observers.append(Recorder(scaling.skip_watch.trail()))
+            results = Runner(captured.gm, observers).run(*args, *copies, *extra)
         else:
             results = prepared.run(*args, *copies, *extra)
         watch(graph_run, results, tensors)

@@ -44,14 +44,13 @@ class SkipWatch:
         self._scale = 1.0
         self._proposed: set[Remedy] = set()
 
-    def trail(self) -> Trail | None:
-        """The trail that the next run is to continue; None while steps are taken."""
-        if not self.watching:
-            return None
+    def trail(self) -> Trail:
+        """The trail that the next run is to continue, while runs are watched."""
         trail = self._trail
         if trail is None or self._judged or len(trail.steps) > _MOST:
-            self._trail, self._judged = Trail(), False
-        return self._trail
+            trail = self._trail = Trail()
+            self._judged = False
+        return trail
 
     def culprit(self) -> Step | None:
         """The op to blame for a step to be skipped; None if no run was watched."""

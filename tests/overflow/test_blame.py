@@ -149,12 +149,12 @@ def test_what_is_not_the_models_fault_is_said_to_be_so() -> None:
 
 
 def test_only_steps_after_a_skipped_step_are_watched(monkeypatch) -> None:
-    from autoamp.overflow import watched as watch
+    from autoamp.capture import running
 
     watched: list[Any] = []
-    real = watch.Recorder
+    real = running.Recorder
     monkeypatch.setattr(
-        watch, "Recorder", lambda *a, **k: watched.append(a) or real(*a, **k)
+        running, "Recorder", lambda *a, **k: watched.append(a) or real(*a, **k)
     )
     training = Training(Faulty, 2.0**8)
     assert not any(training.step() for _ in range(3))

@@ -9,21 +9,23 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.overflow.trail import Trail
+from autoamp.node_by_node.observer import Observer
 
 Make = Callable[[fx.GraphModule], Callable[..., Any]]
 """Gives a function that runs a body node by node."""
 
+Observers = Sequence[Observer]
+
 
 def _cond(
-    make: Make, _: Trail, which: Any, yes: Any, no: Any, operands: Sequence[Any]
+    make: Make, _: Observers, which: Any, yes: Any, no: Any, operands: Sequence[Any]
 ) -> Any:
     return tuple(make(yes if bool(which) else no)(*operands))
 
 
 def _while_loop(
     make: Make,
-    _: Trail,
+    _: Observers,
     goes_on: Any,
     body: Any,
     carried: Sequence[Any],
@@ -36,7 +38,7 @@ def _while_loop(
 
 def _scan(  # noqa: PLR0917 (the arguments of the op follow the first two)
     make: Make,
-    trail: Trail,
+    observers: Observers,
     body: Any,
     carried: Sequence[Any],
     over: Sequence[Any],
@@ -45,37 +47,41 @@ def _scan(  # noqa: PLR0917 (the arguments of the op follow the first two)
     count, given = len(carried), len(over[0])
     found = []
     for at in range(given):
-        result = make(body)(*carried, *_slices(trail, over, at), *shared)
+        result = make(body)(*carried, *_slices(observers, over, at), *shared)
         carried = result[:count]
         found.append(result[count:])
-    return (*carried, *_stacked(trail, found))
+    return (*carried, *_stacked(observers, found))
 
 
 def _map(
-    make: Make, trail: Trail, body: Any, over: Sequence[Any], shared: Sequence[Any] = ()
+    make: Make,
+    observers: Observers,
+    body: Any,
+    over: Sequence[Any],
+    shared: Sequence[Any] = (),
 ) -> Any:
     found = [
-        make(body)(*_slices(trail, over, at), *shared) for at in range(len(over[0]))
+        make(body)(*_slices(observers, over, at), *shared) for at in range(len(over[0]))
     ]
-    return tuple(_stacked(trail, found))
+    return tuple(_stacked(observers, found))
 
 
-def _slices(trail: Trail, over: Sequence[Any], at: int) -> list[Any]:
+def _slices(observers: Observers, over: Sequence[Any], at: int) -> list[Any]:
     found = []
     for value in over:
         part = value[at]
-        trail.renew(part, trail.maker(value))
+        for each in observers:
+            each.cut(part, value)
         found.append(part)
     return found
 
 
-def _stacked(trail: Trail, results: Sequence[Sequence[Any]]) -> list[Any]:
+def _stacked(observers: Observers, results: Sequence[Sequence[Any]]) -> list[Any]:
     found = []
     for column in zip(*results, strict=True):
         whole = torch.stack(column)
-        makers = [trail.maker(part) for part in column]
-        worst = [m for m in makers if m is not None and not m.is_finite]
-        trail.renew(whole, (worst or makers)[0])
+        for each in observers:
+            each.joined(whole, column)
         found.append(whole)
     return found
 
@@ -90,4 +96,4 @@ UNROLLED: Mapping[Any, Callable[..., Any]] = {
     compat.SCAN: _scan,
     compat.MAP: _map,
 }
-"""Runs each of these ops; called with `Make`, the trail and the op's arguments."""
+"""Runs each of these ops; called with `Make`, the observers and the op's arguments."""

@@ -19,13 +19,10 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.nodes import source_line
 from autoamp.dtypes import LOW_DTYPES, short_name
-from autoamp.graph_functions import (
-    checkpointed,
-    dtypes_in,
-    op_with_its_state,
-    with_dtypes,
-)
+from autoamp.graph_functions import dtypes_in, op_with_its_state, with_dtypes
 from autoamp.graph_functions.promises import Dtypes
+from autoamp.node_by_node.observer import Observer
+from autoamp.node_by_node.runner import Runner
 from autoamp.op_names import base_name
 
 _LOW = frozenset(LOW_DTYPES.values())
@@ -46,22 +43,18 @@ class Broken(NamedTuple):
     denied: str
 
 
-class Promised(fx.Interpreter):
-    """Runs a graph node by node; each result has the dtype that its node says.
+class Held(Observer):
+    """Gives each result the dtype that its node says.
 
     Attributes:
         broken: the nodes whose results had another dtype and were cast.
     """
 
-    def __init__(self, gm: fx.GraphModule, *, keep_values: bool = False) -> None:
-        """Prepares a run; with `keep_values` every value is kept to its end."""
-        super().__init__(gm, garbage_collect_values=not keep_values)
-        self.extra_traceback = False  # an error of the user's reads as without autoamp
+    def __init__(self) -> None:
         self.broken: dict[fx.Node, Broken] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Runs one node, and casts a result that is not as the node says."""
-        value = super().run_node(n)
+    def after(self, _: fx.Interpreter, n: fx.Node, value: Any) -> Any:
+        """The value, cast if it is not as its node says."""
         if n.op != "call_function" or n.target is operator.getitem:
             return value
         said, given = dtypes_of(n), dtypes_in(value)
@@ -72,22 +65,6 @@ class Promised(fx.Interpreter):
             return value
         self.broken[n] = _broken(n, given, differ)
         return with_dtypes(value, said)
-
-    def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs one call; a checkpointed region's body runs node by node as well."""
-        if target is checkpointed:
-            args = (self.body(args[0]), *args[1:])
-        return super().call_function(target, args, kwargs)
-
-    def body(self, gm: fx.GraphModule) -> Callable[..., Any]:
-        """The function that runs the body of a checkpointed region."""
-
-        def run(*args: Any) -> Any:
-            inner = Promised(gm)
-            inner.broken = self.broken
-            return inner.run(*args)
-
-        return run
 
 
 def first_held(
@@ -105,11 +82,8 @@ def first_held(
     lock = threading.Lock()
 
     def first(*args: Any) -> Any:
-        held = Promised(gm)
-        try:
-            results = held.run(*args)
-        finally:
-            held.env.clear()  # an error may hold `held`, which holds inputs
+        held = Held()
+        results = Runner(gm, [held]).run(*args)
         with lock:
             # Another thread may have amended the same nodes meanwhile.
             broken = {n: b for n, b in held.broken.items() if dtypes_of(n) != b.given}

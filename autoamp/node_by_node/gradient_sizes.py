@@ -1,0 +1,50 @@
+"""Notes how large the fp16 gradients inside a graph are, for the loss scale to fit.
+
+The gradients that leave a graph do not tell: a gradient inside may overflow long before
+they do.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.node_by_node.observer import Observer
+
+
+class GradientSizes(Observer):
+    """Keeps the largest number of each fp16 gradient in a graph.
+
+    Attributes:
+        magnitudes: one 0-dim fp32 tensor for each gradient, in the order of the
+            backward, at the scale the graph ran with; infinite where the size cannot be
+            told.
+    """
+
+    def __init__(self, magnitudes: list[torch.Tensor]) -> None:
+        self.magnitudes = magnitudes
+
+    def after(self, _: fx.Interpreter, n: fx.Node, value: Any) -> Any:
+        """The value, whose gradient is hooked, if that is fp16."""
+        if (
+            n.op == "call_function"
+            and isinstance(value, torch.Tensor)
+            and value.dtype == torch.float16
+            and value.requires_grad
+        ):
+            compat.hook_gradient(value, functools.partial(_note_size, self.magnitudes))
+        return value
+
+
+@compat.never_captured
+def _note_size(magnitudes: list[torch.Tensor], grad: torch.Tensor | None) -> None:
+    if grad is None:  # no gradient flows back here: a later op cuts it off
+        return
+    if compat.is_batch(grad):
+        magnitudes.append(torch.tensor(torch.inf))
+    elif grad.numel():
+        magnitudes.append(grad.detach().abs().amax().float())
