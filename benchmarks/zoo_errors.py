@@ -31,7 +31,7 @@ from .metrics import ModelCase, with_rounded_weights, without_onednn
 BF16, FP16 = torch.bfloat16, torch.float16
 SHORT = {BF16: "bf16", FP16: "fp16"}
 MARGIN = 1.1
-"""How many times a peer's error ours may be: law 12.
+"""How many times a peer's error ours may be.
 
 What type promotion leaves fp32 is fp32 here, so most models have autocast's bits; where
 an op below that line stays fp32 all the same, the two errors are draws of chance."""

@@ -1,6 +1,6 @@
 """How far a model's outputs and gradients are from the truth, beside torch.autocast's.
 
-The truth is the model in float64; the yardstick is law 12: at most 1.1 times as far off
+The truth is the model in float64, and a model may be at most 1.1 times as far from it
 as torch.autocast, or as fp32 itself.
 """
 
@@ -23,7 +23,7 @@ from autoamp.pipeline.run import rewrite_graph
 from tests.strategies import capture
 
 MARGIN = 1.1
-"""Law 12: how many times autocast's error ours may be."""
+"""How many times autocast's error ours may be."""
 
 SCALES = {torch.bfloat16: 1.0, torch.float16: 2.0**8}
 """The loss scale of both: fp16 gradients of these small models need one."""

@@ -1,6 +1,6 @@
 """Accuracy on random graphs: against float64, beside torch.autocast.
 
-Law 12: each output's and each gradient's error is at most 1.1 times that of the same
+Each output's and each gradient's error is at most 1.1 times that of the same
 ATen graph under `torch.autocast`, on well-scaled data and with offsets and scales of
 1e-6 to 6e4 in inputs, buffers, parameters and constants.  What is not finite under
 autocast or in fp32 is not compared; what is finite there must be so here.  Nor is a

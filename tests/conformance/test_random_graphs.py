@@ -132,7 +132,7 @@ def cost_of(found: Rewritten) -> int:
 
 
 def check_cost(found: Rewritten) -> None:
-    """Laws 4 and 5: what is emitted costs what was promised, and nothing is cheaper."""
+    """What is emitted costs what was promised, and nothing is cheaper."""
     assignment = found.assignment
     assert found.recounted == assignment.cost == assignment.optimal_cost
     assert cost_of(found) <= assignment.cost
@@ -212,7 +212,7 @@ def run(gm: fx.GraphModule) -> tuple[tuple[Tensor, ...], list[Tensor], MixedFloa
 
 
 def check_run(found: Rewritten, built: Built, exact: bool) -> None:
-    """Laws 2, 7 and 8, by running it."""
+    """By a run: dtypes, writes and aliases are as before, and no op mixes dtypes."""
     mixed = run(found.before)[2].met  # the user may mix
     results, given, mode = run(found.gm)
     assert not mode.met - mixed
@@ -262,7 +262,7 @@ def test_random_graphs(shard: int, exact: bool, figures: Figures) -> None:
     figures.count("graphs", graphs)
 
 
-# -- with tracing: laws 1, 3 and 6 -----------------------------------------------------
+# -- with tracing: all denied, gradients, rewriting twice ------------------------------
 
 
 def differentiable(built: Built) -> tuple[dict[str, Tensor], list[Tensor]]:

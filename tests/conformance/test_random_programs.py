@@ -95,7 +95,7 @@ def convert(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
 def check_outside(
     ours: Any, plain: Any, converted: nn.Module, model: nn.Module
 ) -> None:
-    """Laws 2 and 3: structure, dtypes, keys."""
+    """Structure, dtypes and keys are the model's own."""
     assert pytree.tree_structure(ours[0]) == pytree.tree_structure(plain[0])
     for a, b in zip(leaves(ours[0]), leaves(plain[0]), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
@@ -248,7 +248,7 @@ def test_random_programs_in_fp16(figures: Figures) -> None:
     explore(check, "fp16", PROGRAMS // SHARDS, possible)
 
 
-# -- law 1 -----------------------------------------------------------------------------
+# -- deny everything and nothing changes -----------------------------------------------
 
 
 def deny_everything() -> Rules:

@@ -545,7 +545,7 @@ def test_disabled_is_nested_and_of_this_thread(x: Tensor) -> None:
     assert autoamp.is_converted(model)
 
 
-# -- a call that ran no rewritten graph (law 11) -----------------------------------
+# -- a call that ran no rewritten graph --------------------------------------------
 
 
 class Quiet(TorchDispatchMode):

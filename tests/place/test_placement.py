@@ -1,4 +1,4 @@
-"""Law 5 and what an assignment promises: costs, pins, reasons, do-no-harm."""
+"""What an assignment promises: least costs, pins, reasons, do-no-harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws 4 and 8: the recount is the certificate, and planted faults are found."""
+"""The recount is the certificate, and planted faults are found."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def cast_before(at: fx.Node, value: fx.Node, dtype: torch.dtype, name: str) -> f
     return new
 
 
-# -- law 8: every planted fault is found -----------------------------------------------
+# -- every planted fault is found ------------------------------------------------------
 
 
 def wide_operand_of_linear(found: Rewritten) -> None:
@@ -261,7 +261,7 @@ def test_fx_lint_and_fake_tensors_see_none_of_it() -> None:
         found.gm(*inputs(grad=False))
 
 
-# -- law 4: the recount ----------------------------------------------------------------
+# -- the recount -----------------------------------------------------------------------
 
 
 @explored(40, 500, lambda most: (programs(most=most), choices()))

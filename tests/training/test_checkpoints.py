@@ -1,4 +1,4 @@
-"""Law 10: training resumed from a checkpoint goes on bit for bit."""
+"""Training resumed from a checkpoint goes on bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Law 9: a step that meets an overflow changes nothing, whatever the optimizer is."""
+"""A step that meets an overflow changes nothing, whatever the optimizer is."""
 
 from __future__ import annotations
 

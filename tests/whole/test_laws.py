@@ -1,6 +1,7 @@
-"""The laws of the pass on random programs: 1 to 3, 6 and 7.
+"""The laws of the pass on random programs.
 
-Law 4 is in test_verify.py, 5 in test_placement.py, 8 in test_verify.py.
+Where everything is denied nothing changes; dtypes and structure outside are the model's
+own; a second rewrite changes nothing; writes and aliases mean what they meant.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def casts_of(gm: fx.GraphModule) -> list[str]:
     return [n.name for n in gm.graph.nodes if "autoamp_cast" in n.meta]
 
 
-# -- law 1: deny everything and nothing changes ----------------------------------------
+# -- deny everything and nothing changes -----------------------------------------------
 
 
 def denying(model: nn.Module, *given: Any) -> Rules:
@@ -154,7 +155,7 @@ def test_law_1_can_fail() -> None:
         same_outcome(ours, expected)
 
 
-# -- laws 2 and 3: dtypes and structure outside ----------------------------------------
+# -- dtypes and structure outside ------------------------------------------------------
 
 
 @explored(EXAMPLES, DEEP, programs_and_choices)
@@ -243,7 +244,7 @@ def test_revert_restores_bit_for_bit() -> None:
     same_outcome(run(model, model, (x,)), run(original, original, (x,)))
 
 
-# -- law 6: rewriting twice (and determinism, in test_same_bytes.py) ------------------
+# -- rewriting twice (determinism is in test_same_bytes.py) ---------------------------
 
 
 @explored(EXAMPLES, DEEP, programs_and_choices)
@@ -329,7 +330,7 @@ def test_a_dtype_given_to_noise_stands_where_a_tracer_writes_it() -> None:
     assert text_of(autoamp.rewrite(once, inputs(), precision="bf16")) == text_of(once)
 
 
-# -- law 7: writes and aliases mean what they meant ------------------------------------
+# -- writes and aliases mean what they meant -------------------------------------------
 
 
 def alias_relations(values: Any, given: tuple[Tensor, ...]) -> list[tuple[bool, ...]]:
