@@ -4,48 +4,51 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
 import networkx as nx
-import torch
-from torch import fx
 
-from autoamp.dtypes import short_name
-from autoamp.inspect.costs import costs_of
-from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
+from autoamp.inspect.document import Document
+from autoamp.inspect.nodes.node import Node, Side
+from autoamp.inspect.rows import CastRow, OpRow, Section
 from autoamp.inspect.text import portable, portable_place
-from autoamp.rewrite.emitted import USES
 from autoamp.saved.document import SCHEMA, VERSION, SavedGraph, SavedOp
 
 _COLOURS = {"fp32": "#f4c7a1", "bf16": "#a9cdf0", "fp16": "#a9cdf0"}
 _CAST_COLOUR = "#e3e3e3"
 
 
-def to_json(
-    head: dict[str, Any],
-    sections: Sequence[Section],
-    skipped: Sequence[tuple[str, str]],
-) -> str:
+def to_json(document: Document) -> str:
     """The report as JSON, the same to the byte in every process and on every machine.
 
     Times of the pass are left out, because they differ from run to run.  Every key is
     described in docs/report-schema.md.
     """
-    document = {
+    scale, coverage = document.loss_scale, document.coverage
+    saved = {
         "schema": SCHEMA,
         "version": VERSION,
-        **head,
-        "graphs": [_section(s) for s in sections],
-        "ops": [_op(row) for s in sections for row in op_rows(s)],
-        "casts": [_cast(row) for s in sections for row in cast_rows(s)],
+        "model": document.label,
+        "compute_dtype": document.compute_dtype,
+        "runs": document.runs,
+        "unwatched": document.unwatched,
+        "loss_scale": asdict(scale) if scale else None,
+        "coverage": coverage.counts_and_shares() if coverage else None,
+        "cost": document.cost,
+        "optimal_cost": document.optimal_cost,
+        "regret": document.regret,
+        "headline": document.headline.figures() if document.rewritten else None,
+        "graphs": [_section(section) for section in document.sections],
+        "ops": [_op(row) for row in document.ops],
+        "casts": [_cast(row) for row in document.casts],
         "skipped": [
             {"what": portable_place(what), "why": portable(why)}
-            for what, why in skipped
+            for what, why in document.skipped
         ],
     }
-    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(saved, indent=1, ensure_ascii=False) + "\n"
 
 
 def saved_graph(section: Section) -> SavedGraph:
@@ -54,7 +57,7 @@ def saved_graph(section: Section) -> SavedGraph:
     The device and the casts are left out.
     """
     names = [field.name for field in fields(SavedOp)]
-    ops = (_op(row) for row in op_rows(section))
+    ops = (_op(row) for row in section.ops)
     return SavedGraph(
         graph=section.graph,
         body=section.body,
@@ -63,7 +66,7 @@ def saved_graph(section: Section) -> SavedGraph:
     )
 
 
-def to_networkx(sections: Sequence[Section]) -> nx.DiGraph:
+def to_networkx(document: Document) -> nx.DiGraph:
     """The rewritten graphs as one directed graph from producers to readers.
 
     A node is called "<graph>/<name>".  Attributes: `graph`, `name`, `kind` ("input",
@@ -72,22 +75,22 @@ def to_networkx(sections: Sequence[Section]) -> nx.DiGraph:
     `source` ("" where there is none).
     """
     whole = nx.DiGraph()
-    for section in sections:
-        ops = {row.name: row for row in op_rows(section)}
-        casts = {row.name: row for row in cast_rows(section)}
-        for node in section.rewritten.gm.graph.nodes:
+    for section, nodes in zip(document.sections, document.nodes, strict=True):
+        for node in nodes.entries:
+            if node.after is None:
+                continue
             key = f"{section.key}/{node.name}"
-            whole.add_node(key, **_attributes(section, node, ops, casts))
-            for source in node.all_input_nodes:
-                whole.add_edge(f"{section.key}/{source.name}", key)
+            whole.add_node(key, graph=section.key, **_attributes(node, node.after))
+            for operand in node.after.operands:
+                whole.add_edge(f"{section.key}/{operand}", key)
     return whole
 
 
-def to_dot(sections: Sequence[Section]) -> str:
+def to_dot(document: Document) -> str:
     """The rewritten graphs in Graphviz's language, one cluster each."""
-    whole = to_networkx(sections)
+    whole = to_networkx(document)
     lines = ["digraph autoamp {", "  node [shape=box, style=filled];"]
-    for number, section in enumerate(sections):
+    for number, section in enumerate(document.sections):
         lines.append(f"  subgraph cluster_{number} {{")
         lines.append(f"    label={_quoted(f'graph {section.key}')};")
         lines.extend(_dot_nodes(whole, section.key))
@@ -97,11 +100,11 @@ def to_dot(sections: Sequence[Section]) -> str:
 
 
 def _section(section: Section) -> dict[str, Any]:
-    costs = costs_of(section.rewritten)
+    costs = section.costs
     return {
         "graph": section.graph,
         "body": section.body,
-        "nodes": len(section.rewritten.before.graph.nodes),
+        "nodes": len(section.before),
         "compute_dtype": section.low,
         "device": costs.device,
         "unit": "bytes" if costs.in_bytes else "0.1 ns",
@@ -113,7 +116,7 @@ def _section(section: Section) -> dict[str, Any]:
 
 
 def _op(row: OpRow) -> dict[str, Any]:
-    found = {key: value for key, value in asdict(row).items() if key != "heading"}
+    found = {k: v for k, v in vars(row).items() if k not in ("heading", "rule")}
     return {
         **found,
         "reason": portable(row.reason),
@@ -123,45 +126,29 @@ def _op(row: OpRow) -> dict[str, Any]:
 
 
 def _cast(row: CastRow) -> dict[str, Any]:
-    return {**asdict(row), "source": portable_place(row.source)}
+    return {**vars(row), "source": portable_place(row.source)}
 
 
-def _attributes(
-    section: Section,
-    node: fx.Node,
-    ops: dict[str, OpRow],
-    casts: dict[str, CastRow],
-) -> dict[str, str]:
-    row, cast = ops.get(node.name), casts.get(node.name)
-    if cast is not None:
+_INPUTS = frozenset({"weight", "input", "constant", "state", "body"})
+
+
+def _attributes(node: Node, after: Side) -> dict[str, str]:
+    row, cast, kind = node.decision, node.cast, node.kind
+    reason = row.reason if row else ""
+    if cast:
         kind, reason = f"{cast.kind} cast", f"{cast.value} is read in {cast.dtype}"
-    elif node.target in USES:
-        kind, reason = "use", "uses of a cast, so that gradients are summed in fp32"
-    else:
-        kind = {"output": "output", "placeholder": "input", "get_attr": "input"}.get(
-            node.op, "op"
-        )
-        reason = row.reason if row is not None else ""
-    target = node.target
+    elif kind == "use":
+        reason = "uses of a cast, so that gradients are summed in fp32"
     return {
-        "graph": section.key,
         "name": node.name,
-        "kind": kind,
-        "op": row.op if row is not None else str(getattr(target, "__name__", target)),
-        "precision": _precision(node),
-        "category": row.category if row is not None else "",
+        "kind": "input" if kind in _INPUTS else kind,
+        "op": node.op,
+        "precision": after.precision,
+        "category": row.category if row else "",
         "reason": reason,
-        "module": row.module if row is not None else "",
-        "source": row.source if row is not None else "",
+        "module": row.module if row else "",
+        "source": row.source if row else "",
     }
-
-
-def _precision(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    first = value[0] if isinstance(value, (list, tuple)) and value else value
-    if isinstance(first, torch.Tensor) and first.is_floating_point():
-        return short_name(first.dtype)
-    return ""
 
 
 def _dot_nodes(whole: nx.DiGraph, key: str) -> Iterator[str]:

@@ -10,36 +10,39 @@ viewer's split view moves through both together.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from autoamp.dtypes import LOW_DTYPES
+from autoamp.inspect.document import Document
+from autoamp.inspect.nodes.node import Node, Nodes
+from autoamp.inspect.rows import Section
+from autoamp.inspect.text import shorten
 
 _LOW, _FP32, _OTHER, _CAST = "#cfe3f8", "#fbdfb8", "#d5ecd5", "#e3d3f7"
 """Background colours: low precision, fp32, another float, a cast."""
 
 
-def to_model_explorer(document: Mapping[str, Any]) -> str:
-    """The document of a report, as `page/document.py` describes it, as JSON.
+def to_model_explorer(document: Document) -> str:
+    """The document of a report as JSON.
 
     The result opens in Model Explorer: modules are layers, a node's colour is its
     precision, and its attributes are its reason, rule and source line.
     """
     graphs = [
         graph
-        for each in document["graphs"]
-        for graph in (_graph(each, "after"), _graph(each, "before"))
+        for section, nodes in zip(document.sections, document.nodes, strict=True)
+        for graph in (_graph(section, nodes, "after"), _graph(section, nodes, "before"))
     ]
-    collection = {"label": document["model"], "graphs": graphs}
+    collection = {"label": document.label, "graphs": graphs}
     return json.dumps(collection, indent=1, ensure_ascii=False) + "\n"
 
 
-def _graph(graph: Mapping[str, Any], side: str) -> dict[str, Any]:
-    key = graph["key"]
+def _graph(section: Section, nodes: Nodes, side: str) -> dict[str, Any]:
     return {
-        "id": _id(key, side),
-        "nodes": list(_nodes(graph, side)),
-        "groupNodeAttributes": {"": _counts(graph, side)},
+        "id": _id(section.key, side),
+        "nodes": list(_nodes(nodes, side)),
+        "groupNodeAttributes": {"": _counts(section, side)},
     }
 
 
@@ -47,52 +50,46 @@ def _id(key: str, side: str) -> str:
     return f"graph {key}" if side == "after" else f"graph {key}, before the pass"
 
 
-def _counts(graph: Mapping[str, Any], side: str) -> dict[str, str]:
+def _counts(section: Section, side: str) -> dict[str, str]:
     """The attributes of the whole graph."""
-    ops = [n["decision"] for n in graph["nodes"] if n["decision"]]
-    casts = sum(n["kind"] == "cast" for n in graph["nodes"])
-    if side == "before":
-        return {"float ops": str(len(ops))}
-    low = sum(op["precision"] != "fp32" for op in ops)
-    return {
-        "float ops": str(len(ops)),
-        f"in {graph['compute_dtype']}": str(low),
-        "casts": str(casts),
-    }
+    found = {"float ops": str(len(section.ops))}
+    if side == "after":
+        found[f"in {section.low}"] = str(sum(row.is_low for row in section.ops))
+        found["casts"] = str(len(section.casts))
+    return found
 
 
-def _nodes(graph: Mapping[str, Any], side: str) -> Iterator[dict[str, Any]]:
-    nodes = graph["nodes"]
-    for node in nodes:
-        place = node[side]
+def _nodes(nodes: Nodes, side: str) -> Iterator[dict[str, Any]]:
+    for node in nodes.entries:
+        place = node.after if side == "after" else node.before
         if place is None:
             continue
         found: dict[str, Any] = {
-            "id": node["name"],
-            "label": f"to {node['cast']['dtype']}" if node["cast"] else node["title"],
-            "namespace": node["module"].replace(".", "/"),
+            "id": node.name,
+            "label": f"to {node.cast.dtype}" if node.cast else node.title,
+            "namespace": node.module.replace(".", "/"),
             "attrs": [
                 {"key": key, "value": value} for key, value in _attributes(node, side)
             ],
             "incomingEdges": [
-                {"sourceNodeId": nodes[operand]["name"], "targetNodeInputId": str(i)}
-                for i, operand in enumerate(place["operands"])
+                {"sourceNodeId": operand, "targetNodeInputId": str(i)}
+                for i, operand in enumerate(place.operands)
             ],
             "outputsMetadata": [
                 {"id": str(i), "attrs": [{"key": "tensor", "value": value}]}
-                for i, value in enumerate(place["values"])
+                for i, value in enumerate(place.values)
             ],
         }
-        if node["body"]:
-            found["subgraphIds"] = [_id(node["body"], side)]
-        colour = _colour(node, place["precision"])
+        if node.body:
+            found["subgraphIds"] = [_id(node.body, side)]
+        colour = _colour(node, place.precision)
         if colour:
             found["style"] = {"backgroundColor": colour}
         yield found
 
 
-def _colour(node: Mapping[str, Any], precision: str) -> str:
-    if node["kind"] == "cast":
+def _colour(node: Node, precision: str) -> str:
+    if node.cast:
         return _CAST
     if not precision:
         return ""
@@ -101,16 +98,17 @@ def _colour(node: Mapping[str, Any], precision: str) -> str:
     return _FP32 if precision == "fp32" else _OTHER
 
 
-def _attributes(node: Mapping[str, Any], side: str) -> Iterator[tuple[str, str]]:
+def _attributes(node: Node, side: str) -> Iterator[tuple[str, str]]:
     """The attributes of a node that has something to say, in the order shown."""
-    decision, cast = node["decision"], node["cast"]
-    found = [("name", node["name"]), ("kind", node["kind"]), ("op", node["op"])]
-    if decision and side == "after":
-        keys = ("precision", "category", "reason", "rule", "origin")
-        found += [(key, decision[key]) for key in keys]
+    row, cast = node.decision, node.cast
+    found = [("name", node.name), ("kind", node.kind), ("op", node.op)]
+    if row and side == "after":
+        found += [("precision", row.precision), ("category", row.category)]
+        found += [("reason", row.choice or "by that rule"), ("rule", row.rule)]
+        found.append(("origin", shorten(row.origin)))
     if cast:
-        kept = "in each call" if cast["every_call"] else "kept until the weight changes"
-        found += [("casts", cast["value"]), ("made", kept)]
-        found.append(("bytes written", str(cast["bytes"])))
-    found += [("module", node["module"]), ("source", node["source"])]
+        kept = "in each call" if cast.every_call else "kept until the weight changes"
+        found += [("casts", cast.value), ("made", kept)]
+        found.append(("bytes written", str(cast.bytes)))
+    found += [("module", node.module), ("source", node.source)]
     return ((key, value) for key, value in found if value)

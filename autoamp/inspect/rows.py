@@ -1,13 +1,14 @@
 """The records of the pass as flat rows: one per float op, one per cast.
 
-The table, the JSON and the graph exports of a report read only rows, so that the
-content of a row is decided once, here.
+The text, the page, the JSON and the graph exports of a report read only rows, so that
+the content of a row is decided once, here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -15,6 +16,7 @@ from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.nodes import KERNEL
 from autoamp.analyse.verdict import CEILING
 from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.inspect.costs import Costs, costs_of
 from autoamp.place.assign import COSTS_CASTS, GAINS_NOTHING, Decision
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.rewritten import Rewritten
@@ -51,6 +53,26 @@ class Section:
     def low(self) -> str:
         return short_name(self.rewritten.low)
 
+    @cached_property
+    def before(self) -> dict[str, fx.Node]:
+        """The nodes of the graph before the pass, by name."""
+        return {node.name: node for node in self.rewritten.before.graph.nodes}
+
+    @cached_property
+    def ops(self) -> tuple[OpRow, ...]:
+        """One row per decision, in graph order."""
+        return tuple(_op_rows(self))
+
+    @cached_property
+    def casts(self) -> tuple[CastRow, ...]:
+        """One row per cast that clean-up left in the graph, in graph order."""
+        return tuple(_cast_rows(self))
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The cost of the placement, and of others."""
+        return costs_of(self.rewritten)
+
 
 @dataclass(frozen=True)
 class OpRow:
@@ -72,6 +94,7 @@ class OpRow:
         kernel: the name of the kernel, where the op stands for a chain of the model's
             calls (`fuse=`), else "".
         calls: the number of the model's calls that the op stands for.
+        rule: the part of the reason that the category's rule gives.
     """
 
     graph: int
@@ -89,10 +112,16 @@ class OpRow:
     heading: str
     kernel: str = ""
     calls: int = 1
+    rule: str = ""
 
     @property
     def is_low(self) -> bool:
         return self.precision != short_name(HIGH_DTYPE)
+
+    @property
+    def choice(self) -> str:
+        """The part of the reason that the placement gives, or ""."""
+        return self.reason.removeprefix(self.rule).removeprefix("; ")
 
 
 @dataclass(frozen=True)
@@ -137,40 +166,34 @@ def sections_of(
     )
 
 
-def op_rows(section: Section) -> list[OpRow]:
-    """One row per decision, in graph order."""
+def _op_rows(section: Section) -> Iterator[OpRow]:
     rewritten = section.rewritten
-    targets = {n.name: n.target for n in rewritten.before.graph.nodes}
     ready = {n.name: n.meta.get(KERNEL) for n in section.gm.graph.nodes}
-    rows = []
     for name, decision in rewritten.assignment.decisions.items():
         reason, heading = _reason(section, decision)
-        target, fact = targets[name], rewritten.facts.nodes[name]
+        fact = rewritten.facts.nodes[name]
         chain = fact.chain or ready.get(name)
-        rows.append(
-            OpRow(
-                graph=section.graph,
-                body=section.body,
-                name=name,
-                op=decision.op or str(getattr(target, "__name__", target)),
-                category=str(decision.category),
-                precision=section.low if decision.low else short_name(HIGH_DTYPE),
-                reason=reason,
-                origin=decision.origin,
-                module=decision.module,
-                source=decision.source,
-                listed=decision.listed,
-                bytes=_bytes_moved(rewritten, fact),
-                heading=heading,
-                kernel=chain.kernel if chain else "",
-                calls=chain.calls if chain else 1,
-            )
+        yield OpRow(
+            graph=section.graph,
+            body=section.body,
+            name=name,
+            op=decision.op or target_name(section.before[name]),
+            category=str(decision.category),
+            precision=section.low if decision.low else short_name(HIGH_DTYPE),
+            reason=reason,
+            origin=decision.origin,
+            module=decision.module,
+            source=decision.source,
+            listed=decision.listed,
+            bytes=_bytes_moved(rewritten, fact),
+            heading=heading,
+            kernel=chain.kernel if chain else "",
+            calls=chain.calls if chain else 1,
+            rule=rewritten.classified.verdicts[name].reason,
         )
-    return rows
 
 
-def cast_rows(section: Section) -> list[CastRow]:
-    """One row per cast that clean-up left in the graph, in graph order."""
+def _cast_rows(section: Section) -> Iterator[CastRow]:
     kept = {n.name: n for n in section.rewritten.gm.graph.nodes}
     facts = section.rewritten.facts
     in_place = {
@@ -178,23 +201,26 @@ def cast_rows(section: Section) -> list[CastRow]:
         for n in section.gm.graph.nodes
         if n.op == "call_function" and CAST_KIND in n.meta
     }
-    return [
-        CastRow(
-            graph=section.graph,
-            body=section.body,
-            name=cast.name,
-            value=cast.value,
-            kind=cast.kind,
-            dtype=short_name(cast.dtype),
-            bytes=cast.bytes,
-            every_call=cast.kind != "weight" or cast.name in in_place,
-            producer=_producer(facts, cast.value),
-            readers=tuple(user.name for user in kept[cast.name].users),
-            source=facts.nodes[facts.producer(cast.value)].source,
-        )
-        for cast in section.rewritten.casts
-        if cast.name in kept
-    ]
+    for cast in section.rewritten.casts:
+        if cast.name in kept:
+            yield CastRow(
+                graph=section.graph,
+                body=section.body,
+                name=cast.name,
+                value=cast.value,
+                kind=cast.kind,
+                dtype=short_name(cast.dtype),
+                bytes=cast.bytes,
+                every_call=cast.kind != "weight" or cast.name in in_place,
+                producer=_producer(facts, cast.value),
+                readers=tuple(user.name for user in kept[cast.name].users),
+                source=facts.nodes[facts.producer(cast.value)].source,
+            )
+
+
+def target_name(node: fx.Node) -> str:
+    """The name of the op or function that `node` calls."""
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _producer(facts: Facts, value: str) -> str:

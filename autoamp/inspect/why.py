@@ -12,7 +12,7 @@ from autoamp.errors import OptionError, PlacementError
 from autoamp.inspect.costs import amount, bytes_text
 from autoamp.inspect.flip import Flip, flip
 from autoamp.inspect.remedy import Remedy, candidates, remedy_for
-from autoamp.inspect.rows import OpRow, Section, cast_rows, op_rows
+from autoamp.inspect.rows import OpRow, Section
 from autoamp.inspect.text import counted, shorten
 from autoamp.rewrite.layouts import LAST
 from autoamp.rules import Category
@@ -46,10 +46,10 @@ def explain(section: Section, name: str) -> str:
     Raises:
         OptionError: the graph has no node of that name; the message lists close ones.
     """
-    rows = {row.name: row for row in op_rows(section)}
+    rows = {row.name: row for row in section.ops}
     if name in rows:
         return "\n".join(_op(section, rows, rows[name]))
-    for cast in cast_rows(section):
+    for cast in section.casts:
         if cast.name == name:
             readers = ", ".join(_readers_of(section, name)) or "the output"
             article = "an" if cast.kind == "up" else "a"
@@ -88,11 +88,10 @@ def element_of(section: Section, name: str) -> str:
 
 def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
     yield f"{row.name} ({row.op}) of graph {section.key} runs in {row.precision}"
-    verdict = section.rewritten.classified.verdicts[row.name]
     yield f"  category   {row.category}: {MEANINGS[row.category]}"
-    yield f"  rule       {verdict.reason} (from {shorten(row.origin)})"
-    why = row.reason.removeprefix(verdict.reason).removeprefix("; ")
-    yield f"  decision   {row.precision}{': ' if why else ', by that rule'}{why}"
+    yield f"  rule       {row.rule} (from {shorten(row.origin)})"
+    why = f": {row.choice}" if row.choice else ", by that rule"
+    yield f"  decision   {row.precision}{why}"
     if row.kernel:
         calls = counted(row.calls, "op")
         left = f"fuse={[row.kernel]!r} leaves them as they are"
@@ -275,7 +274,7 @@ def _casts(section: Section, casts: tuple[tuple[str, str], ...]) -> list[str]:
 
 
 def _unknown(section: Section, name: str, ops: list[str]) -> str:
-    names = [*section.rewritten.facts.nodes, *(c.name for c in cast_rows(section))]
+    names = [*section.rewritten.facts.nodes, *(c.name for c in section.casts)]
     close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
     if close:
         return (

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.inspect.rows import cast_rows, op_rows
 from autoamp.inspect.text import shorten
 from tests.inspect.page_models import layers_report
 
@@ -51,13 +50,13 @@ def test_each_graph_is_there_after_and_before_the_pass(report, graphs) -> None:
 def test_a_node_says_why_and_where(report, graphs) -> None:
     for section, after in zip(report.sections, graphs[::2], strict=True):
         nodes = by_id(after)
-        for row in op_rows(section):
+        for row in section.ops:
             node, said = nodes[row.name], attributes(nodes[row.name])
             assert said["precision"] == row.precision
             assert said["category"] == row.category
             assert said.get("source", "") == shorten(row.source)
             assert node["namespace"] == row.module.replace(".", "/")
-        for row in cast_rows(section):
+        for row in section.casts:
             assert nodes[row.name]["label"] == f"to {row.dtype}"
 
 
@@ -65,12 +64,10 @@ def test_colours_tell_precisions_and_casts_apart(report, graphs) -> None:
     for section, after in zip(report.sections, graphs[::2], strict=True):
         nodes = by_id(after)
         colours = {}
-        for row in op_rows(section):
+        for row in section.ops:
             found = nodes[row.name].get("style", {}).get("backgroundColor")
             colours.setdefault(row.is_low, set()).add(found)
-        casts = {
-            nodes[row.name]["style"]["backgroundColor"] for row in cast_rows(section)
-        }
+        casts = {nodes[row.name]["style"]["backgroundColor"] for row in section.casts}
         assert not (colours[True] & colours.get(False, set()))
         assert len(casts) == 1
         assert not (casts & colours[True])

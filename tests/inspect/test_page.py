@@ -21,12 +21,12 @@ from autoamp.errors import OptionError, PlacementError
 from autoamp.inspect import writing
 from autoamp.inspect.costs import ALL_FP32
 from autoamp.inspect.flip import Flips, flip
+from autoamp.inspect.nodes.homes import MOST_NODES
 from autoamp.inspect.page.flips import flips_of
-from autoamp.inspect.page.homes import MOST_NODES
 from autoamp.inspect.page.roots import remedies_of
 from autoamp.inspect.remedy import remedy_for
 from autoamp.inspect.report import Report
-from autoamp.inspect.rows import Section, cast_rows, op_rows
+from autoamp.inspect.rows import Section
 from tests.inspect.page_models import EVIL, Embedded, ResNet, explained, layers_report
 
 
@@ -95,7 +95,7 @@ def test_every_node_and_operand_is_on_the_page(report: Report) -> None:
 def test_every_decision_and_cast_is_on_the_page(report: Report) -> None:
     for section, graph in pairs_of(report):
         by_name = {node["name"]: node for node in graph["nodes"]}
-        rows = {row.name: row for row in op_rows(section)}
+        rows = {row.name: row for row in section.ops}
         assert {n for n, e in by_name.items() if e["decision"]} == rows.keys()
         for name, row in rows.items():
             shown = by_name[name]["decision"]
@@ -109,7 +109,7 @@ def test_every_decision_and_cast_is_on_the_page(report: Report) -> None:
             assert shown["rule"] in row.reason
             assert by_name[name]["op"] == row.op
             assert by_name[name]["source"].split(":")[0] in row.source
-        casts = {row.name: row for row in cast_rows(section)}
+        casts = {row.name: row for row in section.casts}
         assert {n for n, e in by_name.items() if e["cast"]} == casts.keys()
         for name, cast in casts.items():
             assert by_name[name]["kind"] == "cast"
@@ -123,7 +123,7 @@ def test_nodes_stand_in_their_modules(report: Report) -> None:
         groups = graph["groups"]
         assert groups[0]["parent"] == -1
         assert all(0 <= g["parent"] < i for i, g in enumerate(groups) if i)
-        modules = {row.name: row.module for row in op_rows(section)}
+        modules = {row.name: row.module for row in section.ops}
         for node in graph["nodes"]:
             assert groups[node["group"]]["path"] == node["module"]
             if node["name"] in modules:
@@ -146,17 +146,17 @@ def test_islands_are_those_of_the_report(report: Report) -> None:
 def test_tables_count_the_rows(report: Report) -> None:
     for section, graph in pairs_of(report):
         tables = graph["tables"]
-        low = sum(row.is_low for row in op_rows(section))
+        low = sum(row.is_low for row in section.ops)
         assert sum(row["low"] for row in tables["ops"]) == low
-        assert sum(r["low"] + r["fp32"] for r in tables["ops"]) == len(op_rows(section))
-        casts = cast_rows(section)
+        assert sum(r["low"] + r["fp32"] for r in tables["ops"]) == len(section.ops)
+        casts = section.casts
         assert sum(row["count"] for row in tables["casts"]) == len(casts)
         assert sum(row["bytes"] for row in tables["casts"]) == sum(
             c.bytes for c in casts
         )
         assert tables["recounted_cost"] == tables["cost"]
         stayed = [i for reason in tables["stayed"] for i in reason["nodes"]]
-        assert len(stayed) == len(op_rows(section)) - low
+        assert len(stayed) == len(section.ops) - low
 
 
 def test_reasons_stand_in_the_order_of_the_summary() -> None:
@@ -292,10 +292,10 @@ def test_the_page_says_the_figures_that_the_summary_prints(trains: bool) -> None
 def test_costs_are_exact_where_affordable_and_bounds_elsewhere(report: Report) -> None:
     kinds: list[str] = []
     for section in report.sections:
-        rows = op_rows(section)
+        rows = section.ops
         solver = Flips(section.rewritten)
-        exact = flips_of(section, rows, solver, most=len(rows))
-        bounds = flips_of(section, rows, solver, most=0)
+        exact = flips_of(section, solver, most=len(rows))
+        bounds = flips_of(section, solver, most=0)
         reward = section.rewritten.assignment.prices.reward
         for name, entry in exact.items():
             assert entry["to"] != next(r.precision for r in rows if r.name == name)
@@ -326,7 +326,7 @@ def test_costs_of_modules_add_up_and_are_those_of_the_solver(report: Report) -> 
         assignment = section.rewritten.assignment
         for group in graph["groups"]:
             keep = group["costs"]["keep"]
-            ops = [r.name for r in op_rows(section) if _within(r.module, group["path"])]
+            ops = [r.name for r in section.ops if _within(r.module, group["path"])]
             low = [name for name in ops if name in assignment.low]
             assert (keep is None) == (not low)
             if keep:
@@ -365,7 +365,7 @@ def test_each_fp32_op_has_its_root_and_the_option_that_lowers_it() -> None:
         assert decision["remedy"]["extra"] == remedy.extra
         tried += 1
     assert tried == 2
-    assert remedies_of(section, op_rows(section), most=0) == {}, "nothing affordable"
+    assert remedies_of(section, most=0) == {}, "nothing affordable"
 
 
 # -- one safe file ------------------------------------------------------------------

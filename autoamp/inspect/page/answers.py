@@ -13,9 +13,10 @@ The answers have the keys
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from autoamp.inspect.costs import bytes_text, seconds_text
+from autoamp.inspect.document import Document
 from autoamp.inspect.sections.gains import (
     ERROR,
     FOOTNOTE,
@@ -23,27 +24,16 @@ from autoamp.inspect.sections.gains import (
     gains_of,
     runs_low_sentence,
 )
-from autoamp.inspect.sections.graph_facts import Counted, graph_facts
+from autoamp.inspect.sections.graph_facts import graph_facts
 from autoamp.inspect.sections.headline import Headline
 
 
-class Answered(Counted, Protocol):
-    """The parts of a `Report` that the answers are made of."""
-
-    @property
-    def compute_dtype(self) -> str | None: ...
-    @property
-    def headline(self) -> Headline: ...
-    @property
-    def advice(self) -> Sequence[str]: ...
-
-
-def answers_of(report: Answered) -> dict[str, Any]:
+def answers_of(report: Document, advice: Sequence[str]) -> dict[str, Any]:
     """The answers of a report."""
     low = report.compute_dtype
     if low is None:
         none: dict[str, list[Any]] = {"before": [], "after": []}
-        steps = list(report.advice)
+        steps = list(advice)
         return {"runs_low": [], "gains": None, "figures": none, "next": steps}
     found = report.headline
     gains = gains_of(found, low)
@@ -61,7 +51,7 @@ def answers_of(report: Answered) -> dict[str, Any]:
             "error": ERROR,
         },
         "figures": {"before": _before(found), "after": _after(found)},
-        "next": list(report.advice),
+        "next": list(advice),
     }
 
 

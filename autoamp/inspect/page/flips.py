@@ -8,13 +8,13 @@ the cost of changing that op alone.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PlacementError
 from autoamp.inspect.flip import Flips
-from autoamp.inspect.rows import OpRow, Section
+from autoamp.inspect.rows import Section
 from autoamp.place.two_sides import Group, Problem
 from autoamp.rules import Category
 
@@ -26,9 +26,7 @@ costs of modules take as much again.
 """
 
 
-def flips_of(
-    section: Section, rows: Sequence[OpRow], solver: Flips, most: int
-) -> dict[str, dict[str, Any]]:
+def flips_of(section: Section, solver: Flips, most: int) -> dict[str, dict[str, Any]]:
     """Each op to the cost of its other precision; at most `most` costs are exact.
 
     The `kind` of an entry is one of
@@ -42,7 +40,7 @@ def flips_of(
     - "unknown": the op cannot change alone, and the exact cost was not affordable.
     """
     pinned = section.rewritten.assignment.pinned
-    free = [row for row in rows if row.name not in pinned]
+    free = [row for row in section.ops if row.name not in pinned]
     first = sorted(free, key=lambda row: -row.bytes)[:most]
     chosen = {row.name for row in first}
     bounds = _Bounds(section)
@@ -55,7 +53,7 @@ def flips_of(
             if row.name in chosen
             else bounds.of(row.name)
         )
-        for row in rows
+        for row in section.ops
     }
 
 

@@ -40,29 +40,29 @@ SCRIPTS = (
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
-def page_of(document: dict[str, Any]) -> str:
-    """The page of a document."""
+def page_of(data: dict[str, Any]) -> str:
+    """The page of the data."""
     folder = files(__package__)
     library = _text(folder / "vendor" / "dagre.min.js")
     parts = [_text(folder / "script" / name) for name in SCRIPTS]
     script = '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
     style = _text(folder / "template" / "style.css")
     slots = {
-        "title": html.escape(f"autoamp: {plain_line(document['model'], 200)}"),
+        "title": html.escape(f"autoamp: {plain_line(data['model'], 200)}"),
         "policy": _policy([library, script], [style]),
         "style": style,
         "library": library,
         "script": script,
-        "data": as_data(document),
+        "data": as_data(data),
     }
     template = _text(folder / "template" / "page.html")
     # One walk over the template, so that no slot is looked for inside the data.
     return _SLOT.sub(lambda found: slots[found[1]], template)
 
 
-def as_data(document: dict[str, Any]) -> str:
-    """`document` as JSON that may stand inside a `script` element."""
-    text = json.dumps(document, ensure_ascii=True, separators=(",", ":"))
+def as_data(data: dict[str, Any]) -> str:
+    """`data` as JSON that may stand inside a `script` element."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

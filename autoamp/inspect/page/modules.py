@@ -19,8 +19,8 @@ from typing import Any
 
 from autoamp.errors import PlacementError
 from autoamp.inspect.flip import Flips
+from autoamp.inspect.nodes.homes import Group
 from autoamp.inspect.page.flips import cast_cost
-from autoamp.inspect.page.homes import Group
 from autoamp.inspect.rows import Section
 from autoamp.inspect.sections.prediction import as_placed, in_fp32
 

@@ -35,7 +35,7 @@ One run takes about a millisecond for each node, so these take about 3 seconds.
 
 
 def roots_of(
-    section: Section, rows: Sequence[OpRow], index: Mapping[str, int]
+    section: Section, index: Mapping[str, int]
 ) -> dict[str, dict[str, Any] | None]:
     """Each op that type promotion leaves fp32 to its root.
 
@@ -45,7 +45,7 @@ def roots_of(
     classified = section.rewritten.classified
     low = promotes_to_low(classified)
     found: dict[str, dict[str, Any] | None] = {}
-    for row in rows:
+    for row in section.ops:
         if row.is_low or classified.verdicts[row.name].origin != CEILING:
             continue
         root = root_of(row.name, classified, low)
@@ -61,9 +61,7 @@ def roots_of(
     return found
 
 
-def remedies_of(
-    section: Section, rows: Sequence[OpRow], most: int
-) -> dict[str, dict[str, Any]]:
+def remedies_of(section: Section, most: int) -> dict[str, dict[str, Any]]:
     """Each op in fp32 to what would lower it, with at most `most` runs of the pass.
 
     Of each kind of op, the op whose time is longest comes first. An option that lowers
@@ -73,7 +71,7 @@ def remedies_of(
     if rewritten.options is None:
         return {}
     found: dict[str, dict[str, Any]] = {}
-    high = [row for row in rows if not row.is_low]
+    high = [row for row in section.ops if not row.is_low]
     high.sort(key=lambda row: -in_fp32(rewritten, row.name))
     firsts = {_kind(row): row for row in reversed(high)}
     for row in sorted(high, key=lambda row: firsts[_kind(row)] is not row):

@@ -26,17 +26,12 @@ from autoamp.inspect.sections.headline import stayed_groups
 from autoamp.inspect.why import MEANINGS
 
 
-def tables_of(
-    section: Section,
-    ops: Sequence[OpRow],
-    casts: Sequence[CastRow],
-    costs: Costs,
-    index: Mapping[str, int],
-) -> dict[str, Any]:
+def tables_of(section: Section, index: Mapping[str, int]) -> dict[str, Any]:
     """The tables of one section; `index` is the place of each node on the page."""
+    costs = section.costs
     return {
-        "ops": _categories(ops),
-        "casts": _casts(casts),
+        "ops": _categories(section.ops),
+        "casts": _casts(section.casts),
         "placements": _placements(costs),
         "unit": "bytes" if costs.in_bytes else "0.1 ns",
         "device": costs.device,
@@ -44,7 +39,7 @@ def tables_of(
         "optimal_cost": costs.optimal_cost,
         "recounted_cost": costs.recounted,
         "has_reward": bool(costs.reward),
-        "stayed": _stayed(section, ops, index),
+        "stayed": _stayed(section, index),
     }
 
 
@@ -90,9 +85,7 @@ def _placements(costs: Costs) -> list[dict[str, Any]]:
     ]
 
 
-def _stayed(
-    section: Section, ops: Sequence[OpRow], index: Mapping[str, int]
-) -> list[dict[str, Any]]:
+def _stayed(section: Section, index: Mapping[str, int]) -> list[dict[str, Any]]:
     return [
         {
             "reason": group.reason,
@@ -101,5 +94,5 @@ def _stayed(
             if group.seconds is None
             else seconds_text(group.seconds),
         }
-        for group in stayed_groups([section], ops)
+        for group in stayed_groups([section])
     ]

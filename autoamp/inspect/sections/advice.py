@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from autoamp.analyse.pins import kept_by
 from autoamp.inspect.costs import seconds_text
-from autoamp.inspect.coverage import Coverage
+from autoamp.inspect.document import Document
 from autoamp.inspect.remedy import remedy_for
 from autoamp.inspect.rows import OpRow, Section
-from autoamp.inspect.sections.dimensions import MULTIPLE, Misfit
-from autoamp.inspect.sections.headline import Headline, Stayed
+from autoamp.inspect.sections.dimensions import MULTIPLE
+from autoamp.inspect.sections.headline import Headline
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
-from autoamp.inspect.sections.prediction import Prediction
 from autoamp.inspect.sections.weights import WeightRow
 from autoamp.inspect.text import CANNOT_PAY, counted, not_captured, one_name
 from autoamp.place.cost import UNIT_NS
@@ -28,36 +26,7 @@ WORTH = 0.05
 """The part of the predicted time from which on a change of options is proposed."""
 
 
-class Asked(Protocol):
-    """The parts of a `Report` by which advice is given."""
-
-    @property
-    def compute_dtype(self) -> str | None: ...
-    @property
-    def headline(self) -> Headline: ...
-    @property
-    def stayed(self) -> Sequence[Stayed]: ...
-    @property
-    def sections(self) -> Sequence[Section]: ...
-    @property
-    def skipped(self) -> Sequence[tuple[str, str]]: ...
-    @property
-    def weights(self) -> Sequence[WeightRow]: ...
-    @property
-    def misfits(self) -> Sequence[Misfit]: ...
-    @property
-    def prediction(self) -> Prediction | None: ...
-    @property
-    def loss_scale(self) -> LossScaleReport | None: ...
-    @property
-    def coverage(self) -> Coverage | None: ...
-    @property
-    def unwatched(self) -> int: ...
-    @property
-    def runs(self) -> int: ...
-
-
-def advice_of(report: Asked) -> tuple[str, ...]:
+def advice_of(report: Document) -> tuple[str, ...]:
     """At most `MOST` sentences; one that says so where nothing would help."""
     if report.compute_dtype is None:
         return (_unconverted(report.skipped),)
@@ -74,7 +43,7 @@ def _unconverted(skipped: Sequence[tuple[str, str]]) -> str:
     return "Nothing, unless the reason above names a way."
 
 
-def _found(asked: Asked) -> Iterator[str]:
+def _found(asked: Document) -> Iterator[str]:
     yield from _overflows(asked.loss_scale)
     yield from _no_faster(asked.headline)
     yield from _weights(asked.weights)
@@ -113,7 +82,7 @@ def _weights(rows: Sequence[WeightRow]) -> Iterator[str]:
         )
 
 
-def _calls(asked: Asked) -> Iterator[str]:
+def _calls(asked: Document) -> Iterator[str]:
     calls = asked.coverage
     if calls is not None and calls.calls_aside:
         yield (
@@ -138,7 +107,7 @@ def _calls(asked: Asked) -> Iterator[str]:
         )
 
 
-def _own_options(asked: Asked) -> Iterator[str]:
+def _own_options(asked: Document) -> Iterator[str]:
     """The gain of taking back an option that keeps the costliest ops in fp32."""
     total = asked.headline.seconds
     for group in asked.stayed:
@@ -172,7 +141,7 @@ def is_users_choice(section: Section, row: OpRow) -> bool:
     return kept or row.origin.endswith("=")
 
 
-def _little(asked: Asked) -> Iterator[str]:
+def _little(asked: Document) -> Iterator[str]:
     """Why the model gains little, where it does."""
     found = asked.headline
     if found.speed_up is None or found.speed_up >= LITTLE or not found.seconds_fp32:
@@ -192,7 +161,7 @@ def _little(asked: Asked) -> Iterator[str]:
         )
 
 
-def _sizes(asked: Asked) -> Iterator[str]:
+def _sizes(asked: Document) -> Iterator[str]:
     """The size that tensor cores like least; a size below a multiple is an input's."""
     for each in asked.misfits:
         if each.size <= MULTIPLE:

@@ -116,9 +116,8 @@ def bounds_of(sections: Sequence[Section], casts: float) -> Bounds | None:
 
 def _op_times(section: Section, device: Device) -> Iterator[OpTime]:
     rewritten = section.rewritten
-    nodes = {n.name: n for n in rewritten.before.graph.nodes}
     for name in rewritten.assignment.decisions:
-        node, fact = nodes[name], rewritten.facts.nodes[name]
+        node, fact = section.before[name], rewritten.facts.nodes[name]
         low = name in rewritten.assignment.low
         yield OpTime(
             section.graph,

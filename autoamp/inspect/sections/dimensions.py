@@ -56,14 +56,11 @@ def misfits_of(sections: Sequence[Section]) -> list[Misfit]:
 
 def _in_section(section: Section) -> Iterator[Misfit]:
     rewritten = section.rewritten
-    nodes = {n.name: n for n in rewritten.before.graph.nodes}
     for name, decision in rewritten.assignment.decisions.items():
-        fact = rewritten.facts.nodes[name]
-        if not decision.low or fact.device != "cuda":
+        node, fact = section.before[name], rewritten.facts.nodes[name]
+        if not decision.low or fact.device != "cuda" or not flops_of(node, fact):
             continue
-        if not flops_of(nodes[name], fact):
-            continue
-        for operand, size in _sizes(nodes[name], fact):
+        for operand, size in _sizes(node, fact):
             if size % MULTIPLE:
                 above = size + MULTIPLE - size % MULTIPLE
                 yield Misfit(

@@ -5,33 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator
 
-from torch import fx
-
+from autoamp.inspect.document import Document
 from autoamp.inspect.layouts import layouts_text
-from autoamp.inspect.rows import OpRow
-from autoamp.inspect.sections.cast_counts import CastCounts, counts_text
+from autoamp.inspect.sections.cast_counts import counts_text
 from autoamp.inspect.text import counted, kernels_text
 
 
-class Counted(Protocol):
-    """The parts of a `Report` that are counted."""
-
-    @property
-    def explained_for(self) -> str: ...
-    @property
-    def runs(self) -> int: ...
-    @property
-    def graphs(self) -> Sequence[fx.GraphModule]: ...
-    @property
-    def ops(self) -> Sequence[OpRow]: ...
-    @property
-    def cast_counts(self) -> CastCounts: ...
-
-
-def graph_facts(report: Counted, low: str) -> Iterator[str]:
+def graph_facts(report: Document, low: str) -> Iterator[str]:
     """The sentences.
 
     Args:

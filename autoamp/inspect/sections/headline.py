@@ -7,11 +7,10 @@ say the same number for the same thing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autoamp.inspect.costs import Costs
 from autoamp.inspect.rows import OpRow, Section
 from autoamp.inspect.sections.prediction import (
     has_times,
@@ -115,15 +114,14 @@ def _ratio(before: float | None, after: float | None) -> float | None:
     return before / after if after else 1.0
 
 
-def headline_of(
-    sections: Sequence[Section], ops: Sequence[OpRow], costs: Sequence[Costs]
-) -> Headline:
+def headline_of(sections: Sequence[Section]) -> Headline:
     """The figures of all sections; a body of a loop counts as run once."""
     second = UNIT_NS * 1e-9
+    ops = [row for section in sections for row in section.ops]
     timed = bool(sections) and all(map(has_times, sections))
     fp32 = autocast = placed = high_of_low = launches = 0
     kept = [0, 0, 0]
-    for section, cost in zip(sections, costs, strict=True):
+    for section in sections:
         rewritten = section.rewritten
         assignment = rewritten.assignment
         by_autocast = project(
@@ -133,8 +131,8 @@ def headline_of(
             kept[place] += kept_for_backward(section, low)
         if timed:
             fp32 += sum(in_fp32(rewritten, name) for name in assignment.decisions)
-            autocast += cost.placements[AUTOCAST].estimate
-            placed += cost.ours.estimate
+            autocast += section.costs.placements[AUTOCAST].estimate
+            placed += section.costs.ours.estimate
             high_of_low += sum(in_fp32(rewritten, name) for name in assignment.low)
             launches += _launches(section)
     return Headline(
@@ -166,13 +164,11 @@ def _launches(section: Section) -> int:
     )
 
 
-def stayed_groups(
-    sections: Sequence[Section], ops: Iterable[OpRow]
-) -> tuple[Stayed, ...]:
+def stayed_groups(sections: Sequence[Section]) -> tuple[Stayed, ...]:
     """The ops in fp32 by reason, the reason that costs most first."""
     seconds = _seconds_of_ops(sections)
     groups: dict[str, list[OpRow]] = defaultdict(list)
-    for row in ops:
+    for row in (row for section in sections for row in section.ops):
         if not row.is_low:
             groups[row.heading].append(row)
     found = [_stayed(reason, rows, seconds) for reason, rows in groups.items()]

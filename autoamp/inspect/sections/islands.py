@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from autoamp.inspect.rows import OpRow, Section, op_rows
+from autoamp.inspect.rows import OpRow, Section
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def islands_of(sections: Sequence[Section]) -> list[Island]:
 
 
 def _in_section(section: Section) -> Iterator[Island]:
-    rows = {row.name: row for row in op_rows(section)}
+    rows = {row.name: row for row in section.ops}
     flow = _flow(section, rows)
     high = [name for name, row in rows.items() if not row.is_low]
     order = {name: place for place, name in enumerate(rows)}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoamp.inspect.costs import costs_of
-from autoamp.inspect.rows import Section, cast_rows
+from autoamp.inspect.rows import Section
 from autoamp.place.cost import UNIT_NS
 from autoamp.place.devices import NEUTRAL
 from autoamp.place.flops import flops_of
@@ -106,12 +105,12 @@ def predict(sections: Sequence[Section]) -> Prediction | None:
     kept_fp32 = kept_placed = 0
     for section in sections:
         rewritten = section.rewritten
-        _add_ops(rewritten, totals)
-        ours = costs_of(rewritten).ours.estimate
+        _add_ops(section, totals)
+        ours = section.costs.ours.estimate
         placed = sum(
             as_placed(rewritten, name) for name in rewritten.assignment.decisions
         )
-        totals[CASTS][0] += sum(cast.every_call for cast in cast_rows(section))
+        totals[CASTS][0] += sum(cast.every_call for cast in section.casts)
         totals[CASTS][2] += ours - placed
         kept_fp32 += kept_for_backward(section, frozenset())
         kept_placed += kept_for_backward(section, rewritten.assignment.low)
@@ -145,11 +144,11 @@ def kept_for_backward(section: Section, low: frozenset[str]) -> int:
     )
 
 
-def _add_ops(rewritten: Rewritten, totals: dict[str, list[int]]) -> None:
-    nodes = {n.name: n for n in rewritten.before.graph.nodes}
+def _add_ops(section: Section, totals: dict[str, list[int]]) -> None:
+    rewritten = section.rewritten
     pinned = rewritten.assignment.pinned
     for name in rewritten.assignment.decisions:
-        is_product = flops_of(nodes[name], rewritten.facts.nodes[name]) > 0
+        is_product = flops_of(section.before[name], rewritten.facts.nodes[name]) > 0
         total = totals[PRODUCTS if is_product else OTHERS]
         high = in_fp32(rewritten, name)
         total[0] += 1

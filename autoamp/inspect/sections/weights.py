@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autoamp.inspect.rows import Section, cast_rows
+from autoamp.inspect.rows import Section
 
 ROUNDING = torch.finfo(torch.float16).eps / 2
 """The largest relative error by which fp16 rounds a number in its range."""
@@ -103,9 +103,8 @@ def weight_rows(
     """One row per weight and section that reads the weight in low precision."""
     rows = []
     for section in sections:
-        nodes = {n.name: n for n in section.rewritten.before.graph.nodes}
-        for cast in cast_rows(section):
-            node = nodes.get(cast.value)
+        for cast in section.casts:
+            node = section.before.get(cast.value)
             if cast.kind != "weight" or node is None:
                 continue
             name = node.meta.get("autoamp_path") or str(node.target)

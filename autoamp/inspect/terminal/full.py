@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autoamp.inspect.costs import OURS, Costs, amount, bytes_text, titles
-from autoamp.inspect.rows import CastRow, OpRow, Section, cast_rows, op_rows
-from autoamp.inspect.sections.cast_counts import cast_counts, counts_text
+from autoamp.inspect.document import Document
+from autoamp.inspect.rows import OpRow, Section
+from autoamp.inspect.sections.cast_counts import counts_text
 from autoamp.inspect.terminal.fp32 import stayed_fp32
 from autoamp.inspect.terminal.parts import plain_table
 from autoamp.inspect.text import counted, kernels_text, op_title, shorten
@@ -35,81 +36,67 @@ _MEANINGS = {
 }
 
 
-def render(
-    label: str,
-    sections: Sequence[Section],
-    costs: Sequence[Costs],
-    skipped: Sequence[tuple[str, str]],
-    runs: int,
-) -> Iterator[RenderableType]:
+def render(document: Document) -> Iterator[RenderableType]:
     """The whole report, top to bottom."""
-    rows = [op_rows(section) for section in sections]
-    casts = [cast_rows(section) for section in sections]
-    if sections:
-        yield _head(label, sections, rows, runs)
+    skipped = document.skipped
+    if document.sections:
+        yield _head(document)
     else:
         said = "not converted, runs in fp32" if skipped else "no graph captured yet"
         hint = "" if skipped else ": call the model once, then ask again"
-        yield Text.assemble((f"autoamp report: {label}", "bold"), f"\n{said}{hint}")
-    for section, cost, ops, cast in zip(sections, costs, rows, casts, strict=True):
-        block = Group(*_section(section, cost, ops, cast))
+        title = f"autoamp report: {document.label}"
+        yield Text.assemble((title, "bold"), f"\n{said}{hint}")
+    for section in document.sections:
+        block = Group(*_section(section))
         yield Padding(block, (1, 0, 0, 4 if section.body else 0))
     yield from _skipped(skipped)
-    if any(cost.reward for cost in costs):
+    if any(costs.reward for costs in document.costs):
         yield Text(_REWARD_NOTE)
 
 
-def _head(
-    label: str,
-    sections: Sequence[Section],
-    rows: Sequence[list[OpRow]],
-    runs: int,
-) -> Text:
-    low = sections[0].low
-    ops = [row for each in rows for row in each]
+def _head(document: Document) -> Text:
+    ops, runs, low = document.ops, document.runs, document.compute_dtype
+    assert low is not None
     low_ops = sum(row.is_low for row in ops)
-    graphs = counted(sum(not s.body for s in sections), "graph")
+    graphs = counted(sum(not s.body for s in document.sections), "graph")
     lines = [
         f"{low_ops:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
-        counts_text(cast_counts(sections), low),
+        counts_text(document.cast_counts, low),
         *kernels_text(ops),
         f"{graphs} captured; rewritten graphs ran {counted(runs, 'time')}.",
     ]
     if runs == 0:
         lines.append("No rewritten graph has run yet.")
     return Text.assemble(
-        (f"autoamp report: {label}, compute dtype {low}", "bold"),
+        (f"autoamp report: {document.label}, compute dtype {low}", "bold"),
         "".join(f"\n{line}" for line in lines),
     )
 
 
-def _section(
-    section: Section, costs: Costs, ops: list[OpRow], casts: list[CastRow]
-) -> Iterator[RenderableType]:
-    name = f"graph {section.key}"
+def _section(section: Section) -> Iterator[RenderableType]:
+    name, ops = f"graph {section.key}", section.ops
     if section.body:
         name = f"body of graph {section.graph}: {section.body} ({section.caller})"
-    low = sum(row.is_low for row in ops)
-    nodes = len(section.rewritten.before.graph.nodes)
+    low, nodes = sum(row.is_low for row in ops), len(section.before)
     title = f"{name}: {low} of {counted(len(ops), 'float op')} in {section.low}"
     yield Rule(Text(f"{title}, {counted(nodes, 'node')}", "bold"), align="left")
     if not ops:
         yield Text("No float ops, so nothing to decide.")
         return
     side_by_side = Table.grid(padding=(0, 4))
-    side_by_side.add_row(_categories(section, ops), _casts(section, casts))
+    side_by_side.add_row(_categories(section), _casts(section))
     yield side_by_side
     yield from stayed_fp32(ops, section.low)
     yield from _unlisted(ops)
-    yield from _costs(costs)
+    yield from _costs(section.costs)
     yield _seconds(section, nodes)
 
 
-def _categories(section: Section, ops: list[OpRow]) -> Table:
+def _categories(section: Section) -> Table:
     table = plain_table("category", "")
     table.add_column(section.low, justify="right")
     table.add_column("fp32", justify="right")
-    counts = Counter((row.category, row.is_low) for row in ops)
+    counts = Counter((row.category, row.is_low) for row in section.ops)
     for category, meaning in _MEANINGS.items():
         low, high = counts[category, True], counts[category, False]
         if low or high:
@@ -117,7 +104,7 @@ def _categories(section: Section, ops: list[OpRow]) -> Table:
     return table
 
 
-def _casts(section: Section, casts: list[CastRow]) -> Table:
+def _casts(section: Section) -> Table:
     table = plain_table("casts")
     table.add_column("count", justify="right")
     table.add_column("bytes", justify="right")
@@ -128,15 +115,15 @@ def _casts(section: Section, casts: list[CastRow]) -> Table:
         ("up", True): "up, to fp32",
     }
     for key, name in names.items():
-        chosen = [c.bytes for c in casts if (c.kind, c.every_call) == key]
+        chosen = [c.bytes for c in section.casts if (c.kind, c.every_call) == key]
         if chosen:
             table.add_row(name, str(len(chosen)), bytes_text(sum(chosen)))
-    if not casts:
+    if not section.casts:
         table.add_row("none", "0", "0 B")
     return table
 
 
-def _unlisted(ops: list[OpRow]) -> Iterator[RenderableType]:
+def _unlisted(ops: Sequence[OpRow]) -> Iterator[RenderableType]:
     counts = Counter(
         (row.op, row.category, row.reason) for row in ops if not row.listed
     )

@@ -3,43 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Protocol
 
 from rich.console import RenderableType
 from rich.text import Text
-from torch import fx
 
-from autoamp.inspect.rows import CastRow, OpRow
-from autoamp.inspect.sections.advice import Asked
-from autoamp.inspect.sections.cast_counts import CastCounts
+from autoamp.inspect.document import Document
 from autoamp.inspect.sections.graph_facts import graph_facts
 from autoamp.inspect.terminal import details, state, summary
 from autoamp.inspect.text import not_captured
 
 
-class Printed(Asked, Protocol):
-    """The parts of a `Report` that are printed."""
-
-    @property
-    def advice(self) -> Sequence[str]: ...
-    @property
-    def because(self) -> str: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def explained_for(self) -> str: ...
-    @property
-    def graphs(self) -> Sequence[fx.GraphModule]: ...
-    @property
-    def ops(self) -> Sequence[OpRow]: ...
-    @property
-    def casts(self) -> Sequence[CastRow]: ...
-    @property
-    def cast_counts(self) -> CastCounts: ...
-
-
-def summary_of(report: Printed) -> Iterator[RenderableType]:
+def summary_of(report: Document, advice: Sequence[str]) -> Iterator[RenderableType]:
     """The summary: four questions and their answers."""
     title = f"autoamp report: {report.label}"
     if report.explained_for:
@@ -58,20 +32,20 @@ def summary_of(report: Printed) -> Iterator[RenderableType]:
         yield from summary.gains(report.headline, low)
         left = not_captured(report.skipped)
         yield from summary.stayed(report.headline, report.stayed, left)
-    yield from summary.what_next(report.advice)
+    yield from summary.what_next(advice)
 
 
-def _calls(report: Printed) -> Iterator[str]:
+def _calls(report: Document) -> Iterator[str]:
     """Sentences on what has happened in calls and steps so far."""
     if report.explained_for:
         return
     if report.coverage is not None and report.coverage.calls:
-        yield state.covered(report.coverage.counts_and_shares())
+        yield state.covered(report.coverage)
     if report.loss_scale is not None:
-        yield state.loss_scaling(asdict(report.loss_scale))
+        yield state.loss_scaling(report.loss_scale)
 
 
-def details_of(report: Printed) -> Iterator[RenderableType]:
+def details_of(report: Document) -> Iterator[RenderableType]:
     """The lists behind the summary, which the full report ends with."""
     if report.prediction is not None and report.ops:
         yield from details.prediction(report.prediction)
@@ -86,4 +60,4 @@ def details_of(report: Printed) -> Iterator[RenderableType]:
     for line in _calls(report):
         yield Text(f"\n{line}")
     if report.loss_scale is not None:
-        yield from map(Text, state.skips(asdict(report.loss_scale)))
+        yield from map(Text, state.skips(report.loss_scale))

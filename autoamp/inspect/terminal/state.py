@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rich.text import Text
 
+from autoamp.inspect.coverage import Coverage
+from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.inspect.text import counted
 from autoamp.loss_scale import NoLossScale
 
 _LISTED = 8
 
 
-def covered(shares: Mapping[str, Any]) -> str:
+def covered(shares: Coverage) -> str:
     """How many calls ran rewritten graphs, and how many flops ran in low precision."""
-    ran = shares["calls"] - shares["calls_aside"]
-    text = f"{ran:,} of {counted(shares['calls'], 'call')} ran rewritten graphs"
-    if shares["calls_in_part"]:
-        text += f", {shares['calls_in_part']:,} of them beside graphs that stayed fp32"
-    if shares["flops"]:
-        text += f"; {shares['share_of_flops']:.1%} of their flops in low precision"
+    ran = shares.calls - shares.calls_aside
+    text = f"{ran:,} of {counted(shares.calls, 'call')} ran rewritten graphs"
+    if shares.calls_in_part:
+        text += f", {shares.calls_in_part:,} of them beside graphs that stayed fp32"
+    if shares.share_of_flops is not None:
+        text += f"; {shares.share_of_flops:.1%} of their flops in low precision"
     return f"{text}."
 
 
@@ -36,21 +35,21 @@ def copied_anew(count: int) -> Text:
     return Text("\n".join(lines))
 
 
-def loss_scaling(state: Mapping[str, Any]) -> str:
+def loss_scaling(state: LossScaleReport) -> str:
     """The state of loss scaling, for people who wonder why steps were skipped."""
-    if state["foreign"]:
+    if state.foreign:
         return "Loss scaling is left to the GradScaler that steps the optimizer."
-    were = "was" if state["skipped_steps"] == 1 else "were"
-    skipped = f"{counted(state['skipped_steps'], 'step')} {were} skipped"
-    if state["kind"] == NoLossScale.__name__:
+    were = "was" if state.skipped_steps == 1 else "were"
+    skipped = f"{counted(state.skipped_steps, 'step')} {were} skipped"
+    if state.kind == NoLossScale.__name__:
         return f"There is no loss scale; {skipped} for gradients that are not finite."
-    since = counted(state["growth_tracker"], "step")
-    scale = f"The loss scale is {state['scale']:,g} ({state['kind']})"
+    since = counted(state.growth_tracker, "step")
+    scale = f"The loss scale is {state.scale:,g} ({state.kind})"
     return f"{scale}, unchanged for {since}; {skipped}."
 
 
-def skips(state: Mapping[str, Any]) -> list[str]:
+def skips(state: LossScaleReport) -> list[str]:
     """Which steps were skipped last, and why."""
-    if state["foreign"]:
+    if state.foreign:
         return []
-    return [f"  {why}" for why in state["skips"][-_LISTED:]]
+    return [f"  {why}" for why in state.skips[-_LISTED:]]

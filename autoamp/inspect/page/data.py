@@ -1,6 +1,6 @@
-"""The data of the page: one plain document, which the page holds as JSON.
+"""The data of the page, which holds them as JSON.
 
-The document has the keys
+The data have the keys
 
 - `schema`, `version`, `model`, `compute_dtype`, `runs`, `explained_for`;
 - `answers`: as `answers.py` describes them;
@@ -28,19 +28,19 @@ The document has the keys
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
-from autoamp.inspect.costs import Costs
+from autoamp.inspect.document import Document
 from autoamp.inspect.flip import Flips
-from autoamp.inspect.page.answers import Answered, answers_of
+from autoamp.inspect.nodes.node import Node, Nodes, Side
+from autoamp.inspect.page.answers import answers_of
 from autoamp.inspect.page.flips import MOST_WORK, flips_of
 from autoamp.inspect.page.modules import modules_of
-from autoamp.inspect.page.nodes import SectionNodes
 from autoamp.inspect.page.roots import MOST_TRIES, remedies_of, roots_of
 from autoamp.inspect.page.tables import tables_of
-from autoamp.inspect.rows import Section, cast_rows, op_rows
+from autoamp.inspect.rows import CastRow, OpRow, Section
 from autoamp.inspect.sections.islands import Island
 from autoamp.inspect.text import counted, shorten
 
@@ -48,56 +48,37 @@ SCHEMA = "autoamp.page"
 SCHEMA_VERSION = 1
 
 
-class Shown(Answered, Protocol):
-    """The parts of a `Report` that are shown."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def sections(self) -> Sequence[Section]: ...
-    @property
-    def costs(self) -> Sequence[Costs]: ...
-    @property
-    def islands(self) -> Sequence[Island]: ...
-    @property
-    def skipped(self) -> Sequence[tuple[str, str]]: ...
-
-
-def document_of(content: Shown) -> dict[str, Any]:
-    """The document of a report, the same in every process."""
-    nodes = sum(len(s.rewritten.before.graph.nodes) for s in content.sections)
+def data_of(document: Document, advice: Sequence[str]) -> dict[str, Any]:
+    """The data of the page, the same in every process."""
+    nodes = sum(len(section.before) for section in document.sections)
     # Each section gets its share of the solved placements, so that a report of many
     # graphs takes as long as a report of one.
-    work = max(nodes, 1) * max(len(content.sections), 1)
+    work = max(nodes, 1) * max(len(document.sections), 1)
     return {
         "schema": SCHEMA,
         "version": SCHEMA_VERSION,
-        "model": content.label,
-        "compute_dtype": content.compute_dtype,
-        "runs": content.runs,
-        "explained_for": content.explained_for,
-        "answers": answers_of(content),
-        "skipped": [{"what": shorten(w), "why": why} for w, why in content.skipped],
+        "model": document.label,
+        "compute_dtype": document.compute_dtype,
+        "runs": document.runs,
+        "explained_for": document.explained_for,
+        "answers": answers_of(document, advice),
+        "skipped": [{"what": shorten(w), "why": why} for w, why in document.skipped],
         "graphs": [
-            _graph(content, section, costs, work)
-            for section, costs in zip(content.sections, content.costs, strict=True)
+            _graph(document, section, found, work)
+            for section, found in zip(document.sections, document.nodes, strict=True)
         ],
     }
 
 
-def _graph(content: Shown, section: Section, costs: Costs, work: int) -> dict[str, Any]:
-    ops, casts = op_rows(section), cast_rows(section)
-    found = SectionNodes(section, content.label, ops, casts)
-    islands = [
-        _island(island, found.index)
-        for island in content.islands
-        if (island.graph, island.body) == (section.graph, section.body)
-    ]
+def _graph(
+    document: Document, section: Section, found: Nodes, work: int
+) -> dict[str, Any]:
+    index = found.index
     most = MOST_WORK // work
     solver = Flips(section.rewritten)
-    flips = flips_of(section, ops, solver, most)
-    roots = roots_of(section, ops, found.index)
-    remedies = remedies_of(section, ops, MOST_TRIES // work)
+    flips = flips_of(section, solver, most)
+    roots = roots_of(section, index)
+    remedies = remedies_of(section, MOST_TRIES // work)
     changes = {
         name: {"flip": f, "root": roots.get(name), "remedy": remedies.get(name)}
         for name, f in flips.items()
@@ -111,21 +92,67 @@ def _graph(content: Shown, section: Section, costs: Costs, work: int) -> dict[st
             {**asdict(group), "costs": each}
             for group, each in zip(found.groups, modules, strict=True)
         ],
-        "nodes": list(found.entries(changes)),
-        "islands": islands,
-        "tables": tables_of(section, ops, casts, costs, found.index),
+        "nodes": [
+            _node(node, index, changes.get(node.name, {})) for node in found.entries
+        ],
+        "islands": [
+            _island(island, index)
+            for island in document.islands
+            if (island.graph, island.body) == (section.graph, section.body)
+        ],
+        "tables": tables_of(section, index),
     }
 
 
+def _node(
+    node: Node, index: Mapping[str, int], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        **vars(node),
+        "before": _side(node.before, index),
+        "after": _side(node.after, index),
+        "decision": {**_decision(node.decision), **changes} if node.decision else None,
+        "cast": _cast(node.cast) if node.cast else None,
+    }
+
+
+def _side(side: Side | None, index: Mapping[str, int]) -> dict[str, Any] | None:
+    if side is None:
+        return None
+    return {
+        "operands": [index[name] for name in side.operands],
+        "values": list(side.values),
+        "precision": side.precision,
+    }
+
+
+def _decision(row: OpRow) -> dict[str, Any]:
+    return {
+        "category": row.category,
+        "precision": row.precision,
+        "rule": row.rule,
+        "origin": shorten(row.origin),
+        "reason": row.choice or "by that rule",
+        "heading": row.heading,
+        "listed": row.listed,
+        "bytes": row.bytes,
+    }
+
+
+def _cast(row: CastRow) -> dict[str, Any]:
+    keys = ("kind", "value", "dtype", "bytes", "every_call")
+    return {key: getattr(row, key) for key in keys}
+
+
 def _title(section: Section) -> str:
-    nodes = counted(len(section.rewritten.before.graph.nodes), "node")
+    nodes = counted(len(section.before), "node")
     if section.body:
         caller = f" ({section.caller})" if section.caller else ""
         return f"{section.body}{caller} of graph {section.graph}: {nodes}"
     return f"graph {section.key}: {nodes}"
 
 
-def _island(island: Island, index: dict[str, int]) -> dict[str, Any]:
+def _island(island: Island, index: Mapping[str, int]) -> dict[str, Any]:
     return {
         "nodes": [index[name] for name in island.ops],
         "decided_by": [index[name] for name in island.decided_by],

@@ -1,10 +1,11 @@
-"""One entry per node of a section, with the node's places before and after the pass."""
+"""One entry per node of a section, with what it was before the pass and is after."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ from torch import fx
 
 from autoamp.analyse.nodes import tensors_of
 from autoamp.dtypes import short_name
-from autoamp.inspect.page.calls import by_call
-from autoamp.inspect.page.homes import Group, homes_of, tree_of
-from autoamp.inspect.page.plumbing import plumbing_of
-from autoamp.inspect.rows import CastRow, OpRow, Section
+from autoamp.inspect.nodes.calls import by_call
+from autoamp.inspect.nodes.homes import Group, homes_of, tree_of
+from autoamp.inspect.nodes.plumbing import plumbing_of
+from autoamp.inspect.rows import CastRow, OpRow, Section, target_name
 from autoamp.inspect.text import op_title, shorten
 from autoamp.inspect.why import undecided
 from autoamp.rewrite.emitted import USES
@@ -24,7 +25,59 @@ _LATE = frozenset({"weight", "constant", "state", "body", "cast", "use"})
 """Kinds of nodes that are drawn where the readers of the node are drawn."""
 
 
-class SectionNodes:
+@dataclass(frozen=True)
+class Side:
+    """A node in the graph before the pass, or in the graph after it.
+
+    Attributes:
+        operands: the names of the nodes that it reads.
+        values: the tensors that it gives, as "bf16 [2, 8]".
+        precision: the short name of the dtype of the first float among them, or "".
+    """
+
+    operands: tuple[str, ...]
+    values: tuple[str, ...]
+    precision: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of a section.
+
+    Attributes:
+        name: the name of the node.
+        kind: "op", "cast", "weight", "input", "constant", "state", "body", "use" or
+            "output".
+        op: the name of the op or function.
+        title: the short name of the op, or of a weight inside its module.
+        group: the index of the box that the node is drawn in.
+        module: the path of the module of that box.
+        source: the user's line, shortened; "" where unknown.
+        before, after: the node in each graph; None in a graph that lacks it.
+        decision: the row of a float op.
+        cast: the row of a cast.
+        note: a sentence without its subject on a node that is neither.
+        body: the key of the body that the node names, or "".
+        is_plumbing: whether the node is a running statistic or a counter.
+    """
+
+    name: str
+    kind: str
+    op: str
+    title: str
+    group: int
+    module: str
+    source: str
+    before: Side | None
+    after: Side | None
+    decision: OpRow | None
+    cast: CastRow | None
+    note: str
+    body: str
+    is_plumbing: bool
+
+
+class Nodes:
     """The nodes of one section, in the order of the page.
 
     Attributes:
@@ -35,23 +88,21 @@ class SectionNodes:
         group_of: node to the index of its box.
     """
 
-    def __init__(
-        self,
-        section: Section,
-        label: str,
-        ops: Sequence[OpRow],
-        casts: Sequence[CastRow],
-    ) -> None:
+    def __init__(self, section: Section, label: str) -> None:
+        """Args: `label` is the text of the outermost box."""
         self._section = section
-        self._ops = {row.name: row for row in ops}
-        self._casts = {row.name: row for row in casts}
-        self._before = {n.name: n for n in section.rewritten.before.graph.nodes}
+        self._ops = {row.name: row for row in section.ops}
+        self._casts = {row.name: row for row in section.casts}
+        self._before = section.before
         self._after = {n.name: n for n in section.rewritten.gm.graph.nodes}
         self.names = _merged(list(self._before), list(self._after))
         self.index = {name: place for place, name in enumerate(self.names)}
         self._plumbing = self._find_plumbing()
         self._kinds = {name: self._kind(name) for name in self.names}
-        readers, operands = self._readers(), self._operands()
+        operands, readers = self._operands(), defaultdict[str, list[str]](list)
+        for name, read in operands.items():
+            for operand in read:
+                readers[operand].append(name)
         modules = {n: self._module(n) for n in self.names}
         homes = homes_of(by_call(modules, operands), readers)
         self.groups: list[Group]
@@ -59,45 +110,44 @@ class SectionNodes:
             homes, self._drawn_with_readers(readers), label
         )
 
-    def entries(
-        self, changes: Mapping[str, Mapping[str, Any]]
-    ) -> Iterator[dict[str, Any]]:
-        """Yields the entry of each node; `document.py` describes the keys.
+    @cached_property
+    def entries(self) -> tuple[Node, ...]:
+        """The nodes."""
+        return tuple(map(self._entry, self.names))
 
-        Args:
-            changes: op to more keys of its decision.
-        """
-        for name in self.names:
-            node = self._after.get(name) or self._before[name]
-            row, fact = self._ops.get(name), self._fact(name)
-            cast = self._casts.get(name)
-            yield {
-                "name": name,
-                "kind": self._kinds[name],
-                "op": row.op if row else _target(node),
-                "title": self._title(name, node, row),
-                "group": self.group_of[name],
-                "module": self.groups[self.group_of[name]].path,
-                "source": shorten(fact.source) if fact else "",
-                "before": self._side(self._before.get(name)),
-                "after": self._side(self._after.get(name)),
-                "decision": {**self._decision(row), **changes[name]} if row else None,
-                "cast": _cast(cast) if cast else None,
-                "note": "" if row or cast else self._note(name),
-                "body": self._body(node),
-                "is_plumbing": name in self._plumbing,
-            }
+    def _entry(self, name: str) -> Node:
+        node = self._node(name)
+        row, cast, fact = self._ops.get(name), self._casts.get(name), self._fact(name)
+        return Node(
+            name=name,
+            kind=self._kinds[name],
+            op=row.op if row else target_name(node),
+            title=self._title(name, node, row),
+            group=self.group_of[name],
+            module=self.groups[self.group_of[name]].path,
+            source=shorten(fact.source) if fact else "",
+            before=_side(self._before.get(name)),
+            after=_side(self._after.get(name)),
+            decision=row,
+            cast=cast,
+            note="" if row or cast else self._note(name),
+            body=self._body(node),
+            is_plumbing=name in self._plumbing,
+        )
+
+    def _node(self, name: str) -> fx.Node:
+        return self._after.get(name) or self._before[name]
 
     def _title(self, name: str, node: fx.Node, row: OpRow | None) -> str:
         """The short name: that of the op, or of a weight inside its module."""
         if self._kinds[name] not in ("weight", "constant", "state"):
-            return op_title(row.op if row else _target(node))
+            return op_title(row.op if row else target_name(node))
         path = self.groups[self.group_of[name]].path.replace(".", "_")
         inner = name.lstrip("_").removeprefix(f"{path}_")
         return inner if path else name
 
     def _kind(self, name: str) -> str:
-        node = self._after.get(name) or self._before[name]
+        node = self._node(name)
         if name in self._casts:
             return "cast"
         if name not in self._before and node.target in USES:
@@ -142,14 +192,6 @@ class SectionNodes:
                 found[node.name] += (operand.name for operand in node.all_input_nodes)
         return found
 
-    def _readers(self) -> dict[str, list[str]]:
-        found: dict[str, dict[str, None]] = defaultdict(dict)
-        for nodes in (self._before, self._after):
-            for node in nodes.values():
-                for operand in node.all_input_nodes:
-                    found[operand.name][node.name] = None
-        return {name: list(readers) for name, readers in found.items()}
-
     def _drawn_with_readers(self, readers: Mapping[str, Sequence[str]]) -> list[str]:
         """The nodes in graph order, but weights and casts just before a reader."""
         place: dict[str, int] = {}
@@ -158,31 +200,6 @@ class SectionNodes:
             late = self._kinds[name] in _LATE and places
             place[name] = min(places) if late else self.index[name]
         return sorted(self.names, key=lambda name: (place[name], self.index[name]))
-
-    def _side(self, node: fx.Node | None) -> dict[str, Any] | None:
-        if node is None:
-            return None
-        value = tensors_of(node.meta.get("val"))
-        floats = [t for t in value if t.is_floating_point()]
-        return {
-            "operands": [self.index[o.name] for o in node.all_input_nodes],
-            "values": [_described(t) for t in value],
-            "precision": short_name(floats[0].dtype) if floats else "",
-        }
-
-    def _decision(self, row: OpRow) -> dict[str, Any]:
-        verdict = self._section.rewritten.classified.verdicts[row.name]
-        why = row.reason.removeprefix(verdict.reason).removeprefix("; ")
-        return {
-            "category": row.category,
-            "precision": row.precision,
-            "rule": verdict.reason,
-            "origin": shorten(row.origin),
-            "reason": why or "by that rule",
-            "heading": row.heading,
-            "listed": row.listed,
-            "bytes": row.bytes,
-        }
 
     def _note(self, name: str) -> str:
         if self._kinds[name] == "use":
@@ -197,7 +214,7 @@ class SectionNodes:
         """The key of the section of the body that `node` names, or ""."""
         if node.op != "get_attr" or not _is_graph(node):
             return ""
-        section, child = self._section, None
+        section = self._section
         child = getattr(section.rewritten.gm, str(node.target), None)
         if not any(child is body.gm for body in section.rewritten.bodies):
             return ""
@@ -226,15 +243,18 @@ def _is_graph(node: fx.Node) -> bool:
     return isinstance(getattr(owner, str(node.target), None), fx.GraphModule)
 
 
-def _target(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
+def _side(node: fx.Node | None) -> Side | None:
+    if node is None:
+        return None
+    values = tensors_of(node.meta.get("val"))
+    floats = [t for t in values if t.is_floating_point()]
+    return Side(
+        tuple(operand.name for operand in node.all_input_nodes),
+        tuple(map(_described, values)),
+        short_name(floats[0].dtype) if floats else "",
+    )
 
 
 def _described(tensor: torch.Tensor) -> str:
     sizes = ", ".join(str(size) for size in tensor.shape)
     return f"{short_name(tensor.dtype)} [{sizes}]"
-
-
-def _cast(row: CastRow) -> dict[str, Any]:
-    kept = asdict(row)
-    return {key: kept[key] for key in ("kind", "value", "dtype", "bytes", "every_call")}

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoamp.inspect.page.calls import Path, label_of, module_of
+from autoamp.inspect.nodes.calls import Path, label_of, module_of
 
 MOST_NODES = 40
 """A module with more nodes of its own is drawn in parts of at most this many."""
