@@ -8,7 +8,6 @@ much error goes away.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoamp import compat
-from autoamp.ask.called import default_loss
 from autoamp.ask.comparison import Comparison, Errors, RegionError
 from autoamp.ask.examine import (
     Examiner,
@@ -28,26 +26,23 @@ from autoamp.ask.examine import (
     twin_of,
 )
 from autoamp.ask.lockstep import Key, Score
-from autoamp.ask.placed_anew import placed_anew
+from autoamp.ask.outcome import Heard, errors_of, node_errors, relative_error
 from autoamp.ask.progress import told
-from autoamp.ask.trials import (
-    Trial,
-    errors_of,
+from autoamp.ask.stand_in import (
+    Call,
+    LossFn,
+    StandIn,
+    copied,
     floats_of,
-    node_errors,
-    relative_error,
+    outcome_of,
+    untouched,
 )
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.rows import OpRow
 from autoamp.model.eligible import choose_precision, not_converted, parameters_of
 from autoamp.model.reporting import report_of
-from autoamp.model.warmup import capture_now, left_as_it_is
 from autoamp.options import Options
 from autoamp.plain import class_name
-from autoamp.rewrite.rewritten import Rewritten
-
-LossFn = Callable[[Any], Tensor]
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 FP16_SCALE = 2.0**15
 """The largest factor on the loss while fp16 gradients are compared, so that small ones
@@ -79,8 +74,7 @@ def compare_model(
         )
     call: Call = on_the_models_device(model, (args, dict(kwargs)))
     with examined(model, options, low) as (twin, engine):
-        capture_now(twin, *copy.deepcopy(call), weights=True)
-        bench = _Bench(twin, engine, call, loss_fn or default_loss)
+        bench = _Bench(twin, engine, call, loss_fn, trains=twin.training)
         fp32 = bench.trial(hears=True)
         bench.find_scale(fp32)
         mixed = bench.trial(fp32, hears=True)
@@ -104,33 +98,40 @@ def compare_model(
     return found.with_keep(keep, tolerance, bench.errors(keep, fp32))
 
 
-class _Bench:
-    """Calls the stand-in again and again, always on the same inputs."""
+class _Bench(StandIn):
+    """A stand-in whose calls are heard node by node.
+
+    Attributes:
+        numbers: the number of each graph.
+        scale: the loss scale of calls in low precision.
+    """
 
     def __init__(
-        self, twin: nn.Module, engine: Examiner, call: Call, loss_fn: LossFn
+        self,
+        twin: nn.Module,
+        engine: Examiner,
+        call: Call,
+        loss_fn: LossFn | None,
+        *,
+        trains: bool,
     ) -> None:
-        """Takes a stand-in that was called once.
-
-        Args:
-            call: the arguments of each call.
-        """
-        self.twin, self.engine, self.call, self.loss_fn = twin, engine, call, loss_fn
+        """Captures the stand-in; see `StandIn`."""
+        super().__init__(twin, engine, call, loss_fn, trains=trains)
         graphs = [g for g in engine.record.graphs if g.rewritten is not None]
         self.numbers = {graph.prepared: n for n, graph in enumerate(graphs)}
         self.scale = 1.0
 
     def trial(
-        self, exact: Trial | None = None, keep: Collection[str] = (), *, hears: bool
-    ) -> Trial:
+        self, exact: Heard | None = None, keep: Collection[str] = (), *, hears: bool
+    ) -> Heard:
         """One call and its backward, in fp32 or as rewritten.
 
         Args:
-            exact: the trial in fp32; without it, this is that trial.
+            exact: the call in fp32; without it, this is that call.
             keep: modules that stay in fp32.
             hears: whether the values of nodes are kept.
         """
-        found = Trial()
+        found = Heard()
         scale = 1.0 if exact is None else self.scale
 
         def hear(
@@ -144,26 +145,19 @@ class _Bench:
             if value.requires_grad:
                 compat.hook_gradient(value, partial(_keep, found.flows, key, scale))
 
-        place = partial(self._placed, keep)
-        score = Score(exact is not None, hear, self.numbers, place)
+        own = self.engine.options
+        options = own.replace(keep=(*own.keep, *keep)) if keep else own
+        record = partial(self.record, options=options)
+        score = Score(exact is not None, hear, self.numbers, record)
         self.engine.play = score.play
         self.run(self.twin, found, scale)
         return found
 
-    def errors(self, keep: Collection[str], fp32: Trial) -> Errors:
+    def errors(self, keep: Collection[str], fp32: Heard) -> Errors:
         """The errors with the modules `keep` in fp32."""
         return errors_of(self.trial(fp32, keep, hears=False), fp32)
 
-    def _placed(self, keep: Collection[str], record: Rewritten) -> Rewritten:
-        """A graph's record, placed anew where modules of `keep` stay fp32."""
-        if not keep:
-            return record
-        own = self.engine.options
-        options = own.replace(keep=(*own.keep, *keep))
-        with torch.set_grad_enabled(self.twin.training):
-            return placed_anew(record, options)
-
-    def find_scale(self, fp32: Trial) -> None:
+    def find_scale(self, fp32: Heard) -> None:
         """Finds the loss scale of fp16: a large one at which no gradient overflows."""
         if self.engine.record.low is not torch.float16:
             return
@@ -174,9 +168,9 @@ class _Bench:
                 return
             self.scale /= 4
 
-    def autocast(self, model: nn.Module, fp32: Trial) -> Errors | None:
+    def autocast(self, model: nn.Module, fp32: Heard) -> Errors | None:
         """The errors under `torch.autocast`; None where it raises on this model."""
-        found = Trial()
+        found = Heard()
         device = next((p.device.type for p in parameters_of(model)), "cpu")
         try:
             with torch.autocast(device, self.engine.record.low):
@@ -185,35 +179,24 @@ class _Bench:
             return None
         return errors_of(found, fp32)
 
-    def run(self, model: nn.Module, found: Trial, scale: float) -> None:
+    def run(self, model: nn.Module, found: Heard, scale: float) -> None:
         """Fills `found` with the output and the gradients of one call of `model`."""
-        args, kwargs = copy.deepcopy(self.call)
-        with (
-            left_as_it_is(model, weights=True),
-            torch.set_grad_enabled(model.training),
-        ):
-            output = model(*args, **kwargs)
-            found.output = [t.detach().clone() for t in floats_of(output)]
-            if model.training:
-                found.gradients = self._gradients(model, output, scale)
-
-    def _gradients(
-        self, model: nn.Module, output: Any, scale: float
-    ) -> dict[str, Tensor]:
-        loss = self.loss_fn(output)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise OptionError("loss_fn gives no tensor of one element")
         named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        if not loss.requires_grad or not named:
-            return {}
-        grads = torch.autograd.grad(
-            loss.float() * scale, [*named.values()], allow_unused=True
-        )
-        pairs = zip(named, grads, strict=True)
-        return {name: grad.float() / scale for name, grad in pairs if grad is not None}
+        with untouched(model, trains=self.trains):
+            outcome = outcome_of(
+                model,
+                copied(self.call),
+                self.loss_fn,
+                named.values(),
+                trains=self.trains,
+                scale=scale,
+            )
+            found.output = [t.detach().clone() for t in floats_of(outcome.output)]
+            pairs = zip(named, outcome.gradients, strict=False)
+            found.gradients = {n: g.float() / scale for n, g in pairs if g is not None}
 
     def regions(
-        self, lows: Mapping[str, int], fp32: Trial, errors: Errors
+        self, lows: Mapping[str, int], fp32: Heard, errors: Errors
     ) -> list[RegionError]:
         """Each module put back into fp32 by itself, the best first."""
         found = []
@@ -224,7 +207,7 @@ class _Bench:
         return sorted(found, key=lambda region: -region.gives_back)
 
     def smallest(
-        self, order: Sequence[str], fp32: Trial, tolerance: float
+        self, order: Sequence[str], fp32: Heard, tolerance: float
     ) -> tuple[str, ...] | None:
         """A minimal set of modules in fp32 whose error is within `tolerance`.
 
@@ -253,7 +236,7 @@ class _Bench:
         return tuple(chosen)
 
 
-def _added(node: fx.Node, key: Key, rounded: Callable[..., Any], exact: Trial) -> float:
+def _added(node: fx.Node, key: Key, rounded: Callable[..., Any], exact: Heard) -> float:
     """The error of a low op's result on exact operands."""
     target = node.target
     draws = isinstance(target, compat.OpOverload) and (

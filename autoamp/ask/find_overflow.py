@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.ask.called import Bench, Call, LossFn, Trial, copied, untouched
 from autoamp.ask.examine import checked_model, examined, twin_of
 from autoamp.ask.overflow import Overflow, overflow_at
 from autoamp.ask.progress import told
+from autoamp.ask.recorded_call import RecordedCall, Recording
+from autoamp.ask.stand_in import Call, LossFn, copied, untouched
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
 from autoamp.loss_scale.base import INIT_SCALE
@@ -66,56 +67,55 @@ def find_overflow_model(
     label = class_name(model)
     with examined(model, options, low) as (twin, engine):
         try:
-            bench = Bench(twin, engine, call, loss_fn, trains=trains, scale=scale)
-            trial = bench.trial()
+            stand_in = Recording(twin, engine, call, loss_fn, trains=trains)
+            first = stand_in.recorded(engine.options, scale)
         except AutoampError:
             raise
         except Exception:
             _run_plainly(model, call, trains=trains)  # raises the model's own error
             raise
-        return _Search(bench, options, label, low).answer(trial)
+        return _Search(stand_in, scale, label, low).answer(first)
 
 
 class _Search:
     """Looks for the step to blame, and for a rule."""
 
     def __init__(
-        self, bench: Bench, options: Options, label: str, low: torch.dtype
+        self, stand_in: Recording, scale: float, label: str, low: torch.dtype
     ) -> None:
-        self.bench, self.options, self.label, self.low = bench, options, label, low
+        self.stand_in, self.scale, self.label, self.low = stand_in, scale, label, low
+        self.options = stand_in.engine.options
         self.own: set[Any] = set()
         self.own_fault: Step | None = None
 
-    def answer(self, trial: Trial) -> Overflow:
-        """What to say of a trial under the options of the question."""
-        step = first_out_of_range(trial.trail, trial.loss)
+    def answer(self, call: RecordedCall) -> Overflow:
+        """What to say of a call under the options of the question."""
+        step = first_out_of_range(call.trail, call.loss)
         if step is None:
-            return self._nothing(trial)
-        fp32 = self.bench.trial(Remedy(keep=(EVERYTHING,)).on(self.options))
+            return self._nothing(call)
+        fp32 = self._under(Remedy(keep=(EVERYTHING,)))
         self.own = {s.key for s in fp32.trail.steps if not s.is_finite}
         self.own_fault = harmful(fp32.trail, fp32.loss)
-        step = self._blamed(trial)
+        step = self._blamed(call)
         if step is None and self.own_fault is not None:
             return replace(self._at(self.own_fault), in_fp32=True)
         if step is None:  # infinities that fp32 has as well, and that do no harm
-            return self._nothing(trial)
+            return self._nothing(call)
         step.wide = self._size(step)
         found = self._at(step)
-        if harmful(trial.trail, trial.loss) is None:
+        if harmful(call.trail, call.loss) is None:
             found = replace(found, harmless=True)
         return replace(found, rule=self._cure(step))
 
-    def _blamed(self, trial: Trial) -> Step | None:
+    def _blamed(self, call: RecordedCall) -> Step | None:
         """The step to blame, unless fp32 fails at that step as well."""
         if self.own_fault is not None:
-            step = harmful(trial.trail, trial.loss)
+            step = harmful(call.trail, call.loss)
             return None if step is None or step.key in self.own else step
-        return first_out_of_range(trial.trail, trial.loss, self.own)
+        return first_out_of_range(call.trail, call.loss, self.own)
 
     def _at(self, step: Step) -> Overflow:
-        found = overflow_at(
-            step, self.label, self.low, found=True, scale=self.bench.scale
-        )
+        found = overflow_at(step, self.label, self.low, found=True, scale=self.scale)
         reader = ""
         if step.node is not None and step.is_cast and not step.is_backward:
             reader = ", ".join(
@@ -123,22 +123,20 @@ class _Search:
             )
         return replace(found, reader=reader)
 
-    def _nothing(self, trial: Trial) -> Overflow:
-        close = nearest(trial.trail)
+    def _nothing(self, call: RecordedCall) -> Overflow:
+        close = nearest(call.trail)
         if close is None:
             return Overflow(self.label, self.low, found=False)
         _, step = close
-        return overflow_at(
-            step, self.label, self.low, found=False, scale=self.bench.scale
-        )
+        return overflow_at(step, self.label, self.low, found=False, scale=self.scale)
 
     def _size(self, step: Step) -> float | None:
         """The true magnitude of a gradient, seen at a loss scale where it is finite."""
         if not step.is_backward:
             return step.wide
         for power in (10, 20, 30, 40):
-            scale = self.bench.scale * 2.0**-power
-            trail = self.bench.trial(scale=scale).trail
+            scale = self.scale * 2.0**-power
+            trail = self.stand_in.recorded(self.options, scale).trail
             there = [
                 s for s in trail.steps if s.key == step.key and s.node is step.node
             ]
@@ -148,10 +146,10 @@ class _Search:
         return None
 
     def _cure(self, step: Step) -> Remedy | None:
-        """A narrow remedy under which a trial blames nothing, if there is one."""
+        """A narrow remedy under which a call blames nothing, if there is one."""
         remedy = Remedy()
         for _ in range(ROUNDS):
-            records = [*self.bench.placed(remedy.on(self.options)).values()]
+            records = self.stand_in.records(remedy.on(self.options))
             further: tuple[Remedy, Step] | None = None
             tries = [remedy + each for each in candidates(step, records)]
             for wider in told(tries, "trying rules"):
@@ -167,8 +165,11 @@ class _Search:
         everything = Remedy(keep=(EVERYTHING,))
         return everything if self._left(everything) is None else None
 
+    def _under(self, remedy: Remedy) -> RecordedCall:
+        return self.stand_in.recorded(remedy.on(self.options), self.scale)
+
     def _left(self, remedy: Remedy) -> Step | None:
-        return self._blamed(self.bench.trial(remedy.on(self.options)))
+        return self._blamed(self._under(remedy))
 
 
 def _options(

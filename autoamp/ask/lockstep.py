@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autoamp.ask.placed_anew import before_rewrite
+from autoamp.ask.replan import before_rewrite
 from autoamp.node_by_node.held import Held
 from autoamp.node_by_node.observer import Observer
 from autoamp.node_by_node.runner import Runner
@@ -54,27 +54,29 @@ class Score:
         hear: called for each op's result.
         numbers: the number of each graph; a graph met first in this run, on a branch
             that no run took before, gets the next number.
-        place: gives the record that is run for a graph's record of the pass.
+        record: gives the record of a graph that is run.
     """
 
     is_low: bool
     hear: Hear
     numbers: dict[Prepared, int]
-    place: Callable[[Rewritten], Rewritten]
-    _placed: dict[int, Rewritten] = field(default_factory=dict)
+    record: Callable[[Prepared], Rewritten]
+    _as_captured: dict[Prepared, fx.GraphModule] = field(default_factory=dict)
     _runs: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def play(self, prepared: Prepared, args: tuple[Any, ...]) -> Any:
         """Runs one graph on the arguments of a call."""
         number = self.numbers.setdefault(prepared, len(self.numbers))
-        if number not in self._placed:
-            assert prepared.rewritten is not None, "graphs as they were are not played"
-            self._placed[number] = self.place(prepared.rewritten)
-        placed = self._placed[number]
-        gm = placed.gm if self.is_low else before_rewrite(placed)
-        observers = [Held(), self.listener(placed, number, "")]
+        record = self.record(prepared)
+        gm = record.gm if self.is_low else self._before(prepared, record)
+        observers = [Held(), self.listener(record, number, "")]
         # Values are kept, because `rounded` reads values from before the casts.
         return Runner(gm, observers, keep_values=True).run(*args)
+
+    def _before(self, prepared: Prepared, record: Rewritten) -> fx.GraphModule:
+        if prepared not in self._as_captured:
+            self._as_captured[prepared] = before_rewrite(record)
+        return self._as_captured[prepared]
 
     def listener(self, rewritten: Rewritten, graph: int, body: str) -> Listener:
         """The listener to one more run of a graph or body."""

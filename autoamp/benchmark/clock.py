@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoamp.ask.called import Call
+from autoamp.ask.stand_in import Call
 from autoamp.benchmark.step.running import Running
 from autoamp.tuning.clock import finish
 

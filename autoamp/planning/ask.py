@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoamp.ask.called import Call
 from autoamp.ask.examine import checked_model, options_for, refuse_options
+from autoamp.ask.stand_in import Call
 from autoamp.benchmark.step.batch import batch_size, token_count
 from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.ask.called import Call
+from autoamp.ask.stand_in import Call
 
 
 @contextlib.contextmanager

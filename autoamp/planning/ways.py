@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.ask.called import Call, default_loss
 from autoamp.ask.examine import examined
+from autoamp.ask.stand_in import Call, default_loss
 from autoamp.counted.ops import storage_key
 from autoamp.inspect.report import Report
 from autoamp.model.eligible import parameters_of

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoamp.ask.called import Call, LossFn, copied, default_loss
 from autoamp.ask.examine import checked_model
 from autoamp.ask.progress import told
+from autoamp.ask.stand_in import Call, LossFn, copied, default_loss
 from autoamp.capture.record import Skipped
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.devices import device_name

@@ -6,18 +6,16 @@ A stand-in is a module of the same class that shares the model's modules and wei
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from autoamp.ask.called import Call, LossFn, copied
 from autoamp.ask.examine import twin_of
+from autoamp.ask.stand_in import Call, LossFn, copied, outcome_of
 from autoamp.capture.autocast import under_autocast
 from autoamp.capture.engine import Engine
-from autoamp.errors import OptionError
 from autoamp.graph_functions import rotary
 from autoamp.inspect.layouts import layouts_text
 from autoamp.kernels.table import CHANNELS_LAST, ROTARY
@@ -100,24 +98,16 @@ class Runner:
 
         A call in training mode finds its weights written to, as after a step.
         """
-        args, kwargs = copied(self.inputs)
-        if self.model.training:
+        inputs, trains = copied(self.inputs), self.model.training
+        if trains:
             before_write(self.trained)
 
         def call() -> None:
-            with torch.set_grad_enabled(self.model.training):
-                output = self._output(args, kwargs)
-                if not self.model.training:
-                    return
-                loss = self.loss_fn(output)
-                if not isinstance(loss, Tensor) or loss.numel() != 1:
-                    raise OptionError("loss_fn gives no tensor of one element")
-            if loss.requires_grad and self.trained:
-                torch.autograd.grad(loss, self.trained, allow_unused=True)
+            outcome_of(self._output, inputs, self.loss_fn, self.trained, trains=trains)
 
         return seconds_of(call, self.device)
 
-    def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _output(self, *args: Any, **kwargs: Any) -> Any:
         if not self.way.by_autocast:
             return self.twin(*args, **kwargs)
         return under_autocast(

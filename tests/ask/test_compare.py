@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.ask.trials import relative_error
+from autoamp.ask.outcome import relative_error
 from autoamp.errors import OptionError, UnsupportedModelError
 
 BF16 = {"precision": "bf16", "do_no_harm": False}

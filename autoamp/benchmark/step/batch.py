@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autoamp.ask.called import Call
+from autoamp.ask.stand_in import Call
 from autoamp.errors import OptionError
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.ask.called import Call, copied
+from autoamp.ask.stand_in import Call, copied
 from autoamp.benchmark.step.task import Feed, Task
 from autoamp.benchmark.step.ways import Way
 from autoamp.errors import OptionError, UnsupportedModelError

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.ask.called import Call, LossFn, floats_of, own_loss
+from autoamp.ask.stand_in import (
+    Call,
+    LossFn,
+    check_loss,
+    floats_for_loss,
+    own_loss,
+)
 from autoamp.errors import OptionError
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -69,7 +75,7 @@ class Task:
             return _scalar(loss), "the output's loss"
         if isinstance(output, Tensor) and output.numel() == 1:
             return output.squeeze(), "the output, a scalar"
-        floats = floats_of(output)
+        floats = floats_for_loss(output)
         far = [
             (t.float() - self._target(i, t)).square().mean()
             for i, t in enumerate(floats)
@@ -87,9 +93,8 @@ class Task:
 
 
 def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise OptionError("loss_fn gives no tensor of one element")
-    return loss.squeeze()
+    check_loss(loss)
+    return loss.squeeze()  # type: ignore[no-any-return]
 
 
 class Feed:

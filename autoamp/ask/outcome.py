@@ -1,4 +1,4 @@
-"""What one call and its backward gave, and how far one such trial is from another."""
+"""Values and gradients of one call, node by node, and how far two calls are apart."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from autoamp.ask.comparison import Errors, NodeError
 from autoamp.ask.lockstep import Key
@@ -20,8 +18,8 @@ Node = tuple[int, str, str]
 
 
 @dataclass
-class Trial:
-    """One call and its backward.
+class Heard:
+    """The numbers of one call and its backward.
 
     Attributes:
         values, flows: each node's result and its gradient.
@@ -37,13 +35,13 @@ class Trial:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
-def errors_of(trial: Trial, fp32: Trial) -> Errors:
-    """The errors of one trial against the trial in fp32."""
-    names = sorted(fp32.gradients.keys() & trial.gradients.keys())
+def errors_of(heard: Heard, fp32: Heard) -> Errors:
+    """The errors of one call against the call in fp32."""
+    names = sorted(fp32.gradients.keys() & heard.gradients.keys())
     return Errors(
-        relative_error(trial.output, fp32.output),
+        relative_error(heard.output, fp32.output),
         relative_error(
-            [trial.gradients[n] for n in names], [fp32.gradients[n] for n in names]
+            [heard.gradients[n] for n in names], [fp32.gradients[n] for n in names]
         ),
     )
 
@@ -65,7 +63,7 @@ def relative_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     return math.nan if math.isnan(distance) else math.sqrt(distance / size)
 
 
-def node_errors(rows: Sequence[OpRow], fp32: Trial, mixed: Trial) -> list[NodeError]:
+def node_errors(rows: Sequence[OpRow], fp32: Heard, mixed: Heard) -> list[NodeError]:
     """The errors of each op in its worst run, the one that adds most first."""
     keys: dict[Node, list[Key]] = defaultdict(list)
     for key in mixed.values.keys() & fp32.values.keys():
@@ -99,9 +97,3 @@ def _error(
     found: Mapping[Key, Tensor], wanted: Mapping[Key, Tensor], key: Key
 ) -> float:
     return relative_error([found[key]], [wanted[key]])
-
-
-def floats_of(output: Any) -> list[Tensor]:
-    """The float tensors of a pytree."""
-    leaves = pytree.tree_leaves(output)
-    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]

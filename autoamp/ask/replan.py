@@ -13,7 +13,7 @@ from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.normalise import Normalised
 
 
-def placed_anew(rewritten: Rewritten, options: Options) -> Rewritten:
+def replanned(rewritten: Rewritten, options: Options) -> Rewritten:
     """The record of the same graph, rewritten under `options`.
 
     The caller is in the grad mode that the graph was captured in.

@@ -1,0 +1,202 @@
+"""Calls a stand-in of a model, with its backward, on the same inputs each time."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autoamp.ask.examine import Examiner
+from autoamp.ask.replan import replanned
+from autoamp.errors import OptionError
+from autoamp.model.warmup import left_as_it_is
+from autoamp.options import Options
+from autoamp.pipeline.prepared import Prepared
+from autoamp.plain import class_name
+from autoamp.rewrite.rewritten import Rewritten
+
+LossFn = Callable[[Any], Tensor]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Outcome(NamedTuple):
+    """The results of one call; without a backward, the output alone.
+
+    Attributes:
+        gradients: the gradient of each leaf that was asked for, times the scale.
+    """
+
+    output: Any
+    loss: Tensor | None = None
+    gradients: Sequence[Tensor | None] = ()
+
+
+def outcome_of(
+    model: Callable[..., Any],
+    call: Call,
+    loss_fn: LossFn,
+    leaves: Collection[Tensor],
+    *,
+    trains: bool,
+    scale: float = 1.0,
+    around_loss: contextlib.AbstractContextManager[Any] | None = None,
+) -> Outcome:
+    """Calls `model` once; if it trains, makes a loss and runs the backward.
+
+    Args:
+        leaves: the tensors to find gradients of, known once the loss is.
+        scale: a factor on the loss.
+        around_loss: a region in which the loss is made.
+
+    Raises:
+        OptionError: the loss is no tensor of one element.
+    """
+    args, kwargs = call
+    with torch.set_grad_enabled(trains):
+        output = model(*args, **kwargs)
+        if not trains:
+            return Outcome(output)
+        with around_loss or contextlib.nullcontext():
+            loss = loss_fn(output)
+        check_loss(loss)
+        if not loss.requires_grad or not leaves:
+            return Outcome(output, loss)
+        wide = loss.float()
+        factor = torch.full_like(wide, scale)
+        return Outcome(
+            output,
+            loss,
+            torch.autograd.grad(wide, [*leaves], factor, allow_unused=True),
+        )
+
+
+class StandIn:
+    """Calls a captured stand-in again and again, always on the same inputs."""
+
+    def __init__(
+        self,
+        twin: nn.Module,
+        engine: Examiner,
+        call: Call,
+        loss_fn: LossFn | None,
+        *,
+        trains: bool,
+    ) -> None:
+        """Captures the stand-in, in fp32.
+
+        Args:
+            call: the arguments of each call.
+            trains: whether the backward is run.
+        """
+        self.twin, self.engine, self.call, self.trains = twin, engine, call, trains
+        self.loss_fn = loss_fn or default_loss
+        self._options, self._records = engine.options, dict[Prepared, Rewritten]()
+        with untouched(twin, trains=trains):
+            args, kwargs = copied(call)
+            twin(*args, **kwargs)
+
+    def record(self, prepared: Prepared, options: Options) -> Rewritten:
+        """The record of one graph, as the pass would place it under `options`."""
+        assert prepared.rewritten is not None, "the pass failed on this graph"
+        if options == self.engine.options:
+            return prepared.rewritten
+        if options != self._options:
+            self._options, self._records = options, {}
+        if prepared not in self._records:
+            with torch.set_grad_enabled(self.trains):
+                self._records[prepared] = replanned(prepared.rewritten, options)
+        return self._records[prepared]
+
+    def records(self, options: Options) -> list[Rewritten]:
+        """The record of each graph met so far."""
+        graphs = self.engine.record.graphs
+        met = [graph.prepared for graph in graphs if graph.rewritten is not None]
+        return [self.record(prepared, options) for prepared in met]
+
+
+def check_loss(loss: object) -> None:
+    """Refuses a loss that cannot be differentiated.
+
+    Raises:
+        OptionError: it is no tensor of one element.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        given = tuple(loss.shape) if isinstance(loss, Tensor) else class_name(loss)
+        raise OptionError(
+            f"loss_fn is to give a tensor of one element, and gives {given}; "
+            "reduce that, as by .mean()"
+        )
+
+
+def own_loss(output: Any) -> Tensor | None:
+    """The `loss` of an output, as an attribute or a key."""
+    loss = output.get("loss") if isinstance(output, dict) else None
+    loss = getattr(output, "loss", loss)
+    return loss if isinstance(loss, Tensor) else None
+
+
+def floats_of(output: Any) -> list[Tensor]:
+    """The float tensors of an output."""
+    leaves = pytree.tree_leaves(output)
+    return [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def floats_for_loss(output: Any) -> list[Tensor]:
+    """The float tensors of an output.
+
+    Raises:
+        OptionError: there are none.
+    """
+    floats = floats_of(output)
+    if not floats:
+        raise OptionError(
+            "the model's output holds no float tensor to make a loss of; give "
+            "loss_fn=, a function of the output"
+        )
+    return floats
+
+
+def default_loss(output: Any) -> Tensor:
+    """The output's `loss` where it has one, else the sum of its float tensors.
+
+    Raises:
+        OptionError: the output holds no float tensor.
+    """
+    loss = own_loss(output)
+    if loss is not None:
+        return loss
+    floats = floats_for_loss(output)
+    total = floats[0].float().sum()
+    for each in floats[1:]:
+        total = total + each.float().sum()
+    return total
+
+
+def copied(call: Call) -> Call:
+    """The arguments with every tensor copied: a model may write to its arguments."""
+
+    def copy_of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        try:
+            return copy.deepcopy(value)
+        except (TypeError, RuntimeError, copy.Error):  # say, an open file
+            return value
+
+    return pytree.tree_map(copy_of, call)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module, *, trains: bool) -> Iterator[None]:
+    """A region after which `model` and the random state are as they were, bit for bit.
+
+    Args:
+        trains: whether gradients are recorded in the region.
+    """
+    with left_as_it_is(model, weights=True), torch.set_grad_enabled(trains):
+        yield
