@@ -23,17 +23,17 @@ from autoamp.errors import (
 )
 from autoamp.inspect.report import Report
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
-from autoamp.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoLossScale,
-    StaticLossScale,
-)
 from autoamp.model.call.thread import disabled
 from autoamp.planning.ask import plan
 from autoamp.planning.result import Plan
 from autoamp.questions import bench, compare, explain, find_overflow, tune
 from autoamp.rules import Rules
+from autoamp.training.scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
 from autoamp.tuning.tuning import Tuning
 
 __version__ = "0.1.0"

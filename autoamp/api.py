@@ -19,14 +19,14 @@ from autoamp.model.conversion import conversion_of
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import choose_graph_precision
 from autoamp.model.reporting import report_on
-from autoamp.optimizer.attach import attached, give_masters
-from autoamp.optimizer.meeting import guard_masters
-from autoamp.optimizer.optimizers import params_of
-from autoamp.optimizer.step import OptimizerBoundary
 from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
 from autoamp.plain import class_name
 from autoamp.rules import Rules
+from autoamp.training.attach import attached, give_masters
+from autoamp.training.first_step import guard_masters
+from autoamp.training.optimizers import params_of
+from autoamp.training.step import OptimizerBoundary
 
 
 def convert(

@@ -22,18 +22,18 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.kept import for_model
 from autoamp.capture.record import Record
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.loss_scale import resolve_loss_scale
 from autoamp.model.call.calls import CompiledCall
 from autoamp.model.conversion import conversion_of, inside_wrappers, without_ours
 from autoamp.model.eligible import parameters_of, unsupported
 from autoamp.model.forward import forward_of
 from autoamp.model.installed import install
-from autoamp.optimizer.meeting import new_scaling, stop_meeting
 from autoamp.options import OPTION_NAMES, Options
 from autoamp.pipeline.prepare import as_it_is
 from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import Device
 from autoamp.plain import class_name
+from autoamp.training.first_step import new_scaling, stop_meeting
+from autoamp.training.scale import resolve_loss_scale
 
 Play = Callable[[Prepared, tuple[Any, ...]], Any]
 """Runs a graph on the arguments of a call, and gives its results."""

@@ -23,7 +23,6 @@ from autoamp.ask.recorded_call import RecordedCall, Recording
 from autoamp.ask.stand_in import Call, LossFn, copied, untouched
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
-from autoamp.loss_scale.base import INIT_SCALE
 from autoamp.model.conversion import conversion_of
 from autoamp.model.eligible import choose_precision, not_converted, parameters_of
 from autoamp.options import Options
@@ -32,6 +31,7 @@ from autoamp.overflow.location import location_of, readers
 from autoamp.overflow.remedy import EVERYTHING, Remedy, candidates
 from autoamp.overflow.trail import Step
 from autoamp.plain import class_name
+from autoamp.training.scale.base import INIT_SCALE
 
 ROUNDS = 4
 """The most rules that one cure is made of."""

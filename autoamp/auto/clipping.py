@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoamp.scaling.backwards import BACKWARDS
+from autoamp.training.ledger.backwards import BACKWARDS
 
 Norm = Callable[..., Any]
 

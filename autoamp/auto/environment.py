@@ -14,11 +14,11 @@ from autoamp.auto.report_dir import written_to
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
 from autoamp.kernels.table import KERNEL_NAMES
-from autoamp.loss_scale import LOSS_SCALES, StaticLossScale
 from autoamp.op_names import parse_op_name
 from autoamp.options import BACKENDS, PLACEMENTS, WEIGHT_COPIES, Options
 from autoamp.plain import plain_line
 from autoamp.rules import Rules
+from autoamp.training.scale import LOSS_SCALES, StaticLossScale
 
 ENABLE = "AUTOAMP_ENABLE"
 _ON, _OFF = ("1", "true", "on"), ("0", "false", "off")

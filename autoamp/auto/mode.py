@@ -25,10 +25,10 @@ from autoamp.model.compile_backend import GraphBackend
 from autoamp.model.conversion import conversion_of, disown, models_of
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import choose_precision
-from autoamp.optimizer.meeting import retire
 from autoamp.options import Options
 from autoamp.plain import class_name, plain
 from autoamp.saying import say_once
+from autoamp.training.first_step import retire
 from autoamp_heat import HOT, INSIDE, Heat, mode_of
 
 logger = logging.getLogger(__name__)

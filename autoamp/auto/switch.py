@@ -24,8 +24,8 @@ from autoamp.auto.mode import AutomaticMode
 from autoamp.auto.patch import Patch
 from autoamp.model.call.calls import under_compilation
 from autoamp.model.call.thread import inside_a_call
-from autoamp.optimizer.meeting import expect_models
 from autoamp.options import Options
+from autoamp.training.first_step import expect_models
 from autoamp_heat import INSIDE, Heat, passed_on
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from autoamp.inspect.text import NO_FLOAT_OP, all_high
 from autoamp.plain import plain_line
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.saying import say_left_to_autocast, say_once
-from autoamp.scaling.domain import ModelScaling
+from autoamp.training.model_scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from autoamp.options import Options
 from autoamp.overflow.recorder import Recorder
 from autoamp.pipeline.prepared import Prepared
 from autoamp.rewrite.bindings import with_bindings
-from autoamp.scaling.backwards import watch
-from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.graph_run import GraphRun
-from autoamp.scaling.leaves import Origins
+from autoamp.training.ledger.backwards import watch
+from autoamp.training.ledger.graph_run import GraphRun
+from autoamp.training.ledger.leaves import Origins
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.weights.shards import SHARDED
 
 

@@ -17,12 +17,12 @@ from torch import fx
 from autoamp import compat
 from autoamp.capture.engine import Engine
 from autoamp.capture.record import Record
-from autoamp.loss_scale import resolve_loss_scale
 from autoamp.model.eligible import choose_device_precision
 from autoamp.model.updates import updates_weights
-from autoamp.optimizer.meeting import new_scaling
 from autoamp.options import Options
 from autoamp.saying import say_left_to_autocast
+from autoamp.training.first_step import new_scaling
+from autoamp.training.scale import resolve_loss_scale
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from autoamp.capture.locked import check_declined, check_model, tell_of_model
 from autoamp.capture.record import Record, Skipped
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.loss_scale import NoLossScale, resolve_loss_scale
 from autoamp.model.call.calls import CompiledCall
 from autoamp.model.conversion import (
     CONVERSIONS,
@@ -42,13 +41,14 @@ from autoamp.model.eligible import (
 from autoamp.model.forward import forward_of
 from autoamp.model.installed import install
 from autoamp.model.warmup import capture_now
-from autoamp.optimizer.attach import detach_from
-from autoamp.optimizer.meeting import new_scaling, stop_meeting
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
 from autoamp.plain import class_name
 from autoamp.saying import say_once
-from autoamp.scaling.domain import ModelScaling
+from autoamp.training.attach import detach_from
+from autoamp.training.first_step import new_scaling, stop_meeting
+from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.scale import NoLossScale, resolve_loss_scale
 from autoamp.weights.loaded import own_loaded_weights
 from autoamp.weights.shards import SHARDED
 

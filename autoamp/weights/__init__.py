@@ -1,1 +1,1 @@
-"""Weights in two precisions: low copies for graphs, fp32 masters of half parameters."""
+"""Weights in two precisions: low copies for graphs, made anew after a step."""

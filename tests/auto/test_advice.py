@@ -20,7 +20,7 @@ from autoamp.model.eligible import choose_device_precision
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
 from autoamp.saying import advice
-from autoamp.scaling import backwards
+from autoamp.training.ledger import backwards
 from autoamp_heat import Heat
 
 PACKAGE = Path(autoamp.__file__).parent
@@ -33,7 +33,7 @@ NAMES_AN_OPTION = re.compile(rf"(?<![\w.])({'|'.join(OPTIONS)})=")
 
 SPEAK_PYTHON = {
     "options.py": "an option that a caller gave in Python is the message's subject",
-    "loss_scale/__init__.py": "likewise; environment.py checks variables by itself",
+    "training/scale/__init__.py": "likewise; environment.py checks variables by itself",
     "capture/kept.py": "likewise: no variable gives `keep`",
     "auto/switch.py": "`unmet` is set by `enable(keep=...)` alone",
     "api.py": "the answer to a call of `convert`, made in Python",

@@ -26,8 +26,8 @@ from autoamp.auto import environment, mode, switch
 from autoamp.model import compile_backend
 from autoamp.model import convert as convert_module
 from autoamp.model.eligible import choose_precision
-from autoamp.optimizer import meeting
 from autoamp.options import Options
+from autoamp.training import first_step
 from tests.small_models import WIDTH, Of, mlp
 
 ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
@@ -68,9 +68,9 @@ def off_again(monkeypatch) -> Iterator[None]:
         monkeypatch.delenv(name)
     # What other tests compiled listens to optimizers for as long as it lives.
     compile_backend._BACKENDS.clear()
-    meeting._scalings.clear()
-    while meeting._hook:
-        meeting._hook.pop().remove()
+    first_step._scalings.clear()
+    while first_step._hook:
+        first_step._hook.pop().remove()
     level = PACKAGE.level
     yield
     autoamp.disable()

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import autoamp
-from autoamp.optimizer import saved_state
-from autoamp.weights.master_state import KEY as MASTERS
+from autoamp.training import saved_state
+from autoamp.training.master_state import KEY as MASTERS
 from tests.conformance.table import Figures
 from tests.training.steps import BF16, differences, mlp, state_of, weights_of
 

@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),
     frozenset({"op_names"}),
-    frozenset({"graph_functions", "loss_scale", "ops"}),
+    frozenset({"graph_functions", "training.scale", "ops"}),
     frozenset({"counted", "rules", "saved"}),
     frozenset({"kernels"}),
     frozenset({"options"}),
@@ -38,8 +38,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pipeline"}),
     frozenset({"node_by_node"}),
     frozenset({"overflow"}),
-    frozenset({"inspect", "weights", "scaling"}),
-    frozenset({"capture", "optimizer"}),
+    frozenset({"inspect", "weights"}),
+    frozenset({"training"}),
+    frozenset({"capture"}),
     frozenset({"model"}),
     frozenset({"ask"}),
     frozenset({"tuning"}),
@@ -54,9 +55,12 @@ LAYERS: tuple[frozenset[str], ...] = (
 )
 """From the bottom up: a module imports only from rows below its own.
 
-A name is a module or a sub-package of `autoamp`, or a module that stands beside it.
+A name is a module or a sub-package of `autoamp`, or a module that stands beside it; a
+part that lies lower than the rest of its sub-package has a name with a dot.
 Inside a sub-package modules may import each other as long as they make no loop.
 """
+
+_PARTS = {unit for units in LAYERS for unit in units if "." in unit}
 
 APART = (
     ("rewrite.casts", "rewrite.emitted", "rewrite.uses"),
@@ -139,7 +143,8 @@ def unit_of(module: str) -> str:
     top, *parts = module.split(".")
     if top != PACKAGE.name:
         return top
-    return [*parts, "__init__"][0]
+    part = ".".join(parts[:2])
+    return part if part in _PARTS else [*parts, "__init__"][0]
 
 
 def layering_faults(root: Path, beside: Collection[Path] = ()) -> list[str]:

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 import autoamp
 from autoamp import DynamicLossScale
 from autoamp.model.conversion import conversion_of
-from autoamp.optimizer.attach import attach
-from autoamp.scaling.backwards import BACKWARDS
-from autoamp.scaling.domain import ModelScaling, ScaleDomain
+from autoamp.training.attach import attach
+from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp.training.model_scaling import ModelScaling, ScaleDomain
 
 WIDTH = 8
 BF16: dict[str, Any] = {

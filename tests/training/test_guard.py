@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp import compat
-from autoamp.optimizer import kernel_flag, moves, skips
-from autoamp.optimizer.attach import boundary_of
+from autoamp.training import kernel_flag, scale_update, skips
+from autoamp.training.attach import boundary_of
 from tests.training.steps import (
     OPTIMIZERS,
     assert_same,
@@ -369,7 +369,7 @@ def by_largest(grads: Any) -> Tensor:
 @pytest.mark.parametrize("value", VALUES)
 def test_a_kernel_skips_without_a_wait(value: float, monkeypatch: Any) -> None:
     """Only the first step waits: its state has to be made, or not."""
-    for module in (kernel_flag, skips, moves):
+    for module in (kernel_flag, skips, scale_update):
         monkeypatch.setattr(module, "free_to_read", lambda _: False)
     monkeypatch.setattr(compat, "any_not_finite", by_largest)
     model, clean = mlp(), mlp()

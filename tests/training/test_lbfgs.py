@@ -10,7 +10,7 @@ from torch import nn
 
 import autoamp
 from autoamp import LossScaleError
-from autoamp.scaling.domain import ScaleDomain
+from autoamp.training.model_scaling import ScaleDomain
 from tests.training.steps import (
     HUGE,
     assert_same,

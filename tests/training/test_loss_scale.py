@@ -20,7 +20,7 @@ from autoamp import (
     NoLossScale,
     StaticLossScale,
 )
-from autoamp.loss_scale import INIT_SCALE, MIN_SCALE, resolve_loss_scale
+from autoamp.training.scale import INIT_SCALE, MIN_SCALE, resolve_loss_scale
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import DynamicLossScale
-from autoamp.loss_scale import INIT_SCALE, climb
-from autoamp.loss_scale.climb import LATER, LOOKS
-from autoamp.scaling.backwards import BACKWARDS
-from autoamp.scaling.domain import ScaleDomain
+from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp.training.model_scaling import ScaleDomain
+from autoamp.training.scale import INIT_SCALE, climb
+from autoamp.training.scale.climb import LATER, LOOKS
 from tests.quick import some_slow
 from tests.small_models import Of
 from tests.training.steps import FP16, scaling_of

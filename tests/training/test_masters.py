@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import autoamp
 from autoamp import compat
-from autoamp.optimizer.attach import boundary_of
+from autoamp.training.attach import boundary_of
 from tests.small_models import Of
 
 WIDTH = 8

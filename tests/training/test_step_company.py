@@ -16,9 +16,9 @@ from torch.optim import optimizer as torch_optimizer
 
 import autoamp
 from autoamp import DynamicLossScale, LossScaleError
-from autoamp.optimizer import meeting
-from autoamp.scaling import backwards
-from autoamp.scaling.backwards import BACKWARDS
+from autoamp.training import first_step
+from autoamp.training.ledger import backwards
+from autoamp.training.ledger.backwards import BACKWARDS
 from tests.metrics import relative_error
 from tests.training.steps import (
     BF16,
@@ -292,8 +292,8 @@ def test_revert_gives_step_back_and_convert_takes_it_again(scheduled: str) -> No
 
 def test_global_hook_goes_with_the_last_conversion(monkeypatch) -> None:
     # Models of other tests may be alive: this one listens apart from them.
-    monkeypatch.setattr(meeting, "_scalings", weakref.WeakSet())
-    monkeypatch.setattr(meeting, "_hook", [])
+    monkeypatch.setattr(first_step, "_scalings", weakref.WeakSet())
+    monkeypatch.setattr(first_step, "_hook", [])
     hooks = torch_optimizer._global_optimizer_pre_hooks
     before = dict(hooks)
     models = [converted(), converted()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.optimizer import meeting
+from autoamp.training import first_step
 
 # Dynamo's own, of an input that others computed.
 pytestmark = [
@@ -96,7 +96,7 @@ def test_reverting_a_copy_leaves_the_original_scaled() -> None:
     model = autoamp.convert(mlp(), **BF16)
     twin = copy.deepcopy(model)
     autoamp.revert(twin)
-    assert meeting._hook
+    assert first_step._hook
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     (model(torch.ones(2, 8)).sum() * HUGE * HUGE).backward()
     optimizer.step()

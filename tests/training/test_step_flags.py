@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.scaling.backwards import BACKWARDS
+from autoamp.training.ledger.backwards import BACKWARDS
 from tests.training.steps import (
     BF16,
     FP16,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import compat
-from autoamp.scaling.backwards import BACKWARDS
+from autoamp.training.ledger.backwards import BACKWARDS
 from autoamp.weights import copies
 from tests.metrics import relative_error
 from tests.weights.test_weights import (

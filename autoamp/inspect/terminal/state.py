@@ -7,7 +7,7 @@ from rich.text import Text
 from autoamp.inspect.coverage import Coverage
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.inspect.text import counted
-from autoamp.loss_scale import NoLossScale
+from autoamp.training.scale import NoLossScale
 
 _LISTED = 8
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from autoamp import compat
-from autoamp.scaling.domain import ModelScaling
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.weights.shards import SHARDED
 
 

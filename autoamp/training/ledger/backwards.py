@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.graph_run import BackwardPass, GraphRun
+from autoamp.training.ledger.graph_run import BackwardPass, GraphRun
+from autoamp.training.model_scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from autoamp.errors import LossScaleError
-from autoamp.loss_scale.base import (
+from autoamp.training.scale.base import (
     INIT_SCALE,
     LossScale,
     NoLossScale,
     StaticLossScale,
 )
-from autoamp.loss_scale.dynamic import MIN_SCALE, DynamicLossScale
+from autoamp.training.scale.dynamic import MIN_SCALE, DynamicLossScale
 
 LOSS_SCALES = ("auto", "dynamic", "off")
 """Names of loss scales; a number or a `LossScale` may be given as well."""

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.plain import class_name
-from autoamp.weights import master_state
+from autoamp.training import master_state
 
 logger = logging.getLogger(__name__)
 

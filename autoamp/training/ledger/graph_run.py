@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 
 from autoamp import compat
-from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.leaves import Leaves, Origin
+from autoamp.training.ledger.leaves import Leaves, Origin
+from autoamp.training.model_scaling import ModelScaling
 
 
 class BackwardPass:

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from autoamp import compat
 from autoamp.errors import RankError
-from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.ranks import Team
+from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.ranks import Team
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.loss_scale import DynamicLossScale, LossScale, NoLossScale
 from autoamp.overflow.remedy import Remedy
 from autoamp.overflow.skip_watch import SkipWatch
 from autoamp.saying import advice
-from autoamp.scaling.leaves import Leaves
+from autoamp.training.ledger.leaves import Leaves
+from autoamp.training.scale import DynamicLossScale, LossScale, NoLossScale
 
 
 class ScaleDomain:

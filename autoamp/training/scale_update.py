@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from autoamp import compat
-from autoamp.loss_scale.base import free_to_read
-from autoamp.scaling.graph_run import BackwardPass, GraphRun, largest_of
-from autoamp.scaling.overflow import newly
-from autoamp.scaling.ranks import Sizes
+from autoamp.training.ledger.evidence import newly
+from autoamp.training.ledger.graph_run import BackwardPass, GraphRun, largest_of
+from autoamp.training.ranks import Sizes
+from autoamp.training.scale.base import free_to_read
 
 
 def sizes_in(runs: list[GraphRun]) -> Sizes:

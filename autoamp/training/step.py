@@ -12,19 +12,19 @@ from torch.utils.hooks import RemovableHandle
 
 from autoamp import compat
 from autoamp.errors import LossScaleError
-from autoamp.loss_scale import LossScale
-from autoamp.optimizer.greeting import greet
-from autoamp.optimizer.guard import cannot_read, guards_of
-from autoamp.optimizer.kernel_flag import given_flag, takes_flag
-from autoamp.optimizer.moves import largest_in, move_scales, sizes_in
-from autoamp.optimizer.optimizers import Decision, evaluated, params_of
-from autoamp.optimizer.skips import count_skips, note_skip, note_step, say_foreign
-from autoamp.scaling.backwards import BACKWARDS
-from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.graph_run import GraphRun
-from autoamp.scaling.overflow import Evidence, found_inf, gather
-from autoamp.scaling.ranks import Sizes, agree, judged, team_of
-from autoamp.weights.masters import Masters
+from autoamp.training.guard import cannot_read, guards_of
+from autoamp.training.kernel_flag import given_flag, takes_flag
+from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp.training.ledger.evidence import Evidence, found_inf, gather
+from autoamp.training.ledger.graph_run import GraphRun
+from autoamp.training.masters import Masters
+from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.optimizers import Decision, evaluated, params_of
+from autoamp.training.rank_handshake import greet
+from autoamp.training.ranks import Sizes, agree, judged, team_of
+from autoamp.training.scale import LossScale
+from autoamp.training.scale_update import largest_in, move_scales, sizes_in
+from autoamp.training.skips import count_skips, note_skip, note_step, say_foreign
 
 Step = Callable[..., Any]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from autoamp import compat
-from autoamp.scaling import ranks
-from autoamp.scaling.backwards import BACKWARDS
-from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.graph_run import GraphRun
+from autoamp.training import ranks
+from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp.training.ledger.graph_run import GraphRun
+from autoamp.training.model_scaling import ModelScaling
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from autoamp.loss_scale.base import free_to_read
+from autoamp.training.scale.base import free_to_read
 
 
 def takes_flag(optimizer: Optimizer, flag: torch.Tensor) -> bool:

@@ -19,9 +19,9 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils import _pytree as pytree
 
 from autoamp.errors import LossScaleError
-from autoamp.loss_scale import DynamicLossScale
-from autoamp.optimizer.optimizers import closure_of, params_of
-from autoamp.optimizer.step import OptimizerBoundary, Step
+from autoamp.training.optimizers import closure_of, params_of
+from autoamp.training.scale import DynamicLossScale
+from autoamp.training.step import OptimizerBoundary, Step
 
 
 def writes_first(optimizer: Optimizer) -> bool:

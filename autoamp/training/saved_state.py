@@ -13,9 +13,14 @@ from typing import Any
 from torch.optim import Optimizer
 
 from autoamp.errors import CheckpointError
-from autoamp.loss_scale import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
-from autoamp.optimizer.step import OptimizerBoundary
-from autoamp.weights.master_state import without_masters
+from autoamp.training.master_state import without_masters
+from autoamp.training.scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
+from autoamp.training.step import OptimizerBoundary
 
 KEY = "autoamp"
 _FIELDS = {"loss_scales"}

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.loss_scale import LossScale
-from autoamp.loss_scale.base import free_to_read
-from autoamp.scaling.domain import ModelScaling
+from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.scale import LossScale
+from autoamp.training.scale.base import free_to_read
 
 Sizes = dict[int, torch.Tensor | None]
 """The largest fp16 gradient of a step by the `id` of the loss scale; None where it is

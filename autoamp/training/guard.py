@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from autoamp import compat
 from autoamp.options import Options
 from autoamp.saying import say_once
-from autoamp.scaling.domain import ModelScaling
+from autoamp.training.model_scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
 

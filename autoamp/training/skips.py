@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from autoamp.errors import LossScaleError
-from autoamp.loss_scale.base import free_to_read
 from autoamp.overflow.message import (
     accused,
     blame_gradients,
@@ -20,9 +19,10 @@ from autoamp.overflow.message import (
 from autoamp.overflow.remedy import Remedy
 from autoamp.overflow.skip_watch import REPEATED
 from autoamp.rewrite.rewritten import Rewritten
-from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.graph_run import GraphRun
-from autoamp.scaling.overflow import Evidence
+from autoamp.training.ledger.evidence import Evidence
+from autoamp.training.ledger.graph_run import GraphRun
+from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.scale.base import free_to_read
 
 logger = logging.getLogger(__name__)
 

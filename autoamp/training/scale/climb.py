@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoamp.errors import LossScaleError
-from autoamp.loss_scale.base import count, free_to_read, scalar
+from autoamp.training.scale.base import count, free_to_read, scalar
 
 LOOKS = 5
 """Steps in which a scale that climbs is told how large the gradients are."""

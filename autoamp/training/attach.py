@@ -18,12 +18,12 @@ import torch
 from torch.optim import Optimizer
 
 from autoamp import compat
-from autoamp.optimizer import closures, saved_state
-from autoamp.optimizer.optimizers import closure_of, innermost
-from autoamp.optimizer.step import BOUNDARIES, OptimizerBoundary
-from autoamp.scaling.backwards import BACKWARDS
-from autoamp.scaling.domain import ModelScaling
-from autoamp.weights.masters import Masters, has_half
+from autoamp.training import closures, saved_state
+from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp.training.masters import Masters, has_half
+from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.optimizers import closure_of, innermost
+from autoamp.training.step import BOUNDARIES, OptimizerBoundary
 
 _STATE = "_autoamp"
 

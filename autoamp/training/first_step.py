@@ -18,18 +18,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from autoamp import compat
-from autoamp.loss_scale import LossScale, NoLossScale
-from autoamp.optimizer import closures, guard
-from autoamp.optimizer.attach import attach, boundary_of, detach, meet
-from autoamp.optimizer.greeting import greet, has_greeted
-from autoamp.optimizer.guard import guards_of
-from autoamp.optimizer.optimizers import closure_of, evaluated, params_of
-from autoamp.optimizer.step import BOUNDARIES, OptimizerBoundary
 from autoamp.options import Options
-from autoamp.scaling.backwards import lower_where_nobody_steps
-from autoamp.scaling.domain import ModelScaling
-from autoamp.scaling.overflow import gather
-from autoamp.scaling.ranks import judged, owners_of, team_of
+from autoamp.training import closures, guard
+from autoamp.training.attach import attach, boundary_of, detach, meet
+from autoamp.training.guard import guards_of
+from autoamp.training.ledger.backwards import lower_where_nobody_steps
+from autoamp.training.ledger.evidence import gather
+from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.optimizers import closure_of, evaluated, params_of
+from autoamp.training.rank_handshake import greet, has_greeted
+from autoamp.training.ranks import judged, owners_of, team_of
+from autoamp.training.scale import LossScale, NoLossScale
+from autoamp.training.step import BOUNDARIES, OptimizerBoundary
 from autoamp.weights.copies import before_write
 
 _scalings: weakref.WeakSet[ModelScaling] = weakref.WeakSet()

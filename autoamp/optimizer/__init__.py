@@ -1,1 +1,0 @@
-"""Optimizer steps: skipped at an overflow, taken with fp32 masters, with closures."""

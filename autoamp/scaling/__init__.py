@@ -1,1 +1,0 @@
-"""Loss scaling: scales gradients at a graph's edge, and finds overflows."""

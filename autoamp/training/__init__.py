@@ -1,0 +1,1 @@
+"""Training: loss scales, the runs that backwards reached, steps, fp32 masters."""
