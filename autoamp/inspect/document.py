@@ -103,7 +103,7 @@ class Document:
     @cached_property
     def headline(self) -> Headline:
         """The figures of the summary: what is low, and the predicted gain."""
-        return headline_of(self.sections)
+        return headline_of(self.sections, self.prediction)
 
     @cached_property
     def bounds(self) -> Bounds | None:

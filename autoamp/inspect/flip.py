@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from autoamp.errors import PlacementError
 from autoamp.inspect.costs import allow_in_fp32
 from autoamp.place.again import Again
 from autoamp.place.problem import contradiction_of, held, promised_casts
@@ -90,3 +91,9 @@ class Flips:
             vanish=tuple(c for c in self._casts if c not in after),
             along=tuple(n for n in assignment.decisions if n in others),
         )
+
+
+def contradiction(error: PlacementError) -> str:
+    """The chain of constraints that forbids a flip, without advice to its author."""
+    chain = str(error).removeprefix("contradictory constraints: ")
+    return chain.removesuffix(" Drop one of the two.")

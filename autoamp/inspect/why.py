@@ -10,7 +10,7 @@ from autoamp.analyse.verdict import CEILING, Verdict
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import OptionError, PlacementError
 from autoamp.inspect.costs import amount, bytes_text
-from autoamp.inspect.flip import Flip, flip
+from autoamp.inspect.flip import Flip, contradiction, flip
 from autoamp.inspect.remedy import Remedy, candidates, remedy_for
 from autoamp.inspect.rows import OpRow, Section
 from autoamp.inspect.text import counted, shorten
@@ -51,7 +51,8 @@ def explain(section: Section, name: str) -> str:
         return "\n".join(_op(section, rows, rows[name]))
     for cast in section.casts:
         if cast.name == name:
-            readers = ", ".join(_readers_of(section, name)) or "the output"
+            output = next(reversed(section.rewritten.gm.graph.nodes)).name
+            readers = ", ".join(r for r in cast.readers if r != output) or "the output"
             article = "an" if cast.kind == "up" else "a"
             kept = "" if cast.every_call else ", kept until the weight changes"
             return (
@@ -139,17 +140,6 @@ def _readers(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
     return said + [f"the output ({FP32})"] * bool(values & facts.returned)
 
 
-def _readers_of(section: Section, name: str) -> list[str]:
-    """The names of the nodes that read node `name` of the emitted graph."""
-    return [
-        user.name
-        for node in section.rewritten.gm.graph.nodes
-        if node.name == name
-        for user in node.users
-        if user.op != "output"
-    ]
-
-
 def _listed(title: str, items: list[str]) -> Iterator[str]:
     if items:
         more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
@@ -165,8 +155,7 @@ def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     try:
         change = flip(section.rewritten, row.name)
     except PlacementError as error:
-        chain = str(error).removeprefix("contradictory constraints: ")
-        chain = chain.removesuffix(" Drop one of the two.")
+        chain = contradiction(error)
         if row.is_low:
             yield f"  in {other}    cannot: {chain}"
         else:

@@ -126,10 +126,12 @@ def test_the_summary_says_the_figures_of_the_json() -> None:
     )
     said, figures = str(report), json.loads(report.to_json())["headline"]
     found = report.headline
-    assert found.seconds == pytest.approx(report.prediction.placed)
-    assert found.seconds_fp32 == pytest.approx(report.prediction.fp32)
-    assert found.kept == report.prediction.kept_placed
-    autocast = report.costs[0].placements["promote"].estimate
+    placements = report.costs[0].placements
+    assert found.seconds == pytest.approx(placements["ours"].estimate * 1e-10)
+    assert found.seconds_fp32 == pytest.approx(placements["all fp32"].estimate * 1e-10)
+    product = 4096 * 512 + 512 * 512 + 512  # numbers that a linear reads
+    assert found.kept == 2 * product + 4 * (product + 4096 * 512 + 2 * 512)
+    autocast = placements["promote"].estimate
     assert figures["seconds_autocast"] == pytest.approx(autocast * 1e-10)
     for name in ("seconds_fp32", "seconds_autocast", "seconds"):
         assert seconds_text(figures[name]) in said

@@ -13,7 +13,7 @@ from typing import Any
 
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PlacementError
-from autoamp.inspect.flip import Flips
+from autoamp.inspect.flip import Flips, contradiction
 from autoamp.inspect.rows import Section
 from autoamp.place.two_sides import Group, Problem
 from autoamp.rules import Category
@@ -61,8 +61,7 @@ def _exact(section: Section, solver: Flips, name: str) -> dict[str, Any]:
     try:
         found = solver.of(name)
     except PlacementError as error:
-        chain = str(error).removeprefix("contradictory constraints: ")
-        return {"kind": "never", "why": chain.removesuffix(" Drop one of the two.")}
+        return {"kind": "never", "why": contradiction(error)}
     dtypes = {"up": short_name(HIGH_DTYPE), "down": section.low}
     return {
         "kind": "exact",

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoamp.errors import PlacementError
-from autoamp.inspect.flip import Flips
+from autoamp.inspect.flip import Flips, contradiction
 from autoamp.inspect.nodes.homes import Group
 from autoamp.inspect.page.flips import cast_cost
 from autoamp.inspect.rows import Section
@@ -98,7 +98,5 @@ def _changed(
         free = [name for name in members if name not in pinned]
         change = solver.of_all(free, low=low)
     except PlacementError as error:
-        chain = str(error).removeprefix("contradictory constraints: ")
-        why = chain.removesuffix(" Drop one of the two.")
-        return {"ops": len(names), "extra": None, "why": why}
+        return {"ops": len(names), "extra": None, "why": contradiction(error)}
     return {"ops": len(names), "extra": change.extra_estimate, "why": ""}

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoamp.analyse.facts import Facts
+from autoamp.analyse.nodes import tensors_of
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.graph_functions import (
     LEAF_FUNCTIONS,
@@ -182,7 +183,5 @@ def _needs_grad(node: object, facts: Facts) -> bool:
 
 def _float_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype of the first float that a node gives; None where there is none."""
-    value = node.meta.get("val")
-    found = value if isinstance(value, (tuple, list)) else [value]
-    floats = (v for v in found if isinstance(v, torch.Tensor) and v.is_floating_point())
-    return next((v.dtype for v in floats), None)
+    found = tensors_of(node.meta.get("val"))
+    return next((t.dtype for t in found if t.is_floating_point()), None)

@@ -13,6 +13,8 @@ from typing import Any
 
 from autoamp.inspect.rows import OpRow, Section
 from autoamp.inspect.sections.prediction import (
+    SECONDS,
+    Prediction,
     has_times,
     in_fp32,
     kept_for_backward,
@@ -114,12 +116,10 @@ def _ratio(before: float | None, after: float | None) -> float | None:
     return before / after if after else 1.0
 
 
-def headline_of(sections: Sequence[Section]) -> Headline:
+def headline_of(sections: Sequence[Section], predicted: Prediction | None) -> Headline:
     """The figures of all sections; a body of a loop counts as run once."""
-    second = UNIT_NS * 1e-9
     ops = [row for section in sections for row in section.ops]
-    timed = bool(sections) and all(map(has_times, sections))
-    fp32 = autocast = placed = high_of_low = launches = 0
+    autocast = high_of_low = launches = 0
     kept = [0, 0, 0]
     for section in sections:
         rewritten = section.rewritten
@@ -129,23 +129,24 @@ def headline_of(sections: Sequence[Section]) -> Headline:
         )
         for place, low in enumerate((frozenset[str](), by_autocast, assignment.low)):
             kept[place] += kept_for_backward(section, low)
-        if timed:
-            fp32 += sum(in_fp32(rewritten, name) for name in assignment.decisions)
+        if predicted:
             autocast += section.costs.placements[AUTOCAST].estimate
-            placed += section.costs.ours.estimate
             high_of_low += sum(in_fp32(rewritten, name) for name in assignment.low)
             launches += _launches(section)
+    share = None
+    if predicted:
+        share = high_of_low / predicted.units_fp32 if predicted.units_fp32 else 0.0
     return Headline(
         low_ops=sum(row.is_low for row in ops),
         float_ops=len(ops),
-        share_of_time_low=(high_of_low / fp32 if fp32 else 0.0) if timed else None,
+        share_of_time_low=share,
         trains=kept[0] > 0,
         pays=all(pays(section) for section in sections),
-        device=sections[0].rewritten.assignment.prices.device.name if timed else "",
-        seconds_fp32=fp32 * second if timed else None,
-        seconds_autocast=autocast * second if timed else None,
-        seconds=placed * second if timed else None,
-        seconds_of_launches=launches * second if timed else None,
+        device=predicted.device if predicted else "",
+        seconds_fp32=predicted.fp32 if predicted else None,
+        seconds_autocast=autocast * SECONDS if predicted else None,
+        seconds=predicted.placed if predicted else None,
+        seconds_of_launches=launches * SECONDS if predicted else None,
         kept_fp32=kept[0],
         kept_autocast=kept[1],
         kept=kept[2],
@@ -183,9 +184,7 @@ def _seconds_of_ops(sections: Sequence[Section]) -> Mapping[_Key, float] | None:
     if not all(map(has_times, sections)):
         return None
     return {
-        (section.graph, section.body, name): in_fp32(section.rewritten, name)
-        * UNIT_NS
-        * 1e-9
+        (section.graph, section.body, name): in_fp32(section.rewritten, name) * SECONDS
         for section in sections
         for name in section.rewritten.assignment.decisions
     }

@@ -19,6 +19,10 @@ PRODUCTS, OTHERS, CASTS = (
 )
 
 
+SECONDS = UNIT_NS * 1e-9
+"""A unit of prices in seconds."""
+
+
 @dataclass(frozen=True)
 class TimeOfClass:
     """Predicted times of one class of ops: `PRODUCTS`, `OTHERS` or `CASTS`.
@@ -49,24 +53,24 @@ class Prediction:
     Attributes:
         device: the device whose figures are used.
         classes: the times of the classes of ops.
-        kept_fp32, kept_placed: bytes of operands that the backward may read, with every
-            op in fp32 and as placed; 0 where no gradient is recorded.
+        units_fp32, units_placed: the time with every op in fp32, and as placed with the
+            casts, in units of 0.1 ns.
     """
 
     device: str
     classes: tuple[TimeOfClass, ...]
-    kept_fp32: int
-    kept_placed: int
+    units_fp32: int
+    units_placed: int
 
     @property
     def fp32(self) -> float:
         """Seconds with every op in fp32."""
-        return sum(each.fp32 for each in self.classes)
+        return self.units_fp32 * SECONDS
 
     @property
     def placed(self) -> float:
         """Seconds as placed, casts included."""
-        return sum(each.placed for each in self.classes)
+        return self.units_placed * SECONDS
 
     @property
     def casts(self) -> float:
@@ -102,25 +106,22 @@ def predict(sections: Sequence[Section]) -> Prediction | None:
     if not sections or not all(map(has_times, sections)):
         return None
     totals = {title: [0, 0, 0, 0] for title in (PRODUCTS, OTHERS, CASTS)}
-    kept_fp32 = kept_placed = 0
     for section in sections:
         rewritten = section.rewritten
         _add_ops(section, totals)
-        ours = section.costs.ours.estimate
+        whole = section.costs.ours.estimate
         placed = sum(
             as_placed(rewritten, name) for name in rewritten.assignment.decisions
         )
         totals[CASTS][0] += sum(cast.every_call for cast in section.casts)
-        totals[CASTS][2] += ours - placed
-        kept_fp32 += kept_for_backward(section, frozenset())
-        kept_placed += kept_for_backward(section, rewritten.assignment.low)
-    second = UNIT_NS * 1e-9
+        totals[CASTS][2] += whole - placed
     classes = tuple(
-        TimeOfClass(title, ops, fp32 * second, placed * second, low * second)
+        TimeOfClass(title, ops, fp32 * SECONDS, placed * SECONDS, low * SECONDS)
         for title, (ops, fp32, placed, low) in totals.items()
     )
+    _, all_high, ours, _ = map(sum, zip(*totals.values(), strict=True))
     device = sections[0].rewritten.assignment.prices.device
-    return Prediction(device.name, classes, kept_fp32, kept_placed)
+    return Prediction(device.name, classes, all_high, ours)
 
 
 def has_times(section: Section) -> bool:

@@ -12,6 +12,7 @@ from rich.text import Text
 from autoamp.inspect.costs import bytes_text, seconds_text
 from autoamp.inspect.rows import CastRow
 from autoamp.inspect.sections.dimensions import MULTIPLE, Misfit
+from autoamp.inspect.sections.headline import Headline
 from autoamp.inspect.sections.prediction import Prediction
 from autoamp.inspect.sections.weights import WeightRow
 from autoamp.inspect.terminal.parts import plain_table
@@ -25,7 +26,7 @@ def _count(number: int) -> str:
     return f"{number:,}" if number else "-"
 
 
-def prediction(found: Prediction) -> Iterator[RenderableType]:
+def prediction(found: Prediction, headline: Headline) -> Iterator[RenderableType]:
     """The predicted times by class of op, and the bound on the speed-up."""
     yield Text.assemble(
         ("\nPredicted time", "bold"),
@@ -43,10 +44,10 @@ def prediction(found: Prediction) -> Iterator[RenderableType]:
         f"{found.speed_up:.2f} times as fast as fp32. Of the fp32 time {share:.0%} is "
         f"in ops that may be low{bound}."
     )
-    if found.kept_fp32:
+    if headline.trains:
         yield _indented(
-            f"Operands of ops with a gradient: {bytes_text(found.kept_placed)} instead "
-            f"of {bytes_text(found.kept_fp32)}."
+            f"Operands of ops with a gradient: {bytes_text(headline.kept)} instead "
+            f"of {bytes_text(headline.kept_fp32)}."
         )
 
 

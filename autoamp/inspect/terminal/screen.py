@@ -48,7 +48,7 @@ def _calls(report: Document) -> Iterator[str]:
 def details_of(report: Document) -> Iterator[RenderableType]:
     """The lists behind the summary, which the full report ends with."""
     if report.prediction is not None and report.ops:
-        yield from details.prediction(report.prediction)
+        yield from details.prediction(report.prediction, report.headline)
         yield details.because(report.because)
     yield from details.largest_casts(report.casts)
     yield from details.weights_out_of_range(report.weights)
