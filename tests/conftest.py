@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch._dynamo import guards
 
+import autoamp
 from autoamp import saying
+from tests.small_models import BF16
 from tests.training.steps import converted
 
 # Deadlines measure the machine; a fixed order of examples makes CI repeatable.
@@ -93,6 +95,26 @@ def fixed_seed() -> None:
 def nothing_said() -> None:
     """What other tests were told is told again."""
     saying._said.clear()
+
+
+@pytest.fixture
+def nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of our variables in the environment."""
+    for name in [name for name in os.environ if name.startswith("AUTOAMP_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def off_again() -> Iterator[None]:
+    """The automatic mode, if the test switches it on, goes off with it."""
+    yield
+    autoamp.disable()
+
+
+@pytest.fixture
+def automatic(off_again: None) -> None:
+    """The automatic mode, in bf16."""
+    autoamp.enable(**BF16)
 
 
 @pytest.fixture

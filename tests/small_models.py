@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import autoamp
 from autoamp.dtypes import parse_low_dtype
 from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
 from autoamp.rewrite.rewritten import Rewritten
+from autoamp.rules import Category, Rule, Rules
 from tests.strategies import capture
 
 WIDTH = 8
+BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+"""Whatever may run in bf16 does, whether it pays or not."""
 
 
 def mlp() -> nn.Sequential:
@@ -47,6 +52,34 @@ class Of(nn.Module):
         return self.function(self, *given)
 
 
+class Quiet(TorchDispatchMode):
+    """Changes nothing; its presence makes Dynamo step aside."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Between(nn.Module):
+    """Two layers, between which a sub-class plants its fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+def converted(model: nn.Module, **options: Any) -> Any:
+    """`model` converted to bf16, where nothing that fails is left in fp32 silently."""
+    return autoamp.convert(model, **{**BF16, "strict": True, **options})
+
+
 def rewritten(
     model: nn.Module,
     given: Sequence[Any],
@@ -61,3 +94,39 @@ def rewritten(
     chosen = Options(precision=precision, **{"do_no_harm": False, **options})
     gm = capture(model, len(given))
     return rewrite_graph(gm, given, chosen, low, free_weights=free_weights)
+
+
+def rewriting(
+    make: Callable[..., nn.Module],
+    x: Callable[[], torch.Tensor],
+    precision: str,
+    *,
+    grad: bool = True,
+    **defaults: Any,
+) -> Callable[..., Rewritten]:
+    """`rewritten` for functions: `make` makes a model of one, and `x` its input.
+
+    What it returns is called with the function, or with a model that is made already,
+    with inputs if they are others than `x()`, and with other options.
+    """
+
+    def of_function(
+        function: Callable[..., Any], *given: Any, grad: bool = grad, **options: Any
+    ) -> Rewritten:
+        model = function
+        if not isinstance(model, nn.Module):
+            model = make(function).requires_grad_(grad)
+        asked = {"precision": precision, **defaults, **options}
+        return rewritten(model, given or (x(),), **asked)
+
+    return of_function
+
+
+def node(found: Rewritten, name: str) -> fx.Node:
+    return next(n for n in found.gm.graph.nodes if n.name == name)
+
+
+def deny_everything(ops: Iterable[str]) -> Rules:
+    """Rules that keep each of `ops`, by their base names, in fp32."""
+    rules = {op: Rule(op, Category.DENY, "everything is denied", "test") for op in ops}
+    return Rules("deny everything", rules)

@@ -20,7 +20,7 @@ from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rewrite.uses import Uses
 from autoamp.rules import family
 from tests import small_models
-from tests.small_models import Of
+from tests.small_models import Of, rewriting
 from tests.strategies import Program, capture, choices, inputs, programs
 from tests.truth import MARGIN, errors, leaves
 
@@ -222,16 +222,7 @@ def test_gradients_summed_low_are_less_true(monkeypatch) -> None:
     assert errors(of(function), data, torch.bfloat16).worst() > 1.5
 
 
-def rewritten(
-    function: Callable[..., Any],
-    *data: Tensor,
-    precision: str = "bf16",
-    grad: bool = True,
-    **options: Any,
-) -> Rewritten:
-    given = leaves(data or (X,)) if grad else list(data or (X,))
-    model = of(function).requires_grad_(grad)
-    return small_models.rewritten(model, given, precision, **options)
+rewritten = rewriting(of, lambda: X.clone().requires_grad_(), "bf16")
 
 
 def reason(found: Rewritten, name: str) -> str:
@@ -351,7 +342,9 @@ def test_data_beyond_the_range_of_fp16_is_rounded_after_it_is_in_range(
 def test_what_is_fp32_for_its_backward_widens_nothing() -> None:
     """A norm of many rows; autocast has its result low, and what follows."""
     many = torch.randn(512, WIDTH)
-    found = rewritten(lambda m, x: m.other(m.norm(m.fc(x)) + m.fc(x)), many)
+    found = rewritten(
+        lambda m, x: m.other(m.norm(m.fc(x)) + m.fc(x)), many.requires_grad_()
+    )
     assert "layer_norm" not in found.assignment.low
     assert "add" in found.assignment.low
     few = rewritten(lambda m, x: m.other(m.norm(m.fc(x)) + m.fc(x)))

@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from autoamp.dtypes import parse_low_dtype
 from autoamp.rewrite.rewritten import Rewritten
-from tests import small_models
-from tests.small_models import Of
+from tests.small_models import Of, rewriting
 
 WIDTH = 8
 
@@ -23,16 +22,7 @@ def of(function: Callable[..., Any]) -> Of:
     return Of(function, fc=nn.Linear(WIDTH, WIDTH), other=nn.Linear(WIDTH, WIDTH))
 
 
-def rewritten(
-    function: Callable[..., Any],
-    *given: Any,
-    precision: str = "fp16",
-    grad: bool = True,
-    **options: Any,
-) -> Rewritten:
-    given = given or (torch.randn(4, WIDTH),)
-    model = of(function).requires_grad_(grad)
-    return small_models.rewritten(model, given, precision, **options)
+rewritten = rewriting(of, lambda: torch.randn(4, WIDTH), "fp16")
 
 
 def dtype(found: Rewritten, name: str) -> torch.dtype:

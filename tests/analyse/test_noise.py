@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from autoamp.dtypes import parse_low_dtype
-from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category, Rules
-from tests import small_models
-from tests.small_models import Of
+from tests.small_models import Of, rewriting
 from tests.truth import relative
 
 WIDTH = 20
@@ -30,9 +28,7 @@ def of(function: Callable[..., Any]) -> Of:
     return Of(function, fc=nn.Linear(WIDTH, WIDTH), other=nn.Linear(WIDTH, WIDTH))
 
 
-def rewritten(model: nn.Module, precision: str, **options: Any) -> Rewritten:
-    x = X.clone().requires_grad_()
-    return small_models.rewritten(model, (x,), precision, strict=True, **options)
+rewritten = rewriting(of, lambda: X.clone().requires_grad_(), "bf16", strict=True)
 
 
 def seeded(call: Callable[..., Any]) -> tuple[Any, Tensor]:
@@ -68,7 +64,7 @@ def test_the_draws_are_those_of_the_users_program(kind: str, precision: str) -> 
     """The same numbers, rounded at most, from the same stream."""
     draw = NOISE[kind]
     model = of(lambda m, x: draw(m, m.fc(x)) + 0 * m.other(x))
-    found = rewritten(model, precision)
+    found = rewritten(model, precision=precision)
     (ours, after), (theirs, left) = seeded(found.gm), seeded(model)
     eps = torch.finfo(parse_low_dtype(precision)).eps
     assert relative(ours.double(), theirs.double()) < eps, "a rounding or two"
@@ -79,7 +75,7 @@ def test_the_draws_are_those_of_the_users_program(kind: str, precision: str) -> 
 @pytest.mark.parametrize("kind", ["randn_like", "rand_like", "randint_like"])
 def test_a_shape_is_read_without_a_cast(kind: str, precision: str) -> None:
     draw = NOISE[kind]
-    found = rewritten(of(lambda m, x: draw(m, m.fc(x))), precision)
+    found = rewritten(lambda m, x: draw(m, m.fc(x)), precision=precision)
     assert "linear" in found.assignment.low
     assert {c.value for c in found.casts if c.kind == "up"} == set()
     assert not found.assignment.decisions[kind].low
@@ -93,10 +89,10 @@ def test_normal_numbers_widen_nothing_and_uniform_ones_do(precision: str) -> Non
         h = h * torch.empty_like(h).normal_()
         return m.other(h)
 
-    low = rewritten(of(noisy), precision).assignment.low
+    low = rewritten(noisy, precision=precision).assignment.low
     assert {"add", "mul", "mul_1", "linear_1"} <= low
     uniform = of(lambda m, x: m.other((h := m.fc(x)) + torch.rand_like(h)))
-    assert "add" not in rewritten(uniform, precision).assignment.low
+    assert "add" not in rewritten(uniform, precision=precision).assignment.low
 
 
 @pytest.mark.parametrize("asked", ["dtype", "keep", "deny", "wide"])
@@ -108,7 +104,7 @@ def test_noise_that_is_asked_for_in_fp32_widens(asked: str) -> None:
         return m.other(h * torch.randn_like(like, **dtype))
 
     options = {"keep": {"keep": ("*",)}, "deny": {"deny": ("randn_like",)}}
-    found = rewritten(of(noisy), "bf16", **options.get(asked, {}))
+    found = rewritten(noisy, **options.get(asked, {}))
     assert "mul" not in found.assignment.low
 
 
@@ -116,7 +112,7 @@ def test_noise_that_is_asked_for_in_fp32_widens(asked: str) -> None:
 def test_a_mask_of_zeros_and_ones_is_low(precision: str) -> None:
     """Its fp32 form widened every residual branch that stochastic depth drops."""
     model = of(lambda m, x: path(m, m.fc(x)))
-    found = rewritten(model, precision)
+    found = rewritten(model, precision=precision)
     names = {"new_empty", "bernoulli_", "div_", "mul", "linear_1"}
     assert names <= found.assignment.low
     (ours, after), (theirs, left) = seeded(found.gm), seeded(model)
@@ -183,7 +179,7 @@ def test_reparametrised_models_give_what_they_gave(
     model = kind()
     low = parse_low_dtype(precision)
     assert low is not None
-    found = rewritten(copy.deepcopy(model), precision)
+    found = rewritten(copy.deepcopy(model), precision=precision)
     theirs, left = seeded(model)
 
     def autocast(x: Tensor) -> Tensor:

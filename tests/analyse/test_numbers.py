@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.rewrite.rewritten import Rewritten
-from tests import small_models
+from tests.small_models import rewriting
 from tests.truth import MARGIN, errors, relative
 
 WIDTH = 16
@@ -37,11 +36,7 @@ class Of(nn.Module):
         return self.function(self, *given)
 
 
-def rewritten(
-    function: Callable[..., Tensor], *given: Tensor, precision: str = "fp16"
-) -> Rewritten:
-    given = given or (X.clone().requires_grad_(),)
-    return small_models.rewritten(Of(function), given, precision)
+rewritten = rewriting(Of, lambda: X.clone().requires_grad_(), "fp16")
 
 
 def empty(h: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import autoamp
 from autoamp.ask.outcome import relative_error
 from autoamp.errors import OptionError, UnsupportedModelError
-
-BF16 = {"precision": "bf16", "do_no_harm": False}
+from tests.small_models import BF16
 
 
 class Net(nn.Module):

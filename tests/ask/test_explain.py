@@ -14,8 +14,7 @@ import autoamp
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
 from autoamp.place.devices import figures, known_devices
-
-BF16 = {"precision": "bf16", "do_no_harm": False}
+from tests.small_models import BF16
 
 
 class Net(nn.Module):

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-
-OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+from tests.small_models import BF16
 
 QUESTIONS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
-    "explain": lambda m, x: autoamp.explain(m, x, options=OPTIONS),
-    "compare": lambda m, x: autoamp.compare(m, x, options=OPTIONS),
-    "find_overflow": lambda m, x: autoamp.find_overflow(m, x, options=OPTIONS),
-    "tune": lambda m, x: autoamp.tune(m, x, options=OPTIONS),
+    "explain": lambda m, x: autoamp.explain(m, x, options=BF16),
+    "compare": lambda m, x: autoamp.compare(m, x, options=BF16),
+    "find_overflow": lambda m, x: autoamp.find_overflow(m, x, options=BF16),
+    "tune": lambda m, x: autoamp.tune(m, x, options=BF16),
 }
 
 
@@ -134,5 +133,5 @@ def test_after_an_error_too() -> None:
     model = Fails()
     before = contents(model), generators()
     with pytest.raises(KeyError, match="of the user's"):
-        autoamp.explain(model, torch.ones(2, 8), options=OPTIONS)
+        autoamp.explain(model, torch.ones(2, 8), options=BF16)
     assert (contents(model), generators()) == before

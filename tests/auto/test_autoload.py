@@ -28,9 +28,9 @@ from autoamp.model import convert as convert_module
 from autoamp.model.eligible import choose_precision
 from autoamp.options import Options
 from autoamp.training import first_step
-from tests.small_models import WIDTH, Of, mlp
+from tests.logs import warned
+from tests.small_models import BF16, WIDTH, Of, mlp
 
-ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 VARIABLES = {"AUTOAMP_PRECISION": "bf16", "AUTOAMP_DO_NO_HARM": "0"}
 CALL, COMPILE = nn.Module.__call__, torch.compile
 PACKAGE = logging.getLogger("autoamp")
@@ -63,9 +63,7 @@ def test_both_who_read_the_switch_read_it_alike() -> None:
 
 
 @pytest.fixture(autouse=True)
-def off_again(monkeypatch) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith("AUTOAMP_")]:
-        monkeypatch.delenv(name)
+def all_off_again(nothing_asked_for: None, off_again: None) -> Iterator[None]:
     # What other tests compiled listens to optimizers for as long as it lives.
     compile_backend._BACKENDS.clear()
     first_step._scalings.clear()
@@ -82,10 +80,6 @@ def off_again(monkeypatch) -> Iterator[None]:
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(3, WIDTH)
-
-
-def told(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def armed(monkeypatch, **variables: str) -> None:
@@ -123,7 +117,7 @@ def test_off(value: str | None, monkeypatch, caplog) -> None:
     before = global_state()
     autoamp_autoload.autoload()
     assert global_state() == before
-    assert told(caplog) == []
+    assert warned(caplog) == []
 
 
 IMPORTED = """
@@ -212,7 +206,7 @@ def test_nonsense_is_one_warning(value: str, monkeypatch, caplog) -> None:
     before = global_state()
     autoamp_autoload.autoload()
     assert global_state() == before
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert "on (1, true, on) nor off (0, false, off, or unset)" in line
     assert "AUTOAMP_ENABLE=" in line
     assert line.isprintable()
@@ -232,7 +226,7 @@ def test_whatever_fails_at_the_start_is_one_warning(
     for _ in range(3):
         assert torch.equal(model(x), exact)
     assert torch.compile(mlp(), backend="eager")(x).shape == (3, 4)
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert line.endswith("runs in fp32: ZeroDivisionError: the bridge is out")
     assert (nn.Module.__call__, torch.compile) == (CALL, COMPILE)
 
@@ -246,7 +240,7 @@ def test_a_variable_that_cannot_be_used_is_one_warning(
     armed(monkeypatch, **{name: "/proc/x\n\x1b[31m"})
     for _ in range(2):
         assert torch.equal(model(x), exact)
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert line.startswith("autoamp is off, everything runs in fp32: ")
     assert f"{name}='/proc/x\\n\\x1b[31m'" in line
 
@@ -254,7 +248,7 @@ def test_a_variable_that_cannot_be_used_is_one_warning(
 def test_torch_without_compile_is_one_warning(monkeypatch, caplog) -> None:
     monkeypatch.delattr(torch, "compile")
     armed(monkeypatch)
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert "AttributeError" in line
     assert "compile" in line
     assert nn.Module.__call__ is CALL
@@ -472,7 +466,7 @@ def test_cells_of_a_notebook(monkeypatch) -> None:
 def test_backend_through_its_entry_point(x: Tensor) -> None:
     assert "autoamp" in torch._dynamo.list_backends()
     layer = nn.Linear(WIDTH, 4)
-    options = {**ASKED, "backend": "eager"}
+    options = {**BF16, "backend": "eager"}
     compiled = torch.compile(layer, backend="autoamp", options=options)
     assert torch.equal(compiled(x), lowered(layer, x))
     assert not torch.equal(layer(x), lowered(layer, x))
@@ -533,7 +527,7 @@ def test_logging_is_put_back(monkeypatch, x: Tensor) -> None:
 
 
 def test_disable_leaves_what_others_put_over_ours(x: Tensor) -> None:
-    autoamp.enable(**ASKED)
+    autoamp.enable(**BF16)
     call, compile_ = nn.Module.__call__, torch.compile
 
     def their_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -553,7 +547,7 @@ def test_disable_leaves_what_others_put_over_ours(x: Tensor) -> None:
     assert torch.compile is their_compile
     assert not torch.equal(model[0](x), exact)
     assert not autoamp.is_converted(model)
-    autoamp.enable(**ASKED)
+    autoamp.enable(**BF16)
     model(x)
     assert autoamp.report(model).runs == 1
 
@@ -561,10 +555,10 @@ def test_disable_leaves_what_others_put_over_ours(x: Tensor) -> None:
 def test_enable_twice(x: Tensor) -> None:
     model = mlp()
     exact = model(x)
-    autoamp.enable(**ASKED)
+    autoamp.enable(**BF16)
     model(x)
     patched = nn.Module.__call__
-    autoamp.enable(keep=["*"], **ASKED)
+    autoamp.enable(keep=["*"], **BF16)
     assert nn.Module.__call__ is patched, "patched over itself"
     assert not autoamp.is_converted(model)
     assert torch.equal(model(x), exact)
@@ -588,7 +582,7 @@ BAD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("on", [True, False])
 def test_bad_options_change_nothing(options: dict[str, Any], on: bool) -> None:
     if on:
-        autoamp.enable(**ASKED)
+        autoamp.enable(**BF16)
     before, running = global_state(), switch._mode
     with pytest.raises(autoamp.AutoampError):
         autoamp.enable(**options)
@@ -613,7 +607,7 @@ def test_first_call_from_many_threads_converts_once(
     if by_environment:
         armed(monkeypatch)
     else:
-        autoamp.enable(**ASKED)
+        autoamp.enable(**BF16)
     found: list[Tensor] = []
 
     def call() -> None:
@@ -689,7 +683,7 @@ def test_runs_as_it_did(name: str, x: Tensor) -> None:
     x = x.to(dtype)
     exact = model(x)
     contents = {k: v for k, v in model.__dict__.items() if k != "forward"}
-    autoamp.enable(**ASKED)
+    autoamp.enable(**BF16)
     for _ in range(2):
         found = model(x)
         assert found.dtype == exact.dtype
@@ -703,14 +697,14 @@ def test_what_a_loss_without_parameters_calls_is_looked_at(x: Tensor) -> None:
         return Of(lambda m, x: held[0](x).sum())
 
     held = [mlp()]
-    autoamp.enable(**ASKED)
+    autoamp.enable(**BF16)
     Loss()(x).backward()
     assert autoamp.is_converted(held[0])
 
 
 def test_lazy_modules_are_met_once_they_have_weights(x: Tensor) -> None:
     model = Lazy()
-    autoamp.enable(**ASKED)
+    autoamp.enable(**BF16)
     model(x)
     assert not autoamp.is_converted(model)
     model(x)
@@ -720,7 +714,7 @@ def test_lazy_modules_are_met_once_they_have_weights(x: Tensor) -> None:
 def test_a_model_the_user_converted_stays_as_it_is(x: Tensor) -> None:
     model = autoamp.convert(mlp(), precision="bf16", do_no_harm=False, keep=["0"])
     expected = model(x)
-    autoamp.enable(**ASKED)
+    autoamp.enable(**BF16)
     assert torch.equal(model(x), expected)
     assert autoamp.report(model).runs == 2
     autoamp.disable()
@@ -747,7 +741,7 @@ def test_the_users_own_autocast_is_left_alone(known: bool, x: Tensor) -> None:
 
 def test_a_call_of_their_own_is_kept(x: Tensor) -> None:
     model = OwnCall()
-    autoamp.enable(**ASKED)
+    autoamp.enable(**BF16)
     found = model(x)
     assert model.calls == 1
     assert autoamp.report(model).runs == 1
@@ -765,7 +759,7 @@ def test_a_model_that_moves_is_looked_at_again(monkeypatch, x: Tensor) -> None:
         return asked(model, options) if pays else (None, "it cannot pay here")
 
     monkeypatch.setattr(convert_module, "choose_precision", chosen)
-    autoamp.enable(**ASKED)
+    autoamp.enable(**BF16)
     model = mlp()
     model(x)
     pays = True
@@ -787,11 +781,11 @@ def test_whatever_fails_at_a_conversion_is_one_warning(
     monkeypatch.setattr(mode, "convert_model", fail)
     model = mlp()
     exact = model(x)
-    autoamp.enable(**ASKED)
+    autoamp.enable(**BF16)
     for _ in range(3):
         assert torch.equal(model(x), exact)
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert line.endswith("runs in fp32: ZeroDivisionError: the bridge is out")
-    autoamp.enable(**ASKED, strict=True)
+    autoamp.enable(**BF16, strict=True)
     with pytest.raises(ZeroDivisionError):
         model(x)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,10 @@ import autoamp
 import autoamp_heat
 from autoamp_heat import HOT, Heat
 
+pytestmark = pytest.mark.usefixtures("nothing_asked_for", "off_again")
+
 REPO = Path(__file__).resolve().parents[2]
 CALL = nn.Module.__call__
-
-
-@pytest.fixture(autouse=True)
-def off_again(monkeypatch) -> Iterator[None]:
-    for name in [name for name in os.environ if name.startswith("AUTOAMP_")]:
-        monkeypatch.delenv(name)
-    yield
-    autoamp.disable()
 
 
 def hot_at(heat: Heat, module: nn.Module, x: Any, most: int = 100) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import os
 import resource
 import shutil
@@ -12,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,12 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.auto import report_dir
+from tests.logs import warned
+from tests.small_models import BF16
+
+pytestmark = pytest.mark.usefixtures("off_again")
 
 WIDTH = 8
-ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 ONE_GRAPH = {"graph-0-before.py", "graph-0-after.py", "report.json", "report.txt"}
 
 
@@ -38,19 +39,9 @@ class Net(nn.Module):
         return self.second(self.first(x).relu())
 
 
-@pytest.fixture(autouse=True)
-def off_again() -> Iterator[None]:
-    yield
-    autoamp.disable()
-
-
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(3, WIDTH)
-
-
-def told(caplog) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 def folders(root: Path) -> list[Path]:
@@ -73,7 +64,7 @@ def whole(folder: Path) -> dict[str, Any]:
 
 def test_graphs_before_and_after_and_the_report(tmp_path, x: Tensor) -> None:
     root = tmp_path / "not" / "there" / "yet"
-    autoamp.enable(report_dir=root, **ASKED)
+    autoamp.enable(report_dir=root, **BF16)
     model = Net()
     model(x)
     (folder,) = folders(root)
@@ -98,7 +89,7 @@ def test_graphs_before_and_after_and_the_report(tmp_path, x: Tensor) -> None:
 
 
 def test_final_counts_when_the_mode_ends(tmp_path, x: Tensor) -> None:
-    autoamp.enable(report_dir=tmp_path, **ASKED)
+    autoamp.enable(report_dir=tmp_path, **BF16)
     model = Net()
     for _ in range(5):
         model(x)
@@ -119,10 +110,10 @@ def test_class_names_that_are_no_file_names(
     name: str, tmp_path, x: Tensor, caplog
 ) -> None:
     root = tmp_path / "reports"
-    autoamp.enable(report_dir=root, **ASKED)
+    autoamp.enable(report_dir=root, **BF16)
     model = type(name, (Net,), {})()
     model(x)
-    assert told(caplog) == []
+    assert warned(caplog) == []
     assert folders(tmp_path) == [root]
     (folder,) = folders(root)
     assert len(folder.name) < 200
@@ -136,7 +127,7 @@ def test_an_earlier_run_with_the_same_id_is_not_written_over(
     """In a container every run may be process 7 of host `worker`."""
     for _ in range(2):
         monkeypatch.setattr(report_dir, "_number", iter(range(9)))
-        autoamp.enable(report_dir=tmp_path, **ASKED)
+        autoamp.enable(report_dir=tmp_path, **BF16)
         Net()(x)
         autoamp.disable()
     assert len(folders(tmp_path)) == 2
@@ -145,7 +136,7 @@ def test_an_earlier_run_with_the_same_id_is_not_written_over(
 
 
 def test_many_threads_of_one_model(tmp_path, caplog) -> None:
-    autoamp.enable(report_dir=tmp_path, **ASKED)
+    autoamp.enable(report_dir=tmp_path, **BF16)
     model, together = Net(), threading.Barrier(6)
     model(torch.randn(3, WIDTH))
     recorder, engine = autoamp.auto.switch._mode.recorder, model._autoamp.engine
@@ -160,7 +151,7 @@ def test_many_threads_of_one_model(tmp_path, caplog) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert told(caplog) == []
+    assert warned(caplog) == []
     (folder,) = folders(tmp_path)
     whole(folder)
 
@@ -171,7 +162,7 @@ def test_many_threads_of_one_model(tmp_path, caplog) -> None:
 @pytest.mark.parametrize("lost", ["folder", "root", "replaced"])
 def test_directory_that_vanishes(lost: str, tmp_path, x: Tensor, caplog) -> None:
     root = tmp_path / "reports"
-    autoamp.enable(report_dir=root, **ASKED)
+    autoamp.enable(report_dir=root, **BF16)
     model = Net()
     expected = model(x)
     shutil.rmtree(folders(root)[0] if lost == "folder" else root)
@@ -179,7 +170,7 @@ def test_directory_that_vanishes(lost: str, tmp_path, x: Tensor, caplog) -> None
         root.touch()
     with torch.no_grad():  # another graph
         assert torch.equal(model(x), expected)
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert line.startswith(f"autoamp: the report of Net could not be written to {root}")
     autoamp.disable()
     assert not autoamp.is_converted(model)
@@ -187,7 +178,7 @@ def test_directory_that_vanishes(lost: str, tmp_path, x: Tensor, caplog) -> None
 
 def test_full_disk(tmp_path, x: Tensor, caplog) -> None:
     """Past the largest file a process may write, as past the end of a disk."""
-    autoamp.enable(report_dir=tmp_path, **ASKED)
+    autoamp.enable(report_dir=tmp_path, **BF16)
     model = Net()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
@@ -196,7 +187,7 @@ def test_full_disk(tmp_path, x: Tensor, caplog) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert found.shape == (3, 4)
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert "File too large" in line
     (folder,) = folders(tmp_path)
     assert [*folder.iterdir()] == [], "half a file"
@@ -271,7 +262,7 @@ class Reached(Net):
 
 
 def test_a_model_reached_by_a_method_alone(tmp_path, x: Tensor) -> None:
-    autoamp.enable(report_dir=tmp_path, **ASKED)
+    autoamp.enable(report_dir=tmp_path, **BF16)
     model = Reached()
     for _ in range(3):
         model.step(x)
@@ -286,9 +277,9 @@ FREED = """
 import gc, os, sys, weakref
 import torch
 import autoamp
-from tests.auto.test_report_dir import ASKED, Reached, WIDTH
+from tests.auto.test_report_dir import BF16, Reached, WIDTH
 root, name = sys.argv[1:]
-autoamp.enable(report_dir=root, **ASKED)
+autoamp.enable(report_dir=root, **BF16)
 model = Reached()
 for _ in range(12):
     (model if name == "forward" else model.step)(torch.ones(3, WIDTH))

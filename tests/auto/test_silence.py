@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ from autoamp.check.standin import where
 from autoamp.errors import VerificationError
 from autoamp.pipeline import run as pipeline
 from autoamp.saying import signs_of_life
+from tests.small_models import BF16
 
-OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False, "strict": False}
 MANY = 12
 """More than torch._dynamo.config.recompile_limit, which is 8."""
 
@@ -59,13 +59,6 @@ def low_products(model: nn.Module) -> int:
     return sum(row.op == "aten::linear.default" and row.is_low for row in rows)
 
 
-@pytest.fixture
-def automatic() -> Iterator[None]:
-    autoamp.enable(**OPTIONS)
-    yield
-    autoamp.disable()
-
-
 @pytest.mark.usefixtures("automatic")
 def test_every_kind_of_block_is_converted_in_the_automatic_mode() -> None:
     model = Broken([kind_of_block(i)(8) for i in range(MANY)])
@@ -74,7 +67,7 @@ def test_every_kind_of_block_is_converted_in_the_automatic_mode() -> None:
 
 
 def test_every_block_of_one_class_is_converted_whatever_its_size() -> None:
-    model = autoamp.convert(Broken([Block(8 + i) for i in range(MANY)]), **OPTIONS)
+    model = autoamp.convert(Broken([Block(8 + i) for i in range(MANY)]), **BF16)
     model(torch.randn(2, 8))
     assert low_products(model) == MANY
 
@@ -93,7 +86,7 @@ class Choosy(nn.Module):
 
 
 def test_the_recompile_limit_is_told(caplog) -> None:
-    model = autoamp.convert(Choosy(), **OPTIONS)
+    model = autoamp.convert(Choosy(), **BF16)
     for i in range(MANY):
         model(torch.randn(2, 8), "x" * i)
     (why,) = [why for _, why in autoamp.report(model).skipped if "recompile" in why]
@@ -113,7 +106,7 @@ class Halves(nn.Module):
 
 
 def test_threads_that_race_at_a_new_size_all_run_rewritten_graphs() -> None:
-    model = autoamp.convert(Halves(), **OPTIONS)
+    model = autoamp.convert(Halves(), **BF16)
     model(torch.randn(3, 8))
     start = threading.Barrier(MANY)
 
@@ -149,7 +142,7 @@ def test_graphs_that_stayed_fp32_are_not_counted_as_rewritten(
     graph: int, aside: int, in_part: int, monkeypatch
 ) -> None:
     monkeypatch.setattr(pipeline, "normalise", failing_on(graph))
-    model = autoamp.convert(Halves(), **OPTIONS)
+    model = autoamp.convert(Halves(), **BF16)
     for _ in range(3):
         model(torch.randn(3, 8))
     coverage = autoamp.report(model).coverage
@@ -163,7 +156,7 @@ def test_graphs_that_stayed_fp32_are_not_counted_as_rewritten(
 def test_what_failed_is_not_called_converted(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, "autoamp")
     monkeypatch.setattr(pipeline, "normalise", failing_on(-1))
-    autoamp.convert(Block(8), **OPTIONS)(torch.randn(2, 8))
+    autoamp.convert(Block(8), **BF16)(torch.randn(2, 8))
     assert "planted" in caplog.text
     assert "is converted" not in caplog.text
 
@@ -174,7 +167,7 @@ def test_thirty_models_of_a_class_say_it_once(fails: bool, monkeypatch, caplog) 
     if fails:
         monkeypatch.setattr(pipeline, "normalise", failing_on(-1))
     for _ in range(30):
-        autoamp.convert(Block(8), **OPTIONS)(torch.randn(2, 8))
+        autoamp.convert(Block(8), **BF16)(torch.randn(2, 8))
     lines = [r.getMessage() for r in caplog.records if r.name.startswith("autoamp")]
     assert len([line for line in lines if "first call" not in line]) == 1
 
@@ -191,7 +184,7 @@ def error_of(model: nn.Module) -> str:
 def test_an_error_of_the_users_is_told_once(mode: str, request, caplog) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     if mode == "convert":
-        autoamp.convert(model, **OPTIONS)
+        autoamp.convert(model, **BF16)
     else:
         request.getfixturevalue("automatic")
     told = error_of(model)
@@ -222,7 +215,7 @@ def test_a_long_first_call_shows_signs_of_life(caplog, monkeypatch) -> None:
     monkeypatch.setattr(pipeline, "normalise", slow)
     monkeypatch.setattr("autoamp.model.call.calls.signs_of_life", quickly)
     model = kind_of_block(-1)(8)  # none like it has been captured
-    autoamp.convert(model, **OPTIONS)(torch.randn(2, 8))
+    autoamp.convert(model, **BF16)(torch.randn(2, 8))
     assert "the first call of Block-1 has taken 0 s" in caplog.text
 
 

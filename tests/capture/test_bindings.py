@@ -13,12 +13,11 @@ from torch.utils import _pytree as pytree
 
 import autoamp
 from autoamp.rewrite.bindings import BINDINGS, with_bindings
-from tests.small_models import Of, mlp
+from tests.small_models import BF16, Of, mlp
 
 A = torch.ops.aten
 X = torch.randn(2, 4, 6, 6)
 ROWS = torch.rand(4, 6)
-BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
 CALLS: dict[Any, tuple[Any, ...]] = {
     A.add.Tensor: (ROWS, ROWS),

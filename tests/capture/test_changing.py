@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from tests.model.test_methods import OPTIONS
+from tests.small_models import BF16
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 CALLS = 26
@@ -122,7 +122,7 @@ def test_every_call_stays_low_and_graphs_are_not_made_for_each(
 ) -> None:
     model, plain = kind(make()), kind(make())
     plain.load_state_dict(model.state_dict())
-    autoamp.convert(model, **OPTIONS)
+    autoamp.convert(model, **BF16)
     graphs = []
     for _ in range(CALLS):
         found, true = getattr(model, name)(X), getattr(plain, name)(X)
@@ -152,7 +152,7 @@ class Settles(Changing):
 
 
 def test_what_settles_stays_one_graph() -> None:
-    model = autoamp.convert(Settles(None), **OPTIONS)
+    model = autoamp.convert(Settles(None), **BF16)
     for _ in range(CALLS):
         model(X)
     report = autoamp.report(model)
@@ -161,7 +161,7 @@ def test_what_settles_stays_one_graph() -> None:
 
 
 def test_the_report_names_what_is_left_to_python() -> None:
-    model = autoamp.convert(Appends([]), **OPTIONS)
+    model = autoamp.convert(Appends([]), **BF16)
     for _ in range(CALLS):
         model(X)
     said = [what for what, why in autoamp.report(model).skipped if "grows" in why]
@@ -187,7 +187,7 @@ def changed_outside(model: Changing, call: int) -> None:
 def test_past_the_recompile_limit_modules_stay_low(make: Any, name: str) -> None:
     model, plain = Scaled(make()), Scaled(make())
     plain.load_state_dict(model.state_dict())
-    autoamp.convert(model, **OPTIONS)
+    autoamp.convert(model, **BF16)
     for call in range(CALLS):
         changed_outside(model, call)
         changed_outside(plain, call)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import autoamp
-
-ASKED: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
-
-
-@pytest.fixture(autouse=True)
-def automatic() -> Iterator[None]:
-    torch.manual_seed(0)
-    autoamp.enable(**ASKED)
-    yield
-    autoamp.disable()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("automatic")
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
+from tests.small_models import converted
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -96,11 +97,6 @@ def by_autocast(model: nn.Module, **options: Any) -> list[Tensor]:
     return run(model, **options)
 
 
-def convert(model: nn.Module, **options: Any) -> nn.Module:
-    given = {"precision": "bf16", "do_no_harm": False, "strict": True, **options}
-    return autoamp.convert(model, **given)
-
-
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(map(torch.equal, found, expected)) and len(found) == len(expected)
 
@@ -119,7 +115,7 @@ def test_results_and_gradients_are_autocasts(
 ) -> None:
     applied = function(BODIES[body], CPU_FWD(cast_inputs=dtype))
     expected = by_autocast(Model(applied), grad=grad)
-    model = convert(Model(applied))
+    model = converted(Model(applied))
     found = run(model, grad=grad)
     if dtype in (BF16, FP32) or body == "product":
         assert same(found, expected)
@@ -136,7 +132,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 def test_the_report_says_so() -> None:
     applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    model = convert(Model(applied))
+    model = converted(Model(applied))
     plain = run(Model(applied))
     found = run(model)
     assert found[0].dtype == FP32
@@ -151,7 +147,7 @@ def test_the_older_decorator_counts_on_its_own_device_alone() -> None:
         old = torch.cuda.amp.custom_fwd(cast_inputs=FP32)
         old_backward = torch.cuda.amp.custom_bwd
         applied = function(BODIES["product"], old, old_backward)
-    found, expected = run(convert(Model(applied))), by_autocast(Model(applied))
+    found, expected = run(converted(Model(applied))), by_autocast(Model(applied))
     assert torch.equal(found[0], expected[0])
     exact = run(Model(applied))
     for mine, its, true in zip(found, expected, exact, strict=True):
@@ -167,7 +163,7 @@ def test_the_models_own_region_goes_first(enabled: bool) -> None:
             return y.float(), total.float()
 
     applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    assert same(run(convert(Within(applied))), by_autocast(Within(applied)))
+    assert same(run(converted(Within(applied))), by_autocast(Within(applied)))
 
 
 def test_a_region_in_code_left_to_python_goes_first_too() -> None:
@@ -182,7 +178,7 @@ def test_a_region_in_code_left_to_python_goes_first_too() -> None:
 
     applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
     plain = function(BODIES["product"], lambda forward: forward, lambda bwd: bwd)
-    assert same(run(convert(Broken(applied))), run(convert(Broken(plain))))
+    assert same(run(converted(Broken(applied))), run(converted(Broken(plain))))
 
 
 class Inner(nn.Module):
@@ -207,8 +203,8 @@ class Nested(Model):
 def test_the_users_own_word_goes_first(keep: list[str]) -> None:
     applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
     plain = function(BODIES["product"], lambda forward: forward, lambda bwd: bwd)
-    found = run(convert(Nested(applied), keep=keep))
-    assert same(found, run(convert(Nested(plain), keep=keep)))
+    found = run(converted(Nested(applied), keep=keep))
+    assert same(found, run(converted(Nested(plain), keep=keep)))
 
 
 def test_a_module_called_in_a_method_is_kept() -> None:
@@ -225,7 +221,7 @@ def test_a_module_called_in_a_method_is_kept() -> None:
             result: Tensor = self.last(self.encode(x))
             return result
 
-    model = convert(Method(), keep=["inner"])
+    model = converted(Method(), keep=["inner"])
     run(model)
     rows = autoamp.report(model).ops
     assert [row.precision for row in rows] == ["fp32", "bf16"]
@@ -238,7 +234,7 @@ def test_in_a_checkpointed_region(reentrant: bool) -> None:
             return checkpoint(super().called, x, use_reentrant=reentrant)
 
     applied = function(BODIES["several ops"], CPU_FWD(cast_inputs=BF16))
-    found = run(convert(Checkpointed(applied), strict=False))
+    found = run(converted(Checkpointed(applied), strict=False))
     exact = run(Model(applied))
     expected = by_autocast(Checkpointed(applied))
     for mine, its, true in zip(found, expected, exact, strict=True):
@@ -250,9 +246,9 @@ def test_a_function_that_fails_low_stays_fp32() -> None:
     applied = function(lambda x, _: x @ wide, CPU_FWD(cast_inputs=BF16))
     with pytest.raises(RuntimeError, match="same dtype"):
         by_autocast(Model(applied))
-    model = convert(Model(applied))
+    model = converted(Model(applied))
     applied_plain = function(lambda x, _: x @ wide, lambda f: f, lambda b: b)
-    assert same(run(model), run(convert(Model(applied_plain))))
+    assert same(run(model), run(converted(Model(applied_plain))))
     assert "stays fp32" in reason_of(model)
 
 
@@ -264,7 +260,7 @@ def test_half_operands_are_the_models_own() -> None:
             return y.float(), total.float()
 
     applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    assert same(run(convert(Half(applied))), by_autocast(Half(applied)))
+    assert same(run(converted(Half(applied))), by_autocast(Half(applied)))
 
 
 def test_results_may_be_written_to() -> None:
@@ -274,7 +270,7 @@ def test_results_may_be_written_to() -> None:
             return y.add_(1), total.mul_(2)
 
     applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    found = run(convert(Writes(applied)), grad=False)
+    found = run(converted(Writes(applied)), grad=False)
     expected = by_autocast(Writes(applied), grad=False)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
@@ -290,12 +286,12 @@ def test_one_operand_given_twice() -> None:
             return result
 
     applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
-    run(convert(Twice(applied), strict=False))
+    run(converted(Twice(applied), strict=False))
 
 
 def test_gradients_in_fp16() -> None:
     applied = function(BODIES["product"], CPU_FWD(cast_inputs=FP16))
-    model = convert(Model(applied), precision="fp16", loss_scale=16.0)
+    model = converted(Model(applied), precision="fp16", loss_scale=16.0)
     expected = run(Model(applied))
     for mine, its in zip(run(model), expected, strict=True):
         assert error(mine, its) < 5e-3
@@ -327,7 +323,7 @@ def test_a_function_with_a_setup_context() -> None:
             grad = (y + total[:, None]).float() * 2
             return grad @ w.float(), grad.t() @ x.float(), None
 
-    found = run(convert(Model(Product), strict=False))
+    found = run(converted(Model(Product), strict=False))
     for mine, its in zip(found, by_autocast(Model(Product)), strict=True):
         assert error(mine, its) < 1e-2
 
@@ -336,5 +332,5 @@ def test_dynamo_is_left_as_it_was() -> None:
     from torch._dynamo.variables.misc import AutogradFunctionVariable
 
     before = AutogradFunctionVariable.call_apply
-    run(convert(Model(function(BODIES["product"], CPU_FWD(cast_inputs=BF16)))))
+    run(converted(Model(function(BODIES["product"], CPU_FWD(cast_inputs=BF16)))))
     assert AutogradFunctionVariable.call_apply is before

@@ -15,11 +15,10 @@ import autoamp
 from autoamp.rewrite.for_compilers import for_compilers
 from autoamp.weights.sentinels import copies_of
 from benchmarks.compiled import inductors_count
-from tests.small_models import Of
+from tests.small_models import BF16, Of
 
 CAST = torch.ops.aten._to_copy.default
 ROWS, CLASSES = 64, 500
-BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
 
 def logits_and_loss(m: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

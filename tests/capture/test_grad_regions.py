@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from tests.model.test_methods import OPTIONS
+from tests.small_models import BF16
 
 
 class Frozen(nn.Module):
@@ -93,7 +93,7 @@ def grad_mode() -> Iterator[None]:
 def test_gradients_are_those_of_the_model(kind: type[Frozen]) -> None:
     model = kind()
     plain = copy.deepcopy(model)
-    autoamp.convert(model, **OPTIONS)
+    autoamp.convert(model, **BF16)
     x = torch.randn(4, 8)
     for _ in range(3):
         for each in (model, plain):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
+from tests.small_models import BF16
 
 WIDTH = 16
-BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
 
 class Regions(nn.Module):

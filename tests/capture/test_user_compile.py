@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +12,10 @@ from torch._dynamo.backends.registry import lookup_backend
 
 import autoamp
 from tests.metrics import relative_error
-from tests.small_models import WIDTH, mlp
+from tests.small_models import BF16, WIDTH, mlp
 
 CLOSE = 2.0**-6
 """bf16 keeps 8 bits, and a few roundings follow each other."""
-OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
 
 class Seen:
@@ -55,13 +54,6 @@ class Outer(nn.Module):
 @pytest.fixture
 def x() -> Tensor:
     return torch.randn(5, WIDTH)
-
-
-@pytest.fixture
-def automatic() -> Iterator[None]:
-    autoamp.enable(**OPTIONS)
-    yield
-    autoamp.disable()
 
 
 def rounded(ours: Tensor, exact: Tensor) -> bool:
@@ -117,7 +109,7 @@ def test_what_is_compiled_after_disable_is_plain(
     way: Callable[..., Any], x: Tensor
 ) -> None:
     model, seen = mlp(), Seen()
-    autoamp.enable(**OPTIONS)
+    autoamp.enable(**BF16)
     autoamp.disable()
     exact = nn.Sequential.forward(model, x)
     assert torch.equal(way(model, seen)(x), exact)
@@ -127,7 +119,7 @@ def test_what_is_compiled_after_disable_is_plain(
 def test_converted_model(way: Callable[..., Any], x: Tensor) -> None:
     model, seen = mlp(), Seen()
     exact = model(x)
-    autoamp.convert(model, **OPTIONS, strict=True)
+    autoamp.convert(model, **BF16, strict=True)
     compiled = way(model, seen)
     for _ in range(2):
         assert rounded(compiled(x), exact)
@@ -146,7 +138,7 @@ def test_converted_module_inside(x: Tensor) -> None:
     exact.sum().backward()
     wanted = [p.grad for p in model.parameters()]
     model.zero_grad()
-    autoamp.convert(model.inner, **OPTIONS)
+    autoamp.convert(model.inner, **BF16)
     y = torch.compile(model, backend=seen)(x)
     assert rounded(y, exact)
     assert seen.low_products() == 2
@@ -158,7 +150,7 @@ def test_converted_module_inside(x: Tensor) -> None:
 def test_as_one_graph_autocast_stands_in(precision: str, x: Tensor, caplog) -> None:
     model, seen = mlp(), Seen("aot_eager")
     exact = model(x)
-    autoamp.convert(model, **{**OPTIONS, "precision": precision})
+    autoamp.convert(model, **{**BF16, "precision": precision})
     compiled = torch.compile(model, backend=seen, fullgraph=True)
     assert rounded(compiled(x), exact)
     assert len(seen.graphs) == 1
@@ -174,8 +166,8 @@ def test_our_own_backend_rewrites_once(converted: bool, x: Tensor) -> None:
     model, seen = mlp(), Seen()
     exact = model(x)
     if converted:
-        autoamp.convert(model, **OPTIONS)
-    options = {**OPTIONS, "backend": seen}
+        autoamp.convert(model, **BF16)
+    options = {**BF16, "backend": seen}
     compiled = torch.compile(model, backend="autoamp", options=options)
     assert rounded(compiled(x), exact)
     assert len(seen.graphs) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autoamp
+from tests.small_models import BF16
 
-OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+pytestmark = pytest.mark.usefixtures("off_again")
 
 
 class Model(nn.Module):
@@ -68,18 +69,12 @@ def error_of(model: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Exception:
 
 
 def by_convert(model: nn.Module) -> nn.Module:
-    return autoamp.convert(model, **OPTIONS)
+    return autoamp.convert(model, **BF16)
 
 
 def by_the_mode(model: nn.Module) -> nn.Module:
-    autoamp.enable(**OPTIONS)
+    autoamp.enable(**BF16)
     return model
-
-
-@pytest.fixture(autouse=True)
-def _mode_off() -> Iterator[None]:
-    yield
-    autoamp.disable()
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
@@ -145,7 +140,7 @@ def test_an_error_about_integers_names_the_dtypes_of_the_model(name: str) -> Non
     call, integers = REFUSED[name]
     args = torch.ones(8, 8), integers
     expected = error_of(Refused(call), args, {})
-    found = error_of(autoamp.convert(Refused(call), **OPTIONS), args, {})
+    found = error_of(autoamp.convert(Refused(call), **BF16), args, {})
     assert (type(found), str(found)) == (type(expected), str(expected))
 
 
@@ -160,6 +155,6 @@ def test_integers_that_are_indices_or_masks_keep_nothing_fp32() -> None:
             h = functional.scaled_dot_product_attention(h, h, h, attn_mask=mask)
             return self.body(h[ROWS].masked_fill(~mask, 0.0))
 
-    model = autoamp.convert(Looks(), **OPTIONS)
+    model = autoamp.convert(Looks(), **BF16)
     model(torch.ones(8, 8), torch.ones(8, 8).bool())
     assert not [r for r in autoamp.report(model).ops if r.precision == "fp32"]

@@ -19,6 +19,8 @@ from autoamp import cli, compat
 from autoamp.auto import environment
 from autoamp_cli.run import run as run_command
 
+pytestmark = pytest.mark.usefixtures("nothing_asked_for")
+
 AUTOAMP = [sys.executable, "-m", "autoamp"]
 
 SHOWS = """
@@ -29,12 +31,6 @@ print(json.dumps({
 }))
 sys.exit(7)
 """
-
-
-@pytest.fixture(autouse=True)
-def nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("AUTOAMP_")]:
-        monkeypatch.delenv(name)
 
 
 def process(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -13,13 +13,11 @@ from torch.utils import _pytree as pytree
 
 from autoamp.op_names import base_name
 from autoamp.ops import is_random
-from autoamp.options import Options
-from autoamp.pipeline.run import rewrite_graph
 from autoamp.rewrite.rewritten import Rewritten
-from autoamp.rules import Category, Rule, Rules
+from autoamp.rules import Rules
 from tests.conformance.opinfo import Outcome, dense, plain, run
 from tests.conformance.rounding import error_over_bound, exact_and_drawn
-from tests.strategies import capture
+from tests.small_models import deny_everything, rewritten
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,15 +46,6 @@ class Checked:
         return ops_of(self.found.before, low.__contains__) - {"aten::clone"}
 
 
-def rewritten(
-    model: nn.Module, given: Sequence[Tensor], precision: str, **lists: Any
-) -> Rewritten:
-    """`model` rewritten to run low wherever the rules let it."""
-    options = Options(precision=precision, do_no_harm=False, strict=True, **lists)
-    graph = capture(model, len(given))
-    return rewrite_graph(graph, given, options, LOW[precision])
-
-
 def check(
     model: nn.Module,
     given: Given,
@@ -77,7 +66,7 @@ def check(
         **lists: options of the rewrite.
     """
     expected = run_as_graph(model, given(), finish)
-    found = rewritten(model, given(), precision, **lists)
+    found = rewritten(model, given(), precision, strict=True, **lists)
     ours = run(found.gm, given(), finish)
     same_kind(ours, expected)
     if not found.assignment.low:
@@ -95,14 +84,10 @@ def check(
 def check_denied(model: nn.Module, given: Given, finish: Finish) -> Rewritten:
     """Every op denied: asserts that nothing is cast and every bit is the same."""
     expected = run_as_graph(model, given(), finish)
-    free = rewritten(model, given(), "bf16")
+    free = rewritten(model, given(), "bf16", strict=True)
     met = ops_of(free.before, lambda _: True)
-    table = {
-        op: Rule(op, Category.DENY, "everything is denied", "test")
-        for op in [*Rules.default("bf16").table, *met]
-    }
-    rules = Rules("deny everything", table)
-    found = rewritten(model, given(), "bf16", rules=rules)
+    rules = deny_everything([*Rules.default("bf16").table, *met])
+    found = rewritten(model, given(), "bf16", strict=True, rules=rules)
     assert not found.casts
     ours = run(found.gm, given(), finish)
     same_kind(ours, expected)

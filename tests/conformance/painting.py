@@ -24,10 +24,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from autoamp.options import Options
-from autoamp.pipeline.run import rewrite_graph
 from autoamp.rewrite.rewritten import Rewritten
-from tests.strategies import capture
+from tests import small_models
 
 SIDE = 4
 """Rows and columns of inputs and weights, unless a case says otherwise."""
@@ -159,19 +157,12 @@ def inside(module: str) -> Iterator[None]:
 def rewritten(case: Case, placement: str, grad: bool = False) -> Rewritten:
     """The program of `case` under TensorFlow's lists."""
     torch.manual_seed(0)
-    options = Options(
-        precision=case.precision,
-        rules="tensorflow",
-        placement=placement,
-        do_no_harm=False,
-        keep=(KEPT,),
-        **case.options,
-    )
     given = case.given()
-    program = Program(case)
-    low = torch.float16 if case.precision == "fp16" else torch.bfloat16
+    asked = {"rules": "tensorflow", "placement": placement, "keep": (KEPT,)}
     with torch.set_grad_enabled(grad):
-        return rewrite_graph(capture(program, len(given)), given, options, low)
+        return small_models.rewritten(
+            Program(case), given, case.precision, **asked, **case.options
+        )
 
 
 def painted(case: Case, result: Rewritten) -> list[str]:

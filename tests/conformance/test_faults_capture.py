@@ -22,7 +22,6 @@ from tests.capture.test_custom_fwd import (
     BODIES,
     CPU_FWD,
     Model,
-    convert,
     function,
     reason_of,
     run,
@@ -30,6 +29,7 @@ from tests.capture.test_custom_fwd import (
 from tests.capture.test_layers import Looping
 from tests.conformance.table import Figures
 from tests.conformance.test_faults_torch import hide, trained
+from tests.small_models import converted
 from tests.training.steps import (
     BF16,
     FP16,
@@ -268,7 +268,7 @@ def test_functions_stay_fp32_where_dynamo_shows_no_call(
     """What is lost: `custom_fwd(cast_inputs=...)` is not followed."""
     hide(monkeypatch, "call_apply")
     applied = function(BODIES["product"], CPU_FWD(cast_inputs=torch.bfloat16))
-    model = convert(Model(applied))
+    model = converted(Model(applied))
     run(model)
     assert "stays fp32" in reason_of(model)
     figures.count("names taken away")

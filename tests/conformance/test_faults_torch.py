@@ -31,7 +31,8 @@ from autoamp.compat.modes import process
 from autoamp.graph_functions import attention, cpu_attention
 from tests.capture.test_changing import Appends, Counts, Scaled
 from tests.conformance.table import Figures
-from tests.model.test_methods import OPTIONS, Counted
+from tests.model.test_methods import Counted
+from tests.small_models import BF16 as OPTIONS
 from tests.training.steps import BF16, FP16, assert_same, mlp, weights_of
 
 COMPAT = Path(compat.__file__).parent

@@ -35,7 +35,7 @@ from autoamp.place.devices import Device
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.rewritten import Rewritten
-from autoamp.rules import Category, Rule, Rules
+from autoamp.rules import Rules
 from autoamp.trace.normalise import normalise
 from tests.conformance.exploring import explore
 from tests.conformance.graphs import (
@@ -49,6 +49,7 @@ from tests.conformance.graphs import (
 )
 from tests.conformance.moves import EXACT, MOVES
 from tests.conformance.table import Figures
+from tests.small_models import BF16, deny_everything
 from tests.whole.test_laws import (
     _Anything,
     alias_relations,
@@ -311,13 +312,7 @@ def denying(gm: fx.GraphModule) -> Rules:
     """The rules of bf16 with every op denied, those in no list and `gm` has too."""
     table = Rules.default("bf16").table
     met = {base_name(n.target) for n in gm.graph.nodes if hasattr(n.target, "_schema")}
-    return Rules(
-        "deny everything",
-        {
-            o: Rule(o, Category.DENY, "everything is denied", "test")
-            for o in [*table, *met]
-        },
-    )
+    return deny_everything([*table, *met])
 
 
 def check_traced(recipe: Recipe, options: dict[str, Any], figures: Figures) -> None:
@@ -361,13 +356,12 @@ def test_random_graphs_traced(shard: int, figures: Figures) -> None:
 # -- the checks can fail ---------------------------------------------------------------
 
 STALE = Recipe(steps=(("read_write_read", 0, (0,)),), outputs=(0,), everything=True)
-OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 DEVICE = Device("plain", 15.0, 0.3, 10.0, 100.0, True)
 
 
 def test_a_stale_cast_is_found(monkeypatch) -> None:
     """The bits tell, with autoamp's own verifier blinded."""
-    check_graph(STALE, OPTIONS, DEVICE, free=False, exact=True)
+    check_graph(STALE, BF16, DEVICE, free=False, exact=True)
     real = casts._Emitter._in_dtype
     monkeypatch.setattr(
         casts._Emitter, "_in_dtype", lambda s, v, d, r, epoch: real(s, v, d, r, 0)
@@ -376,12 +370,12 @@ def test_a_stale_cast_is_found(monkeypatch) -> None:
     monkeypatch.setattr(Verifier, "recount", lambda *_: _Anything())
     built = STALE.build(MOVES)
     with pytest.raises(AssertionError):
-        check_run(rewritten(built, OPTIONS, DEVICE, False), built, exact=True)
+        check_run(rewritten(built, BF16, DEVICE, False), built, exact=True)
 
 
 def test_a_promotion_is_found() -> None:
     built = Recipe((("linear", 0, (0,)),), (0,), True).build(MOVES)
-    found = rewritten(built, OPTIONS, DEVICE, False)
+    found = rewritten(built, BF16, DEVICE, False)
     assert not run(found.gm)[2].met
     nodes = {n.name: n for n in found.gm.graph.nodes}
     operands = nodes["x0"], nodes["x0_bf16"]
@@ -395,7 +389,7 @@ def test_a_promotion_is_found() -> None:
 
 def test_a_dearer_placement_is_found() -> None:
     built = Recipe((("linear", 0, (0,)),), (0,), True).build(MOVES)
-    found = rewritten(built, OPTIONS, DEVICE, False)
+    found = rewritten(built, BF16, DEVICE, False)
     check_cost(found)
     dear = dataclasses.replace(
         found.assignment, cost=found.assignment.all_high_cost + 1

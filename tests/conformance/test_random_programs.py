@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autoamp
-from autoamp.rules import Category, Rule, Rules
 from tests.conformance.exploring import explore
 from tests.conformance.oracle import LIMIT, deviation, relative
 from tests.conformance.programs import Model, batch, models
 from tests.conformance.table import Figures
+from tests.small_models import deny_everything
 from tests.whole.test_laws import same_bits
 
 pytestmark = [
@@ -251,18 +251,13 @@ def test_random_programs_in_fp16(figures: Figures) -> None:
 # -- deny everything and nothing changes -----------------------------------------------
 
 
-def deny_everything() -> Rules:
-    names = torch._C._dispatch_get_all_op_names()
-    ops = {n.partition(".")[0] for n in names if n.startswith("aten::")}
-    rule = {op: Rule(op, Category.DENY, "everything is denied", "test") for op in ops}
-    return Rules("deny everything", rule)
-
-
 def check_denied(model: Model) -> None:
     if currently_in_test_context():
         note(repr(model))
     plain, denied = copy.deepcopy(model), copy.deepcopy(model)
-    denied, _ = convert(denied, rules=deny_everything())
+    names = torch._C._dispatch_get_all_op_names()
+    aten = {n.partition(".")[0] for n in names if n.startswith("aten::")}
+    denied, _ = convert(denied, rules=deny_everything(aten))
     for _ in range(2):
         same_bits(run(denied), run(plain))
         same_bits(dict(denied.named_buffers()), dict(plain.named_buffers()))

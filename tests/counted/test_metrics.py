@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoamp.counted.ops import Cast
 from tests.metrics import CountingMode, count_ops, saved_bytes
 from tests.models import BY_NAME, Case
+from tests.small_models import Quiet
 
 # What Dynamo itself warns of while it captures a Function, or a value crossing a break.
 pytestmark = [
@@ -24,15 +24,6 @@ pytestmark = [
 ]
 
 BF16 = torch.bfloat16
-
-
-class PlainMode(TorchDispatchMode):
-    """A mode as anyone would write it."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 class Captured:
@@ -89,7 +80,7 @@ def test_counting_does_not_stop_capture_and_misses_nothing(name: str) -> None:
 def test_a_plain_mode_would_stop_capture() -> None:
     case = BY_NAME["mlp"]
     captured = Captured(case.model())
-    with PlainMode():
+    with Quiet():
         _backward(case, captured.call)
     assert captured.runs == 0
 

@@ -28,13 +28,13 @@ from tests.distributed.training import (
     steps,
     was_skipped,
 )
+from tests.small_models import BF16
 
 FP16: dict[str, Any] = {
     "precision": "fp16",
     "loss_scale": "dynamic",
     "do_no_harm": False,
 }
-BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
 
 # -- ranks that are not alike ----------------------------------------------------------

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from tests.distributed.ranks import Ranks
@@ -27,6 +26,7 @@ from tests.distributed.training import (
     steps,
     zero_adamw,
 )
+from tests.small_models import Quiet
 from tests.trainers.harness import bound
 
 STEPS, BAD = 6, 3
@@ -145,15 +145,6 @@ def test_compiled_graphs_skip_the_same_step(cap: float, two: Ranks) -> None:
 # -- a rank that did nothing which the others could wait for ---------------------------
 
 
-class _Mode(TorchDispatchMode):
-    """Dynamo steps aside under any such mode."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 UNITS = {torch.bfloat16: "amx_bf16"}
 """A CPU on which bf16 pays, whatever CPU the tests run on."""
 
@@ -173,7 +164,7 @@ def train_by(rank: int, *, by_price: bool) -> tuple[Trained, float]:
     def call(x: Tensor) -> Tensor:
         if rank == 0 or by_price:
             return ddp(x)
-        with _Mode():
+        with Quiet():
             return ddp(x)
 
     rows = 4096 if by_price and rank == 0 else 2

@@ -25,11 +25,11 @@ from autoamp.weights.sentinels import COPIES
 from tests.distributed.ranks import Ranks
 from tests.distributed.traffic import counting
 from tests.distributed.training import Block, Net, Trained, batch, slow, steps
+from tests.small_models import BF16
 from tests.trainers.harness import bound
 
 STEPS, BAD = 6, 3
-OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
-SCALED = {**OPTIONS, "precision": "fp16", "loss_scale": "dynamic"}
+SCALED = {**BF16, "precision": "fp16", "loss_scale": "dynamic"}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -71,7 +71,7 @@ def train(
     bad: int = -1,
     after: bool = False,
     count: int = STEPS,
-    options: dict[str, Any] = OPTIONS,
+    options: dict[str, Any] = BF16,
     **settings: Any,
 ) -> tuple[Trained, float]:
     """Some steps, and the share of flops that ran low."""
@@ -189,7 +189,7 @@ def a_policy_of_the_users(rank: int) -> tuple[int, int, set[torch.dtype]]:
         found.append(sum(sizes))
     net = sharded(mp_policy=policy)
     net.first.register_forward_hook(lambda *given: seen.add(given[2].dtype))
-    autoamp.convert(net, **OPTIONS)(batch(0, rank)[0])
+    autoamp.convert(net, **BF16)(batch(0, rank)[0])
     return (*found, seen)
 
 
@@ -205,7 +205,7 @@ def test_a_policy_of_the_users_is_honoured(two: Ranks) -> None:
 
 def after_three_calls(rank: int, **settings: Any) -> Net:
     """A net whose blocks are gathered low."""
-    net = autoamp.convert(sharded(**settings), **OPTIONS)
+    net = autoamp.convert(sharded(**settings), **BF16)
     for step in range(3):
         net(batch(step, rank)[0]).sum().backward()
     net.zero_grad()
@@ -258,7 +258,7 @@ def read_later(rank: int) -> tuple[bool, bool, int]:
     """
     net = Net()
     net.blocks[0] = Penalised()
-    net = autoamp.convert(sharded(net=net), **OPTIONS)
+    net = autoamp.convert(sharded(net=net), **BF16)
     found = []
     for step in range(9):
         net.blocks[0].asked = step >= 4
@@ -288,7 +288,7 @@ def graph_on_one_rank(rank: int) -> list[bool]:
     net = Net()
     net.blocks[0] = Penalised()
     net.blocks[0].asked = rank == 1
-    net = autoamp.convert(sharded(net=net), **OPTIONS)
+    net = autoamp.convert(sharded(net=net), **BF16)
     for step in range(5):
         net(batch(step, rank)[0]).sum().backward()
     return gathered_low(net)
@@ -341,7 +341,7 @@ def inference_first(rank: int, mixed: str, *modes: Any) -> Trained:
     """Calls without gradients, in which the ranks agree; then a training."""
     net = sharded()
     if mixed == "ours":
-        autoamp.convert(net, **OPTIONS)
+        autoamp.convert(net, **BF16)
     for mode in modes:
         with mode():
             net(batch(0, rank)[0])

@@ -14,8 +14,7 @@ import autoamp
 from tests.distributed.ranks import RankError, Ranks
 from tests.distributed.test_fsdp import sharded
 from tests.distributed.training import Net, Trained, batch, steps
-
-BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+from tests.small_models import BF16
 
 
 def spoiled(rank: int, wrap: str, where: str) -> tuple[Trained, list[float]]:

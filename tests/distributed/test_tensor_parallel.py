@@ -18,9 +18,8 @@ from torch.distributed.tensor.parallel import (
 import autoamp
 from tests.distributed.ranks import RankError, Ranks
 from tests.distributed.training import Net, Trained, batch, steps
+from tests.small_models import BF16
 from tests.trainers.harness import bound
-
-OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
 
 def parallel(world: int, replicas: int = 1) -> nn.Module:
@@ -44,7 +43,7 @@ def train(
     """Five steps with Adam, and why parts of the model were not converted."""
     net = parallel(world, replicas)
     if mixed == "ours":
-        autoamp.convert(net, **{**OPTIONS, **options})
+        autoamp.convert(net, **{**BF16, **options})
     # Ranks of one tensor-parallel group have the same data.
     batches = [batch(step, rank // (world // replicas)) for step in range(5)]
     adam = torch.optim.Adam(net.parameters(), 1e-2, foreach=False)

@@ -9,8 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-
-OPTIONS = {"precision": "bf16", "do_no_harm": False}
+from tests.small_models import BF16
 
 
 class Net(nn.Module):
@@ -33,7 +32,7 @@ ARGS = torch.arange(4), torch.ones(4, 16)
 
 
 def report_of(**options: object) -> autoamp.Report:
-    return autoamp.explain(Net(), *ARGS, options={**OPTIONS, **options})
+    return autoamp.explain(Net(), *ARGS, options={**BF16, **options})
 
 
 def node_of(report: autoamp.Report, op: str, last: bool = True) -> str:
@@ -95,7 +94,7 @@ def test_a_denied_op_is_a_root_with_its_reason() -> None:
     report = autoamp.explain(
         nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.ReLU(), nn.Tanh()),
         torch.ones(4, 8),
-        options={**OPTIONS, "deny": ["gelu"]},
+        options={**BF16, "deny": ["gelu"]},
     )
     shown = report.why(node_of(report, "tanh"))
     assert "root       gelu (aten::gelu) is fp32: listed by the user" in shown
@@ -140,7 +139,7 @@ class Odd(nn.Module):
     [{}, {"do_no_harm": True}, {"placement": "forced"}, {"objective": "memory"}],
 )
 def test_every_node_has_an_answer(given: dict[str, object]) -> None:
-    options = {**OPTIONS, **given}
+    options = {**BF16, **given}
     report = autoamp.explain(Odd(), torch.randn(4, 16), options=options)
     answers = {}
     for row in report.ops:

@@ -14,22 +14,15 @@ from torch.nn import functional as F
 import autoamp
 from autoamp.graph_functions import rotary
 from tests.metrics import relative_error
+from tests.small_models import converted
+from tests.spelled.activations import halves, pairs
 
 HEADS, SIZE, LENGTH = 2, 16, 24
-
-
-def halves(x: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
 def chunks(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
-
-
-def pairs(x: Tensor) -> Tensor:
-    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
 def back(x: Tensor) -> Tensor:
@@ -121,10 +114,6 @@ class WithKeys(Attention):
 def inputs() -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(3, LENGTH, 32, generator=generator)
-
-
-def converted(model: nn.Module, **options: Any) -> nn.Module:
-    return autoamp.convert(model, precision="bf16", do_no_harm=False, **options)
 
 
 def stepped(model: nn.Module, x: Tensor) -> list[Tensor]:

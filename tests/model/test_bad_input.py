@@ -14,19 +14,8 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.pipeline import prepare
-from tests.small_models import WIDTH, Of, mlp
-
-BF16 = {"precision": "bf16", "do_no_harm": False}
-
-
-def told(caplog) -> list[str]:
-    """What autoamp warned of."""
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.name.startswith("autoamp") and record.levelno >= logging.WARNING
-    ]
-
+from tests.logs import warned
+from tests.small_models import BF16, WIDTH, Of, mlp
 
 # -- not a model -------------------------------------------------------------------
 
@@ -147,7 +136,7 @@ def test_left_as_it_is_with_the_reason_in_the_report(name: str, caplog) -> None:
     assert what == type(model).__name__
     assert re.search(reason, why)
     assert report.runs == 0
-    (warning,) = told(caplog)
+    (warning,) = warned(caplog)
     assert why in warning
     copy.deepcopy(model)
     autoamp.revert(model)
@@ -165,7 +154,7 @@ def test_precision_that_cannot_pay_here_is_declined(caplog, monkeypatch) -> None
     ((_, why),) = [(s[0], s[1]) for s in autoamp.report(model).skipped]
     assert "fp16 cannot pay here" in why
     assert "do_no_harm=False" in why
-    assert why in told(caplog)[0]
+    assert why in warned(caplog)[0]
 
 
 def test_declined_reconversion_leaves_an_fp32_model(monkeypatch) -> None:
@@ -312,7 +301,7 @@ def test_model_runs_on_in_fp32_where_the_pass_fails(caplog) -> None:
     autoamp.convert(model, **BF16)
     for _ in range(3):
         assert torch.equal(model(x), exact)
-    (warning,) = told(caplog)
+    (warning,) = warned(caplog)
     assert "runs in fp32" in warning
     report = autoamp.report(model)
     ((what, why),) = [(s[0], s[1]) for s in report.skipped]
@@ -367,7 +356,7 @@ def test_errors_of_the_model_are_its_own() -> None:
 
 def test_a_model_in_bf16_is_not_said_to_stay_in_fp32(caplog) -> None:
     autoamp.convert(mlp().bfloat16(), **BF16)
-    (said,) = told(caplog)
+    (said,) = warned(caplog)
     assert "is left as it is: its parameters are bf16 already" in said
     assert "fp32:" not in said
 

@@ -19,7 +19,8 @@ import autoamp
 from autoamp.model.conversion import conversion_of
 from tests.metrics import relative_error
 from tests.quick import some_slow
-from tests.weights.test_weights import CLOSE, WIDTH, convert, mlp
+from tests.small_models import WIDTH, converted, mlp
+from tests.weights.test_weights import CLOSE
 
 # -- keyword arguments of any name -----------------------------------------------------
 
@@ -70,11 +71,11 @@ class Parent(nn.Module):
 
 
 def converted_child(name: str) -> nn.Module:
-    return Parent(convert(keyword_model(name)), name)
+    return Parent(converted(keyword_model(name)), name)
 
 
 def of_a_converted_parent(name: str) -> nn.Module:
-    return convert(converted_child(name))
+    return converted(converted_child(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,7 +83,7 @@ def test_keyword_arguments_have_any_name(name: str) -> None:
     x, factor = torch.randn(3, WIDTH), torch.randn(WIDTH)
     for model in (keyword_model(name), Anything(), Wrapped()):
         expected = model.forward(x, **{name: factor})
-        convert(model)
+        converted(model)
         found = model.forward(x, **{name: factor})  # `__call__` has a `self` of torch's
         assert relative_error([found], [expected]) < CLOSE
         assert not torch.equal(found, expected), "it ran in fp32"
@@ -217,7 +218,7 @@ def test_deep_copies_are_converted_and_run_their_own_weights(
     model, x = make(), torch.randn(3, WIDTH)
     before = model.__dict__.copy()
     expected = model(x)
-    convert(model)
+    converted(model)
     if called:
         model(x)
     other = copy.deepcopy(model)
@@ -249,7 +250,7 @@ def test_pickles_of_classes_that_reduce_themselves_are_as_before(
 ) -> None:
     model, x = make(), torch.randn(3, WIDTH)
     expected = model(x)
-    convert(model)(x)
+    converted(model)(x)
     assert b"autoamp" not in pickle.dumps(model).replace(b"tests", b"")
     file = io.BytesIO()
     torch.save(model, file)
@@ -289,7 +290,7 @@ def test_fx_traces_a_converted_child_as_it_was(tracer: str, first: str, caplog) 
     parent, x = Head(mlp()), torch.randn(3, WIDTH)
     expected = parent(x)
     plain = traced(tracer, parent, x)
-    convert(parent.body)
+    converted(parent.body)
     if first == "called":
         parent(x)
     caplog.clear()
@@ -307,7 +308,7 @@ def test_fx_traces_a_converted_child_as_it_was(tracer: str, first: str, caplog) 
 
 
 def test_a_traced_parent_trains_the_same_weights() -> None:
-    parent, x = Head(convert(mlp())), torch.randn(3, WIDTH)
+    parent, x = Head(converted(mlp())), torch.randn(3, WIDTH)
     graph = fx.symbolic_trace(parent)
     optimizer = torch.optim.SGD(graph.parameters(), 0.1)
     before = parent.body[0].weight.detach().clone()
@@ -318,8 +319,8 @@ def test_a_traced_parent_trains_the_same_weights() -> None:
 
 
 def test_a_traced_parent_is_converted_in_turn() -> None:
-    parent, x = Head(convert(mlp())), torch.randn(3, WIDTH)
-    graph = convert(fx.symbolic_trace(parent))
+    parent, x = Head(converted(mlp())), torch.randn(3, WIDTH)
+    graph = converted(fx.symbolic_trace(parent))
     with autoamp.disabled():
         expected = parent(x)
     found = graph(x)
@@ -332,7 +333,7 @@ def test_a_leaf_of_the_tracer_stays_converted() -> None:
         def is_leaf_module(self, m: nn.Module, name: str) -> bool:
             return autoamp.is_converted(m) or super().is_leaf_module(m, name)
 
-    parent, x = Head(convert(mlp())), torch.randn(3, WIDTH)
+    parent, x = Head(converted(mlp())), torch.randn(3, WIDTH)
     graph = fx.GraphModule(parent, Tracer().trace(parent))
     assert any(n.op == "call_module" and n.target == "body" for n in graph.graph.nodes)
     assert torch.equal(graph(x), parent(x))

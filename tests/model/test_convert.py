@@ -7,7 +7,6 @@ import functools
 import gc
 import inspect
 import io
-import logging
 import pickle
 import threading
 import types
@@ -21,11 +20,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
+from tests.logs import warned
 from tests.metrics import relative_error
-from tests.small_models import WIDTH, Of, mlp
+from tests.small_models import WIDTH, Of, Quiet, converted, mlp
 
 # What Dynamo itself warns of where a value crosses a graph break.
 pytestmark = pytest.mark.filterwarnings(
@@ -33,11 +32,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 CLOSE = 0.02  # bf16 rounding of a few layers
-BF16 = {"precision": "bf16", "do_no_harm": False}
-
-
-def convert(model: nn.Module, **options: Any) -> Any:
-    return autoamp.convert(model, **{**BF16, "strict": True, **options})
 
 
 def runs(model: nn.Module) -> int:
@@ -88,15 +82,6 @@ def x() -> Tensor:
     return torch.randn(5, WIDTH)
 
 
-def told(caplog) -> list[str]:
-    """What autoamp warned of; at debug level torch logs too."""
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.name.startswith("autoamp") and record.levelno >= logging.WARNING
-    ]
-
-
 def is_rounded(y: Tensor, exact: Tensor) -> bool:
     """Close to the fp32 result and not equal to it: it went through bf16."""
     assert y.dtype is exact.dtype
@@ -112,7 +97,7 @@ def test_same_object_class_parameters_and_state(x: Tensor) -> None:
     keys = list(model.state_dict())
     children = list(model.named_modules())
     exact = copy.deepcopy(model)(x)
-    assert convert(model) is model
+    assert converted(model) is model
     assert is_rounded(model(x), exact)
     assert type(model) is Block
     after = dict(model.named_parameters())
@@ -127,7 +112,7 @@ def test_same_object_class_parameters_and_state(x: Tensor) -> None:
 def test_signature_is_kept() -> None:
     model = Block()
     before = inspect.signature(model.forward)
-    convert(model)
+    converted(model)
     assert inspect.signature(model.forward) == before
     assert model.forward.__name__ == "forward"
 
@@ -135,7 +120,7 @@ def test_signature_is_kept() -> None:
 def test_revert_restores_bit_for_bit(x: Tensor) -> None:
     model = Block().eval()
     contents, exact = dict(model.__dict__), model(x)
-    convert(model)
+    converted(model)
     assert not torch.equal(model(x), exact)
     assert autoamp.revert(model) is model
     assert model.__dict__ == contents
@@ -153,7 +138,7 @@ def test_revert_of_a_plain_model_does_nothing() -> None:
 def test_report_of_an_unconverted_model_raises() -> None:
     with pytest.raises(autoamp.UnsupportedModelError, match="Sequential is not conv"):
         autoamp.report(mlp())
-    model = convert(mlp())
+    model = converted(mlp())
     autoamp.report(model)
     autoamp.revert(model)
     with pytest.raises(autoamp.UnsupportedModelError, match=r"autoamp\.convert"):
@@ -167,7 +152,7 @@ def test_forward_hooks_fire_once_per_call(x: Tensor) -> None:
         module.register_forward_hook(lambda m, a, r, n=name: fired.append(f"{n} post"))
     model(x)
     expected = list(fired)
-    convert(model)
+    converted(model)
     for _ in range(2):
         fired.clear()
         model(x)
@@ -189,7 +174,7 @@ def test_backward_hooks_fire_with_fp32_gradients(x: Tensor) -> None:
     model.first.weight.register_hook(lambda g: seen.append(("weight", g.dtype)))
     model(x.requires_grad_()).sum().backward()
     expected = list(seen)
-    convert(model)
+    converted(model)
     for _ in range(2):
         seen.clear()
         model(x).sum().backward()
@@ -199,7 +184,7 @@ def test_backward_hooks_fire_with_fp32_gradients(x: Tensor) -> None:
 
 
 def test_train_and_eval(x: Tensor) -> None:
-    model = convert(Block())
+    model = converted(Block())
     model(x)
     mean = model.norm.running_mean.clone()
     assert not torch.equal(mean, torch.zeros_like(mean))
@@ -212,7 +197,7 @@ def test_train_and_eval(x: Tensor) -> None:
 
 
 def test_double_after_convert_is_exact(x: Tensor) -> None:
-    model = convert(mlp())
+    model = converted(mlp())
     model(x)
     model.double()
     exact = copy.deepcopy(model)
@@ -257,7 +242,7 @@ def test_a_forward_of_the_instance_is_called_and_put_back(
     plain = model(x)
     put(model)
     contents, signature = dict(model.__dict__), inspect.signature(model.forward)
-    convert(model)
+    converted(model)
     assert inspect.signature(model.forward) == signature
     assert is_rounded(model(x), 10 * plain)
     assert runs(model) == 1
@@ -279,7 +264,7 @@ def test_deep_copies_run_their_own_weights(
     model = mlp()
     if put:
         put(model)
-    convert(model)
+    converted(model)
     y = model(x)
     twin = copy.deepcopy(model)
     assert autoamp.is_converted(twin)
@@ -316,20 +301,20 @@ def test_pickles_load_unconverted_and_say_so(
     if put:
         put(model)
     exact, names = model(x), set(model.__dict__)
-    convert(model)
+    converted(model)
     model(x)
     loaded = through(model)
-    (warning,) = told(caplog)
+    (warning,) = warned(caplog)
     assert "autoamp.convert(copy)" in warning
     assert not autoamp.is_converted(loaded)
     assert set(loaded.__dict__) == names
     assert torch.equal(loaded(x), exact)
     assert autoamp.is_converted(model)
-    assert is_rounded(convert(loaded)(x), exact)
+    assert is_rounded(converted(loaded)(x), exact)
 
 
 def test_data_parallel_replicas_run_their_own_weights(x: Tensor) -> None:
-    model = convert(Block().eval())
+    model = converted(Block().eval())
     y = model(x)
     replica = model._replicate_for_data_parallel()
     for name, child in model.named_children():
@@ -342,7 +327,7 @@ def test_data_parallel_replicas_run_their_own_weights(x: Tensor) -> None:
 
 
 def test_functional_call_uses_the_given_weights(x: Tensor) -> None:
-    model = convert(mlp())
+    model = converted(mlp())
     y = model(x)
     given = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
     assert torch.count_nonzero(torch.func.functional_call(model, given, (x,))) == 0
@@ -356,11 +341,11 @@ def test_functional_call_uses_the_given_weights(x: Tensor) -> None:
 def test_second_convert_changes_options_without_wrapping_twice(x: Tensor) -> None:
     model = mlp()
     contents, exact = dict(model.__dict__), model(x)
-    convert(model)
+    converted(model)
     assert is_rounded(model(x), exact)
-    convert(model, deny=["linear", "gelu"])
+    converted(model, deny=["linear", "gelu"])
     assert torch.equal(model(x), exact)
-    convert(model, precision="fp16")
+    converted(model, precision="fp16")
     assert is_rounded(model(x), exact)
     assert runs(model) == 1
     autoamp.revert(model)
@@ -371,26 +356,26 @@ def test_wrapper_put_over_a_converted_model_survives(x: Tensor) -> None:
     # As accelerate does where it prepares a model that is converted already.
     model = mlp()
     exact = model(x)
-    convert(model)
+    converted(model)
     with_closure(model)
     wrapper = model.__dict__["forward"]
     assert is_rounded(model(x), 10 * exact)
-    convert(model, deny=["linear", "gelu"])
+    converted(model, deny=["linear", "gelu"])
     assert torch.equal(model(x), 10 * exact)
-    convert(model)
+    converted(model)
     assert is_rounded(model(x), 10 * exact)
     autoamp.revert(model)
     assert not autoamp.is_converted(model)
     assert model.__dict__["forward"] is wrapper
     assert torch.equal(model(x), 10 * exact)
-    assert is_rounded(convert(model)(x), 10 * exact)
+    assert is_rounded(converted(model)(x), 10 * exact)
 
 
 @pytest.mark.parametrize("how", ["replaced", "deleted"])
 def test_a_forward_that_is_taken_away_is_told_once_and_converted_again(
     how: str, x: Tensor, caplog
 ) -> None:
-    model = convert(mlp())
+    model = converted(mlp())
     contents = set(mlp().__dict__)
     model(x)
     if how == "replaced":
@@ -398,12 +383,12 @@ def test_a_forward_that_is_taken_away_is_told_once_and_converted_again(
     else:
         del model.forward
     exact = model(x)
-    (line,) = told(caplog)
+    (line,) = warned(caplog)
     assert "forward was replaced or deleted" in line
     assert "forward was replaced" in str(autoamp.report(model))
     assert not autoamp.is_converted(model)
 
-    convert(model)
+    converted(model)
     assert is_rounded(model(x), exact)
     assert runs(model) == 1
     autoamp.revert(model)
@@ -413,23 +398,23 @@ def test_a_forward_that_is_taken_away_is_told_once_and_converted_again(
 
 
 def test_a_forward_that_is_wrapped_or_put_back_is_not_told(x: Tensor, caplog) -> None:
-    model = convert(mlp())
+    model = converted(mlp())
     with unittest.mock.patch.object(model, "forward", wraps=model.forward):
         model(x)
     model(x)
     autoamp.revert(model)
     del model
     gc.collect()
-    assert told(caplog) == []
+    assert warned(caplog) == []
 
 
 def test_submodule_then_its_parent(x: Tensor) -> None:
     model = Outer(mlp())
     exact = model(x)
-    convert(model.inner)
+    converted(model.inner)
     assert is_rounded(model(x), exact)
     assert runs(model.inner) == 1
-    convert(model)
+    converted(model)
     assert is_rounded(model(x), exact)
     assert runs(model) == 1
     assert runs(model.inner) == 1, "the parent's graph holds everything"
@@ -443,7 +428,7 @@ def test_submodule_then_its_parent(x: Tensor) -> None:
 def test_twenty_models_of_one_class() -> None:
     for cls in (Block, Broken):
         x = torch.randn(5, WIDTH)
-        models = [convert(cls()) for _ in range(20)]
+        models = [converted(cls()) for _ in range(20)]
         for model in models:
             y = model(x)
             assert runs(model) == len(autoamp.report(model).graphs) > 0
@@ -455,7 +440,7 @@ def test_twenty_models_of_one_class() -> None:
 
 @pytest.mark.slow
 def test_twenty_models_of_a_class_whose_submodule_breaks(x: Tensor) -> None:
-    models = [convert(Outer(Broken()), strict=False) for _ in range(20)]
+    models = [converted(Outer(Broken()), strict=False) for _ in range(20)]
     for model in models:
         model(x)
     assert {runs(model) for model in models} == {3}
@@ -465,7 +450,7 @@ def test_twenty_models_of_a_class_whose_submodule_breaks(x: Tensor) -> None:
 
 
 def test_eight_threads_at_the_first_call_make_one_capture(x: Tensor) -> None:
-    model = convert(mlp())
+    model = converted(mlp())
     start, results = threading.Barrier(8), []
 
     def work() -> None:
@@ -499,7 +484,7 @@ class Particular(nn.Module):
 
 @pytest.mark.parametrize("first", ["good", "bad"])
 def test_calls_after_one_that_raises_are_converted(first: str, x: Tensor) -> None:
-    model = convert(Particular())
+    model = converted(Particular())
     for good in [first == "good", False, True, False, True, True]:
         if good:
             model(x)
@@ -516,7 +501,7 @@ def test_calls_after_one_that_raises_are_converted(first: str, x: Tensor) -> Non
     "the thread that first made fake tensors, and so plain torch crashes too",
 )
 def test_models_trained_in_eight_threads_are_captured_once_each(x: Tensor) -> None:
-    models = [convert(mlp()) for _ in range(8)]
+    models = [converted(mlp()) for _ in range(8)]
 
     def train(model: nn.Module) -> None:
         for _ in range(10):
@@ -529,7 +514,7 @@ def test_models_trained_in_eight_threads_are_captured_once_each(x: Tensor) -> No
 
 
 def test_disabled_is_nested_and_of_this_thread(x: Tensor) -> None:
-    model, elsewhere = convert(mlp()), []
+    model, elsewhere = converted(mlp()), []
     low = model(x)
     with autoamp.disabled():
         exact = model(x)
@@ -546,15 +531,6 @@ def test_disabled_is_nested_and_of_this_thread(x: Tensor) -> None:
 
 
 # -- a call that ran no rewritten graph --------------------------------------------
-
-
-class Quiet(TorchDispatchMode):
-    """Changes nothing; its presence makes Dynamo step aside."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def under_vmap(model: nn.Module, x: Tensor) -> Any:
@@ -589,12 +565,12 @@ def test_a_call_past_the_graphs_is_told_once(
 ) -> None:
     model = mlp()
     exact = call(model, x)
-    convert(model, strict=False)
+    converted(model, strict=False)
     model(x)
-    assert told(caplog) == []
+    assert warned(caplog) == []
     assert torch.equal(call(model, x), exact)
     call(model, x)
-    (warning,) = told(caplog)
+    (warning,) = warned(caplog)
     assert "'forward' ran no rewritten graph" in warning
     ((what, why),) = [(s[0], s[1]) for s in autoamp.report(model).skipped]
     assert what == "Sequential"
@@ -611,13 +587,13 @@ def test_transforms_of_functions_run_under_autocast(
 ) -> None:
     model = mlp()
     exact = call(model, x)
-    convert(model, strict=False)
+    converted(model, strict=False)
     model(x)
     for _ in range(2):
         result = call(model, x)
         assert result.dtype == torch.float32
         assert is_rounded(result, exact)
-    (warning,) = told(caplog)
+    (warning,) = warned(caplog)
     assert "under torch.autocast instead of rewritten graphs" in warning
     found = autoamp.report(model)
     assert [what for what, _ in found.skipped] == ["Sequential"]
@@ -633,7 +609,7 @@ def test_transforms_of_functions_run_under_autocast(
 def test_a_call_past_the_graphs_raises_under_strict(
     call: Callable[[nn.Module, Tensor], Any], x: Tensor
 ) -> None:
-    model = convert(mlp())
+    model = converted(mlp())
     with pytest.raises(autoamp.CaptureError, match="ran no rewritten graph"):
         call(model, x)
     model(x)
@@ -657,12 +633,12 @@ class Uncapturable(nn.Module):
 def test_a_model_that_dynamo_captures_nothing_of_is_told(x: Tensor, caplog) -> None:
     model = Uncapturable()
     exact = model(x)
-    convert(model, strict=False)
+    converted(model, strict=False)
     for _ in range(2):
         assert torch.equal(model(x), exact)
     for _ in range(10):
         assert is_rounded(model(x), exact)
-    first, second = told(caplog)
+    first, second = warned(caplog)
     assert "'forward' ran no rewritten graph" in first
     assert "Dynamo cannot go on after a graph break in its code" in first
     assert "vmap" not in first
@@ -683,20 +659,20 @@ class Encoder(nn.Module):
 
 
 def test_a_call_past_the_graphs_names_the_method(x: Tensor, caplog) -> None:
-    model = convert(Encoder(), strict=False)
+    model = converted(Encoder(), strict=False)
     model.encode(x)
     with Quiet():
         model.encode(x)
-    (warning,) = told(caplog)
+    (warning,) = warned(caplog)
     assert "a call of 'encode' ran no rewritten graph" in warning
     assert "Quiet" in warning
 
 
 def test_a_dynamo_that_is_switched_off_is_named(x: Tensor, caplog) -> None:
-    model = convert(mlp(), strict=False)
+    model = converted(mlp(), strict=False)
     with torch._dynamo.config.patch(disable=True):
         model(x)
-    assert "Dynamo is switched off" in told(caplog)[0]
+    assert "Dynamo is switched off" in warned(caplog)[0]
 
 
 def test_backward_hook_inside_a_torch_container(x: Tensor) -> None:
@@ -704,7 +680,7 @@ def test_backward_hook_inside_a_torch_container(x: Tensor) -> None:
     model = mlp()
     model[0].register_full_backward_hook(lambda *_: None)
     exact = model(x.requires_grad_())
-    convert(model)
+    converted(model)
     assert is_rounded(model(x), exact)
     assert runs(model) == 2
 
@@ -715,7 +691,7 @@ def Empty() -> Of:
 
 
 def test_calls_that_compute_nothing_now_and_then(x: Tensor) -> None:
-    model = convert(Empty(), strict=False)
+    model = converted(Empty(), strict=False)
     for _ in range(4):
         assert model(None) is None
         model(x)
@@ -741,7 +717,7 @@ def Product() -> Of:
 
 
 def test_past_the_recompile_limit_modules_inside_are_captured() -> None:
-    model = convert(mlp(), strict=False)
+    model = converted(mlp(), strict=False)
     many_shapes(model)
     coverage = autoamp.report(model).coverage
     assert coverage.calls_aside == 0
@@ -749,20 +725,20 @@ def test_past_the_recompile_limit_modules_inside_are_captured() -> None:
 
 
 def test_the_recompile_limit_is_told(caplog) -> None:
-    model = convert(Product(), strict=False)
+    model = converted(Product(), strict=False)
     many_shapes(model, 40)
     assert autoamp.report(model).coverage.calls_aside > 0
-    assert "fp32" in told(caplog)[0]
+    assert "fp32" in warned(caplog)[0]
     assert "the recompile limit" in str(autoamp.report(model).skipped)
 
 
 def test_the_recompile_limit_raises_under_strict() -> None:
     with pytest.raises(autoamp.CaptureError, match="the recompile limit"):
-        many_shapes(convert(Product()), 40)
+        many_shapes(converted(Product()), 40)
 
 
 def test_many_shapes_with_dynamic_shapes_do_not_reach_the_limit() -> None:
-    model = convert(mlp())
+    model = converted(mlp())
     for rows in range(2, 20):
         model(torch.randn(rows, WIDTH))
     assert runs(model) == 18
@@ -776,7 +752,7 @@ def test_many_shapes_with_dynamic_shapes_do_not_reach_the_limit() -> None:
 def test_ambient_autocast(dtype: torch.dtype, x: Tensor) -> None:
     model, layer = mlp(), nn.Linear(WIDTH, WIDTH)
     exact, after = model(x), model(layer(x))
-    convert(model)
+    converted(model)
     alone = model(x)
     with torch.autocast("cpu", dtype):
         assert torch.equal(model(x), alone)
@@ -800,7 +776,7 @@ def test_example_inputs_capture_at_once_and_leave_no_trace(x: Tensor) -> None:
     state = {k: v.clone() for k, v in model.state_dict().items()}
     buffers = dict(model.named_buffers())
     random = torch.get_rng_state()
-    convert(model, example_inputs=(x,))
+    converted(model, example_inputs=(x,))
     assert len(autoamp.report(model).graphs) == 1
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
@@ -815,7 +791,7 @@ def test_example_inputs_for_serving(
     mode: Callable[[], AbstractContextManager[Any]], x: Tensor
 ) -> None:
     with mode():
-        model = convert(Block().eval(), example_inputs=(x,))
+        model = converted(Block().eval(), example_inputs=(x,))
         model(x)
     assert len(autoamp.report(model).graphs) == 1
 
@@ -840,13 +816,13 @@ def test_failing_example_inputs_leave_the_model_as_it_was(x: Tensor) -> None:
     model = Fails()
     contents = dict(model.__dict__)
     with pytest.raises(KeyError, match="no five rows"):
-        convert(model, example_inputs=(x,))
+        converted(model, example_inputs=(x,))
     assert model.__dict__ == contents
     assert model.calls == 0
-    convert(model, strict=False)
+    converted(model, strict=False)
     model(x[:2])
     with pytest.raises(KeyError, match="no five rows"):
-        convert(model, strict=False, deny=["linear"], example_inputs=(x,))
+        converted(model, strict=False, deny=["linear"], example_inputs=(x,))
     assert autoamp.is_converted(model), "as it was: converted, with the old options"
     assert runs(model) == 1
 
@@ -863,7 +839,7 @@ def test_callable_backend_gets_the_rewritten_graph(x: Tensor) -> None:
 
     model = mlp()
     exact = model(x)
-    convert(model, backend=backend)
+    converted(model, backend=backend)
     assert is_rounded(model(x), exact)
     ((gm, dtypes),) = given
     assert torch.bfloat16 in dtypes
@@ -925,7 +901,7 @@ def test_inductor_trains_like_eager() -> None:
     x = torch.randn(2, 3, 4, 4)
     model = Checkpointed()
     exact = copy.deepcopy(model)
-    convert(model, backend="inductor")
+    converted(model, backend="inductor")
     y, want = model(x), exact(x)
     assert is_rounded(y, want)
     y.square().sum().backward()

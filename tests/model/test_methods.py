@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import autoamp
 from autoamp.model.methods import computing_methods
-
-OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+from tests.small_models import BF16
 
 
 class Autoencoder(nn.Module):
@@ -113,7 +112,7 @@ def test_a_method_of_a_child_counts_and_a_tensor_of_a_child_does_not() -> None:
 def test_they_run_rewritten_graphs_and_are_counted() -> None:
     model = Autoencoder()
     plain = copy.deepcopy(model)
-    autoamp.convert(model, **OPTIONS)
+    autoamp.convert(model, **BF16)
     calls = [("encode", X), ("decode", X[:, :4]), ("sample", 5), ("last", X)]
     for count, (name, given) in enumerate(calls, 1):
         found = getattr(model, name)(given)
@@ -149,7 +148,7 @@ class Counted(Autoencoder):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_method_that_computes_nothing_is_no_call(strict: bool, caplog) -> None:
-    model = autoamp.convert(Counted(), strict=strict, **OPTIONS)
+    model = autoamp.convert(Counted(), strict=strict, **BF16)
     assert "parameter_count" in computing_methods(model)
     count = Counted().parameter_count()
     assert [model.parameter_count() for _ in range(5)] == [count] * 5
@@ -175,7 +174,7 @@ def test_a_method_that_computes_later_is_counted() -> None:
                 torch._dynamo.graph_break()
             return self.inner.count() if x is None else x @ self.head.weight
 
-    model = autoamp.convert(Late(), **OPTIONS)
+    model = autoamp.convert(Late(), **BF16)
     plain = Late()
     plain.load_state_dict(model.state_dict())
     for name in ("scaled", "left"):
@@ -207,7 +206,7 @@ def test_a_method_trains() -> None:
 
 
 def test_one_called_by_forward_is_part_of_its_graph() -> None:
-    model = autoamp.convert(Autoencoder(), **OPTIONS)
+    model = autoamp.convert(Autoencoder(), **BF16)
     model(X)
     assert len(autoamp.report(model).graphs) == 1
 
@@ -216,7 +215,7 @@ def test_one_called_by_forward_is_part_of_its_graph() -> None:
     "make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
 )
 def test_copies_run_their_own_weights(make: Any) -> None:
-    model = autoamp.convert(Autoencoder(), **OPTIONS)
+    model = autoamp.convert(Autoencoder(), **BF16)
     model.encode(X)
     other = make(model)
     with torch.no_grad():
@@ -229,27 +228,20 @@ def test_copies_run_their_own_weights(make: Any) -> None:
 def test_revert_takes_them_away() -> None:
     model = Autoencoder()
     before = dict(model.__dict__)
-    autoamp.convert(model, **OPTIONS)
+    autoamp.convert(model, **BF16)
     own = model.decode = lambda z: z  # the user's own, put there since
     autoamp.revert(model)
     assert model.__dict__ == {**before, "decode": own}
-    assert autoamp.convert(model, **OPTIONS).decode is own
+    assert autoamp.convert(model, **BF16).decode is own
 
 
 def test_no_method_is_a_data_parallel_replicas_of_another() -> None:
-    model = autoamp.convert(Autoencoder(), **OPTIONS)
+    model = autoamp.convert(Autoencoder(), **BF16)
     replica = model._replicate_for_data_parallel()
     assert replica.encode.__self__ is replica
 
 
 # -- the automatic mode ----------------------------------------------------------------
-
-
-@pytest.fixture
-def automatic() -> Iterator[None]:
-    autoamp.enable(**OPTIONS)
-    yield
-    autoamp.disable()
 
 
 class Trained(Autoencoder):

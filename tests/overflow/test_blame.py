@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.errors import LossScaleError
-
-WIDTH = 8
+from tests.small_models import WIDTH, Between
 
 
 def line_of(name: str) -> str:
@@ -29,26 +28,12 @@ def line_of(name: str) -> str:
     return f"{Path(__file__).name}:{found}:"
 
 
-class Faulty(nn.Module):
-    """Two layers around a sub-class's fault."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def middle(self, x: Tensor) -> Tensor:
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x)))
-
-
-class Product(Faulty):
+class Product(Between):
     def middle(self, x: Tensor) -> Tensor:
         return (x * 400) * 400 / 1e5  # product
 
 
-class Region(Faulty):
+class Region(Between):
     def middle(self, x: Tensor) -> Tensor:
         def region(y: Tensor) -> Tensor:
             return (self.last(y) * 400) * 400 / 1e5  # region
@@ -56,13 +41,13 @@ class Region(Faulty):
         return checkpoint(region, x * 1.5, use_reentrant=False)
 
 
-class SecondGraph(Faulty):
+class SecondGraph(Between):
     def middle(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return (self.last(x) * 400) * 400 / 1e5  # second graph
 
 
-class Backward(Faulty):
+class Backward(Between):
     """On the way back, the large factor comes before the small one."""
 
     def __init__(self) -> None:
@@ -139,10 +124,10 @@ def test_a_module_and_its_line_are_named() -> None:
 
 
 def test_what_is_not_the_models_fault_is_said_to_be_so() -> None:
-    training = Training(Faulty, 2.0**8)
+    training = Training(Between, 2.0**8)
     assert [training.step(factor=torch.inf) for _ in range(2)] == [True] * 2
     assert "outside of the model" in training.skips[1]
-    training = Training(Faulty, 2.0**8)
+    training = Training(Between, 2.0**8)
     bad = torch.full((6, WIDTH), torch.nan)
     assert [training.step(bad) for _ in range(2)] == [True] * 2
     assert "input.0 holds a number that is not finite" in training.skips[1]
@@ -156,7 +141,7 @@ def test_only_steps_after_a_skipped_step_are_watched(monkeypatch) -> None:
     monkeypatch.setattr(
         running, "Recorder", lambda *a, **k: watched.append(a) or real(*a, **k)
     )
-    training = Training(Faulty, 2.0**8)
+    training = Training(Between, 2.0**8)
     assert not any(training.step() for _ in range(3))
     assert watched == []
     assert training.step(factor=1e9)
@@ -168,13 +153,13 @@ def test_only_steps_after_a_skipped_step_are_watched(monkeypatch) -> None:
 
 
 def test_a_step_that_only_just_overflowed_is_explained_by_the_next() -> None:
-    training = Training(Faulty, 2.0**16)
+    training = Training(Between, 2.0**16)
     x = torch.randn(6, WIDTH)
     while training.step(x, 1e3):
         pass
     count = len(training.skips)
     assert count > 1
-    training = Training(Faulty, autoamp.report(training.model).loss_scale.scale * 2)
+    training = Training(Between, autoamp.report(training.model).loss_scale.scale * 2)
     assert training.step(x, 1e3)
     assert not training.step(x, 1e3)
     (why,) = training.skips

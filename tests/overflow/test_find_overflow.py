@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-
-WIDTH = 8
+from tests.small_models import WIDTH, Between
 
 
 def line_of(name: str) -> int:
@@ -31,42 +30,28 @@ def line_of(name: str) -> int:
     return found
 
 
-class Base(nn.Module):
-    """Two layers, between which a sub-class plants its fault."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def middle(self, x: Tensor) -> Tensor:
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x)))
-
-
-class Attention(Base):
+class Attention(Between):
     def middle(self, x: Tensor) -> Tensor:
         logits = (400 * x) @ (400 * x).transpose(-1, -2)  # fault: attention
         return torch.softmax(logits / 1e4, -1) @ x
 
 
-class Variance(Base):
+class Variance(Between):
     def middle(self, x: Tensor) -> Tensor:
         return (900 * x).var(-1, keepdim=True) * torch.ones_like(x)  # fault: variance
 
 
-class Exponential(Base):
+class Exponential(Between):
     def middle(self, x: Tensor) -> Tensor:
         return torch.exp(x * 0 + 12)  # fault: exponential
 
 
-class Division(Base):
+class Division(Between):
     def middle(self, x: Tensor) -> Tensor:
         return x / (0 * x + 1e-6)  # fault: division
 
 
-class BadWeight(Base):
+class BadWeight(Between):
     def __init__(self) -> None:
         super().__init__()
         self.scaled = nn.Linear(WIDTH, WIDTH)
@@ -77,7 +62,7 @@ class BadWeight(Base):
         return self.scaled(x)
 
 
-class Backward(Base):
+class Backward(Between):
     """On the way back, the large factor comes before the small one."""
 
     def __init__(self) -> None:
@@ -88,14 +73,14 @@ class Backward(Base):
         return nn.functional.linear(x * 1e-4, self.steep)  # fault: backward
 
 
-class SecondGraph(Base):
+class SecondGraph(Between):
     def middle(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         x = self.last(x)
         return (x * 300) * 1000  # fault: second graph
 
 
-class OnlyInRegion(Base):
+class OnlyInRegion(Between):
     """A region of the model's own; the same numbers outside of it are in range."""
 
     def middle(self, x: Tensor) -> Tensor:
@@ -109,7 +94,7 @@ class OnlyInRegion(Base):
 class InCheckpoint(nn.Module):
     """A model whose middle is inside `torch.utils.checkpoint`."""
 
-    def __init__(self, model: Base) -> None:
+    def __init__(self, model: Between) -> None:
         super().__init__()
         self.inner = model
 
@@ -148,12 +133,12 @@ FAULTS = [
     Fault("variance", Variance, facts={"direction": "forward"}),
     Fault("exponential", Exponential, facts={"op": "aten::exp.default"}),
     Fault("division", Division, facts={"op": "aten::div.Tensor"}),
-    Fault("input", Base, math.inf, facts={"kind": "input", "name": "x"}),
+    Fault("input", Between, math.inf, facts={"kind": "input", "name": "x"}),
     Fault("weight", BadWeight, facts={"kind": "weight", "name": "scaled.weight"}),
     Fault("backward", Backward, facts={"direction": "backward"}),
     Fault("region", OnlyInRegion, facts={"op": "aten::mul.Tensor"}),
     Fault("second graph", SecondGraph, facts={"direction": "forward"}),
-    Fault("loss", Base, loss_fn=steep_loss, facts={"kind": "outside"}),
+    Fault("loss", Between, loss_fn=steep_loss, facts={"kind": "outside"}),
 ]
 
 
@@ -162,7 +147,7 @@ FAULTS = [
 def test_the_planted_line_is_blamed(fault: Fault, regions: bool) -> None:
     torch.manual_seed(0)
     model = fault.make()
-    if regions and isinstance(model, Base):
+    if regions and isinstance(model, Between):
         model = InCheckpoint(model)
     x = torch.randn(6, WIDTH)
     x[1, 2] *= fault.factor

@@ -21,17 +21,17 @@ from autoamp.place.policies import POLICIES, project
 from autoamp.place.two_sides import Problem, energy
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Rules
+from tests import small_models
 from tests.small_models import Of
 from tests.strategies import Program, capture, choices, inputs, problems, programs
 
 
-def rewritten(program: nn.Module, **options: Any) -> Rewritten:
-    chosen = Options(**options)
-    low = torch.float16 if chosen.precision == "fp16" else torch.bfloat16
-    return rewrite_graph(capture(program), inputs(), chosen, low)
+def rewritten(program: nn.Module, precision: str = "bf16", **options: Any) -> Rewritten:
+    options = {"do_no_harm": True, **options}
+    return small_models.rewritten(program, inputs(), precision, **options)
 
 
-def check_law_5(found: Rewritten) -> None:
+def check_least_cost(found: Rewritten) -> None:
     assignment = found.assignment
     assert assignment.cost == assignment.optimal_cost
     assert assignment.cost == energy(assignment.problem, assignment.low)
@@ -47,10 +47,10 @@ def test_no_legal_placement_is_cheaper(
     program: Program, options: dict[str, Any], do_no_harm: bool, objective: str
 ) -> None:
     options = {**options, "do_no_harm": do_no_harm, "objective": objective}
-    check_law_5(rewritten(program, **options))
+    check_least_cost(rewritten(program, **options))
 
 
-def test_law_5_can_fail(monkeypatch) -> None:
+def test_least_cost_can_fail(monkeypatch) -> None:
     program = Program([("linear", 0, 0), ("other", 2, 2)], [3])
 
     def lazy(problem: Problem) -> tuple[frozenset[str], int | None]:
@@ -59,7 +59,7 @@ def test_law_5_can_fail(monkeypatch) -> None:
     monkeypatch.setattr(assign_module, "least_cost", lazy)
     found = rewritten(program, do_no_harm=False, precision="bf16")
     with pytest.raises(AssertionError):
-        check_law_5(found)
+        check_least_cost(found)
 
 
 @settings(max_examples=100)

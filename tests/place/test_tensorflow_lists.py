@@ -20,8 +20,7 @@ from autoamp.pipeline.run import rewrite_graph
 from autoamp.place.policies import tensorflow
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category, Rules
-from tests import small_models
-from tests.small_models import Of
+from tests.small_models import Of, rewriting
 from tests.strategies import Program, capture, inputs, programs
 
 SIDE = 16
@@ -42,12 +41,13 @@ def of(function: Callable[..., Any]) -> Of:
     )
 
 
-def rewritten(
-    function: Callable[..., Any], precision: str = "fp16", *data: Tensor, **options: Any
-) -> Rewritten:
-    given = {"rules": "tensorflow", "placement": "tensorflow", **options}
-    data = data or (X.clone().requires_grad_(),)
-    return small_models.rewritten(of(function), data, precision, **given)
+rewritten = rewriting(
+    of,
+    lambda: X.clone().requires_grad_(),
+    "fp16",
+    rules="tensorflow",
+    placement="tensorflow",
+)
 
 
 # -- the lists -------------------------------------------------------------------------
@@ -112,11 +112,11 @@ def test_the_name_means_the_lists_of_the_precision_in_use() -> None:
         scale = (h * h).mean(-1, keepdim=True).rsqrt()
         return (h * scale) @ m.fc.weight
 
-    low = {p: rewritten(normalised, p).assignment.low for p in PRECISIONS}
+    low = {p: rewritten(normalised, precision=p).assignment.low for p in PRECISIONS}
     assert {"mul", "mean", "rsqrt", "mul_1"} <= low["bf16"]
     assert not {"mean", "rsqrt"} & low["fp16"]
     for name in ("tensorflow", "tensorflow-bf16"):
-        found = rewritten(normalised, "bf16", rules=name)
+        found = rewritten(normalised, precision="bf16", rules=name)
         assert found.assignment.low == low["bf16"]
 
 
@@ -136,7 +136,7 @@ def test_levels_have_equivalents(precision: str) -> None:
     listed = [op for c in Category for op in rules.names(c)]
 
     def low(**options: Any) -> set[str]:
-        return set(rewritten(levels, precision, **options).assignment.low)
+        return set(rewritten(levels, precision=precision, **options).assignment.low)
 
     assert low() == {*products, "relu", "tanh", "add"}
     assert low(placement="forced") == products
@@ -285,7 +285,7 @@ def is_painted(found: Rewritten, node: str) -> bool:
 @pytest.mark.parametrize("row", LISTED)
 def test_a_pin_that_is_listed_holds_what_tensorflow_paints(row: str) -> None:
     function, data, node, reason = LISTED[row]
-    found = rewritten(function, "fp16", *data)
+    found = rewritten(function, *data)
     assert node not in found.assignment.low
     assert reason in found.assignment.decisions[node].reason
     assert is_painted(found, node)

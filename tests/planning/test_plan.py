@@ -23,10 +23,10 @@ from autoamp.planning import named
 from autoamp.planning.cuda_autocast import IN_FP32
 from autoamp.planning.fakes import bytes_of
 from autoamp.planning.ways import AUTOAMP, AUTOCAST, FP32
+from tests.small_models import BF16
 
 transformers = pytest.importorskip("transformers")
 
-BF16 = {"precision": "bf16", "do_no_harm": False}
 GPT2 = {
     "n_layer": 1,
     "n_embd": 64,

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from autoamp.graph_functions import low_uses, low_weight
 from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
 from autoamp.rewrite.rewritten import Rewritten
-from tests import small_models
-from tests.small_models import Of
+from tests.small_models import Of, node, rewriting
 from tests.strategies import Program, capture, choices, inputs, programs
 
 WIDTH = 8
@@ -34,19 +33,7 @@ def of(function: Callable[..., Any]) -> Of:
     )
 
 
-def rewritten(
-    function: Callable[..., Any],
-    *given: Any,
-    model: nn.Module | None = None,
-    precision: str = "bf16",
-    **options: Any,
-) -> Rewritten:
-    given = given or (torch.randn(4, WIDTH, requires_grad=True),)
-    return small_models.rewritten(model or of(function), given, precision, **options)
-
-
-def node(found: Rewritten, name: str) -> fx.Node:
-    return next(n for n in found.gm.graph.nodes if n.name == name)
+rewritten = rewriting(of, lambda: torch.randn(4, WIDTH, requires_grad=True), "bf16")
 
 
 def dtype(found: Rewritten, name: str) -> torch.dtype:
@@ -144,7 +131,7 @@ def test_what_an_op_writes_beside_its_result_is_never_cast() -> None:
     model = of(forward)
     with torch.no_grad():
         model.other.weight.copy_(torch.eye(WIDTH).flip(0))
-        found = rewritten(forward, x, model=model)
+        found = rewritten(model, x)
         assert torch.equal(found.gm(x), 2 * x)
     assert dtype(found, "linear") == torch.float32
     assert dtype(found, "linear_1") == found.low
@@ -234,7 +221,7 @@ def test_the_gradient_of_a_weight_used_often_is_exact(
         return sum((x @ seen for _ in range(21)), (2048 * x) @ seen)
 
     model, x = of(function), torch.ones(1, WIDTH)
-    found = rewritten(function, x, model=model, free_weights=free)
+    found = rewritten(model, x, free_weights=free)
     assert uses_of_weights(found) == 22
     found.gm(x).sum().backward()
     assert model.other.weight.grad.unique().tolist() == [2048 + 21]
@@ -248,7 +235,7 @@ def test_a_trained_table_stays_fp32_and_a_frozen_one_need_not() -> None:
     assert "adds up the gradients of each row" in why
     model = of(lambda m, i: m.fc(m.table(i)))
     model.requires_grad_(False)
-    frozen = rewritten(model.function, ids, model=model)
+    frozen = rewritten(model, ids)
     assert not frozen.classified.verdicts["embedding"].pinned
 
 
@@ -290,11 +277,11 @@ def test_what_begins_a_residual_stream_stays_fp32(what: str) -> None:
 
     model = of(function)
     model.requires_grad_(False)
-    found = rewritten(function, model=model, free_weights=True)
+    found = rewritten(model, free_weights=True)
     name = {"table": "embedding", "norm": "layer_norm", "token": "cat"}[what]
     for op in (name, "add"):
         assert dtype(found, op) is torch.float32
-    asked = rewritten(function, model=model, free_weights=True, allow=[name])
+    asked = rewritten(model, free_weights=True, allow=[name])
     assert not asked.classified.verdicts[name].pinned
 
 
@@ -321,7 +308,7 @@ def test_a_value_returned_and_used_has_a_gradient() -> None:
 
     x = torch.randn(4, WIDTH, requires_grad=True)
     model = of(function)
-    found = rewritten(function, x, model=model)
+    found = rewritten(model, x)
     assert "linear" in found.assignment.low
     loss, features = found.gm(x)
     assert features.dtype is torch.float32

@@ -17,7 +17,7 @@ from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
 from autoamp.rewrite.emitted import CAST_KIND, Cast, dtype_of
 from autoamp.rewrite.rewritten import Rewritten
-from tests import small_models
+from tests.small_models import rewriting
 from tests.strategies import capture
 
 ATEN = torch.ops.aten
@@ -40,16 +40,7 @@ class Of(nn.Module):
         return self.function(self, *args)
 
 
-def rewritten(
-    function: Callable[..., Any],
-    *given: Tensor,
-    grad: bool = False,
-    precision: str = "fp16",
-    **options: Any,
-) -> Rewritten:
-    given = given or (torch.arange(32.0).view(4, WIDTH),)
-    model = Of(function).requires_grad_(grad)
-    return small_models.rewritten(model, given, precision, **options)
+rewritten = rewriting(Of, lambda: torch.arange(32.0).view(4, WIDTH), "fp16", grad=False)
 
 
 def nodes(found: Rewritten, target: Any) -> list[fx.Node]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from autoamp.graph_functions import laid_out
 from autoamp.rewrite.layouts import LAST
 from autoamp.weights.sentinels import copies_of
 from tests.metrics import relative_error
+from tests.small_models import converted
 
 SIDE = 64
 """Pixels; a smaller image gains less than a change of its layout costs."""
@@ -135,11 +135,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
 
 def image(batch: int = 4) -> Tensor:
     return torch.randn(batch, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
-
-
-def converted(model: nn.Module, **options: Any) -> nn.Module:
-    given = {"precision": "bf16", "do_no_harm": False, "strict": True, **options}
-    return autoamp.convert(model, **given)
 
 
 def stepped(model: nn.Module, x: Tensor, autocast: bool = False) -> list[Tensor]:

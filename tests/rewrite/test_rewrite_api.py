@@ -13,11 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoamp
 from tests.metrics import relative_error
+from tests.small_models import BF16
 
 MATMUL = torch.ops.aten.matmul.default
 WIDTH = 8
 CLOSE = 0.02  # bf16 rounding of three layers
-OPTIONS = {"precision": "bf16", "do_no_harm": False}
 
 
 class Net(nn.Module):
@@ -75,7 +75,7 @@ def test_rewritten_graph_runs_low_and_gives_fp32(
 ) -> None:
     model = Net().eval()
     exact = model(x)
-    low = autoamp.rewrite(form(model, x), (x,), **OPTIONS)
+    low = autoamp.rewrite(form(model, x), (x,), **BF16)
     assert isinstance(low, fx.GraphModule)
     y = low(x)
     assert y.dtype is torch.float32
@@ -92,7 +92,7 @@ def test_input_is_not_changed(
     state = {k: v.clone() for k, v in model.state_dict().items()}
     printed = str(given.graph)
     metas = [dict(n.meta) for n in given.graph.nodes]
-    autoamp.rewrite(given, (x,), **OPTIONS)
+    autoamp.rewrite(given, (x,), **BF16)
     assert str(given.graph) == printed
     assert [dict(n.meta).keys() for n in given.graph.nodes] == [m.keys() for m in metas]
     after = model.state_dict()
@@ -107,7 +107,7 @@ def test_parameters_are_shared_and_get_fp32_gradients(
     model = Net()
     exact = copy.deepcopy(model)
     given = form(model, x)
-    low = autoamp.rewrite(given, (x,), **OPTIONS)
+    low = autoamp.rewrite(given, (x,), **BF16)
     theirs = {id(p) for p in model.parameters()}
     assert {id(p) for p in low.parameters()} == theirs
     low(x).square().mean().backward()
@@ -123,7 +123,7 @@ def test_parameters_are_shared_and_get_fp32_gradients(
 
 def test_training_updates_the_shared_statistics(x: Tensor) -> None:
     model = Net()
-    low = autoamp.rewrite(fx.symbolic_trace(model), (x,), **OPTIONS)
+    low = autoamp.rewrite(fx.symbolic_trace(model), (x,), **BF16)
     low(x)
     assert model.norm.num_batches_tracked == 1
     assert not torch.equal(model.norm.running_mean, torch.zeros(16))
@@ -135,13 +135,13 @@ def test_denying_everything_is_bit_identical(
 ) -> None:
     model = Net().eval()
     deny = ["linear", "batch_norm", "relu", "add", "log_softmax"]
-    same = autoamp.rewrite(form(model, x), (x,), deny=deny, **OPTIONS)
+    same = autoamp.rewrite(form(model, x), (x,), deny=deny, **BF16)
     assert torch.equal(same(x), model(x))
 
 
 def test_keyword_of_convert_are_keywords_of_rewrite(x: Tensor) -> None:
     gm = fx.symbolic_trace(Net().eval())
-    kept = autoamp.rewrite(gm, (x,), keep=["first"], **OPTIONS)
+    kept = autoamp.rewrite(gm, (x,), keep=["first"], **BF16)
     assert low_ops(kept, x) < 2
 
 
@@ -158,11 +158,11 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "module": (
         Net(),
         (torch.zeros(2, WIDTH),),
-        OPTIONS,
+        BF16,
         autoamp.UnsupportedModelError,
         r"a GraphModule or an ExportedProgram, not Net; .*autoamp\.convert",
     ),
-    "string": ("net", (), OPTIONS, autoamp.UnsupportedModelError, "not str"),
+    "string": ("net", (), BF16, autoamp.UnsupportedModelError, "not str"),
     "precision": (
         fx.symbolic_trace(nn.ReLU()),
         (torch.zeros(2),),
@@ -194,7 +194,7 @@ BAD: dict[str, tuple[Any, Any, dict[str, Any], type[Exception], str]] = {
     "too few inputs": (
         fx.symbolic_trace(nn.ReLU()),
         (),
-        OPTIONS,
+        BF16,
         autoamp.AutoampError,
         "input",
     ),
@@ -221,7 +221,7 @@ class Difference(nn.Module):
 
 def test_one_tensor_as_two_example_inputs(x: Tensor) -> None:
     model = Difference()
-    low = autoamp.rewrite(fx.symbolic_trace(model), (x, x), **OPTIONS)
+    low = autoamp.rewrite(fx.symbolic_trace(model), (x, x), **BF16)
     y = torch.randn(6, WIDTH)
     assert relative_error([low(x, y)], [model(x, y)]) < CLOSE
 
@@ -230,7 +230,7 @@ def test_one_tensor_as_two_example_inputs(x: Tensor) -> None:
 def test_too_many_inputs(inputs: Any) -> None:
     given = torch.zeros(3) if inputs == "tensor" else (torch.zeros(3),) * 2
     with pytest.raises(autoamp.AutoampError, match="input"):
-        autoamp.rewrite(fx.symbolic_trace(nn.ReLU()), given, **OPTIONS)
+        autoamp.rewrite(fx.symbolic_trace(nn.ReLU()), given, **BF16)
 
 
 def ctc(x: Tensor) -> Tensor:
@@ -259,6 +259,6 @@ def test_an_op_that_fake_tensors_refuse_stays_whole(name: str, x: Tensor) -> Non
         return function(x @ weight)
 
     gm = make_fx(model, pre_dispatch=True)(x, weight)
-    rewritten = autoamp.rewrite(gm, (x, weight), **OPTIONS)
+    rewritten = autoamp.rewrite(gm, (x, weight), **BF16)
     assert low_products(rewritten) == 1
     assert relative_error(rewritten(x, weight), model(x, weight)) < CLOSE

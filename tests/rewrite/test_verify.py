@@ -18,7 +18,9 @@ from autoamp.pipeline import run as pipeline
 from autoamp.pipeline.run import rewrite_graph
 from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.rewritten import Rewritten
+from tests import small_models
 from tests.quick import explored
+from tests.small_models import node
 from tests.strategies import Program, capture, choices, inputs, programs
 
 ROWS, WIDTH = 4, 8
@@ -49,9 +51,8 @@ class Model(nn.Module):
 
 
 def rewritten(**changed: Any) -> Rewritten:
-    given: dict[str, Any] = {"do_no_harm": False, "deny": ("exp",), **changed}
-    options = Options(precision="bf16", **given)
-    return rewrite_graph(capture(Model()), inputs(grad=False), options, LOW)
+    given: dict[str, Any] = {"deny": ("exp",), **changed}
+    return small_models.rewritten(Model(), inputs(grad=False), "bf16", **given)
 
 
 def verify(found: Rewritten) -> None:
@@ -63,10 +64,6 @@ def verify(found: Rewritten) -> None:
 def recount(found: Rewritten, gm: fx.GraphModule) -> int:
     prices = found.assignment.prices
     return Verifier(found.before).recount(gm, prices.ops, prices.down, prices.up)
-
-
-def node(found: Rewritten, name: str) -> fx.Node:
-    return next(n for n in found.gm.graph.nodes if n.name == name)
 
 
 def cast_before(at: fx.Node, value: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:

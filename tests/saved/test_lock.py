@@ -17,7 +17,8 @@ from autoamp.auto import environment
 from autoamp.errors import LockError, OptionError
 from autoamp.options import Options
 from autoamp.saved.load import load
-from tests.small_models import Of
+from tests.logs import warned
+from tests.small_models import BF16, Of
 
 
 class Net(nn.Module):
@@ -39,12 +40,11 @@ class Broken(Net):
         return self.second(y).softmax(-1)
 
 
-OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 X = torch.ones(4, 8)
 
 
 def lock_of(model: nn.Module, path: Path, *calls: torch.Tensor, **options: Any) -> str:
-    autoamp.convert(model, **{**OPTIONS, **options})
+    autoamp.convert(model, **{**BF16, **options})
     for x in calls or (X,):
         model(x)
     autoamp.report(model).to_json(path)
@@ -56,12 +56,8 @@ def lock(tmp_path: Path) -> str:
     return lock_of(Net(), tmp_path / "precision.json")
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-
-
 def run(model: nn.Module, lock: str, *calls: torch.Tensor, **options: Any) -> nn.Module:
-    autoamp.convert(model, lock=lock, **{**OPTIONS, **options})
+    autoamp.convert(model, lock=lock, **{**BF16, **options})
     for x in calls or (X,):
         model(x)
     return model
@@ -75,17 +71,17 @@ def test_the_same_placement_is_silent(
 ) -> None:
     model = run(Net(), lock, X, X, strict=True)
     model(X).sum().backward()
-    assert warnings_of(caplog) == []
+    assert warned(caplog) == []
 
 
 def test_what_explain_wrote_holds_a_conversion(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "precision.json"
-    autoamp.explain(Broken(), X, options=OPTIONS).to_json(path)
+    autoamp.explain(Broken(), X, options=BF16).to_json(path)
     assert len(load(path).graphs) == 2
     run(Broken(), str(path), strict=True)
-    assert warnings_of(caplog) == []
+    assert warned(caplog) == []
 
 
 def test_the_order_of_capture_is_no_difference(
@@ -106,7 +102,7 @@ def test_the_order_of_capture_is_no_difference(
     other = make().eval()
     run(other, path, strict=True)
     other.train()(X)
-    assert warnings_of(caplog) == []
+    assert warned(caplog) == []
 
 
 # -- a lock that does not hold ---------------------------------------------------------
@@ -116,7 +112,7 @@ def test_a_difference_is_warned_about_once(
     lock: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = run(Net(), lock, X, X, keep="second")
-    (text,) = warnings_of(caplog)
+    (text,) = warned(caplog)
     assert text.startswith(f"autoamp: graph 0 of Net is not placed as the lock {lock} ")
     assert "second: aten::linear" in text
     assert "(linear_1) at " in text
@@ -137,7 +133,7 @@ def test_a_difference_is_refused_under_strict(lock: str) -> None:
             keep="second",
             strict=True,
             example_inputs=(X,),
-            **OPTIONS,
+            **BF16,
         )
     assert not autoamp.is_converted(model)
 
@@ -148,7 +144,7 @@ def test_only_the_first_differences_are_told(
     deep = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
     lock = lock_of(deep, tmp_path / "a.json")
     run(nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), lock, keep="*")
-    (text,) = warnings_of(caplog)
+    (text,) = warned(caplog)
     assert text.count(" is fp32 and was bf16") == 3
     assert "; and 6 more." in text
 
@@ -158,7 +154,7 @@ def test_two_graphs_that_differ_are_one_warning(
 ) -> None:
     lock = lock_of(Broken(), tmp_path / "a.json")
     run(Broken(), lock, keep="*")
-    (text,) = warnings_of(caplog)
+    (text,) = warned(caplog)
     assert "graph 0 of Broken is not placed" in text
 
 
@@ -173,9 +169,9 @@ def test_graphs_that_are_alike_are_held_in_order_of_capture(
     op["precision"] = "fp32"
     lock.write_text(json.dumps(document))
     run(Net(), str(lock), X)
-    assert warnings_of(caplog) == []
+    assert warned(caplog) == []
     run(Net(), str(lock), X, other, other)
-    (told,) = warnings_of(caplog)
+    (told,) = warned(caplog)
     assert "graph 1 of Net is not placed as the lock" in told
     assert "is bf16 and was fp32" in told
     model = run(Net(), str(lock), X, strict=True)
@@ -198,7 +194,7 @@ def test_ops_that_came_and_went_are_differences(
     lock = lock_of(model(torch.tanh, torch.relu), tmp_path / "a.json")
     run(model(torch.tanh, torch.relu, torch.exp), lock)
     run(model(torch.tanh), lock)
-    more, fewer = warnings_of(caplog)
+    more, fewer = warned(caplog)
     assert "aten::exp" in more
     assert "is new, in fp32" in more
     assert "aten::relu" in fewer
@@ -217,9 +213,9 @@ def test_bodies_are_held_as_well(
     lock = lock_of(make(), tmp_path / "a.json")
     assert any(graph.body and graph.ops for graph in load(lock).graphs)
     run(make(), lock, strict=True)
-    assert warnings_of(caplog) == []
+    assert warned(caplog) == []
     run(make(), lock, keep="fc")
-    (text,) = warnings_of(caplog)
+    (text,) = warned(caplog)
     assert "is fp32 and was bf16" in text
 
 
@@ -233,7 +229,7 @@ def test_a_graph_of_other_shapes_is_unknown_and_no_difference(
     lock = lock_of(Of(_one_more_at_three, net=Net()), tmp_path / "a.json")
     model = run(Of(_one_more_at_three, net=Net()), lock, X, X[None], strict=True)
     assert len(autoamp.report(model).graphs) == 2
-    (text,) = warnings_of(caplog)
+    (text,) = warned(caplog)
     assert f"graph 1 of Of is not in the lock {lock}, which has 1 graph: " in text
 
 
@@ -250,21 +246,21 @@ def test_the_same_placement_in_another_mode_needs_no_word(
         model(X)
     model.eval()(X)
     assert len(autoamp.report(model).graphs) > 1
-    assert warnings_of(caplog) == []
+    assert warned(caplog) == []
 
 
 def test_a_lock_of_another_class_is_said_as_such(
     lock: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = run(nn.Linear(8, 8), lock)
-    (text,) = warnings_of(caplog)
+    (text,) = warned(caplog)
     assert (
         "is the report of a model of class Net, and this model is of class Li" in text
     )
     assert autoamp.is_converted(model)
     other = nn.Linear(8, 8)
     with pytest.raises(LockError, match="of a model of class Net"):
-        autoamp.convert(other, lock=lock, strict=True, **OPTIONS)
+        autoamp.convert(other, lock=lock, strict=True, **BF16)
     assert not autoamp.is_converted(other)
 
 
@@ -275,7 +271,7 @@ def test_a_lock_of_another_model_of_that_name(
         lambda m, x: m.conv(x[:, None]).exp().cumsum(-1), conv=nn.Conv1d(1, 4, 3)
     )
     run(other, lock)
-    (text,) = warnings_of(caplog)
+    (text,) = warned(caplog)
     assert f"no graph of the lock {lock} is like graph 0 of Net" in text
 
 
@@ -285,7 +281,7 @@ def test_a_model_that_stays_fp32_is_not_as_its_lock(
     options = {"precision": "fp16", "do_no_harm": True}  # declined on CPUs
     model = run(Net(), lock, **options)
     assert not autoamp.is_converted(model)
-    assert any("ops in bf16: the model stays in fp32" in t for t in warnings_of(caplog))
+    assert any("ops in bf16: the model stays in fp32" in t for t in warned(caplog))
     with pytest.raises(LockError, match="the model stays in fp32, because"):
         run(Net(), lock, strict=True, **options)
 
@@ -333,7 +329,7 @@ def test_in_the_automatic_mode_a_lock_holds_models_of_its_class(
     lock: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "autoamp")
-    autoamp.enable(lock=lock, strict=True, keep="second", **OPTIONS)
+    autoamp.enable(lock=lock, strict=True, keep="second", **BF16)
     try:
         nn.Sequential(nn.Linear(8, 8), nn.ReLU())(X)  # another class: passed by
         with pytest.raises(LockError, match="second: aten::linear"):

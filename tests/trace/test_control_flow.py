@@ -19,6 +19,7 @@ from autoamp.errors import AutoampError, CaptureError
 from autoamp.pipeline import run as pipeline
 from autoamp.trace import lowering
 from tests.metrics import relative_error
+from tests.small_models import converted
 
 WIDTH, BATCH, STEPS = 16, 4, 5
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -136,11 +137,6 @@ def twins(kind: type[Layers]) -> tuple[Layers, Layers]:
     return model, plain
 
 
-def converted(model: nn.Module, precision: str = "bf16", **options: Any) -> Any:
-    options = {"do_no_harm": False, "strict": True, **options}
-    return autoamp.convert(model, precision=precision, **options)
-
-
 def low_ops(model: nn.Module) -> list[tuple[str, str]]:
     """Where each low op stands, and its name."""
     rows = autoamp.report(model).ops
@@ -159,7 +155,7 @@ def no_worse_than_autocast(kind: type[Layers], precision: str, **options: Any) -
     expected = results(plain, inputs)
     with torch.autocast("cpu", LOW[precision]):
         allowed = relative_error(results(plain, inputs), expected)
-    converted(model, precision, **options)
+    converted(model, precision=precision, **options)
     found = results(model, inputs)
     assert found[0].dtype == torch.float32
     assert 0 < relative_error(found, expected) < 1.5 * allowed
@@ -187,7 +183,7 @@ def test_branches_train_and_infer(precision: str, turn: bool) -> None:
     expected = results(plain, inputs)
     with torch.autocast("cpu", LOW[precision]):
         allowed = relative_error(results(plain, inputs), expected)
-    converted(model, precision)
+    converted(model, precision=precision)
     assert 0 < relative_error(results(model, inputs), expected) < 1.5 * allowed
     # What feeds the branches is low too: `relu_` writes to nothing it was handed.
     assert low_ops(model) == [

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp import DynamicLossScale
@@ -213,3 +214,15 @@ def _maker(
 OPTIMIZERS = _offered()
 """Every optimizer of torch.optim in every implementation, by name.  LBFGS and
 SparseAdam need other loops, and have tests of their own."""
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the value of a tensor is asked for: on a GPU each is a wait."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp import compat
@@ -23,6 +22,7 @@ from autoamp.training import kernel_flag, scale_update, skips
 from autoamp.training.attach import boundary_of
 from tests.training.steps import (
     OPTIMIZERS,
+    Reads,
     assert_same,
     loss_of,
     mlp,
@@ -346,18 +346,6 @@ def test_a_function_that_is_compiled() -> None:
     optimizer.step()
     assert optimizer.step_was_skipped
     assert_same(weights_of(model), before)
-
-
-class Reads(TorchDispatchMode):
-    """Counts how often the value of a tensor is asked for: on a GPU each is a wait."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def by_largest(grads: Any) -> Tensor:

@@ -105,7 +105,7 @@ def clean_records(base: nn.Module, label: str) -> Any:
     return _CLEAN[label]
 
 
-def check_law_9(  # noqa: PLR0917
+def check_skips(  # noqa: PLR0917
     base: nn.Module,
     label: str,
     bad: int,
@@ -140,7 +140,7 @@ def test_skipped_step_changes_nothing(base: nn.Module, label: str) -> None:
     # A sample of the whole product, another one for each optimizer.
     place = list(OPTIMIZERS).index(label)
     found, scheduler = FOUND[place % 4], ("none", "before", "after")[place % 3]
-    check_law_9(base, label, (0, 1, 3)[place // 2 % 3], found, scheduler)
+    check_skips(base, label, (0, 1, 3)[place // 2 % 3], found, scheduler)
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_skipped_step_changes_nothing_whatever_the_order(
 ) -> None:
     product = itertools.product((0, 1, 3), FOUND, ("none", "before", "after"))
     for bad, found, scheduler in product:
-        check_law_9(base, label, bad, found, scheduler)
+        check_skips(base, label, bad, found, scheduler)
 
 
 @pytest.mark.parametrize("factor", [math.inf, -math.inf, math.nan])
@@ -158,7 +158,7 @@ def test_skipped_step_changes_nothing_whatever_the_order(
 def test_infinite_and_undefined_losses(
     base: nn.Module, found: str, factor: float
 ) -> None:
-    check_law_9(base, "SGD", 0, found, factor=factor)
+    check_skips(base, "SGD", 0, found, factor=factor)
 
 
 # -- what happens between backward and step --------------------------------------------

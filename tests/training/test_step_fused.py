@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.training import kernel_flag, scale_update
@@ -20,6 +19,7 @@ from autoamp.training.scale import climb
 from tests.training.steps import (
     HUGE,
     OPTIMIZERS,
+    Reads,
     assert_same,
     batch,
     converted,
@@ -51,18 +51,6 @@ def as_on_gpu(monkeypatch) -> None:
         monkeypatch.setattr(module, "free_to_read", lambda _: False)
 
 
-class Reads(TorchDispatchMode):
-    """Counts how often the value of a tensor is asked for: on a GPU each is a wait."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 def make(label: str, model: nn.Module) -> Any:
     return name(OPTIMIZERS[label](model), model)
 
@@ -70,7 +58,7 @@ def make(label: str, model: nn.Module) -> Any:
 @pytest.mark.parametrize("bad", [0, 1, 3])
 @pytest.mark.parametrize("label", FUSED)
 @pytest.mark.usefixtures("as_on_gpu")
-def test_law_9_without_a_wait(base: nn.Module, label: str, bad: int) -> None:
+def test_a_skip_without_a_wait(base: nn.Module, label: str, bad: int) -> None:
     results, scales = [], []
     for bads in ((), (bad,)):
         model = fresh_copy(base)

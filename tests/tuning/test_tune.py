@@ -33,8 +33,8 @@ from autoamp.tuning.tune import AUTOCAST, FP32, MEASURED, PREDICTED
 from autoamp.tuning.tuning import Timed, Tuning
 from autoamp.tuning.ways import Runner, Way
 from tests.metrics import relative_error
+from tests.small_models import BF16
 
-OPTIONS = {"precision": "bf16", "do_no_harm": False}
 LOW = torch.bfloat16
 
 
@@ -316,7 +316,7 @@ def test_what_cannot_be_tuned() -> None:
     with pytest.raises(UnsupportedModelError, match="float64"):
         autoamp.tune(Net().double(), image().double())
     with pytest.raises(OptionError, match="a tensor of one element, and gives"):
-        autoamp.tune(Net(), image(), loss_fn=lambda y: y, options=OPTIONS)
+        autoamp.tune(Net(), image(), loss_fn=lambda y: y, options=BF16)
 
 
 # -- measured prices ---------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_what_cannot_be_tuned() -> None:
 
 def placed(model: nn.Module, x: Tensor, ns: Callable[[Specimen], float]) -> list[str]:
     """The precisions of a model's products, placed by the times `ns` gives."""
-    options = {**OPTIONS, "strict": True}
+    options = {**BF16, "strict": True}
     converted = autoamp.convert(model, **options)
     state = compat_engine(converted)
     with pytest.MonkeyPatch.context() as patch:
@@ -435,7 +435,7 @@ def specimens_of(model: nn.Module, *args: Any) -> list[tuple[fx.Node, Specimen, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MeasuredPrices, "_wanted", spy)
         patch.setattr(Specimen, "nanoseconds", lambda s, _: 1.0 + (s.dtype != LOW))
-        converted = autoamp.convert(model, **OPTIONS, fuse=False)
+        converted = autoamp.convert(model, **BF16, fuse=False)
         compat_engine(converted).price = MeasuredPrices(LOW, Store("test"))
         converted(*args)
     (record,) = autoamp.report(converted).rewritten

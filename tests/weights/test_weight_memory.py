@@ -14,16 +14,8 @@ from torch import Tensor, nn
 from torch.multiprocessing import get_context
 
 from autoamp import compat
-from tests.weights.test_weights import (
-    CLOSE,
-    MODES,
-    WIDTH,
-    convert,
-    error_now,
-    graphs,
-    mlp,
-    refreshed,
-)
+from tests.small_models import WIDTH, converted, mlp
+from tests.weights.test_weights import CLOSE, MODES, error_now, graphs, refreshed
 
 Write = Callable[[float], Any]
 
@@ -126,7 +118,7 @@ def test_other_holders_of_the_memory_read_and_write_it(
     model, x = mlp(), torch.randn(3, WIDTH)
     model.scratch = str(tmp_path)
     write, read = holder(model)
-    convert(model)
+    converted(model)
     for value in (0.5, -0.25):
         with MODES[mode]():
             assert error_now(model, x) < CLOSE
@@ -148,7 +140,7 @@ def test_other_holders_of_the_memory_read_and_write_it(
 
 
 def test_array_made_after_the_copy_is_seen_too() -> None:
-    model, x = convert(mlp()).eval(), torch.randn(3, WIDTH)
+    model, x = converted(mlp()).eval(), torch.randn(3, WIDTH)
     with torch.no_grad():
         model(x)
         array = model[0].weight.detach().numpy()
@@ -158,7 +150,7 @@ def test_array_made_after_the_copy_is_seen_too() -> None:
 
 
 def test_caching_comes_back_when_the_array_is_gone() -> None:
-    model, x = convert(mlp()).eval(), torch.randn(3, WIDTH)
+    model, x = converted(mlp()).eval(), torch.randn(3, WIDTH)
     with torch.inference_mode():
         arrays = [p.detach().numpy() for p in model.parameters()]
         for _ in range(3):
@@ -185,7 +177,7 @@ def test_caching_comes_back_when_the_array_is_gone() -> None:
     ids=["data_ptr", "numpy", "storage", "dlpack"],
 )
 def test_a_look_at_the_memory_costs_one_refresh(look: Callable[[Tensor], Any]) -> None:
-    model, x = convert(mlp()).eval(), torch.randn(3, WIDTH)
+    model, x = converted(mlp()).eval(), torch.randn(3, WIDTH)
     weights = list(model.parameters())
     with torch.no_grad():
         for _ in range(5):
@@ -208,7 +200,7 @@ def test_a_look_at_the_memory_costs_one_refresh(look: Callable[[Tensor], Any]) -
     ids=["fill", "item", "copy"],
 )
 def test_writes_to_the_storage_are_seen(write: Callable[[Any], None]) -> None:
-    model, x = convert(mlp()).eval(), torch.randn(3, WIDTH)
+    model, x = converted(mlp()).eval(), torch.randn(3, WIDTH)
     with torch.no_grad():
         model(x)
         before = refreshed(model)
@@ -220,7 +212,7 @@ def test_writes_to_the_storage_are_seen(write: Callable[[Any], None]) -> None:
 def test_ties_of_two_parameters_over_one_storage_stay() -> None:
     model, x = mlp(), torch.randn(3, WIDTH)
     twin = nn.Parameter(model[0].weight.detach())
-    convert(model)
+    converted(model)
     for mode in MODES.values():
         with mode():
             assert error_now(model, x) < CLOSE
@@ -237,7 +229,7 @@ def _hogwild(model: nn.Module) -> None:
 
 
 def test_weights_moved_to_shared_memory_after_the_first_call() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model, x = converted(mlp()), torch.randn(3, WIDTH)
     model(x).sum().backward()
     model.share_memory()
     assert error_now(model, x) < CLOSE

@@ -21,13 +21,9 @@ from autoamp.graph_functions import low_weight
 from autoamp.model.conversion import conversion_of
 from autoamp.weights import copies
 from tests.metrics import relative_error
-from tests.small_models import WIDTH, mlp
+from tests.small_models import WIDTH, converted, mlp
 
 CLOSE = 0.02  # bf16 rounding of two layers; a stale copy is off by 1 and more
-
-
-def convert(model: nn.Module) -> nn.Module:
-    return autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
 
 
 def graphs(model: nn.Module) -> list[CapturedGraph]:
@@ -112,7 +108,7 @@ MODES: dict[str, Callable[[], Any]] = {
 def test_no_write_goes_unnoticed(write: Callable[[nn.Module], None], mode: str) -> None:
     model, x = mlp(), torch.randn(3, WIDTH)
     model._aliases = [p.data for p in model.parameters()]
-    convert(model)
+    converted(model)
     with MODES[mode]():
         for _ in range(3):
             assert error_now(model, x) < CLOSE
@@ -125,7 +121,7 @@ def test_no_write_goes_unnoticed(write: Callable[[nn.Module], None], mode: str) 
 
 
 def test_average_swapped_in_and_back_by_data() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model, x = converted(mlp()), torch.randn(3, WIDTH)
     model(x).sum().backward()
     optimizer_step(model)
     model(x)
@@ -144,7 +140,7 @@ def test_average_swapped_in_and_back_by_data() -> None:
 
 
 def test_weight_that_changes_shape_strides_or_place() -> None:
-    model, x = convert(nn.Sequential(nn.Linear(4, 4, bias=False))), torch.randn(2, 4)
+    model, x = converted(nn.Sequential(nn.Linear(4, 4, bias=False))), torch.randn(2, 4)
     with torch.no_grad():
         assert error_now(model, x) < CLOSE
         model[0].weight.data = model[0].weight.data.t()
@@ -155,7 +151,7 @@ def test_weight_that_changes_shape_strides_or_place() -> None:
 
 
 def test_forward_forward_backward_forward_backward() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model, x = converted(mlp()), torch.randn(3, WIDTH)
     first, second = model(x).sum(), model(x).sum()
     first.backward()
     third = model(x).sum()
@@ -168,18 +164,18 @@ def test_forward_forward_backward_forward_backward() -> None:
     assert relative_error(gradients, [p.grad for p in plain.parameters()]) < CLOSE
 
 
-@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize(
     ("layer", "through_data", "raises"),
     [(0, False, False), (0, True, False), (2, False, True), (2, True, False)],
 )
 def test_backward_of_an_old_graph_raises_where_eager_does(
-    layer: int, through_data: bool, raises: bool, converted: bool
+    layer: int, through_data: bool, raises: bool, is_converted: bool
 ) -> None:
     # Layer 0 has no gradient to its input, so nothing needs its weight in backward.
     model, x = mlp(), torch.randn(3, WIDTH)
-    if converted:
-        convert(model)
+    if is_converted:
+        converted(model)
     loss = model(x).sum()
     weight = model[layer].weight
     with torch.no_grad():
@@ -193,7 +189,7 @@ def test_backward_of_an_old_graph_raises_where_eager_does(
 
 
 def test_old_graph_keeps_its_own_weights_until_the_next_forward() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH, requires_grad=True)
+    model, x = converted(mlp()), torch.randn(3, WIDTH, requires_grad=True)
     loss = model(x).sum()
     expected = torch.autograd.grad(loss, x, retain_graph=True)
     model[2].weight.data.add_(1)  # unseen by autograd
@@ -205,7 +201,7 @@ def test_old_graph_keeps_its_own_weights_until_the_next_forward() -> None:
 
 
 def test_inference_makes_each_copy_once() -> None:
-    model, x = convert(mlp()).eval(), torch.randn(3, WIDTH)
+    model, x = converted(mlp()).eval(), torch.randn(3, WIDTH)
     with torch.no_grad():
         for _ in range(4):
             model(x)
@@ -228,7 +224,7 @@ def accumulated(
 
 
 def test_micro_batches_share_one_copy_per_step() -> None:
-    model, x, steps = convert(mlp()), torch.randn(3, WIDTH), 5
+    model, x, steps = converted(mlp()), torch.randn(3, WIDTH), 5
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(steps):
         accumulated(model, x, 8, optimizer.step)
@@ -237,7 +233,7 @@ def test_micro_batches_share_one_copy_per_step() -> None:
 
 def test_announced_steps_move_no_weight() -> None:
     # A sentinel alive while the step writes would move each weight to new memory.
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model, x = converted(mlp()), torch.randn(3, WIDTH)
     places = [p.data_ptr() for p in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     for _ in range(3):
@@ -252,7 +248,7 @@ def by_hand(model: nn.Module) -> None:
 
 
 def test_unannounced_steps_lose_their_sentinels_after_two() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model, x = converted(mlp()), torch.randn(3, WIDTH)
     weights = list(model.parameters())
     for step in range(6):
         before = refreshed(model)
@@ -264,7 +260,7 @@ def test_unannounced_steps_lose_their_sentinels_after_two() -> None:
 
 
 def test_announcing_again_brings_the_sentinels_back() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model, x = converted(mlp()), torch.randn(3, WIDTH)
     for _ in range(4):
         accumulated(model, x, 2, lambda: by_hand(model))
 
@@ -281,14 +277,14 @@ def test_announcing_again_brings_the_sentinels_back() -> None:
 
 def test_announcing_weights_without_copies_does_nothing() -> None:
     with torch.no_grad():
-        convert(mlp())(torch.randn(3, WIDTH))  # so that there are copies of others
+        converted(mlp())(torch.randn(3, WIDTH))  # so that there are copies of others
     weights = [torch.randn(3), nn.Parameter(torch.randn(3))]
     copies.before_write(weights)
     copies.before_write(iter(weights))
 
 
 def test_step_that_raises_half_way() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model, x = converted(mlp()), torch.randn(3, WIDTH)
     model(x).sum().backward()
 
     class Broken(torch.optim.Optimizer):
@@ -306,7 +302,7 @@ def test_step_that_raises_half_way() -> None:
 
 
 def test_closure_that_writes_between_its_forwards() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model, x = converted(mlp()), torch.randn(3, WIDTH)
     optimizer = torch.optim.LBFGS(model.parameters(), 0.01, max_iter=4)
 
     def closure() -> Tensor:
@@ -322,7 +318,7 @@ def test_closure_that_writes_between_its_forwards() -> None:
 
 
 def test_clipping_by_data_after_the_step() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model, x = converted(mlp()), torch.randn(3, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step_and_clip() -> None:
@@ -361,7 +357,7 @@ class Lora(nn.Module):
 def test_frozen_base_is_copied_once_while_the_adapter_trains(
     announced: bool, monkeypatch
 ) -> None:
-    model, x = convert(Lora()), torch.randn(3, WIDTH)
+    model, x = converted(Lora()), torch.randn(3, WIDTH)
     # The base is among the optimizer's parameters, as in many scripts.
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     copied: list[Tensor] = []
@@ -384,7 +380,7 @@ def test_frozen_base_is_copied_once_while_the_adapter_trains(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_adapter_merged_and_unmerged(mode: str) -> None:
-    model, x = convert(Lora()), torch.randn(3, WIDTH)
+    model, x = converted(Lora()), torch.randn(3, WIDTH)
     for _ in range(3):
         with MODES[mode]():
             assert error_now(model, x) < CLOSE
@@ -398,7 +394,7 @@ def test_adapter_merged_and_unmerged(mode: str) -> None:
 
 def test_several_threads_that_train_have_no_sentinels() -> None:
     # Two writers that make one lazy clone real at once corrupt memory.
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model, x = converted(mlp()), torch.randn(3, WIDTH)
     model(x).sum().backward()
 
     def train() -> None:
@@ -415,7 +411,7 @@ def test_several_threads_that_train_have_no_sentinels() -> None:
 
 
 def test_a_change_is_copied_once() -> None:
-    model, x = convert(mlp()).eval(), torch.randn(3, WIDTH)
+    model, x = converted(mlp()).eval(), torch.randn(3, WIDTH)
     with torch.no_grad():
         model(x)
         before = refreshed(model)
@@ -431,7 +427,7 @@ def low_copy(weight: Tensor) -> Tensor | None:
 
 
 def test_copies_go_with_the_model() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH)
+    model, x = converted(mlp()), torch.randn(3, WIDTH)
     model(x).sum().backward()
     with torch.no_grad():
         model.eval()(x)
@@ -457,7 +453,7 @@ class TwoHeads(nn.Module):
 
 
 def test_tied_weights_have_one_copy() -> None:
-    model = convert(TwoHeads(nn.Parameter(torch.randn(WIDTH, WIDTH))))
+    model = converted(TwoHeads(nn.Parameter(torch.randn(WIDTH, WIDTH))))
     x = torch.randn(3, WIDTH)
     assert error_now(model, x) < CLOSE
     assert refreshed(model) == 1
@@ -465,7 +461,7 @@ def test_tied_weights_have_one_copy() -> None:
 
 def test_two_models_that_share_a_parameter_share_its_copy() -> None:
     shared, x = nn.Parameter(torch.randn(WIDTH, WIDTH)), torch.randn(3, WIDTH)
-    one, two = convert(TwoHeads(shared)), convert(TwoHeads(shared))
+    one, two = converted(TwoHeads(shared)), converted(TwoHeads(shared))
     with torch.no_grad():
         one(x)
         two(x)
@@ -478,7 +474,7 @@ def test_two_models_that_share_a_parameter_share_its_copy() -> None:
 
 def test_model_made_and_run_under_inference_mode_can_be_converted() -> None:
     with torch.inference_mode():
-        model, x = convert(mlp().eval()), torch.randn(3, WIDTH)
+        model, x = converted(mlp().eval()), torch.randn(3, WIDTH)
         assert error_now(model, x) < CLOSE
         for p in model.parameters():
             p.normal_()
@@ -486,7 +482,7 @@ def test_model_made_and_run_under_inference_mode_can_be_converted() -> None:
 
 
 def test_first_used_in_inference_then_trained() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH, requires_grad=True)
+    model, x = converted(mlp()), torch.randn(3, WIDTH, requires_grad=True)
     with torch.inference_mode():
         model(x.detach())
     model(x).sum().backward()
@@ -494,7 +490,7 @@ def test_first_used_in_inference_then_trained() -> None:
 
 
 def test_threads_train_on_shared_weights() -> None:
-    model, x = convert(mlp()), torch.randn(3, WIDTH, requires_grad=True)
+    model, x = converted(mlp()), torch.randn(3, WIDTH, requires_grad=True)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     failures: list[Exception] = []
 

@@ -24,10 +24,10 @@ from autoamp.errors import VerificationError
 from autoamp.graph_functions import LEAF_FUNCTIONS
 from autoamp.op_names import base_name
 from autoamp.rewrite import casts
-from autoamp.rules import Category, Rule, Rules
+from autoamp.rules import Rules
 from autoamp.trace.normalise import normalise
 from tests.quick import explored
-from tests.small_models import Of
+from tests.small_models import Of, deny_everything
 from tests.strategies import (
     ROWS,
     WIDTH,
@@ -96,11 +96,7 @@ def denying(model: nn.Module, *given: Any) -> Rules:
     rules = Rules.default("bf16")
     nodes = normalise(capture(model, len(given)), given).gm.graph.nodes
     met = {base_name(n.target) for n in nodes if isinstance(n.target, OpOverload)}
-    table = {
-        op: Rule(op, Category.DENY, "everything is denied", "test")
-        for op in [*rules.table, *met]
-    }
-    return Rules("deny everything", table)
+    return deny_everything([*rules.table, *met])
 
 
 @explored(EXAMPLES, DEEP, lambda most: (programs(most=most),))
@@ -145,7 +141,7 @@ def test_denied_model_is_bit_identical_through_convert(training: bool) -> None:
     assert autoamp.report(model).runs == 1
 
 
-def test_law_1_can_fail() -> None:
+def test_denying_everything_can_fail() -> None:
     ours, expected, _ = both(
         Program([("linear", 0, 0), ("exp", 2, 2)], [3]),
         precision="bf16",
@@ -482,7 +478,7 @@ def test_returned_views_share_memory_as_they_did() -> None:
     assert expected[2] == (False, False, True, True, False, False)
 
 
-def test_law_7_can_fail(monkeypatch) -> None:
+def test_writes_and_aliases_can_fail(monkeypatch) -> None:
     """A pass that took a write for no event would read the stale cast."""
     steps = [("linear", 1, 1), ("write_view", 1, 1), ("linear", 1, 1)]
     program = Program(steps, [2, 3, 4])

@@ -26,6 +26,7 @@ from tests.metrics import (
 )
 from tests.models import BY_NAME, CASES, Case
 from tests.quick import some_slow
+from tests.small_models import converted
 
 # What Dynamo itself warns of while it captures a Function, or a value crossing a break.
 pytestmark = [
@@ -45,10 +46,6 @@ gradient to fp32 once.
 
 STEPS = 3
 LEARNING_RATE = 0.02
-
-
-def convert(model: nn.Module) -> nn.Module:
-    return autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
 
 
 def runs(model: nn.Module) -> int:
@@ -133,7 +130,7 @@ def test_trains_and_is_no_worse_than_autocast(case: Case) -> None:
     made: list[nn.Module] = []
 
     def convert_and_keep(model: nn.Module) -> nn.Module:
-        made.append(convert(model))
+        made.append(converted(model))
         return made[0]
 
     device = torch.get_default_device().type
@@ -165,7 +162,7 @@ def test_grad_cam_gets_the_gradient_of_a_returned_feature() -> None:
     case = BY_NAME["grad_cam"]
     exact = feature_gradient(case, case.model())
     amp = relative_error(feature_gradient(case, case.model(), autocast), exact)
-    ours = feature_gradient(case, convert(case.model()))
+    ours = feature_gradient(case, converted(case.model()))
     assert ours.dtype == torch.float32
     assert exact.norm() > 0
     assert relative_error(ours, exact) <= 1.25 * amp
