@@ -8,9 +8,9 @@ much error goes away.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 from autoamp import compat
 from autoamp.ask.comparison import Comparison, Errors, RegionError
 from autoamp.ask.examine import (
-    Examiner,
     checked_model,
     examined,
     on_the_models_device,
@@ -37,11 +36,12 @@ from autoamp.ask.stand_in import (
     outcome_of,
     untouched,
 )
-from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.errors import OptionError
 from autoamp.inspect.rows import OpRow
-from autoamp.model.eligible import choose_precision, not_converted, parameters_of
+from autoamp.model.eligible import parameters_of, required_precision
 from autoamp.model.reporting import report_of
 from autoamp.options import Options
+from autoamp.pipeline.prepared import Prepared
 from autoamp.plain import class_name
 
 FP16_SCALE = 2.0**15
@@ -67,11 +67,7 @@ def compare_model(
     model = checked_model(model)
     if tolerance is not None and not 0 < tolerance < math.inf:
         raise OptionError(f"tolerance={tolerance!r} is not a positive number")
-    low, why_not = choose_precision(model, options)
-    if low is None:
-        raise UnsupportedModelError(
-            f"{class_name(model)} {not_converted(model, why_not)}"
-        )
+    low, _ = required_precision(model, options)
     call: Call = on_the_models_device(model, (args, dict(kwargs)))
     with examined(model, options, low) as (twin, engine):
         bench = _Bench(twin, engine, call, loss_fn, trains=twin.training)
@@ -102,24 +98,15 @@ class _Bench(StandIn):
     """A stand-in whose calls are heard node by node.
 
     Attributes:
-        numbers: the number of each graph.
         scale: the loss scale of calls in low precision.
     """
 
-    def __init__(
-        self,
-        twin: nn.Module,
-        engine: Examiner,
-        call: Call,
-        loss_fn: LossFn | None,
-        *,
-        trains: bool,
-    ) -> None:
-        """Captures the stand-in; see `StandIn`."""
-        super().__init__(twin, engine, call, loss_fn, trains=trains)
-        graphs = [g for g in engine.record.graphs if g.rewritten is not None]
-        self.numbers = {graph.prepared: n for n, graph in enumerate(graphs)}
-        self.scale = 1.0
+    scale = 1.0
+
+    @functools.cached_property
+    def numbers(self) -> dict[Prepared, int]:
+        """The number of each graph."""
+        return {prepared: n for n, prepared in enumerate(self.graphs)}
 
     def trial(
         self, exact: Heard | None = None, keep: Collection[str] = (), *, hears: bool
@@ -143,11 +130,13 @@ class _Bench(StandIn):
             if exact is not None and value.dtype == self.engine.record.low:
                 found.added[key] = _added(node, key, rounded, exact)
             if value.requires_grad:
-                compat.hook_gradient(value, partial(_keep, found.flows, key, scale))
+                compat.hook_gradient(
+                    value, functools.partial(_keep, found.flows, key, scale)
+                )
 
         own = self.engine.options
         options = own.replace(keep=(*own.keep, *keep)) if keep else own
-        record = partial(self.record, options=options)
+        record = functools.partial(self.record, options=options)
         score = Score(exact is not None, hear, self.numbers, record)
         self.engine.play = score.play
         self.run(self.twin, found, scale)

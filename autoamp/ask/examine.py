@@ -79,12 +79,14 @@ def refuse_options(question: str, model: Any, kwargs: Mapping[str, Any]) -> None
         )
 
 
-def options_for(model: Any, given: Mapping[str, Any] | None) -> Options:
-    """The options given, over those of the model's own conversion where it has one."""
+def options_for(
+    model: Any, given: Mapping[str, Any] | None, default: Options | None = None
+) -> Options:
+    """The options given, over those of the model's conversion, or over `default`."""
     state = conversion_of(model)
     engine = state.engine if state is not None else None
     own = engine.options if engine is not None else None
-    return (own or Options()).replace(**(given or {}))
+    return (own or default or Options()).replace(**(given or {}))
 
 
 def twin_of(model: nn.Module) -> nn.Module:

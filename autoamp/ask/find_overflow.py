@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.ask.examine import checked_model, examined, twin_of
+from autoamp.ask.examine import checked_model, examined, options_for, twin_of
 from autoamp.ask.overflow import Overflow, overflow_at
 from autoamp.ask.progress import told
 from autoamp.ask.recorded_call import RecordedCall, Recording
 from autoamp.ask.stand_in import Call, LossFn, copied, untouched
-from autoamp.dtypes import parse_low_dtype
+from autoamp.capture.engine import Engine
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
 from autoamp.model.conversion import conversion_of
-from autoamp.model.eligible import choose_precision, not_converted, parameters_of
+from autoamp.model.eligible import parameters_of, required_precision
 from autoamp.options import Options
 from autoamp.overflow.culprit import first_out_of_range, harmful, nearest
 from autoamp.overflow.location import location_of, readers
@@ -61,13 +61,15 @@ def find_overflow_model(
         raise OptionError(f"options={given!r} is no dict of options of convert()")
     call: Call = (args, dict(kwargs))
     _check_devices(model, call)
-    options, low = _options(model, given)
+    # A model that is not converted is examined as on a device where fp16 pays.
+    options = options_for(model, given, Options(precision="fp16"))
+    low, options = required_precision(model, options, even_at_a_loss=True)
     trains = model.training or loss_fn is not None
-    scale = _loss_scale(model, options, low)
     label = class_name(model)
     with examined(model, options, low) as (twin, engine):
         try:
             stand_in = Recording(twin, engine, call, loss_fn, trains=trains)
+            scale = _loss_scale(model, engine)
             first = stand_in.recorded(engine.options, scale)
         except AutoampError:
             raise
@@ -172,46 +174,14 @@ class _Search:
         return self._blamed(self._under(remedy))
 
 
-def _options(
-    model: nn.Module, given: Mapping[str, Any] | None
-) -> tuple[Options, torch.dtype]:
-    """The options to examine with, and the compute dtype.
-
-    A model that is not converted is examined in fp16, as though on a device where fp16
-    pays.
-
-    Raises:
-        UnsupportedModelError: the model has nothing to convert.
-    """
-    state = conversion_of(model)
-    engine = state.engine if state is not None else None
-    own = engine.options if engine is not None else None
-    options = (own or Options(precision="fp16")).replace(**(given or {}))
-    low, why_not = choose_precision(model, options)
-    if low is None:
-        options = options.replace(do_no_harm=False)
-        low, why_not = choose_precision(model, options)
-    if low is None:
-        raise UnsupportedModelError(
-            f"{class_name(model)} {not_converted(model, why_not)}"
-        )
-    return options, low
-
-
-def _loss_scale(model: nn.Module, options: Options, low: torch.dtype) -> float:
+def _loss_scale(model: nn.Module, engine: Engine) -> float:
     """The loss scale that training is at, or would begin at."""
     state = conversion_of(model)
-    engine = state.engine if state is not None else None
-    if engine is not None and engine.record.low == low:
-        scaling = engine.record.scaling
-        return float(scaling.loss_scale.scale) if scaling.enabled else 1.0
-    if isinstance(options.loss_scale, (int, float)):
-        return float(options.loss_scale)
-    if options.loss_scale == "auto":
-        return INIT_SCALE if low == parse_low_dtype("fp16") else 1.0
-    if options.loss_scale == "off":
-        return 1.0
-    return float(getattr(options.loss_scale, "scale", INIT_SCALE))
+    own = state.engine if state is not None else None
+    if own is None or own.record.low != engine.record.low:
+        own = engine
+    scaling = own.record.scaling
+    return float(scaling.loss_scale.scale) if scaling.enabled else 1.0
 
 
 def _check_devices(model: nn.Module, call: Call) -> None:

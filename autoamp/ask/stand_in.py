@@ -100,6 +100,12 @@ class StandIn:
             args, kwargs = copied(call)
             twin(*args, **kwargs)
 
+    @property
+    def graphs(self) -> list[Prepared]:
+        """The rewritten graphs met so far."""
+        graphs = self.engine.record.graphs
+        return [graph.prepared for graph in graphs if graph.rewritten is not None]
+
     def record(self, prepared: Prepared, options: Options) -> Rewritten:
         """The record of one graph, as the pass would place it under `options`."""
         assert prepared.rewritten is not None, "the pass failed on this graph"
@@ -114,9 +120,7 @@ class StandIn:
 
     def records(self, options: Options) -> list[Rewritten]:
         """The record of each graph met so far."""
-        graphs = self.engine.record.graphs
-        met = [graph.prepared for graph in graphs if graph.rewritten is not None]
-        return [self.record(prepared, options) for prepared in met]
+        return [self.record(prepared, options) for prepared in self.graphs]
 
 
 def check_loss(loss: object) -> None:

@@ -10,10 +10,12 @@ from torch import nn
 
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
+from autoamp.errors import UnsupportedModelError
 from autoamp.inspect.text import CANNOT_PAY
 from autoamp.model.methods import computing_methods
 from autoamp.options import Options
 from autoamp.place.devices import device_of, named_device
+from autoamp.plain import class_name
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
@@ -93,6 +95,33 @@ def choose_precision(
         return choose_device_precision(device, options)
     own = parameters[0].device if parameters else torch.device("cpu")
     return choose_device_precision(own, options)
+
+
+def required_precision(
+    model: nn.Module,
+    options: Options,
+    device: str | None = None,
+    *,
+    even_at_a_loss: bool = False,
+) -> tuple[torch.dtype, Options]:
+    """The compute dtype, and the options that convert to that dtype.
+
+    Args:
+        device: as for `choose_precision`.
+        even_at_a_loss: whether to convert where low precision does not pay, too.
+
+    Raises:
+        UnsupportedModelError: the model has nothing to convert.
+    """
+    low, why_not = choose_precision(model, options, device)
+    if low is None and even_at_a_loss:
+        options = options.replace(do_no_harm=False)
+        low, why_not = choose_precision(model, options, device)
+    if low is None:
+        raise UnsupportedModelError(
+            f"{class_name(model)} {not_converted(model, why_not)}"
+        )
+    return low, options
 
 
 def not_converted(model: nn.Module, why_not: str) -> str:

@@ -6,16 +6,14 @@ Where the runs of a step left a trail, the trail tells; else only the gradients 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.nodes import module_paths, source_line
 from autoamp.dtypes import short_name
-from autoamp.graph_functions import low_weight_unscaled, unscale_grad
-from autoamp.op_names import op_name
 from autoamp.overflow.location import OP, location_of, readers
 from autoamp.overflow.trail import Step
 
@@ -68,11 +66,12 @@ def last_bad_gradient(graph: fx.Graph, weights: Collection[fx.Node]) -> str:
     Returns:
         "" where no op of the model reads one of them.
     """
-    for node in reversed(graph.nodes):
-        hit = next((w for w in _read_weights(node) if w in weights), None)
-        if hit is not None:
-            return f"the gradient of {_named(hit, node)} is not finite"
-    return ""
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    read = [(order[op], weight, op) for weight in weights for op in readers(weight)]
+    if not read:
+        return ""
+    _, weight, op = max(read, key=operator.itemgetter(0))
+    return f"the gradient of {weight.name}, read by {location_of(op)}, is not finite"
 
 
 def blame_gradients(params: Sequence[torch.Tensor], names: Mapping[int, str]) -> str:
@@ -99,24 +98,3 @@ def with_bad_gradients(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those of `params` whose gradient is not finite."""
     given = [(p, p.grad) for p in params if p.grad is not None]
     return [p for p, g in given if bool(compat.any_not_finite([g]))]
-
-
-def _read_weights(node: fx.Node) -> list[fx.Node]:
-    """The nodes that op `node` reads; a node of loss scaling stands for its input."""
-    if node.target in (low_weight_unscaled, unscale_grad):
-        return []  # part of the edge, not an op of the model
-    found = []
-    for source in node.all_input_nodes:
-        if source.target in (low_weight_unscaled, unscale_grad):
-            found.append(source.all_input_nodes[0])
-        else:
-            found.append(source)
-    return found
-
-
-def _named(weight: fx.Node, op: fx.Node) -> str:
-    name = op_name(op.target) if isinstance(op.target, compat.OpOverload) else op.name
-    paths = module_paths(op)
-    where = f" in {paths[-1]}" if paths else ""
-    line = source_line(op)
-    return f"{weight.name}, read by {name}{where}{f' ({line})' if line else ''},"

@@ -15,7 +15,7 @@ from autoamp.dtypes import short_name
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
 from autoamp.inspect.text import counted
-from autoamp.model.eligible import choose_precision, not_converted, parameters_of
+from autoamp.model.eligible import parameters_of, required_precision
 from autoamp.place.devices import memory_of, named_device, product_of
 from autoamp.plain import class_name, plain_line
 from autoamp.planning.fakes import bytes_of
@@ -115,11 +115,7 @@ def _planned(
 ) -> Plan:
     model = checked_model(model)
     options = options_for(model, given)
-    low, why_not = choose_precision(model, options, device)
-    if low is None:
-        raise UnsupportedModelError(
-            f"{class_name(model)} {not_converted(model, why_not)}"
-        )
+    low, _ = required_precision(model, options, device)
     asked = named_device(device, low)
     parameters = parameters_of(model)
     try:

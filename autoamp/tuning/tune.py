@@ -20,9 +20,8 @@ from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.devices import device_name
 from autoamp.model.conversion import DECLINED, Conversion, conversion_of
 from autoamp.model.eligible import (
-    choose_precision,
-    not_converted,
     parameters_of,
+    required_precision,
     unsupported,
 )
 from autoamp.model.warmup import capture_now, left_as_it_is
@@ -63,7 +62,7 @@ def tune_model(
     if reason is not None:
         raise UnsupportedModelError(reason)
     _check(options)
-    low, forced = _precision(model, options)
+    low, forced = required_precision(model, options, even_at_a_loss=True)
     device = next((p.device for p in parameters_of(model)), torch.device("cpu"))
     where = device_name(device)
     prices = MeasuredPrices(low, Store(f"{where}, torch {torch.__version__}"))
@@ -118,20 +117,6 @@ def _check(options: Options) -> None:
                 f"tune() chooses by the times of torch's own kernels, and {name}="
                 f"{given!r} does not: leave {name} at {value!r}, or use convert()"
             )
-
-
-def _precision(model: nn.Module, options: Options) -> tuple[torch.dtype, Options]:
-    """The compute dtype, and the options that convert to it even where none pays."""
-    low, why_not = choose_precision(model, options)
-    if low is not None:
-        return low, options
-    forced = options.replace(do_no_harm=False)
-    low, why_not = choose_precision(model, forced)
-    if low is None:
-        raise UnsupportedModelError(
-            f"{class_name(model)} {not_converted(model, why_not)}"
-        )
-    return low, forced
 
 
 def _autocast(model: nn.Module, options: Options, low: torch.dtype) -> Way:
