@@ -31,7 +31,6 @@ from autoamp.overflow.location import location_of, readers
 from autoamp.overflow.remedy import EVERYTHING, Remedy, candidates
 from autoamp.overflow.trail import Step
 from autoamp.plain import class_name
-from autoamp.training.scale.base import INIT_SCALE
 
 ROUNDS = 4
 """The most rules that one cure is made of."""
