@@ -10,10 +10,9 @@ from autoamp.benchmark.record import Evidence
 from autoamp.benchmark.step.running import device_of as device_with
 from autoamp.benchmark.step.ways import Way, arrived
 from autoamp.inspect.report import Report
-from autoamp.inspect.rows import OpRow, Section
+from autoamp.inspect.rows import OpRow
 from autoamp.inspect.sections.advice import is_users_choice
-from autoamp.inspect.sections.bounds import Bounds, OpTime
-from autoamp.inspect.sections.dimensions import Misfit
+from autoamp.inspect.sections.bounds import OpTime
 from autoamp.model.reporting import report_on
 from autoamp.place.devices import Device, device_of
 
@@ -43,9 +42,9 @@ def evidence_from(report: Report, device: Device, half: str = "") -> Evidence:
     timed = {op.key: op for op in bounds.ops} if bounds is not None else {}
     total = bounds.seconds(placed=False) if bounds is not None else 0.0
     high = [row for row in rows if not row.is_low]
-    ruled = [row for row in high if _is_ruled(report.sections, row)]
+    ruled = [row for row in high if is_users_choice(report.section_of(row), row)]
     shares = bounds.shares(placed=False) if bounds is not None else {}
-    odd, flops = _odd(report, bounds)
+    odd, flops = bounds.odd_product(report.misfits) if bounds else (None, 0.0)
     return Evidence(
         pays=device.pays,
         units=device.name,
@@ -68,11 +67,6 @@ def evidence_from(report: Report, device: Device, half: str = "") -> Evidence:
 
 
 _Key = tuple[int, str, str]
-
-
-def _is_ruled(sections: Sequence[Section], row: OpRow) -> bool:
-    (section,) = (s for s in sections if (s.graph, s.body) == (row.graph, row.body))
-    return is_users_choice(section, row)
 
 
 def _key(row: OpRow) -> _Key:
@@ -98,17 +92,3 @@ def _costliest(rows: Sequence[OpRow], timed: dict[_Key, OpTime]) -> str:
         return op.high.nanoseconds if op else 0.0, row.bytes
 
     return max(rows, key=weight).heading
-
-
-def _odd(report: Report, bounds: Bounds | None) -> tuple[Misfit | None, float]:
-    """The odd size that matters most, and the share of flops in products with any."""
-    if bounds is None:
-        return None, 0.0
-    flops = {op.key: op.flops for op in bounds.ops if op.low}
-    odd = {(m.graph, m.body, m.name): m for m in report.misfits}
-    touched = {key: flops[key] for key in odd if key in flops}
-    every = sum(flops.values())
-    if not touched or not every:
-        return None, 0.0
-    worst = max(touched, key=lambda key: touched[key])
-    return odd[worst], sum(touched.values()) / every

@@ -114,9 +114,7 @@ def _own_options(asked: Document) -> Iterator[str]:
         row = group.costliest
         if not total or (group.seconds or 0) < WORTH * total:
             return
-        (section,) = (
-            s for s in asked.sections if (s.graph, s.body) == (row.graph, row.body)
-        )
+        section = asked.section_of(row)
         if not is_users_choice(section, row):
             continue
         remedy = remedy_for(section.rewritten, row.name)

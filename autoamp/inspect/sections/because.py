@@ -127,11 +127,8 @@ def _change(bounds: Bounds, misfits: Sequence[Misfit]) -> str:
 
 def _arithmetic(bounds: Bounds, misfits: Sequence[Misfit], size: str) -> str:
     """Padding, where most of the arithmetic is in products with odd sizes."""
-    flops = {op.key: op.flops for op in bounds.ops if op.low}
-    odd = {(m.graph, m.body, m.name): m for m in misfits}
-    touched = {key: flops[key] for key in odd if key in flops}
-    if 2 * sum(touched.values()) > sum(flops.values()):
-        worst = odd[max(touched, key=lambda key: touched[key])]
+    worst, share = bounds.odd_product(misfits)
+    if worst is not None and share > 0.5:
         where = f" of {worst.module}" if worst.module else ""
         return (
             f"Padding would help most, because arithmetic takes {size} and tensor "

@@ -10,6 +10,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.inspect.rows import Section
+from autoamp.inspect.sections.dimensions import Misfit
 from autoamp.place.cost import Parts, parts_of
 from autoamp.place.devices import NEUTRAL, Device
 from autoamp.place.flops import flops_of
@@ -91,6 +92,17 @@ class Bounds:
             found["casts"] = self.casts * 1e9
         total = sum(found.values())
         return {name: part / total if total else 0.0 for name, part in found.items()}
+
+    def odd_product(self, misfits: Sequence[Misfit]) -> tuple[Misfit | None, float]:
+        """The misfit of the most flops, and the share of low flops with any misfit."""
+        flops = {op.key: op.flops for op in self.ops if op.low}
+        odd = {(m.graph, m.body, m.name): m for m in misfits}
+        touched = {key: flops[key] for key in odd if key in flops}
+        every = sum(flops.values())
+        if not touched or not every:
+            return None, 0.0
+        worst = max(touched, key=lambda key: touched[key])
+        return odd[worst], sum(touched.values()) / every
 
     @property
     def largest(self) -> OpTime | None:
