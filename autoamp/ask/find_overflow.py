@@ -1,8 +1,8 @@
-"""`find_overflow`: the first node that left its dtype's range, and the rule for it.
+"""`find_overflow`: the first node that left its dtype's range, and the remedy.
 
 A stand-in of the model is captured once.  Its rewritten graphs run node by node, with
 the real rounding; where a number leaves its range, the graphs run in fp32 as well, to
-see if that number is the model's own fault, and then under rules, until one cures it.
+see if that number is the model's own fault, and then under remedies, until one cures it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autoamp.overflow.trail import Step
 from autoamp.plain import class_name
 
 ROUNDS = 4
-"""The most rules that one cure is made of."""
+"""The most remedies that one cure is made of."""
 
 
 def find_overflow_model(
@@ -79,7 +79,7 @@ def find_overflow_model(
 
 
 class _Search:
-    """Looks for the step to blame, and for a rule."""
+    """Looks for the step to blame, and for a remedy."""
 
     def __init__(
         self, stand_in: Recording, scale: float, label: str, low: torch.dtype

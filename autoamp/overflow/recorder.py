@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from autoamp import compat
 from autoamp.analyse.nodes import written_values
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.graph_functions import checkpointed
 from autoamp.node_by_node.bodies import UNROLLED
 from autoamp.node_by_node.observer import Observer
@@ -171,5 +172,5 @@ def _is_unset(n: fx.Node) -> bool:
 
 
 def _widened(value: Any) -> Any:
-    low = (torch.float16, torch.bfloat16)
-    return torch.float32 if value in low and isinstance(value, torch.dtype) else value
+    is_low = isinstance(value, torch.dtype) and value in LOW_DTYPES.values()
+    return HIGH_DTYPE if is_low else value

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
+from autoamp.dtypes import LOW_DTYPES
 from autoamp.overflow.culprit import harmful, nearest
 from autoamp.overflow.remedy import Remedy, candidates
 from autoamp.overflow.trail import Step, Trail
@@ -82,7 +81,7 @@ class SkipWatch:
             return None
         if culprit.is_backward and self._scale > _LOW_SCALE:
             return None
-        if culprit.dtype not in (torch.float16, torch.bfloat16):
+        if culprit.dtype not in LOW_DTYPES.values():
             return None
         for remedy in candidates(culprit, [*records])[:1]:
             if remedy not in self._proposed:
