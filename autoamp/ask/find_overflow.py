@@ -2,7 +2,7 @@
 
 A stand-in of the model is captured once.  Its rewritten graphs run node by node, with
 the real rounding; where a number leaves its range, the graphs run in fp32 as well, to
-see if that number is the model's own fault, and then under remedies, until one cures it.
+see if that number is the model's own fault, and then under one remedy after another.
 """
 
 from __future__ import annotations
