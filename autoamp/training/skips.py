@@ -57,8 +57,9 @@ def note_skip(
     culprit = next((each for each in culprits if each is not None), None)
     for scaling in scalings:
         scale = scaling.loss_scale.scale
-        why = _by_gradients(evidence.runs, params)
-        if culprit is not None:
+        if culprit is None:
+            why = _by_gradients(evidence.runs, params)
+        else:
             why = accused(culprit, scale)
         why = f"step {number}: {why}"
         scaling.note_skip(why)
