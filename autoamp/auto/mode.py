@@ -255,14 +255,13 @@ class AutomaticMode:
                 logger.debug("autoamp: %s: %s", class_name(target), why_not)
                 return
         try:
-            convert_model(target, _with_own_lock(options, target))
+            convert_model(target, _with_own_lock(options, target), automatic=True)
         except Exception as error:  # a script must not fail because of autoamp
             if options.strict:
                 raise
             _say_left(target, error)
         state = conversion_of(target)
         if state is not None and state.engine is not None:
-            state.engine.record.scaling.automatic = True
             state.engine.on_capture = self.on_capture
             self._engines.add(state.engine)
 

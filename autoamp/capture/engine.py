@@ -229,7 +229,7 @@ class Engine:
         for why in prepared.notes:
             self.record.note(why)
         if prepared.edge.devices or _runs_low(prepared):
-            scaling.note_low()
+            scaling.ledger.note_low()
         if prepared.rewritten is None:
             chosen = counting_runs(self.local, prepared.run)
         elif prepared.edge.devices:
@@ -238,7 +238,7 @@ class Engine:
             chosen = scaled(self.local, scaling, captured, inputs, watches=watches)
         else:
             chosen = unscaled(self.local, captured)
-            if scaling.guards:
+            if scaling.ledger.guards:
                 chosen = noting_leaves(scaling, chosen)
         self.record.add(captured)
         self.is_new = True

@@ -18,6 +18,7 @@ from autoamp.options import Options
 from autoamp.overflow.recorder import Recorder
 from autoamp.pipeline.prepared import Prepared
 from autoamp.rewrite.bindings import with_bindings
+from autoamp.training.before_run import inputs_of_run
 from autoamp.training.ledger.backwards import watch
 from autoamp.training.ledger.graph_run import GraphRun
 from autoamp.training.ledger.leaves import Origins
@@ -101,7 +102,7 @@ def noting_leaves(
         nonlocal first
         if first:
             first = False
-            scaling.note_leaves(args)
+            scaling.ledger.note_leaves(args)
         return call(*args)
 
     return call_noting
@@ -135,7 +136,7 @@ def scaled(
             SHARDED.note_wide([args[i] for i in wide])
         origin = origins.of(args)
         tensors, leaves = origin.leaves(args)
-        extra = scaling.inputs(edge.devices, tensors)
+        extra = inputs_of_run(scaling, edge.devices, tensors)
         graph_run = GraphRun(scaling, origin, leaves, extra)
         copies = () if fresh is None else fresh([args[i] for i in slots])
         if watches and (scaling.skip_watch.watching or scaling.looks):

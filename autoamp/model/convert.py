@@ -7,9 +7,7 @@ weights; everything else about the model is untouched.
 
 from __future__ import annotations
 
-import functools
 import logging
-import weakref
 from typing import Any
 
 import torch
@@ -47,7 +45,7 @@ from autoamp.plain import class_name
 from autoamp.saying import say_once
 from autoamp.training.attach import detach_from
 from autoamp.training.first_step import new_scaling, stop_meeting
-from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.model_scaling import ModelScaling, Owner
 from autoamp.training.scale import NoLossScale, resolve_loss_scale
 from autoamp.weights.loaded import own_loaded_weights
 from autoamp.weights.shards import SHARDED
@@ -61,11 +59,13 @@ def convert_model(
     example_inputs: tuple[Any, ...] | None = None,
     *,
     masters: bool = False,
+    automatic: bool = False,
 ) -> nn.Module:
     """Converts `model` in place; see `autoamp.convert`.
 
     Args:
         masters: parameters in half precision are trained with fp32 master weights.
+        automatic: nobody has named the model.
 
     Raises:
         UnsupportedModelError: `model` is not a module, or cannot be captured.
@@ -99,12 +99,11 @@ def convert_model(
         state = install(model)
     before = state.call
     forward = forward_of(type(model), state.previous is None)
-    scaling = new_scaling(options, scale, label)
-    if options.heal:
-        scaling.heal = convert_again
+    heal = convert_again if options.heal else None
+    owner = Owner(_models_of, _graphs_of, heal)
+    scaling = new_scaling(options, scale, label, owner, automatic=automatic)
     record = Record(label, low, scaling)
     state.call = CompiledCall(forward, Engine(options, record))
-    _introduce(scaling, record)
     record.skipped += notes
     if example_inputs is not None:
         try:
@@ -137,21 +136,17 @@ def _decline(
     return model
 
 
-def _introduce(scaling: ModelScaling, record: Record) -> None:
-    """Lets `scaling` ask for its models and their graphs, and keep neither alive."""
-    scaling.models = functools.partial(_models_of, weakref.ref(scaling))
-    scaling.describe = functools.partial(_graphs_of, weakref.ref(record))
+def _models_of(scaling: ModelScaling) -> list[nn.Module]:
+    return [model for each in _engines_of(scaling) for model in models_of(each)]
 
 
-def _models_of(scaling: weakref.ref[ModelScaling]) -> list[nn.Module]:
+def _graphs_of(scaling: ModelScaling) -> str:
+    return next((each.record.in_short() for each in _engines_of(scaling)), "")
+
+
+def _engines_of(scaling: ModelScaling) -> list[Engine]:
     engines = {each.engine for each in CONVERSIONS if each.engine is not None}
-    mine = [each for each in engines if each.record.scaling is scaling()]
-    return [model for engine in mine for model in models_of(engine)]
-
-
-def _graphs_of(record: weakref.ref[Record]) -> str:
-    known = record()
-    return "" if known is None else known.in_short()
+    return [each for each in engines if each.record.scaling is scaling]
 
 
 def convert_again(scaling: ModelScaling, remedy: Remedy) -> None:

@@ -80,6 +80,6 @@ def loss_scale_of(scaling: ModelScaling) -> LossScaleReport | None:
         scale=scale.scale,
         growth_tracker=scale.growth_tracker,
         skipped_steps=scale.skipped_steps,
-        skips=tuple(scaling.skips),
-        foreign=bool(scaling.foreign),
+        skips=tuple(scaling.ledger.skips),
+        foreign=bool(scaling.ledger.foreign),
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from autoamp import compat
 from autoamp.training import closures, saved_state
 from autoamp.training.ledger.backwards import BACKWARDS
 from autoamp.training.masters import Masters, has_half
-from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.optimizers import closure_of, innermost
 from autoamp.training.step import BOUNDARIES, OptimizerBoundary
 
@@ -137,20 +135,3 @@ def detach_from(model: torch.nn.Module) -> None:
     for boundary in list(BOUNDARIES):
         if any(id(p) in held for p in boundary.params):
             detach(boundary)
-
-
-def meet(scaling: ModelScaling, weights: Sequence[torch.Tensor]) -> None:
-    """Finds the optimizers that hold `weights`, and GradScalers, before the first run.
-
-    A GradScaler may be about to scale this model's loss, and the first gradients of a
-    loss that is scaled twice would overflow.  So the GradScalers are looked at again
-    before a backward, unless the user has asked for a loss scale of ours.
-    """
-    optimizers, scalers = compat.optimizers_and_scalers()
-    if not scaling.asked:
-        scaling.scalers = [(weakref.ref(s), compat.scaler_uses(s)) for s in scalers]
-    ids = {id(weight) for weight in weights}
-    for optimizer in optimizers:
-        groups = getattr(optimizer, "param_groups", ())
-        if any(id(p) in ids for group in groups for p in group["params"]):
-            attach(optimizer).link(scaling)

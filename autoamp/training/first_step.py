@@ -6,7 +6,6 @@ models are converted.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -20,11 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from autoamp import compat
 from autoamp.options import Options
 from autoamp.training import closures, guard
-from autoamp.training.attach import attach, boundary_of, detach, meet
+from autoamp.training.attach import attach, boundary_of, detach
 from autoamp.training.guard import guards_of
-from autoamp.training.ledger.backwards import lower_where_nobody_steps
 from autoamp.training.ledger.evidence import gather
-from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.model_scaling import ModelScaling, Owner, ScaleDomain
 from autoamp.training.optimizers import closure_of, evaluated, params_of
 from autoamp.training.rank_handshake import greet, has_greeted
 from autoamp.training.ranks import judged, owners_of, team_of
@@ -37,17 +35,29 @@ _hook: list[RemovableHandle] = []
 _expecting: list[bool] = []
 
 
-def new_scaling(options: Options, loss_scale: LossScale, label: str) -> ModelScaling:
+def new_scaling(
+    options: Options,
+    loss_scale: LossScale,
+    label: str,
+    owner: Owner | None = None,
+    *,
+    automatic: bool = False,
+) -> ModelScaling:
     """The scaling of one conversion; optimizers are met as long as the scaling lives.
 
     Args:
         options: the options of the conversion.
         loss_scale: the loss scale to begin with.
-        label: the model's class name, for messages.
+        label, owner, automatic: as for `ModelScaling`.
     """
-    scaling = ModelScaling(loss_scale, label, meet, lower_where_nobody_steps)
-    scaling.asked = options.loss_scale != "auto"
-    scaling.by_variables = options.by_variables
+    scaling = ModelScaling(
+        ScaleDomain(loss_scale),
+        label,
+        asked=options.loss_scale != "auto",
+        automatic=automatic,
+        by_variables=options.by_variables,
+        owner=owner,
+    )
     guard.begin(scaling, options)
     _scalings.add(scaling)
     _hear()
@@ -64,17 +74,13 @@ def guard_masters(
     """
     if boundary.masters is None:
         return
-    known = [s for s in boundary.scalings if any(m is model for m in s.models())]
-    for scaling in known or [new_scaling(options, NoLossScale(), label)]:
-        scaling.models = functools.partial(_alive, weakref.ref(model))
-        scaling.note_low()
+    known = [s for s in boundary.scalings if any(m is model for m in s.models)]
+    ref = weakref.ref(model)
+    owner = Owner(lambda _: [alive for alive in [ref()] if alive is not None])
+    for scaling in known or [new_scaling(options, NoLossScale(), label, owner)]:
+        scaling.ledger.note_low()
         guard.begin(scaling, options)
         boundary.link(scaling)
-
-
-def _alive(model: weakref.ref[torch.nn.Module]) -> list[torch.nn.Module]:
-    known = model()
-    return [] if known is None else [known]
 
 
 def stop_meeting(scaling: ModelScaling) -> None:

@@ -33,14 +33,14 @@ def begin(scaling: ModelScaling, options: Options) -> None:
     end(scaling)
     _changes[0] += 1  # a model that is converted anew has left its old scaling
     if options.guard:
-        scaling.guards = True
+        scaling.ledger.guards = True
         _guards.add(scaling)
 
 
 def end(scaling: ModelScaling) -> None:
     """Has `scaling` guard no step any more."""
-    if scaling.guards:
-        scaling.guards = False
+    if scaling.ledger.guards:
+        scaling.ledger.guards = False
         _guards.discard(scaling)
         _changes[0] += 1
 
@@ -78,7 +78,7 @@ def guards_of(
         return []
     stamp = (
         _changes[0],
-        sum(scaling.learnt for scaling in _guards),
+        sum(scaling.ledger.learnt for scaling in _guards),
         hash(tuple(map(id, params))),
     )
     known = _known.get(optimizer)
@@ -89,13 +89,13 @@ def guards_of(
     if not alive:
         return alive
     several = compat.are_several()
-    return [s for s in alive if s.runs_low or several]
+    return [s for s in alive if s.ledger.runs_low or several]
 
 
 def _trains(scaling: ModelScaling, params: Sequence[torch.Tensor]) -> bool:
     held = {id(p): p for p in params}
-    if scaling.is_of_models and not scaling.models():
+    if scaling.owner is not None and not scaling.models:
         return False  # the models were converted anew, or are gone
-    if any(leaves.are_among(held) for leaves in scaling.leaves):
+    if any(leaves.are_among(held) for leaves in scaling.ledger.leaves):
         return True
     return not held.keys().isdisjoint(map(id, scaling.weights))

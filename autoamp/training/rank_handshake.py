@@ -81,12 +81,12 @@ def _words(
     """What a rank says of itself."""
     each_once = [*dict.fromkeys(scalings)]
     scales = [type(each.domain.loss_scale).__name__ for each in each_once]
-    guards = ["on" if each.guards else "off" for each in each_once]
+    guards = ["on" if each.ledger.guards else "off" for each in each_once]
     words = {"loss scaling": ", ".join(scales), "guard": ", ".join(guards)}
     if not team.staged:
         words["models"] = ", ".join(each.label for each in each_once)
         words["parameters"] = str(len(params))
-        words[_GRAPHS] = ", ".join(each.describe() for each in each_once)
+        words[_GRAPHS] = ", ".join(each.graphs for each in each_once)
     return words
 
 

@@ -87,7 +87,7 @@ def judged(scalings: Iterable[ModelScaling]) -> list[ModelScaling]:
 
     Whether graphs of a model run low is not asked, because ranks may differ in that.
     """
-    return [scaling for scaling in scalings if scaling.enabled or scaling.guards]
+    return [scaling for scaling in scalings if scaling.enabled or scaling.ledger.guards]
 
 
 def team_of(scalings: Iterable[ModelScaling], params: Sequence[torch.Tensor]) -> Team:
@@ -95,7 +95,7 @@ def team_of(scalings: Iterable[ModelScaling], params: Sequence[torch.Tensor]) ->
     scalings = list(dict.fromkeys(scalings))
     if not scalings or not compat.are_several():
         return ALONE
-    reducers = [each for s in scalings for each in s.reducers]
+    reducers = [each for s in scalings for each in s.ledger.reducers]
     groups = [each.process_group for each in reducers]
     groups += compat.shard_groups(params)
     groups += [each for s in scalings for each in s.stage_groups]

@@ -48,7 +48,7 @@ def note_skip(
     """
     scalings = evidence.scalings
     for scaling in {*guards, *scalings}:
-        scaling.in_a_row += 1
+        scaling.ledger.in_a_row += 1
         if scaling not in scalings:
             _note_guarded(scaling, params, number)
         elif not scaling.adapts:
@@ -62,7 +62,7 @@ def note_skip(
         else:
             why = accused(culprit, scale)
         why = f"step {number}: {why}"
-        scaling.note_skip(why)
+        scaling.ledger.note_skip(why)
         if scaling.loss_scale.at_floor and _is_new(evidence, scaling):
             raise _floor_error(scaling, why)
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
@@ -122,7 +122,7 @@ def _proposal(scaling: ModelScaling, remedy: Remedy) -> str:
 def note_step(scalings: Sequence[ModelScaling]) -> None:
     """Ends the watch of models after a step that is taken."""
     for scaling in scalings:
-        scaling.in_a_row = 0
+        scaling.ledger.in_a_row = 0
         if not scaling.skip_watch.watching:
             continue
         scale = scaling.loss_scale.scale
@@ -130,7 +130,7 @@ def note_step(scalings: Sequence[ModelScaling]) -> None:
         if found is not None:
             text = near(*found, scale)
             logger.info("autoamp: %s: %s", scaling.label, text)
-            scaling.add_to_skip(text)
+            scaling.ledger.add_to_skip(text)
 
 
 def count_skips(scalings: Sequence[ModelScaling], flag: torch.Tensor) -> None:
@@ -155,9 +155,9 @@ def _note_guarded(
     scaling: ModelScaling, params: Sequence[torch.Tensor], number: int
 ) -> None:
     """Says why a step is skipped for a model whose graphs have no flags."""
-    names = names_of(scaling.models())
+    names = names_of(scaling.models)
     why = f"step {number}: {blame_gradients(params, names)}"
-    if not scaling.skips:
+    if not scaling.ledger.skips:
         logger.warning(
             "autoamp: %s: skipped %s. Nothing was written, and later steps are skipped "
             "likewise; with %s they would be taken",
@@ -167,14 +167,14 @@ def _note_guarded(
         )
     else:
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
-    scaling.note_skip(why)
+    scaling.ledger.note_skip(why)
     if not scaling.adapts:
         _say_standstill(scaling, f" ({why})")
 
 
 def _say_standstill(scaling: ModelScaling, why: str) -> None:
     """Warns of steps skipped in a row that no move of a loss scale is going to end."""
-    times = scaling.in_a_row
+    times = scaling.ledger.in_a_row
     if times != REPEATED and times % _AGAIN:
         return
     moves = "its loss scale never moves" if scaling.enabled else "it has no loss scale"

@@ -145,7 +145,8 @@ class OptimizerBoundary:
         for scaling in guards:
             if not scaling.enabled:
                 self.link(scaling)
-        guarded = any(s.runs_low for s in guards) and not cannot_read(self.optimizer)
+        low = any(s.ledger.runs_low for s in guards)
+        guarded = low and not cannot_read(self.optimizer)
         scalings = judged([*self.scalings, *evidence.scalings])
         team = team_of(scalings, params)
         greet(self.optimizer, team, scalings, params)
@@ -153,7 +154,7 @@ class OptimizerBoundary:
         if not (known or guarded):
             return torch.zeros(1)
         for scaling in evidence.scalings:
-            scaling.settle(foreign=False)
+            scaling.ledger.set_foreign(False)
             self.link(scaling)
         flag = found_inf(evidence, params, team, doubt, guarded)
         sizes = sizes_in(evidence.runs)
@@ -183,15 +184,15 @@ class OptimizerBoundary:
         if not compat.stepped_by_grad_scaler(self.optimizer):
             return False
         for scaling in self._read(self.params).scalings:
-            if not scaling.foreign or scaling not in self.scalings:
+            if not scaling.ledger.foreign or scaling not in self.scalings:
                 say_foreign(scaling)
-            scaling.settle(foreign=True)
+            scaling.ledger.set_foreign(True)
             self.link(scaling)
         return True
 
     def link(self, scaling: ModelScaling) -> None:
         """Notes that the optimizer steps weights of a model."""
-        scaling.stepped = True
+        scaling.ledger.stepped = True
         if scaling not in self.scalings:
             if self.pending and scaling.enabled:
                 self._take([scaling.domain.loss_scale], self.pending)

@@ -254,7 +254,7 @@ def test_beside_a_grad_scaler_that_shows_no_scale_a_step_is_unscaled(
         optimizer.step()
     assert scaler.is_enabled()
     assert arrived == [False, True, True]
-    assert scaling_of(model).foreign is False
+    assert scaling_of(model).ledger.foreign is False
     figures.count("names taken away")
 
 

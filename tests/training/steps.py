@@ -49,15 +49,20 @@ def scaling_of(model: nn.Module) -> ModelScaling:
     return state.engine.record.scaling
 
 
+def begin_at(scaling: ModelScaling, loss_scale: autoamp.LossScale) -> None:
+    """Gives a scaling another loss scale, and a domain of its own."""
+    object.__setattr__(scaling, "domain", ScaleDomain(loss_scale))
+
+
 def fresh_copy(base: nn.Module, **scale: Any) -> nn.Module:
     """A copy of a converted model that begins with a loss scale of its own.
 
     Copies share their scaling: one copy is trained after the other.
     """
     scaling = scaling_of(base)
-    scaling.foreign = None
-    scaling.skips.clear()
-    scaling.domain = ScaleDomain(DynamicLossScale(**scale))
+    scaling.ledger.foreign = None
+    scaling.ledger.skips.clear()
+    begin_at(scaling, DynamicLossScale(**scale))
     BACKWARDS.runs.clear()
     return copy.deepcopy(base)
 

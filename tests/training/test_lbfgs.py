@@ -10,10 +10,10 @@ from torch import nn
 
 import autoamp
 from autoamp import LossScaleError
-from autoamp.training.model_scaling import ScaleDomain
 from tests.training.steps import (
     HUGE,
     assert_same,
+    begin_at,
     fresh_copy,
     loss_of,
     moved,
@@ -118,7 +118,7 @@ def test_static_scale_skips_and_puts_everything_back(
     results = []
     for planted in (False, True):
         model = fresh_copy(base)
-        scaling_of(model).domain = ScaleDomain(autoamp.StaticLossScale(2.0**15))
+        begin_at(scaling_of(model), autoamp.StaticLossScale(2.0**15))
         optimizer = lbfgs(model, search)
         for number in range(3):
             if planted and number == 1:

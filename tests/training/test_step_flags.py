@@ -448,7 +448,7 @@ def test_a_scaler_that_is_merely_there_changes_nothing(used: bool, asked: str) -
     (model(torch.ones(1, 8)).sum() * 1e-8).backward()
     assert model.weight.grad is not None
     assert torch.allclose(model.weight.grad, torch.tensor(1e-8), rtol=2.0**-10, atol=0)
-    assert not scaling_of(model).foreign
+    assert not scaling_of(model).ledger.foreign
     assert bystander.is_enabled()
 
 
@@ -459,7 +459,7 @@ def test_a_scaler_that_scales_is_left_to_it_from_the_first_backward_on() -> None
     scaler = torch.amp.GradScaler("cpu", **options)
     model = autoamp.convert(nn.Linear(8, 4), **FP16)
     assert script_with(model, scaler) == [(2.0**16, True)] * 3
-    assert scaling_of(model).foreign
+    assert scaling_of(model).ledger.foreign
     assert idle.is_enabled()
 
 
@@ -470,7 +470,7 @@ def test_a_scaler_that_was_used_before_is_met_at_its_first_update() -> None:
     model = autoamp.convert(nn.Linear(8, 4), **FP16)
     seen = script_with(model, scaler)
     assert [scale for scale, _ in seen] == [2.0**15] * 3
-    assert scaling_of(model).foreign
+    assert scaling_of(model).ledger.foreign
 
 
 def test_what_was_asked_for_wins_over_a_scaler_that_has_scaled() -> None:
@@ -482,7 +482,7 @@ def test_what_was_asked_for_wins_over_a_scaler_that_has_scaled() -> None:
     # 2**16 times 1e-12 is half the smallest number of fp16: without ours it is 0.
     expected = torch.tensor(2.0**16 * 1e-12)
     assert torch.allclose(model.weight.grad, expected, rtol=2.0**-9, atol=0)
-    assert not scaling_of(model).foreign
+    assert not scaling_of(model).ledger.foreign
 
 
 def test_runs_in_flight_are_left_to_the_scaler_too() -> None:

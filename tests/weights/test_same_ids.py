@@ -81,4 +81,4 @@ def test_a_weight_that_outlives_its_model_is_still_the_one_that_overflowed() -> 
     optimizer.step()
     assert optimizer.step_was_skipped
     assert kept.isfinite().all()
-    assert engine.record.scaling.stepped
+    assert engine.record.scaling.ledger.stepped

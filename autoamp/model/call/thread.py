@@ -43,6 +43,6 @@ def tell_ranks(model: nn.Module, scaling: ModelScaling) -> None:
 
     Ranks count the calls of a model, so that every call counts, whatever it runs.
     """
-    scaling.note_call()
+    scaling.ledger.note_call()
     if compat.uses_fsdp():
         SHARDED.note_call(model, inside_a_call)

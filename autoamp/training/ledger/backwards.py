@@ -194,7 +194,7 @@ def _reached(run: GraphRun, leaves: Sequence[torch.Tensor], _: torch.Tensor) -> 
     backward_id = compat.backward_id()
     if backward_id == run.backward_id:
         return
-    run.settle()
+    run.unscale_if_foreign()
     BACKWARDS.note(run, backward_id, leaves)
     run.recorded = run.recorded or torch.is_grad_enabled()
 
@@ -212,8 +212,8 @@ def lower_where_nobody_steps(scaling: ModelScaling) -> None:
             continue  # another run of this backward has lowered the scale
         run.backward_pass.note_move(torch.ones(1))
         scaling.loss_scale.update(torch.ones(1))
-        if not scaling.told:
-            scaling.told = True
+        if not scaling.ledger.told:
+            scaling.ledger.told = True
             logger.warning(
                 "autoamp: gradients of %s overflowed at loss scale %g, and no "
                 "torch.optim optimizer steps its weights, which would skip such a "

@@ -80,7 +80,7 @@ class GraphRun:
         leaves: Leaves,
         edge: Sequence[torch.Tensor],
     ) -> None:
-        """Args: `edge` holds the inputs that `ModelScaling.inputs` gave for the run."""
+        """Args: `edge` holds the inputs that `inputs_of_run` gave for the run."""
         self.scaling = scaling
         self.origin = origin
         self.leaves = leaves
@@ -91,7 +91,7 @@ class GraphRun:
         self.number = -1
         self.gone: frozenset[int] = frozenset()
         self.scale_moved = self.clean = self.recorded = False
-        self._open = edge if scaling.scalers else None
+        self._open = edge if scaling.ledger.scalers else None
         self.magnitudes: tuple[list[torch.Tensor], torch.Tensor] | None = None
 
     def look(self, edge: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -107,9 +107,9 @@ class GraphRun:
         magnitudes, inverse = self.magnitudes
         return torch.stack([m.to(inverse.device) for m in magnitudes]).amax() * inverse
 
-    def settle(self) -> None:
+    def unscale_if_foreign(self) -> None:
         """Sets the run's scale to 1 where a GradScaler turns out to scale the loss."""
-        if self._open is not None and self.scaling.decide():
+        if self._open is not None and self.scaling.ledger.a_scaler_scales():
             for scale, inverse in zip(self._open[::3], self._open[1::3], strict=True):
                 for given in (scale, inverse):
                     with compat.version_kept(given):  # saved by a compiled backward
