@@ -32,7 +32,7 @@ from autoamp.pipeline.prepare import as_it_is
 from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import Device
 from autoamp.plain import class_name
-from autoamp.training.first_step import new_scaling, stop_meeting
+from autoamp.training.first_step import end_scaling, new_scaling
 from autoamp.training.scale import resolve_loss_scale
 
 Play = Callable[[Prepared, tuple[Any, ...]], Any]
@@ -126,7 +126,7 @@ def examined(
         state.call = CompiledCall(method._replace(shared=None), engine)
         yield twin, engine
     finally:
-        stop_meeting(scaling)
+        end_scaling(scaling)
 
 
 @dataclass(eq=False)

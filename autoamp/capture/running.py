@@ -139,10 +139,10 @@ def scaled(
         extra = inputs_of_run(scaling, edge.devices, tensors)
         graph_run = GraphRun(scaling, origin, leaves, extra)
         copies = () if fresh is None else fresh([args[i] for i in slots])
-        if watches and (scaling.skip_watch.watching or scaling.looks):
+        if watches and (scaling.skip_watch.watching or scaling.wants_size):
             observers: list[Observer] = [Held()]
-            if scaling.looks:
-                observers.append(GradientSizes(graph_run.look(extra)))
+            if scaling.wants_size:
+                observers.append(GradientSizes(graph_run.begin_sizes(extra)))
             if scaling.skip_watch.watching:
                 observers.append(Recorder(scaling.skip_watch.trail()))
             results = Runner(captured.gm, observers).run(*args, *copies, *extra)

@@ -44,7 +44,7 @@ from autoamp.overflow.remedy import Remedy
 from autoamp.plain import class_name
 from autoamp.saying import say_once
 from autoamp.training.attach import detach_from
-from autoamp.training.first_step import new_scaling, stop_meeting
+from autoamp.training.first_step import end_scaling, new_scaling
 from autoamp.training.model_scaling import ModelScaling, Owner
 from autoamp.training.scale import NoLossScale, resolve_loss_scale
 from autoamp.weights.loaded import own_loaded_weights
@@ -248,7 +248,7 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     SHARDED.forget(model)
     call, state.call = state.call, None
     if call is not None and all(each.call is not call for each in CONVERSIONS):
-        stop_meeting(call.engine.record.scaling)
+        end_scaling(call.engine.record.scaling)
     if state.bound is None or model.__dict__.get("forward") == state.bound:
         uninstall(model)
     return model

@@ -24,7 +24,7 @@ from autoamp.training.guard import guards_of
 from autoamp.training.ledger.evidence import gather
 from autoamp.training.model_scaling import ModelScaling, Owner, ScaleDomain
 from autoamp.training.optimizers import closure_of, evaluated, params_of
-from autoamp.training.rank_handshake import greet, has_greeted
+from autoamp.training.rank_handshake import have_shaken_hands, shake_hands
 from autoamp.training.ranks import judged, owners_of, team_of
 from autoamp.training.scale import LossScale, NoLossScale
 from autoamp.training.step import BOUNDARIES, OptimizerBoundary
@@ -60,7 +60,7 @@ def new_scaling(
     )
     guard.begin(scaling, options)
     _scalings.add(scaling)
-    _hear()
+    _set_hook()
     return scaling
 
 
@@ -83,11 +83,11 @@ def guard_masters(
         boundary.link(scaling)
 
 
-def stop_meeting(scaling: ModelScaling) -> None:
+def end_scaling(scaling: ModelScaling) -> None:
     """Meets no optimizers for `scaling` any more; the last scaling takes the hook."""
     _scalings.discard(scaling)
     guard.end(scaling)
-    _hear()
+    _set_hook()
 
 
 def expect_models(coming: bool) -> None:
@@ -96,10 +96,10 @@ def expect_models(coming: bool) -> None:
     A closure may call a model for the first time inside a step.
     """
     _expecting[:] = [True] if coming else []
-    _hear()
+    _set_hook()
 
 
-def _hear() -> None:
+def _set_hook() -> None:
     """Registers the hook, or removes it, as need be."""
     needed = bool(_scalings) or bool(_expecting)
     if needed and not _hook:
@@ -110,7 +110,7 @@ def _hear() -> None:
 
 def retire(scaling: ModelScaling) -> None:
     """Ends `scaling`, with which graphs are not run any more."""
-    stop_meeting(scaling)
+    end_scaling(scaling)
     for boundary in list(BOUNDARIES):
         if scaling in boundary.scalings:
             boundary.scalings.remove(scaling)
@@ -128,8 +128,8 @@ def _before_step(
     if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
         return None
     changed = None
-    if compat.are_several() and not has_greeted(optimizer):
-        _greet(optimizer)
+    if compat.are_several() and not have_shaken_hands(optimizer):
+        _shake_hands(optimizer)
     if boundary_of(optimizer) is None:
         changed = _first_step(optimizer, args, kwargs)
     if changed is None or changed[0][0] is optimizer:
@@ -137,15 +137,15 @@ def _before_step(
     return changed
 
 
-def _greet(optimizer: Optimizer) -> None:
-    """Has the ranks greet each other where no loss scale makes them agree on steps."""
+def _shake_hands(optimizer: Optimizer) -> None:
+    """Has the ranks shake hands where no loss scale makes them agree on steps."""
     if _strangers.get(optimizer) == len(_scalings):
         return
     params = params_of(optimizer)
     owners = owners_of(params, _scalings)
     if not owners:
         _strangers[optimizer] = len(_scalings)
-    greet(optimizer, team_of(owners, params), owners, params)
+    shake_hands(optimizer, team_of(owners, params), owners, params)
 
 
 _strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()

@@ -47,7 +47,7 @@ class ScaleDomain:
             return
         if theirs._loss_scale.scale < mine._loss_scale.scale:
             mine, theirs = theirs, mine
-        mine._loss_scale.heed(theirs._loss_scale)
+        mine._loss_scale.merge(theirs._loss_scale)
         theirs._joined = mine
 
 
@@ -154,9 +154,9 @@ class ModelScaling:
         return found
 
     @property
-    def looks(self) -> bool:
+    def wants_size(self) -> bool:
         """Whether runs are to record how large their fp16 gradients are."""
-        return self.ledger.stepped and self.loss_scale.looks
+        return self.ledger.stepped and self.loss_scale.wants_size
 
 
 _UNSCALED = NoLossScale()

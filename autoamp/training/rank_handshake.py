@@ -2,7 +2,7 @@
 
 A rank whose model is not converted, or is converted otherwise, would not answer at the
 first agreement: the others would wait, or take another collective for the answer.  The
-greeting goes through the store by which the ranks have met, and is no collective.
+handshake goes through the store by which the ranks have met, and is no collective.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _PAUSE = 0.01
 _GRAPHS = "graphs"
 """What may differ between ranks, with a warning."""
 
-_greeted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_shaken: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _counts: dict[str, int] = {}
 
 
-def has_greeted(optimizer: Optimizer) -> bool:
+def have_shaken_hands(optimizer: Optimizer) -> bool:
     """Whether the ranks that step the weights of `optimizer` know of each other."""
-    return optimizer in _greeted
+    return optimizer in _shaken
 
 
-def greet(
+def shake_hands(
     optimizer: Optimizer,
     team: Team,
     scalings: Sequence[ModelScaling],
@@ -56,9 +56,9 @@ def greet(
     Raises:
         RankError: a rank does not answer, or has converted its models otherwise.
     """
-    if optimizer in _greeted or not team.groups or team.is_joining:
+    if optimizer in _shaken or not team.groups or team.is_joining:
         return
-    _greeted.add(optimizer)
+    _shaken.add(optimizer)
     store = compat.default_store()
     if store is None:
         return

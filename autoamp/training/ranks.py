@@ -150,8 +150,10 @@ def agree(
         scales, ours[1:].split(3), agreed[1:].split(3), strict=False
     ):
         if not (known and torch.equal(mine[:2], other[:2])):
-            scale.adopt(-other[0], -other[1])
-        if id(scale) in sizes and scale.looks:  # the few looks may wait for a device
+            scale.set_agreed(-other[0], -other[1])
+        if (
+            id(scale) in sizes and scale.wants_size
+        ):  # the few looks may wait for a device
             sizes[id(scale)] = _size(other[2])
     return agreed[:1], sizes
 

@@ -35,7 +35,7 @@ def largest_in(steps: Sequence[Sizes]) -> Sizes:
     return found
 
 
-def move_scales(
+def update_scales(
     runs: list[GraphRun], flag: torch.Tensor, sizes: Sizes, retries: bool
 ) -> None:
     """Moves each loss scale once, for the runs that have not moved it yet.
@@ -54,11 +54,11 @@ def move_scales(
         mine = {r.backward_pass for r in fresh if r.scaling.loss_scale is scale}
         before = [b.moved_by for b in mine if b.moved_by is not None]
         if len(before) < len(mine):
-            looks = scale.looks
+            wanted = scale.wants_size
             scale.update(flag)
-            if looks:
+            if wanted:
                 known = bool(flag) if free_to_read(flag) else flag
-                scale.look(sizes.get(id(scale)), known)
+                scale.note_size(sizes.get(id(scale)), known)
         else:
             scale.correct(newly(flag, before))
         for backward in mine:

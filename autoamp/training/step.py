@@ -20,10 +20,10 @@ from autoamp.training.ledger.graph_run import GraphRun
 from autoamp.training.masters import Masters
 from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.optimizers import Decision, evaluated, params_of
-from autoamp.training.rank_handshake import greet
+from autoamp.training.rank_handshake import shake_hands
 from autoamp.training.ranks import Sizes, agree, judged, team_of
 from autoamp.training.scale import LossScale
-from autoamp.training.scale_update import largest_in, move_scales, sizes_in
+from autoamp.training.scale_update import largest_in, sizes_in, update_scales
 from autoamp.training.skips import count_skips, note_skip, note_step, say_foreign
 
 Step = Callable[..., Any]
@@ -149,7 +149,7 @@ class OptimizerBoundary:
         guarded = low and not cannot_read(self.optimizer)
         scalings = judged([*self.scalings, *evidence.scalings])
         team = team_of(scalings, params)
-        greet(self.optimizer, team, scalings, params)
+        shake_hands(self.optimizer, team, scalings, params)
         known = evidence.runs or evidence.elsewhere or doubt or team.groups
         if not (known or guarded):
             return torch.zeros(1)
@@ -172,7 +172,7 @@ class OptimizerBoundary:
                 self._passed += evidence.runs
                 self._passed_sizes.append(sizes)
                 return flag
-        move_scales(evidence.runs, flag, sizes, retries)
+        update_scales(evidence.runs, flag, sizes, retries)
         if not retries:
             count_skips(guards, flag)
         return flag
@@ -257,7 +257,7 @@ class OptimizerBoundary:
         flag = torch.full((1,), float(skipped))
         if not skipped:
             sizes = largest_in(self._passed_sizes)
-            move_scales(self._passed, flag, sizes, retries=True)
+            update_scales(self._passed, flag, sizes, retries=True)
         for scale in self.loss_scales:
             scale.count_skipped(flag)
         count_skips(self.scalings, flag)

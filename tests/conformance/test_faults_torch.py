@@ -357,7 +357,7 @@ def no_records_of_fsdp(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_stages_and_no_store(patch: pytest.MonkeyPatch) -> None:
-    """Then stages skip steps by themselves, and ranks do not greet each other."""
+    """Then stages skip steps by themselves, and ranks do not shake hands."""
 
     class Stage:
         submod, group = mlp(), object()

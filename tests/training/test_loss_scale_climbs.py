@@ -202,11 +202,11 @@ def told(scale: DynamicLossScale, magnitudes: list[float | None]) -> list[float]
     scales = []
     for magnitude in magnitudes:
         flag = torch.tensor([float(magnitude == math.inf)])
-        looks = scale.looks
+        wanted = scale.wants_size
         scale.update(flag)
-        if looks:
+        if wanted:
             largest = None if magnitude is None else torch.tensor(magnitude)
-            scale.look(largest, magnitude == math.inf)
+            scale.note_size(largest, magnitude == math.inf)
         scale.count_skipped(flag)
         scales.append(math.log2(scale.scale))
     return scales
@@ -291,7 +291,7 @@ def test_gradients_that_are_thrown_away_tell_nothing() -> None:
                 scale.update(torch.zeros(1))
                 if number == at or number < LOOKS:
                     largest = bad if number == at else 2.0**-9
-                    scale.look(torch.tensor(largest), False)
+                    scale.note_size(torch.tensor(largest), False)
             DynamicLossScale().load_state_dict(scale.state_dict())
             assert 20 <= math.log2(scale.scale) <= 24
 
@@ -345,7 +345,7 @@ def test_a_state_saved_before_there_were_climbs_is_exact() -> None:
     told(old, [1.0] * 3)
     scale = DynamicLossScale()
     scale.load_state_dict(old.state_dict())
-    assert not scale.looks
+    assert not scale.wants_size
     assert told(scale, [2.0**-9] * 3) == [15] * 3
     assert told(scale, [2.0**-9] * 2 * LATER) == [15] * 2 * LATER
 

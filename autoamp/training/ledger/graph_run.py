@@ -94,7 +94,7 @@ class GraphRun:
         self._open = edge if scaling.ledger.scalers else None
         self.magnitudes: tuple[list[torch.Tensor], torch.Tensor] | None = None
 
-    def look(self, edge: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def begin_sizes(self, edge: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A list for the magnitudes of the fp16 gradients; `edge` as in `__init__`."""
         self.magnitudes = [], edge[1]
         return self.magnitudes[0]

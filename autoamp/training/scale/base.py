@@ -67,11 +67,11 @@ class LossScale:
         self._skipped = self._skipped.to(found.device) + found
 
     @property
-    def looks(self) -> bool:
-        """Whether `look` is to be called after the next `update`; asked before that."""
+    def wants_size(self) -> bool:
+        """Whether `note_size` is to follow the next `update`; asked before that."""
         return False
 
-    def look(
+    def note_size(
         self, largest: torch.Tensor | None, found_inf: bool | torch.Tensor
     ) -> None:
         """Moves the scale by how large gradients are.
@@ -83,7 +83,7 @@ class LossScale:
                 on the host.
         """
 
-    def heed(self, other: LossScale) -> None:
+    def merge(self, other: LossScale) -> None:
         """Takes over the gradient sizes told to `other`, which this scale replaces."""
 
     @property
@@ -91,7 +91,7 @@ class LossScale:
         """The scale, and the steps since it last moved: 0-dim, on any device."""
         return self._scale, scalar(0, torch.int32)
 
-    def adopt(self, scale: torch.Tensor, steps: torch.Tensor) -> None:
+    def set_agreed(self, scale: torch.Tensor, steps: torch.Tensor) -> None:
         """Takes over the position that ranks agreed on, unless it is not finite.
 
         Args:

@@ -108,7 +108,7 @@ class Climb:
 
         Args:
             scale: the scale after the step.
-            largest, found_inf: as for `LossScale.look`.
+            largest, found_inf: as for `LossScale.note_size`.
             floor: the value below which the scale is not lowered.
         """
         if not self.left:
@@ -143,7 +143,7 @@ class Climb:
         self.lent = self.lent.to(room.device) + room
         return torch.ldexp(scale, room)
 
-    def heed(self, other: Climb) -> None:
+    def merge(self, other: Climb) -> None:
         """Takes over the largest gradient that `other` saw: one scale serves both."""
         self.largest_seen = self.largest_seen.maximum(
             other.largest_seen.to(self.largest_seen.device)

@@ -148,11 +148,11 @@ class DynamicLossScale(LossScale):
         self._given.clear()
 
     @property
-    def looks(self) -> bool:
+    def wants_size(self) -> bool:
         """Whether the scale is still climbing, or due to see if it may climb again."""
         return self._climb is not None and self._climb.is_due
 
-    def look(
+    def note_size(
         self, largest: torch.Tensor | None, found_inf: bool | torch.Tensor
     ) -> None:
         """Moves the scale by how large gradients are; see the base class."""
@@ -166,18 +166,18 @@ class DynamicLossScale(LossScale):
             self._scale = scale
             self._given.clear()
 
-    def heed(self, other: LossScale) -> None:
+    def merge(self, other: LossScale) -> None:
         """Takes over the sizes of gradients told to `other`; see the base class."""
         theirs = other._climb if isinstance(other, DynamicLossScale) else None
         if self._climb is not None and theirs is not None:
-            self._climb.heed(theirs)
+            self._climb.merge(theirs)
 
     @property
     def position(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale, and the steps since it last moved; see the base class."""
         return self._scale, self._tracker
 
-    def adopt(self, scale: torch.Tensor, steps: torch.Tensor) -> None:
+    def set_agreed(self, scale: torch.Tensor, steps: torch.Tensor) -> None:
         """Takes over the position that ranks agreed on; see the base class."""
         told = scale.isfinite() & steps.isfinite()
         mine, tracker = (each.to(scale.device) for each in self.position)
