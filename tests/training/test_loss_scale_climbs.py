@@ -14,12 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import autoamp
 from autoamp import DynamicLossScale
 from autoamp.training.ledger.backwards import BACKWARDS
-from autoamp.training.model_scaling import ScaleDomain
 from autoamp.training.scale import INIT_SCALE, climb
 from autoamp.training.scale.climb import LATER, LOOKS
 from tests.quick import some_slow
 from tests.small_models import Of
-from tests.training.steps import FP16, scaling_of
+from tests.training.steps import FP16, begin_at, scaling_of
 
 CPU = torch.device("cpu")
 
@@ -94,7 +93,7 @@ class Run:
 
     def give(self, scale: DynamicLossScale) -> None:
         """Lets it train with another scale from now on."""
-        scaling_of(self.model).domain = ScaleDomain(scale)
+        begin_at(scaling_of(self.model), scale)
 
     @property
     def scale(self) -> float:
