@@ -597,10 +597,10 @@ def test_first_call_from_many_threads_converts_once(
     met: list[nn.Module] = []
     convert = mode.convert_model
 
-    def counted(model: nn.Module, options: Any) -> nn.Module:
+    def counted(model: nn.Module, options: Any, **given: Any) -> nn.Module:
         met.append(model)
         time.sleep(0.05)  # others arrive
-        return convert(model, options)
+        return convert(model, options, **given)
 
     monkeypatch.setattr(mode, "convert_model", counted)
     model, start = mlp(), threading.Barrier(8)
