@@ -775,7 +775,7 @@ def test_a_model_that_moves_is_looked_at_again(monkeypatch, x: Tensor) -> None:
 def test_whatever_fails_at_a_conversion_is_one_warning(
     monkeypatch, caplog, x: Tensor
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("the bridge is out")
 
     monkeypatch.setattr(mode, "convert_model", fail)
