@@ -50,7 +50,8 @@ def convert(
     lock: str | os.PathLike[str] | None = None,
     heal: bool = False,
     guard: bool = True,
-    fuse: bool | Sequence[str] = True,
+    fuse: bool = True,
+    unfused: Sequence[str] = (),
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
@@ -95,9 +96,9 @@ def convert(
             and a log line says which.
         guard: whether steps with infinite or NaN gradients are skipped, in bf16 too.
         fuse: whether a chain of calls that torch has one kernel for runs as that kernel
-            (a GELU or a norm written out), which computes in fp32 inside; or the names
-            of the kernels that replace nothing: "gelu", "gelu_tanh", "silu", "mish",
-            "softmax", "log_softmax", "layer_norm", "rms_norm".
+            (a GELU or a norm written out), which computes in fp32 inside.
+        unfused: the names of kernels to switch off, such as ["gelu", "layer_norm"]
+            (docs/kernels.md lists all of them).
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -125,6 +126,7 @@ def convert(
         heal=heal,
         guard=guard,
         fuse=fuse,
+        unfused=unfused,
     )
     optimizers = _checked_optimizers(optimizer, model)
     fresh = conversion_of(model) is None

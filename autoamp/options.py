@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
+import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +35,8 @@ class Options:
 
     Attributes:
         lock: the report that placements are held to; a path is read when given.
-        fuse: whether kernels replace chains of calls, or the kernels that do not.
+        fuse: whether kernels replace chains of calls.
+        unfused: the names of kernels to switch off.
         unlist: (category, op) pairs to take out of the rules.  Only the environment
             variables of the automatic mode set this field; a caller cannot.
         own_keep: (module path, reason) pairs that the model itself keeps in fp32.  Only
@@ -65,7 +69,8 @@ class Options:
     lock: SavedReport | str | os.PathLike[str] | None = None
     heal: bool = False
     guard: bool = True
-    fuse: bool | Sequence[str] = True
+    fuse: bool = True
+    unfused: Sequence[str] = ()
     unlist: tuple[tuple[str, str], ...] = ()
     own_keep: tuple[tuple[str, str], ...] = ()
     by_variables: bool = dataclasses.field(default=False, compare=False)
@@ -84,18 +89,28 @@ class Options:
         _choice("weight_copies", self.weight_copies, WEIGHT_COPIES)
         if not callable(self.backend):
             _choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
-        for name in ("do_no_harm", "strict", "heal", "guard"):
+        self._take_old_fuse()
+        for name in ("do_no_harm", "strict", "heal", "guard", "fuse"):
             if not isinstance(getattr(self, name), bool):
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)
-        if not isinstance(self.fuse, bool):
-            object.__setattr__(self, "fuse", _strings("fuse", self.fuse))
-            for name in self.left_kernels:
-                _choice("fuse", name, KERNEL_NAMES, "or True or False")
+        object.__setattr__(self, "unfused", _kernels(self.unfused))
         if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
             resolve_loss_scale(self.loss_scale, torch.bfloat16)  # any dtype will do
         self._check_rules()
         object.__setattr__(self, "lock", _report(self.lock))
+
+    def _take_old_fuse(self) -> None:
+        """Reads the spelling of 0.1, `fuse=["gelu"]`, as `unfused=["gelu"]`."""
+        given: Any = self.fuse
+        if isinstance(given, bool) or not isinstance(given, Sequence):
+            return
+        names = _strings("fuse", given)
+        unfused = (*self.unfused, *names)
+        message = f"fuse={given!r} is now written {self.advice('unfused', unfused)}"
+        warnings.warn(message, DeprecationWarning, stacklevel=_depth_of_caller())
+        object.__setattr__(self, "fuse", True)
+        object.__setattr__(self, "unfused", unfused)
 
     def _check_rules(self) -> None:
         """Raises for a wrong rule here, not later.
@@ -130,15 +145,14 @@ class Options:
         return self.lock if isinstance(self.lock, SavedReport) else None
 
     @property
-    def left_kernels(self) -> tuple[str, ...]:
-        """The names of kernels that replace no chain.
+    def kernels_off(self) -> tuple[str, ...]:
+        """The names of the kernels that replace no chain.
 
-        All kernels are left out where TensorFlow's lists decide, since TensorFlow's
-        pass replaces nothing.
+        All kernels are off where TensorFlow's lists decide, since TensorFlow's pass
+        replaces nothing.
         """
-        if not self.fuse or self.placement == "tensorflow":
-            return KERNEL_NAMES
-        return () if isinstance(self.fuse, bool) else tuple(self.fuse)
+        off = not self.fuse or self.placement == "tensorflow"
+        return KERNEL_NAMES if off else tuple(self.unfused)
 
     def replace(self, **changes: Any) -> Options:
         """A copy with some options changed, checked like a new one.
@@ -223,6 +237,29 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
         if not isinstance(item, str):
             raise OptionError(f"{name} holds {item!r}, which is not a name")
     return items
+
+
+def _kernels(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        raise OptionError(f"unfused={value!r} is a string; give a list of kernel names")
+    names = _strings("unfused", value)
+    for name in names:
+        if name not in KERNEL_NAMES:
+            (close,) = difflib.get_close_matches(name, KERNEL_NAMES, 1, 0.0)
+            raise OptionError(
+                f"unfused holds {name!r}, which is no kernel; did you mean {close!r}? "
+                f"The kernels are {', '.join(KERNEL_NAMES)}"
+            )
+    return names
+
+
+def _depth_of_caller() -> int:
+    """How many frames above the function that asks the code of a user stands."""
+    depth, frame = 1, sys._getframe(1)
+    ours = (__name__.partition(".")[0], dataclasses.__name__)
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ours:
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 def _report(value: Any) -> SavedReport | None:

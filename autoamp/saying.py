@@ -55,6 +55,8 @@ def advice(option: str, value: object, *, by_variables: bool) -> str:
         return f"AUTOAMP_RULES=FILE with keep.modules = {listed} in that file"
     if option in _LISTS:
         return f"{_LISTS[option]}={','.join(names)}"
+    if names:
+        return f"AUTOAMP_{option.upper()}={','.join(names)}"
     shown = int(value) if isinstance(value, bool) else value
     return f"AUTOAMP_{option.upper()}={shown}"
 

@@ -39,7 +39,13 @@ def _lists(function: Any) -> Any:
 @click.option("--strict", is_flag=True, help="Raise where it would fall back to fp32.")
 @click.option("--heal", is_flag=True, help="Keep ops in fp32 that overflow on and on.")
 @click.option("--guard", metavar="0|1", help="0: take steps that are not finite.")
-@click.option("--fuse", metavar="F", help="0, or kernels that replace no chains.")
+@click.option(
+    "--fuse/--no-fuse",
+    default=None,
+    callback=lambda _, __, on: None if on is None else str(int(on)),
+    help="Whether kernels replace chains of calls.",
+)
+@click.option("--unfused", metavar="NAMES", help="Kernels to switch off.")
 @click.option("--weight-copies", metavar="C", help='kept or "every call".')
 @click.option("--lock", metavar="FILE", help="The report that placements must equal.")
 @click.option("--report-dir", metavar="DIR", help="Where graphs and reports go.")

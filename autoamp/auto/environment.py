@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,10 @@ from autoamp.op_names import parse_op_name
 from autoamp.options import BACKENDS, PLACEMENTS, WEIGHT_COPIES, Options
 from autoamp.plain import plain_line
 from autoamp.rules import Rules
+from autoamp.saying import say_once
 from autoamp.training.scale import LOSS_SCALES, StaticLossScale
+
+logger = logging.getLogger(__name__)
 
 ENABLE = "AUTOAMP_ENABLE"
 _ON, _OFF = ("1", "true", "on"), ("0", "false", "off")
@@ -184,17 +188,17 @@ def _switch(option: str) -> _Parse:
     return parse
 
 
-def _fuse(value: str, *_: Any) -> dict[str, Any]:
-    if value.lower() in (*_ON, *_OFF):
-        return {"fuse": value.lower() in _ON}
-    unknown = [name for name in _names(value) if name not in KERNEL_NAMES]
-    if unknown:
-        words = ", ".join((*_ON, *_OFF))
-        raise OptionError(
-            f"{unknown[0]} is no kernel; give {words}, or the kernels to leave out, "
-            f"comma-separated, of {', '.join(KERNEL_NAMES)}"
-        )
-    return {"fuse": _names(value)}
+def _fuse(value: str, options: Options, given: _Given) -> dict[str, Any]:
+    if not set(_names(value)) <= set(KERNEL_NAMES):
+        return _switch("fuse")(value, options, given)
+    named = ",".join(_names(value))
+    text = f"autoamp: AUTOAMP_FUSE={named} is now written AUTOAMP_UNFUSED={named}"
+    say_once(logger, logging.WARNING, text)
+    return _unfused(value, options)
+
+
+def _unfused(value: str, options: Options, *_: Any) -> dict[str, Any]:
+    return {"unfused": (*options.unfused, *_names(value))}
 
 
 def _add(category: str) -> _Parse:
@@ -292,6 +296,7 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_HEAL": _switch("heal"),
     "AUTOAMP_GUARD": _switch("guard"),
     "AUTOAMP_FUSE": _fuse,
+    "AUTOAMP_UNFUSED": _unfused,
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
 }
 """The variables in reading order: lists are checked against the precision."""

@@ -92,7 +92,7 @@ class OpRow:
         bytes: fp32 bytes that the op reads and writes; 0 for a view.
         heading: the reason without the details of this op, to group ops by.
         kernel: the name of the kernel, where the op stands for a chain of the model's
-            calls (`fuse=`), else "".
+            calls (`unfused=` takes its name), else "".
         calls: the number of the model's calls that the op stands for.
         rule: the part of the reason that the category's rule gives.
     """

@@ -95,7 +95,7 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
     yield f"  decision   {row.precision}{why}"
     if row.kernel:
         calls = counted(row.calls, "op")
-        left = f"fuse={[row.kernel]!r} leaves them as they are"
+        left = f"unfused={[row.kernel]!r} leaves them as they are"
         yield f"  stands for {calls} of the model, as one kernel ({left})"
     if _channels_last(section, row.name):
         yield "  layout     channels last, in which 16-bit convolutions are faster"

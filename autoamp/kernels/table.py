@@ -30,7 +30,7 @@ class Kernel:
     """A function of one tensor that torch has a kernel for.
 
     Attributes:
-        name: the name by which `fuse=` leaves the kernel out.
+        name: the name by which `unfused=` switches the kernel off.
         op: the kernel.
         meaning: what the kernel computes of the data, and of the epsilon if it takes
             one, before weight and bias: a chain has to be proved to compute it too.
@@ -168,4 +168,4 @@ KERNEL_NAMES: tuple[str, ...] = (
     ROTARY,
     CHANNELS_LAST,
 )
-"""The names that `fuse=` takes."""
+"""The names that `unfused=` takes."""

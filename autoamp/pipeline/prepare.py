@@ -68,7 +68,7 @@ def prepare(
         options,
         low,
         free_weights=True,
-        own_kernels=eager and bool(options.fuse),
+        own_kernels=eager and options.fuse,
         own_ops=_takes_our_ops(options),
         price=setting.price,
         device=setting.device,
@@ -119,7 +119,7 @@ def _with_functions(
         first: the position of the first copy among the inputs of the graph.
         device: the device the graph runs on.
     """
-    gm, left = hoisted.gm, options.left_kernels
+    gm, left = hoisted.gm, options.kernels_off
     own = _attention_for(options)
     if own is not None:
         with_own_attention(gm, own)
@@ -138,7 +138,7 @@ def _with_functions(
 
 def _attention_for(options: Options) -> Callable[..., Any] | None:
     """The function for attention that the model calls; None leaves it to torch."""
-    if ATTENTION_BACKWARD in options.left_kernels:
+    if ATTENTION_BACKWARD in options.kernels_off:
         return None
     if options.backend == "eager":
         return attention

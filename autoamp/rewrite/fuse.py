@@ -58,7 +58,7 @@ def fuse(
     Returns:
         None where no chain is replaced; `normalised` is not changed.
     """
-    leave = (*options.left_kernels, *no_gain)
+    leave = (*options.kernels_off, *no_gain)
     if len(leave) == len(KERNEL_NAMES):
         return None
     gm, mode = normalised.gm, normalised.fake_mode

@@ -132,9 +132,9 @@ def _autocast(model: nn.Module, options: Options, low: torch.dtype) -> Way:
 def _without(kernel: str, way: Way) -> Way:
     """The same way with one kernel less."""
     assert way.options is not None
-    left = (*way.options.left_kernels, kernel)
+    unfused = (*way.options.kernels_off, kernel)
     name = f"{way.name}, without {kernel}"
-    return replace(way, name=name, options=way.options.replace(fuse=left))
+    return replace(way, name=name, options=way.options.replace(unfused=unfused))
 
 
 class _Contest(ExitStack):

@@ -87,6 +87,7 @@ def test_no_message_of_the_automatic_mode_spells_an_option_for_python_alone() ->
         ("heal", True, "heal=True", "AUTOAMP_HEAL=1"),
         ("loss_scale", 1, "loss_scale=1", "AUTOAMP_LOSS_SCALE=1"),
         ("backend", "eager", "backend='eager'", "AUTOAMP_BACKEND=eager"),
+        ("unfused", ["gelu"], 'unfused=["gelu"]', "AUTOAMP_UNFUSED=gelu"),
         ("deny", ["exp", "sum"], 'deny=["exp", "sum"]', "AUTOAMP_DENYLIST_ADD=exp,sum"),
     ],
 )

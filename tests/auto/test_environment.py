@@ -30,7 +30,8 @@ WORDS = {
     "AUTOAMP_STRICT": "1, true, on, 0, false, off",
     "AUTOAMP_GUARD": "1, true, on, 0, false, off",
     "AUTOAMP_HEAL": "1, true, on, 0, false, off",
-    "AUTOAMP_FUSE": "1, true, on, 0, false, off, or the kernels to leave out",
+    "AUTOAMP_FUSE": "1, true, on, 0, false, off",
+    "AUTOAMP_UNFUSED": "gelu, gelu_tanh, silu, mish, softmax",
     "AUTOAMP_WEIGHT_COPIES": "kept, every call",
 }
 ALL = [
@@ -444,9 +445,22 @@ def test_script_runs_on_in_fp32_and_says_so_once(name: str) -> None:
     assert f"{name}='/proc/x\\n\\x1b[31m'" in line
 
 
-def test_kernels_are_left_out_by_name() -> None:
+def test_kernels_are_switched_off_by_name() -> None:
     assert read({"AUTOAMP_FUSE": "0"}).options.fuse is False
     assert read({"AUTOAMP_FUSE": "on"}).options.fuse is True
-    named = read({"AUTOAMP_FUSE": "gelu_tanh, rms_norm"}).options
-    assert named.fuse == ("gelu_tanh", "rms_norm")
-    assert "gelu_tahn is no kernel" in problem(AUTOAMP_FUSE="silu,gelu_tahn")
+    named = read({"AUTOAMP_UNFUSED": "gelu_tanh, rms_norm"}).options
+    assert (named.fuse, named.unfused) == (True, ("gelu_tanh", "rms_norm"))
+    wrong = problem(AUTOAMP_UNFUSED="silu,gelu_tahn")
+    assert "'gelu_tahn', which is no kernel; did you mean 'gelu_tanh'?" in wrong
+
+
+def test_the_old_variable_is_read_and_one_line_gives_the_new_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    old = {"AUTOAMP_FUSE": "gelu_tanh,silu", "AUTOAMP_UNFUSED": "mish"}
+    for _ in range(2):
+        options = read(old).options
+    assert options.fuse is True
+    assert set(options.unfused) == {"gelu_tanh", "silu", "mish"}
+    (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert line.endswith("is now written AUTOAMP_UNFUSED=gelu_tanh,silu")

@@ -191,6 +191,7 @@ WRONG = {
     ("--loss-scale", "nan", "s.py"): (1, "AUTOAMP_LOSS_SCALE='nan': give auto, dynam"),
     ("--report-dir", "/proc/x", "s.py"): (1, "AUTOAMP_REPORT_DIR='/proc/x': "),
     ("--allowlist-add", "expp", "s.py"): (1, "did you mean aten::exp"),
+    ("--unfused", "gelo", "s.py"): (1, "which is no kernel; did you mean 'gelu'?"),
     ("--precison", "bf16", "s.py"): (2, "No such option"),
     ("-x", "s.py"): (2, "No such option"),
     ("--precision",): (2, "'--precision' requires an argument"),
@@ -232,6 +233,25 @@ def test_every_variable_has_its_option() -> None:
     names = {"AUTOAMP_" + p.name.upper() for p in run_command.params if p.name}
     names -= {"AUTOAMP_SCRIPT", "AUTOAMP_ARGUMENTS", "AUTOAMP_AS_MODULE"}
     assert names == {*environment._VARIABLES, environment.REPORT_DIR, environment.HOT}
+
+
+@pytest.mark.parametrize(
+    ("option", "variables"),
+    [
+        (["--fuse"], {"AUTOAMP_FUSE": "1"}),
+        (["--no-fuse"], {"AUTOAMP_FUSE": "0"}),
+        (["--unfused", "gelu,silu"], {"AUTOAMP_UNFUSED": "gelu,silu"}),
+    ],
+)
+def test_kernels_are_switched_off(
+    option: list[str],
+    variables: dict[str, str],
+    launched: list[tuple[list[str], dict[str, str]]],
+) -> None:
+    call("run", *option, "script.py")
+    ((command, environ),) = launched
+    assert command == ["script.py"]
+    assert asked(environ) == {"AUTOAMP_ENABLE": "1", **variables}
 
 
 # -- env -------------------------------------------------------------------------------

@@ -338,7 +338,7 @@ LEFT = (
 @pytest.mark.parametrize("way", LEFT, ids=lambda way: way.__name__)
 def test_other_attention_is_left_alone(way: Way) -> None:
     model, x = made(way), given()
-    ours, plain = converted(model), converted(model, fuse=["attention"])
+    ours, plain = converted(model), converted(model, unfused=["attention"])
     torch.manual_seed(0)
     found = seen(ours, ours, x)
     assert attentions(ours) == 0
@@ -351,7 +351,7 @@ def test_other_attention_is_left_alone(way: Way) -> None:
     "options",
     [
         {"fuse": False},
-        {"fuse": [ATTENTION]},
+        {"unfused": [ATTENTION]},
         {"keep": ["drop"]},
         {"deny": ["softmax"]},
         {"infer": ["matmul"]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,9 @@ from autoamp.kernels.table import (
     KERNEL_NAMES,
     ROTARY,
 )
+from autoamp.options import Options
 from tests.metrics import relative_error
-from tests.small_models import Of
+from tests.small_models import BF16, Of
 
 C = math.sqrt(2 / math.pi)
 WIDTH = 32
@@ -468,16 +470,51 @@ def test_a_kernel_reads_and_writes_sixteen_bits() -> None:
     assert "stands for 8 ops of the model" in report.why(row.name)
 
 
-@pytest.mark.parametrize("fuse", [False, ["gelu_tanh"]])
-def test_a_kernel_can_be_left_out(fuse: Any) -> None:
-    report = converted(Between(gelu), X, fuse=fuse)
+@pytest.mark.parametrize("off", [{"fuse": False}, {"unfused": ["gelu_tanh"]}])
+def test_a_kernel_can_be_switched_off(off: dict[str, Any]) -> None:
+    report = converted(Between(gelu), X, **off)
     assert kernels(report) == []
     assert "aten::tanh.default" in {row.op for row in report.ops}
 
 
 def test_an_unknown_kernel_is_refused() -> None:
-    with pytest.raises(autoamp.OptionError, match=r"'gelu_tahn'.*'gelu_tanh'"):
-        autoamp.convert(Between(gelu), fuse=["gelu_tahn"])
+    nearest = "'gelu_tahn', which is no kernel; did you mean 'gelu_tanh'"
+    with pytest.raises(autoamp.OptionError, match=nearest):
+        autoamp.convert(Between(gelu), unfused=["gelu_tahn"])
+
+
+@pytest.mark.parametrize("given", ["gelu_tanh", 1, [1]])
+def test_kernels_to_switch_off_are_a_list_of_names(given: Any) -> None:
+    with pytest.raises(autoamp.OptionError, match=r"unfused.* name"):
+        autoamp.convert(Between(gelu), unfused=given)
+
+
+@pytest.mark.parametrize("given", [None, 1, 0])
+def test_fuse_is_true_or_false(given: Any) -> None:
+    with pytest.raises(autoamp.OptionError, match=r"fuse=.* is not True or False"):
+        autoamp.convert(Between(gelu), fuse=given)
+
+
+@pytest.mark.parametrize("given", [["gelu_tanh"], ("gelu_tanh",), "gelu_tanh"])
+def test_the_old_spelling_works_and_warns_once_at_the_line_that_has_it(
+    given: Any,
+) -> None:
+    message = re.escape('is now written unfused=["gelu_tanh"]')
+    with pytest.warns(DeprecationWarning, match=message) as told:
+        model = autoamp.convert(Between(gelu), **BF16, fuse=given)
+    (one,) = told
+    assert one.filename == __file__
+    model(X)
+    report = autoamp.report(model)
+    assert kernels(report) == []
+    assert "aten::tanh.default" in {row.op for row in report.ops}
+
+
+def test_the_old_spelling_adds_to_the_new_one() -> None:
+    with pytest.warns(DeprecationWarning, match="is now written unfused="):
+        options = Options(fuse=["silu"], unfused=["mish"])  # type: ignore[arg-type]
+    assert (options.fuse, options.unfused) == (True, ("mish", "silu"))
+    assert options.replace(strict=True).unfused == ("mish", "silu")
 
 
 @pytest.mark.parametrize(
@@ -758,7 +795,7 @@ def test_attention_with_a_causal_mask_needs_no_mask(name: str) -> None:
     assert kernels(report) == [CAUSAL_MASK] * is_causal
     for ours, theirs in zip(stepped(model, x), true, strict=True):
         assert relative_error(ours, theirs) < 0.02
-    fused = converted(Of(attend, a=model.a), x, fuse=[CAUSAL_MASK])
+    fused = converted(Of(attend, a=model.a), x, unfused=[CAUSAL_MASK])
     assert kernels(fused) == []
 
 

@@ -192,7 +192,7 @@ def test_the_report_counts_it_and_fuse_leaves_it_out() -> None:
     model(inputs())
     said = "14 ops of the model run as 2 kernels: rotary (2)."
     assert said in str(autoamp.report(model))
-    plain = converted(Attention(by_llama), fuse=["rotary"])
+    plain = converted(Attention(by_llama), unfused=["rotary"])
     plain(inputs())
     assert not embeddings(plain)
     assert "kernel" not in str(autoamp.report(plain))

@@ -73,6 +73,7 @@ OPTIONS: dict[str, Any] = {
     "heal": False,
     "guard": True,
     "fuse": True,
+    "unfused": (),
 }
 
 

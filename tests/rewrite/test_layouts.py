@@ -180,7 +180,7 @@ def test_convolutions_have_their_channels_last_and_nobody_sees_it(name: str) -> 
 def test_a_view_reads_the_layout_it_was_captured_with() -> None:
     torch.manual_seed(0)
     model, x = Flattened(), image()
-    plain = stepped(converted(copy.deepcopy(model), fuse=["channels_last"]), x)
+    plain = stepped(converted(copy.deepcopy(model), unfused=["channels_last"]), x)
     for mine, other in zip(stepped(converted(model), x), plain, strict=True):
         assert relative_error(mine, other) < 0.02
 
@@ -198,7 +198,7 @@ def test_copies_are_refreshed_after_a_step_and_permuted_by_it() -> None:
     torch.manual_seed(0)
     model, x = Residual(), image()
     plain = copy.deepcopy(model)
-    converted(model), converted(plain, fuse=["channels_last"])
+    converted(model), converted(plain, unfused=["channels_last"])
     for each in (model, plain):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         for _ in range(3):
