@@ -1,38 +1,122 @@
-"""The low-precision dtypes, their names and their ranges."""
+"""The low-precision dtypes: a table with one row for each.
+
+A new dtype is a new row, a rules file, and its figures in `place/devices.toml`.
+"""
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 
-LOW_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+class LowDtype(NamedTuple):
+    """What autoamp knows of one low dtype; its range and epsilon are torch's.
+
+    Attributes:
+        dtype: torch's dtype.
+        name: the name in `precision=`, in reports and of the rules file.
+        method: the method of a module that casts its weights to the dtype.
+        needs_loss_scale: whether the dtype rounds small gradients to 0, since its range
+            is narrower than fp32's.
+        has_masters: whether an optimizer steps fp32 masters of weights that arrive in
+            the dtype.
+        cuda_capability: the compute capability from which GPUs multiply the dtype.
+        cpu_units: the units of CPUs that multiply the dtype, the fastest first.
+        usual_on: the devices on which `precision="auto"` chooses the dtype.
+    """
+
+    dtype: torch.dtype
+    name: str
+    method: str
+    needs_loss_scale: bool
+    has_masters: bool
+    cuda_capability: str
+    cpu_units: tuple[str, ...]
+    usual_on: Literal["cuda", "others", ""]
+
+
+LOW_TABLE = (
+    LowDtype(
+        *(torch.float16, "fp16", "half"),
+        needs_loss_scale=True,
+        has_masters=True,
+        cuda_capability="7.0",
+        cpu_units=("amx_fp16",),
+        usual_on="cuda",
+    ),
+    LowDtype(
+        *(torch.bfloat16, "bf16", "bfloat16"),
+        needs_loss_scale=False,
+        has_masters=True,
+        cuda_capability="8.0",
+        cpu_units=("amx_bf16", "avx512_bf16"),
+        usual_on="others",
+    ),
+)
+"""The low dtypes, the one with the narrowest range first."""
+
+LOW_DTYPES: dict[str, torch.dtype] = {row.name: row.dtype for row in LOW_TABLE}
 """Short name (as in `precision=` and in the names of rules files) to torch dtype."""
 
 HIGH_DTYPE = torch.float32
 """The only dtype that is ever lowered; float64, complex and integers are left alone."""
 
-_ALIASES = {
-    "float16": "fp16",
-    "half": "fp16",
-    "torch.float16": "fp16",
-    "bfloat16": "bf16",
-    "torch.bfloat16": "bf16",
+NARROWEST = LOW_TABLE[0].dtype
+"""The low dtype with the narrowest range."""
+
+UNSCALED = next(row.dtype for row in LOW_TABLE if not row.needs_loss_scale)
+"""The low dtype for regions where nothing scales the loss."""
+
+_SCALED = frozenset(row.dtype for row in LOW_TABLE if row.needs_loss_scale)
+_SHORT = {HIGH_DTYPE: "fp32", **{row.dtype: row.name for row in LOW_TABLE}}
+
+
+def _torch_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+TORCH_NAMES = tuple(_torch_name(row.dtype) for row in LOW_TABLE)
+"""Torch's names of the low dtypes, which rules files use."""
+
+_BY_NAME = {
+    each: row.dtype
+    for row in LOW_TABLE
+    for each in (row.name, row.method, _torch_name(row.dtype), str(row.dtype))
 }
 
 
 def short_name(dtype: torch.dtype) -> str:
     """The name used in reports: `fp32`, `bf16`, `fp16`, else torch's own name."""
-    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))
+    return _SHORT.get(dtype) or _torch_name(dtype)
 
 
 def parse_low_dtype(value: object) -> torch.dtype | None:
     """The low dtype meant by `value` (a name or a dtype), or None if there is none."""
     if isinstance(value, torch.dtype):
         return value if value in LOW_DTYPES.values() else None
-    if isinstance(value, str):
-        name = value.strip().lower()
-        return LOW_DTYPES.get(_ALIASES.get(name, name))
-    return None
+    return _BY_NAME.get(value.strip().lower()) if isinstance(value, str) else None
+
+
+def row_of(low: torch.dtype) -> LowDtype:
+    """The row of a low dtype."""
+    return next(row for row in LOW_TABLE if row.dtype == low)
+
+
+def usual_dtype(*, on_cuda: bool) -> torch.dtype:
+    """The low dtype that `precision="auto"` chooses."""
+    where = "cuda" if on_cuda else "others"
+    return next(row.dtype for row in LOW_TABLE if row.usual_on == where)
+
+
+def needs_loss_scale(dtype: torch.dtype | None) -> bool:
+    """Whether gradients in `dtype` need a loss scale."""
+    return dtype in _SCALED
+
+
+def has_masters(dtype: torch.dtype) -> bool:
+    """Whether an optimizer steps fp32 masters of weights that arrive in `dtype`."""
+    return any(row.dtype == dtype and row.has_masters for row in LOW_TABLE)
 
 
 def largest(dtype: torch.dtype) -> float:
@@ -44,3 +128,8 @@ def smallest(dtype: torch.dtype) -> float:
     """The smallest positive number of `dtype`: 6e-8 for fp16, about 9e-41 for bf16."""
     info = torch.finfo(dtype)
     return float(info.smallest_normal * info.eps)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The largest relative error by which `dtype` rounds a number in its range."""
+    return float(torch.finfo(dtype).eps / 2)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
+from autoamp.dtypes import LOW_DTYPES, UNSCALED, parse_low_dtype, short_name
 from autoamp.errors import OptionError, RulesError
 from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.rules import Category, Rules
@@ -82,7 +82,7 @@ class Options:
         if self.precision != "auto" and parse_low_dtype(self.precision) is None:
             raise OptionError(
                 f"precision={self.precision!r} is not a low precision: give 'auto', "
-                "'fp16', 'bf16', torch.float16 or torch.bfloat16"
+                f"{', '.join(map(repr, LOW_DTYPES))} or their torch dtypes"
             )
         _choice("placement", self.placement, PLACEMENTS)
         _choice("objective", self.objective, OBJECTIVES)
@@ -96,7 +96,7 @@ class Options:
                 raise OptionError(message)
         object.__setattr__(self, "unfused", _kernels(self.unfused))
         if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
-            resolve_loss_scale(self.loss_scale, torch.bfloat16)  # any dtype will do
+            resolve_loss_scale(self.loss_scale, UNSCALED)  # any dtype will do
         self._check_rules()
         object.__setattr__(self, "lock", _report(self.lock))
 

@@ -36,6 +36,7 @@ from autoamp.ask.stand_in import (
     outcome_of,
     untouched,
 )
+from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError
 from autoamp.inspect.rows import OpRow
 from autoamp.model.eligible import parameters_of, required_precision
@@ -148,7 +149,7 @@ class _Bench(StandIn):
 
     def find_scale(self, fp32: Heard) -> None:
         """Finds the loss scale of fp16: a large one at which no gradient overflows."""
-        if self.engine.record.low is not torch.float16:
+        if not needs_loss_scale(self.engine.record.low):
             return
         self.scale = FP16_SCALE
         while self.scale > 1:

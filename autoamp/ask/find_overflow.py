@@ -22,6 +22,7 @@ from autoamp.ask.progress import told
 from autoamp.ask.recorded_call import RecordedCall, Recording
 from autoamp.ask.stand_in import Call, LossFn, copied, untouched
 from autoamp.capture.engine import Engine
+from autoamp.dtypes import NARROWEST, short_name
 from autoamp.errors import AutoampError, OptionError, UnsupportedModelError
 from autoamp.model.conversion import conversion_of
 from autoamp.model.eligible import parameters_of, required_precision
@@ -61,7 +62,7 @@ def find_overflow_model(
     call: Call = (args, dict(kwargs))
     _check_devices(model, call)
     # A model that is not converted is examined as on a device where fp16 pays.
-    options = options_for(model, given, Options(precision="fp16"))
+    options = options_for(model, given, Options(precision=short_name(NARROWEST)))
     low, options = required_precision(model, options, even_at_a_loss=True)
     trains = model.training or loss_fn is not None
     label = class_name(model)

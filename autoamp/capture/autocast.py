@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.dtypes import LOW_DTYPES
+from autoamp.dtypes import LOW_DTYPES, UNSCALED
 from autoamp.place.devices import main_device
 
 
@@ -82,11 +82,8 @@ def _is_wide(result: Any) -> bool:
 
 
 def unscaled_dtype(low: torch.dtype) -> torch.dtype:
-    """The compute dtype for a region where nothing scales the loss.
-
-    Unscaled gradients need the range of bf16.
-    """
-    return torch.bfloat16 if torch.is_grad_enabled() else low
+    """The compute dtype for a region where nothing scales the loss."""
+    return UNSCALED if torch.is_grad_enabled() else low
 
 
 def all_widened(

@@ -30,6 +30,7 @@ from autoamp.capture.running import (
     scaled,
     unscaled,
 )
+from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import AutoampError, CaptureError
 from autoamp.node_by_node.runner import runs_every_op
 from autoamp.options import Options
@@ -233,8 +234,8 @@ class Engine:
         if prepared.rewritten is None:
             chosen = counting_runs(self.local, prepared.run)
         elif prepared.edge.devices:
-            in_fp16 = low == torch.float16 and self.runs_as_is
-            watches = in_fp16 and runs_every_op(captured.gm)
+            is_scaled = needs_loss_scale(low) and self.runs_as_is
+            watches = is_scaled and runs_every_op(captured.gm)
             chosen = scaled(self.local, scaling, captured, inputs, watches=watches)
         else:
             chosen = unscaled(self.local, captured)

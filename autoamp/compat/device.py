@@ -7,23 +7,31 @@ from typing import Any
 
 import torch
 
+from autoamp.dtypes import LOW_TABLE
+
 
 @functools.cache
 def cpu_low_precision_units() -> dict[torch.dtype, str]:
     """Low dtypes this CPU multiplies in hardware, with the name of the unit."""
-    units: dict[torch.dtype, str] = {}
+    found: dict[torch.dtype, str] = {}
+    for row in LOW_TABLE:
+        unit = next(filter(_is_here, row.cpu_units), None)
+        if unit is not None:
+            found[row.dtype] = unit
+    return found
 
-    def has(name: str) -> bool:
-        ask = getattr(torch.cpu, name, None)
-        return bool(ask()) if ask is not None else False
 
-    if has("_is_amx_tile_supported"):
-        units[torch.bfloat16] = "amx_bf16"
-    elif has("_is_avx512_bf16_supported"):
-        units[torch.bfloat16] = "avx512_bf16"
-    if has("_is_amx_fp16_supported"):
-        units[torch.float16] = "amx_fp16"
-    return units
+_QUESTIONS = {
+    "amx_bf16": "_is_amx_tile_supported",
+    "avx512_bf16": "_is_avx512_bf16_supported",
+    "amx_fp16": "_is_amx_fp16_supported",
+}
+"""Each unit of a CPU to the function of `torch.cpu` that says whether it is here."""
+
+
+def _is_here(unit: str) -> bool:
+    ask = getattr(torch.cpu, _QUESTIONS[unit], None)
+    return bool(ask()) if ask is not None else False
 
 
 def is_capturing(device: torch.device) -> bool:

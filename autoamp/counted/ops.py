@@ -17,8 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.counted.flops import flops_of
-
-LOW = (torch.float16, torch.bfloat16)
+from autoamp.dtypes import LOW_DTYPES
 
 
 class Cast(NamedTuple):
@@ -72,7 +71,7 @@ class Counts:
     @property
     def low_flops(self) -> int:
         """Flops of matmul, convolution and attention run in fp16 or bf16."""
-        return sum(n for dtype, n in self.flops.items() if dtype in LOW)
+        return sum(n for dtype, n in self.flops.items() if dtype in LOW_DTYPES.values())
 
     @property
     def high_flops(self) -> int:

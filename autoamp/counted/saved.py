@@ -12,7 +12,8 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.counted.ops import LOW, storage_key
+from autoamp.counted.ops import storage_key
+from autoamp.dtypes import LOW_DTYPES
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def kept_by_functions(result: Any) -> list[Tensor]:
 
 
 def _is_copy(tensor: Tensor, weight: Tensor) -> bool:
-    if tensor.dtype not in LOW or not weight.is_floating_point():
+    if tensor.dtype not in LOW_DTYPES.values() or not weight.is_floating_point():
         return False
     if tensor.untyped_storage().nbytes() != weight.numel() * tensor.itemsize:
         return False

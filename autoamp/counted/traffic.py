@@ -16,16 +16,13 @@ import torch
 from autoamp import compat
 from autoamp.counted.flops import flops_of
 from autoamp.counted.traffic_rules import NOTHING, moved, tensors_of
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES, short_name
 from autoamp.ops import HIDDEN_WRITES
 
 Phase = Literal["forward", "backward"]
 
-_SHORT = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float64: "fp64",
-}
+_SHORT = {d: short_name(d) for d in (HIGH_DTYPE, *LOW_DTYPES.values())}
+_SHORT[torch.float64] = "fp64"
 _CASTS = {"_to_copy", "copy_", "copy", "_foreach_copy_", "_foreach_copy"}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from autoamp import compat
-from autoamp.dtypes import LOW_DTYPES
+from autoamp.dtypes import LOW_TABLE, LowDtype
 from autoamp.inspect.text import counted
 from autoamp.place.devices import device_of
 
@@ -46,7 +46,7 @@ def versions() -> list[tuple[str, str]]:
 
 def devices() -> list[tuple[str, list[str]]]:
     """Each device, with a sentence per low dtype: whether it is fast, or why not."""
-    found = [(_cpu_name(), [_on_cpu(n, d) for n, d in LOW_DTYPES.items()])]
+    found = [(_cpu_name(), [_on_cpu(row) for row in LOW_TABLE])]
     if torch.cuda.is_available():
         found += [_cuda(index) for index in range(torch.cuda.device_count())]
     return found
@@ -58,14 +58,14 @@ def _cuda(index: int) -> tuple[str, list[str]]:
         name = f"cuda:{index}  {torch.cuda.get_device_name(index)}, "
         name += f"compute capability {major}.{minor}"
         where = torch.device("cuda", index)
-        return name, [_on_cuda(n, d, where) for n, d in LOW_DTYPES.items()]
+        return name, [_on_cuda(row, where) for row in LOW_TABLE]
     except Exception as error:  # noqa: BLE001 (this is what is asked when CUDA fails)
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         return f"cuda:{index}", [f"cannot be used: {problem}"]
 
 
-def _on_cpu(name: str, low: torch.dtype) -> str:
-    unit = compat.cpu_low_precision_units().get(low)
+def _on_cpu(low: LowDtype) -> str:
+    name, unit = low.name, compat.cpu_low_precision_units().get(low.dtype)
     if unit is None:
         return (
             f"{name} is slower than fp32: this CPU has no units that multiply it. "
@@ -75,13 +75,12 @@ def _on_cpu(name: str, low: torch.dtype) -> str:
     return f"{name} pays for matrix products and convolutions ({where}, {unit})"
 
 
-def _on_cuda(name: str, low: torch.dtype, where: torch.device) -> str:
-    if device_of(where, low).pays:
-        return f"{name} pays: tensor cores"
-    needed = "8.0" if low is torch.bfloat16 else "7.0"
+def _on_cuda(low: LowDtype, where: torch.device) -> str:
+    if device_of(where, low.dtype).pays:
+        return f"{low.name} pays: tensor cores"
     return (
-        f"{name} will be slow: it needs compute capability {needed} or higher. Nothing "
-        "is converted to it unless do-no-harm is switched off"
+        f"{low.name} will be slow: it needs compute capability {low.cuda_capability} "
+        "or higher. Nothing is converted to it unless do-no-harm is switched off"
     )
 
 

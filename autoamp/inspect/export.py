@@ -10,13 +10,14 @@ from typing import Any
 
 import networkx as nx
 
+from autoamp.dtypes import LOW_DTYPES
 from autoamp.inspect.document import Document
 from autoamp.inspect.nodes.node import Node, Side
 from autoamp.inspect.rows import CastRow, OpRow, Section
 from autoamp.inspect.text import portable, portable_place
 from autoamp.saved.document import SCHEMA, VERSION, SavedGraph, SavedOp
 
-_COLOURS = {"fp32": "#f4c7a1", "bf16": "#a9cdf0", "fp16": "#a9cdf0"}
+_COLOURS = {"fp32": "#f4c7a1", **dict.fromkeys(LOW_DTYPES, "#a9cdf0")}
 _CAST_COLOUR = "#e3e3e3"
 
 

@@ -18,7 +18,7 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.kept import for_model
 from autoamp.capture.locked import check_declined, check_model, tell_of_model
 from autoamp.capture.record import Record, Skipped
-from autoamp.dtypes import short_name
+from autoamp.dtypes import UNSCALED, largest, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.model.call.calls import CompiledCall
 from autoamp.model.conversion import (
@@ -204,7 +204,7 @@ def _with_masters(own: torch.dtype) -> str:
 
 def _shortest(own: torch.dtype | None, low: torch.dtype | None) -> torch.dtype:
     """The gradient dtype with the narrowest range."""
-    return torch.float16 if torch.float16 in (own, low) else torch.bfloat16
+    return min(filter(None, (own, low)), key=largest, default=UNSCALED)
 
 
 def _runs_as_it_is(options: Options, label: str) -> Options:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoamp import compat
-from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name
+from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name, usual_dtype
 from autoamp.errors import UnsupportedModelError
 from autoamp.inspect.text import CANNOT_PAY
 from autoamp.model.methods import computing_methods
@@ -145,7 +145,7 @@ def choose_device_precision(
     """
     low = parse_low_dtype(options.precision)
     if low is None:
-        low = torch.float16 if str(device).startswith("cuda") else torch.bfloat16
+        low = usual_dtype(on_cuda=str(device).startswith("cuda"))
     if isinstance(device, torch.device):
         profile = device_of(device, low)
     else:
@@ -211,5 +211,4 @@ def choose_graph_precision(
     if low is not None:
         return low
     tensors = [*gm.parameters(), *(t for t in example_inputs if torch.is_tensor(t))]
-    on_cuda = any(t.device.type == "cuda" for t in tensors)
-    return torch.float16 if on_cuda else torch.bfloat16
+    return usual_dtype(on_cuda=any(t.device.type == "cuda" for t in tensors))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-import torch
 from torch import nn
 
 from autoamp.capture.record import Record
+from autoamp.dtypes import NARROWEST
 from autoamp.inspect.coverage import Coverage, coverage_of
 from autoamp.inspect.report import Report
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
@@ -53,7 +53,7 @@ def report_on(model: nn.Module) -> Report | None:
 
 
 def _ranges(record: Record, model: nn.Module | None) -> dict[str, Range]:
-    if model is None or record.low != torch.float16:
+    if model is None or record.low != NARROWEST:
         return {}
     return ranges_of(dict(model.named_parameters(remove_duplicate=False)))
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.dtypes import needs_loss_scale
 from autoamp.node_by_node.observer import Observer
 
 
@@ -33,7 +34,7 @@ class GradientSizes(Observer):
         if (
             n.op == "call_function"
             and isinstance(value, torch.Tensor)
-            and value.dtype == torch.float16
+            and needs_loss_scale(value.dtype)
             and value.requires_grad
         ):
             compat.hook_gradient(value, functools.partial(_note_size, self.magnitudes))

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.dtypes import short_name
+from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.errors import OptionError
 
 
@@ -85,7 +85,7 @@ def roofline(model: str, low: torch.dtype) -> Device:
     if peak is None and row["type"] == "cuda":
         name = f"{row['name']} without {short_name(low)} units"
         low_peak = float(row["fp32"])  # computed as fp32
-        known = roofline(model, torch.float16)
+        known = roofline(model, next(d for n, d in LOW_DTYPES.items() if n in row))
         return replace(
             known,
             name=name,

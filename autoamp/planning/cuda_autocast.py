@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from autoamp.counted.ops import LOW
+from autoamp.dtypes import LOW_DTYPES
 
 IN_FP32 = frozenset(
     {
@@ -90,4 +90,4 @@ class CudaAutocast(TorchFunctionMode):
 
 
 def _in_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in LOW else tensor
+    return tensor.float() if tensor.dtype in LOW_DTYPES.values() else tensor

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autoamp import compat
-from autoamp.counted.ops import LOW, storage_key
+from autoamp.counted.ops import storage_key
 from autoamp.counted.saved import kept_by_functions
+from autoamp.dtypes import LOW_DTYPES
 
 _Key = tuple[str, int]
 
@@ -110,7 +111,7 @@ class _Allocated(compat.CountingDispatch):
         result = func(*args, **(kwargs or {}))
         is_copy = (
             func is torch.ops.aten._to_copy.default
-            and result.dtype in LOW
+            and result.dtype in LOW_DTYPES.values()
             and storage_key(args[0]) in self.weights
         )
         for each in pytree.tree_leaves(result):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import RulesError
 
 TENSORFLOW = {"fp16": "tensorflow", "bf16": "tensorflow-bf16"}
@@ -12,7 +13,7 @@ TENSORFLOW = {"fp16": "tensorflow", "bf16": "tensorflow-bf16"}
 COMPLETE = ("torch-cuda", "torch-cpu", *TENSORFLOW.values())
 """The complete rule sets, which are not laid over the built-in rules."""
 
-BUILTIN = ("fp16", "bf16", *COMPLETE)
+BUILTIN = (*LOW_DTYPES, *COMPLETE)
 """The names of the rule sets that come with the package."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from autoamp import compat
+from autoamp.dtypes import TORCH_NAMES
 from autoamp.errors import RulesError
 from autoamp.op_names import close_names, exists, overloads, parse_op_name
 from autoamp.rules.model import TESTS, Category, Condition, ConditionValue, Rule
@@ -20,7 +21,7 @@ MAX_BYTES = 1 << 20
 MAX_DOTS = 100
 """The most dots that a line of a rules file may have."""
 
-_META = {"dtype": ("float16", "bfloat16", "any"), "description": None}
+_META = {"dtype": (*TORCH_NAMES, "any"), "description": None}
 _FLAGS = ("restores", "jumps", "may_round")
 _NAMES = ("fp32_operands", "no_kernel", "restores_given")
 _ATTRIBUTES = ("reason", "when", *_FLAGS, *_NAMES)

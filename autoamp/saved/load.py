@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
+from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import OptionError
 from autoamp.plain import plain_line
 from autoamp.saved.document import (
@@ -26,7 +27,7 @@ from autoamp.saved.document import (
 MAX_BYTES = 1 << 28
 """Bytes of the largest report read: about 400,000 ops."""
 
-_PRECISIONS = (FP32, "bf16", "fp16")
+_PRECISIONS = (FP32, *LOW_DTYPES)
 _KINDS = ("weight", "down", "up")
 _GIVE = 'give a file that report.to_json("FILE") or `autoamp explain --json` wrote'
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoamp import compat
-from autoamp.dtypes import LOW_DTYPES
+from autoamp.dtypes import has_masters
 from autoamp.plain import class_name
 from autoamp.training import master_state
 
@@ -36,7 +36,7 @@ _UNNAMED = "unnamed_parameter_"
 
 def has_half(params: Iterable[torch.Tensor]) -> bool:
     """Whether any of `params` is trained in half precision."""
-    return any(p.dtype in LOW_DTYPES.values() and p.requires_grad for p in params)
+    return any(has_masters(p.dtype) and p.requires_grad for p in params)
 
 
 class Masters:
@@ -92,7 +92,7 @@ class Masters:
         """
         known, self.of = self.of, {}
         for param in self._params():
-            if param.dtype not in LOW_DTYPES.values():
+            if not has_masters(param.dtype):
                 continue
             master: torch.Tensor | None = known.get(param)
             if master is not None and master.shape == param.shape:

@@ -16,6 +16,7 @@ from autoamp.ask.examine import checked_model
 from autoamp.ask.progress import told
 from autoamp.ask.stand_in import Call, LossFn, copied, default_loss
 from autoamp.capture.record import Skipped
+from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.devices import device_name
 from autoamp.model.conversion import DECLINED, Conversion, conversion_of
@@ -122,7 +123,7 @@ def _check(options: Options) -> None:
 def _autocast(model: nn.Module, options: Options, low: torch.dtype) -> Way:
     """The way of autocast, which is not to be kept where autocast does not suffice."""
     why_not = ""
-    if low is torch.float16 and model.training:
+    if needs_loss_scale(low) and model.training:
         why_not = "nothing would scale its loss"
     elif options.strict:
         why_not = "strict=True wants rewritten graphs"

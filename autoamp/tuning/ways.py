@@ -16,6 +16,7 @@ from autoamp.ask.examine import twin_of
 from autoamp.ask.stand_in import Call, LossFn, copied, outcome_of
 from autoamp.capture.autocast import under_autocast
 from autoamp.capture.engine import Engine
+from autoamp.dtypes import UNSCALED
 from autoamp.graph_functions import rotary
 from autoamp.inspect.layouts import layouts_text
 from autoamp.kernels.table import CHANNELS_LAST, ROTARY
@@ -49,7 +50,7 @@ class Way:
     options: Options | None = None
     price: PriceModel | None = None
     by_autocast: bool = False
-    low: torch.dtype = torch.bfloat16
+    low: torch.dtype = UNSCALED
     why_not: str = ""
 
     def set_up(self, model: nn.Module) -> None:

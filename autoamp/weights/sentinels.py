@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from autoamp import compat
+from autoamp.dtypes import LOW_DTYPES
 
 CHANCES = 2
 """Unannounced writes in training after which a weight's copy loses its sentinel."""
@@ -92,10 +93,7 @@ class Steady:
     devices: set[torch.device]
 
 
-COPIES: dict[torch.dtype, dict[Hashable, Copy]] = {
-    torch.float16: {},
-    torch.bfloat16: {},
-}
+COPIES: dict[torch.dtype, dict[Hashable, Copy]] = {d: {} for d in LOW_DTYPES.values()}
 """All copies of the process by `key_of` their weight, shared by models and graphs."""
 
 

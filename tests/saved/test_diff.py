@@ -195,7 +195,7 @@ HOSTILE = {
     "name is null": (with_op(name=None), r"ops\[0\]\.name is None; it must be a str"),
     "graph is negative": (with_op(graph=-1), r"ops\[0\]\.graph is -1; it must be a w"),
     "no such graph": (with_op(graph=7), r"ops\[0\]: no graph 7 with body ''"),
-    "other precision": (with_op(precision="int8"), "must be one of fp32, bf16, fp16"),
+    "other precision": (with_op(precision="int8"), "must be one of fp32, fp16, bf16"),
     "twice": (with_op(name="add"), "two ops of graph 0 have one name"),
     "graph twice": (
         changed(graphs=[{"graph": 0, "body": "", "device": ""}] * 2),

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autoamp.ask.stand_in import Call, copied
 from autoamp.benchmark.step.task import Feed, Task
 from autoamp.benchmark.step.ways import Way
+from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import parameters_of
@@ -60,7 +61,7 @@ class Running:
                     "(--infer, infer=True)"
                 )
             self._optimizer = task.make_optimizer(trained)
-            if way.kind == "autocast" and way.low is torch.float16:
+            if way.kind == "autocast" and needs_loss_scale(way.low):
                 self._scaler = torch.amp.GradScaler(self.device.type)
 
     def _prepared(self) -> Any:

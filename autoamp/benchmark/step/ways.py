@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from autoamp.dtypes import LOW_DTYPES, short_name
+from autoamp.dtypes import LOW_DTYPES, row_of, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.model.eligible import choose_precision, not_converted, parameters_of
 from autoamp.options import Options
@@ -46,7 +46,7 @@ class Way:
     @property
     def name(self) -> str:
         """What the table calls the way."""
-        half = ".bfloat16()" if self.low is torch.bfloat16 else ".half()"
+        half = f".{row_of(self.low).method}()"
         name = half if self.kind == "half" else _NAMES.get(self.kind, self.kind)
         name = AS_IT_IS if self.kind == FP32 and self.arrived else name
         return f"{name}, compiled" if self.compiled else name

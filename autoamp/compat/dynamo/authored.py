@@ -18,12 +18,12 @@ import torch._dynamo.exc
 from torch import fx
 
 from autoamp.compat.names import CUSTOM_FUNCTION, ENTER_AUTOCAST, EXIT_AUTOCAST
+from autoamp.dtypes import LOW_DTYPES
 
 DtypeOf = Callable[[list[str]], torch.dtype | None]
 """Gives the dtype of autocast for a call in the modules named, outermost first; None
 where the call stays as it is without autocast."""
 
-_HALF = (torch.bfloat16, torch.float16)
 _DECORATED = torch.amp.custom_fwd(lambda _: None, device_type="cpu").__code__
 
 
@@ -54,7 +54,7 @@ def _as_under_autocast(
 
 
 def _widened_after_autocast(result: Any) -> Any:
-    if isinstance(result, torch.Tensor) and result.dtype in _HALF:
+    if isinstance(result, torch.Tensor) and result.dtype in LOW_DTYPES.values():
         return result.to(torch.float32)
     return result
 

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from autoamp.dtypes import NARROWEST, rounding, short_name
 from autoamp.inspect.rows import Section
 
-ROUNDING = torch.finfo(torch.float16).eps / 2
+ROUNDING = rounding(NARROWEST)
 """The largest relative error by which fp16 rounds a number in its range."""
+
+_NARROWEST = short_name(NARROWEST)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def ranges_of(weights: Mapping[str, torch.Tensor]) -> dict[str, Range]:
             continue
         with torch.no_grad():
             size = weight.detach().abs()
-            low = size.to(torch.float16)
+            low = size.to(NARROWEST)
             found[name] = Range(
                 largest=float(size.max()),
                 too_large=int((low.isinf() & size.isfinite()).sum()),
@@ -116,7 +119,7 @@ def weight_rows(
                     dtype=cast.dtype,
                     shape=tuple(node.meta["val"].shape),
                     kept=not cast.every_call,
-                    range=ranges.get(name) if cast.dtype == "fp16" else None,
+                    range=ranges.get(name) if cast.dtype == _NARROWEST else None,
                 )
             )
     return rows

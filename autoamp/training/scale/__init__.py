@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import LossScaleError
 from autoamp.training.scale.base import (
     INIT_SCALE,
@@ -31,7 +32,7 @@ def resolve_loss_scale(given: Any, low: torch.dtype) -> LossScale:
     if isinstance(given, LossScale):
         return given
     if given == "auto":
-        given = "dynamic" if low == torch.float16 else "off"
+        given = "dynamic" if needs_loss_scale(low) else "off"
     if given == "dynamic":
         return DynamicLossScale()
     if given == "off":

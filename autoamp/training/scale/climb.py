@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autoamp.dtypes import NARROWEST, largest
 from autoamp.errors import LossScaleError
 from autoamp.training.scale.base import count, free_to_read, scalar
 
@@ -30,7 +31,7 @@ _DROP = 2.0**-7
 """The factor at an overflow, on top of the back-off, where a look is going to follow:
 eight powers of two together."""
 
-_FP16_LARGEST = torch.finfo(torch.float16).max
+_LARGEST = largest(NARROWEST)
 
 _HIGHEST = 2.0**126
 """The inverse of a higher scale is no normal number of fp32."""
@@ -186,6 +187,6 @@ class Climb:
 
 def _room(scale: torch.Tensor, seen: torch.Tensor, times: float) -> torch.Tensor:
     """Doublings that leave room for gradients `times` as large as the largest seen."""
-    room = (_FP16_LARGEST / times / (seen * scale)).log2().floor()
+    room = (_LARGEST / times / (seen * scale)).log2().floor()
     most = (_HIGHEST / scale).log2().floor().clamp(0, _MOST)
     return torch.where(seen > 0, room.clamp(min=0).minimum(most), 0)
