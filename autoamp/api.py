@@ -21,7 +21,7 @@ from autoamp.model.eligible import choose_graph_precision
 from autoamp.model.reporting import report_on
 from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 from autoamp.rules import Rules
 from autoamp.training.attach import attached, give_masters
 from autoamp.training.first_step import guard_masters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autoamp.plain import plain
+from autoamp.printable import printable
 
 _MOST = 4000
 """The most characters that a message shows."""
@@ -25,7 +25,7 @@ class AutoampError(Exception):
         self.nodes = tuple(nodes)
 
     def __str__(self) -> str:
-        return plain(super().__str__(), _MOST)
+        return printable(super().__str__(), _MOST)
 
 
 class OptionError(AutoampError, ValueError):

@@ -16,11 +16,11 @@ import torch
 from autoamp.dtypes import LOW_DTYPES, UNSCALED, parse_low_dtype, short_name
 from autoamp.errors import OptionError, RulesError
 from autoamp.kernels.table import KERNEL_NAMES
+from autoamp.messages import advice
 from autoamp.rules import Category, Rules
 from autoamp.rules.files import COMPLETE, TENSORFLOW
 from autoamp.saved.document import SavedReport
 from autoamp.saved.load import load
-from autoamp.saying import advice
 from autoamp.training.scale import LOSS_SCALES, resolve_loss_scale
 
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoamp.inspect.text import counted
-from autoamp.plain import plain_line
+from autoamp.printable import printable_line
 from autoamp.saved.diff import Change, Diff
 from autoamp.saved.document import SavedCast, SavedOp
 
@@ -77,7 +77,7 @@ def _table(
     for column in columns:
         table.add_column(column, overflow="fold")
     for entry in entries if full else entries[:MOST]:
-        table.add_row(*(Text(plain_line(cell, 300)) for cell in cells(entry)))
+        table.add_row(*(Text(printable_line(cell, 300)) for cell in cells(entry)))
     yield Text()
     yield table
     more = 0 if full else len(entries) - MOST
@@ -110,4 +110,4 @@ def _key(of: SavedOp | SavedCast) -> str:
 
 
 def _line(text: str, style: str = "") -> Text:
-    return Text(plain_line(text, 1000), style)
+    return Text(printable_line(text, 1000), style)

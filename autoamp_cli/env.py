@@ -33,10 +33,10 @@ def env() -> None:
 def _variables() -> list[str]:
     from autoamp.auto import environment
     from autoamp.errors import AutoampError
-    from autoamp.plain import plain_line
+    from autoamp.printable import printable_line
 
     given = sorted(k for k in os.environ if k.startswith("AUTOAMP_"))
-    lines = [f"{plain_line(name)}={os.environ[name]!r}" for name in given]
+    lines = [f"{printable_line(name)}={os.environ[name]!r}" for name in given]
     try:
         environment.read(os.environ)
     except AutoampError as error:

@@ -63,9 +63,9 @@ def made_by(name: str, *, data: bool = False) -> Made:
 
 def told(error: BaseException) -> str:
     """An error on one line, with the user's innermost line that raised it."""
-    from autoamp.plain import plain_line
+    from autoamp.printable import printable_line
 
-    text = plain_line(f"{type(error).__name__}: {error}", 1000)
+    text = printable_line(f"{type(error).__name__}: {error}", 1000)
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

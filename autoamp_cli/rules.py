@@ -72,7 +72,7 @@ def check(file: str) -> None:
       autoamp rules check my_rules.toml
     """
     from autoamp.errors import RulesError
-    from autoamp.plain import plain_line
+    from autoamp.printable import printable_line
     from autoamp.rules.check import check as faults_of
 
     try:
@@ -81,10 +81,12 @@ def check(file: str) -> None:
         raise Problem(str(error)) from None
     for fault in faults:
         place = f"{file}:{fault.line}" if fault.line else file
-        click.echo(plain_line(f"{place}: {fault.problem}", 2000))
+        click.echo(printable_line(f"{place}: {fault.problem}", 2000))
     if faults:
         raise SystemExit(1)
-    click.echo(plain_line(f"{file}: {count} rule{'' if count == 1 else 's'}, no fault"))
+    click.echo(
+        printable_line(f"{file}: {count} rule{'' if count == 1 else 's'}, no fault")
+    )
 
 
 @rules.command()
@@ -99,14 +101,14 @@ def why(op: str, precision: str | None) -> None:
       autoamp rules why aten::sum.dim_IntList --precision fp16
     """
     from autoamp.op_names import exists, parse_op_name
-    from autoamp.plain import plain_line
+    from autoamp.printable import printable_line
     from autoamp.rules import Rules
     from autoamp.rules.files import builtin_path
     from autoamp.rules.parse import unknown_op
 
     key = parse_op_name(op)
     if not exists(key):
-        raise Problem(plain_line(unknown_op(key), 500))
+        raise Problem(printable_line(unknown_op(key), 500))
     click.echo(key)
     ours = "decided by its schema and tags: a view or pointwise op may be low"
     for each in PRECISIONS if precision is None else (precision,):

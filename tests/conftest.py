@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo import guards
 
 import autoamp
-from autoamp import saying
+from autoamp import messages
 from tests.small_models import BF16
 from tests.training.steps import converted
 
@@ -94,7 +94,7 @@ def fixed_seed() -> None:
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
     """What other tests were told is told again."""
-    saying._said.clear()
+    messages._logged.clear()
 
 
 @pytest.fixture

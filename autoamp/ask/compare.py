@@ -43,7 +43,7 @@ from autoamp.model.eligible import parameters_of, required_precision
 from autoamp.model.reporting import report_of
 from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 
 FP16_SCALE = 2.0**15
 """The largest factor on the loss while fp16 gradients are compared, so that small ones

@@ -31,7 +31,7 @@ from autoamp.options import OPTION_NAMES, Options
 from autoamp.pipeline.prepare import as_it_is
 from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import Device
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 from autoamp.training.first_step import end_scaling, new_scaling
 from autoamp.training.scale import resolve_loss_scale
 

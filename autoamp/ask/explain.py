@@ -19,7 +19,7 @@ from autoamp.model.reporting import report_of
 from autoamp.model.warmup import capture_now
 from autoamp.options import Options
 from autoamp.place.devices import Device, device_of, named_device
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 
 
 def explain_model(

@@ -31,7 +31,7 @@ from autoamp.overflow.culprit import first_out_of_range, harmful, nearest
 from autoamp.overflow.location import location_of, readers
 from autoamp.overflow.remedy import EVERYTHING, Remedy, candidates
 from autoamp.overflow.trail import Step
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 
 ROUNDS = 4
 """The most remedies that one cure is made of."""

@@ -12,7 +12,7 @@ from autoamp.errors import OptionError
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.model.conversion import conversion_of
 from autoamp.model.reporting import loss_scale_of
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 
 logger = logging.getLogger(__name__)
 

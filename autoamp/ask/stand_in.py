@@ -17,7 +17,7 @@ from autoamp.errors import OptionError
 from autoamp.model.warmup import left_as_it_is
 from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 from autoamp.rewrite.rewritten import Rewritten
 
 LossFn = Callable[[Any], Tensor]

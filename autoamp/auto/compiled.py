@@ -17,7 +17,7 @@ from autoamp import compat
 from autoamp.capture.engine import Engine
 from autoamp.model.compile_backend import GraphBackend
 from autoamp.options import Options
-from autoamp.plain import plain_line
+from autoamp.printable import printable_line
 
 
 class Compiled(Protocol):
@@ -75,7 +75,7 @@ def compiling_with(
                 inner = compat.resolved_backend(backend, mode, options, dynamic)
             if inner is None or automatic is None:
                 return plain
-            name = plain_line(getattr(model, "__qualname__", type(model).__name__))
+            name = printable_line(getattr(model, "__qualname__", type(model).__name__))
             rewriting = GraphBackend(
                 automatic.options.replace(backend=inner),
                 f"{name}()",

@@ -15,11 +15,11 @@ from autoamp.auto.report_dir import written_to
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
 from autoamp.kernels.table import KERNEL_NAMES
+from autoamp.messages import log_once
 from autoamp.op_names import parse_op_name
 from autoamp.options import BACKENDS, PLACEMENTS, WEIGHT_COPIES, Options
-from autoamp.plain import plain_line
+from autoamp.printable import printable_line
 from autoamp.rules import Rules
-from autoamp.saying import say_once
 from autoamp.training.scale import LOSS_SCALES, StaticLossScale
 
 logger = logging.getLogger(__name__)
@@ -104,13 +104,13 @@ def _all_told(problems: _Given, given: _Given, others: list[str]) -> str:
     """
     room = _TOLD // (len(problems) + len(others))
     told = [_told(name, given[name], why, room) for name, why in problems.items()]
-    return "; ".join([*told, *(plain_line(each, room) for each in others)])
+    return "; ".join([*told, *(printable_line(each, room) for each in others)])
 
 
 def _told(name: str, value: str, problem: str, room: int = _TOLD) -> str:
     """A one-line message: values, and paths in `problem`, may hold anything."""
     shown = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
-    return f"{name}={shown!r}: {plain_line(problem, room)}"
+    return f"{name}={shown!r}: {printable_line(problem, room)}"
 
 
 def unknown(environ: Mapping[str, str]) -> list[str]:
@@ -123,7 +123,7 @@ def unknown(environ: Mapping[str, str]) -> list[str]:
         found.append(_told(ENABLE, enable, f"give one of {valid}"))
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in known:
-            shown = plain_line(name, _SHOWN)
+            shown = printable_line(name, _SHOWN)
             found.append(f"{shown} is no variable of autoamp; {_hint(shown, known)}")
     return found
 
@@ -193,7 +193,7 @@ def _fuse(value: str, options: Options, given: _Given) -> dict[str, Any]:
         return _switch("fuse")(value, options, given)
     named = ",".join(_names(value))
     text = f"autoamp: AUTOAMP_FUSE={named} is now written AUTOAMP_UNFUSED={named}"
-    say_once(logger, logging.WARNING, text)
+    log_once(logger, logging.WARNING, text)
     return _unfused(value, options)
 
 

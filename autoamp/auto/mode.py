@@ -20,14 +20,14 @@ from autoamp.auto.own_autocast import tell_of_own_autocast
 from autoamp.auto.report_dir import Recorder
 from autoamp.capture.engine import Engine
 from autoamp.capture.locked import check_model
+from autoamp.messages import log_once
 from autoamp.model.call.thread import disabled
 from autoamp.model.compile_backend import GraphBackend
 from autoamp.model.conversion import conversion_of, disown, models_of
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import choose_precision
 from autoamp.options import Options
-from autoamp.plain import class_name, plain
-from autoamp.saying import say_once
+from autoamp.printable import class_name, printable
 from autoamp.training.first_step import retire
 from autoamp_heat import HOT, INSIDE, Heat, mode_of
 
@@ -85,9 +85,9 @@ class _Known:
 
 
 def _say_left(module: nn.Module, error: Exception) -> None:
-    problem = plain(f"{type(error).__name__}: {error}")
+    problem = printable(f"{type(error).__name__}: {error}")
     text = f"autoamp: {class_name(module)} runs in fp32: {problem}"
-    say_once(logger, logging.WARNING, text)
+    log_once(logger, logging.WARNING, text)
 
 
 def _with_own_lock(options: Options, target: nn.Module) -> Options:
@@ -95,7 +95,7 @@ def _with_own_lock(options: Options, target: nn.Module) -> Options:
     lock, label = options.locked, class_name(target)
     if lock is None or lock.model == label:
         return options
-    say_once(logger, logging.INFO, f"autoamp: {check_model(lock, label)}")
+    log_once(logger, logging.INFO, f"autoamp: {check_model(lock, label)}")
     return options.replace(lock=None)
 
 

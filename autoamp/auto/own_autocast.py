@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp.auto.candidates import caller_of, choose, inside
+from autoamp.messages import log_left_to_autocast
 from autoamp.model.conversion import conversion_of
-from autoamp.plain import class_name
-from autoamp.saying import say_left_to_autocast
+from autoamp.printable import class_name
 
 logger = logging.getLogger(__name__)
 
@@ -35,4 +35,4 @@ def tell_of_own_autocast(module: nn.Module) -> None:
             return
     elif state.engine is None:  # the model was declined, and a line has said why
         return
-    say_left_to_autocast(logger, class_name(target))
+    log_left_to_autocast(logger, class_name(target))

@@ -28,7 +28,7 @@ from autoamp.benchmark.step.ways import Way
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError
 from autoamp.inspect.devices import device_name
-from autoamp.plain import class_name, plain_line
+from autoamp.printable import class_name, printable_line
 
 _ROOM = 0.9
 """The part of the available memory that the ways may fill together."""
@@ -155,7 +155,7 @@ class Measurement:
             entry.figures = figures_of(runner, held, self.plan.steps)
         except Exception as error:
             entry.close()
-            entry.error = plain_line(_first_line(error), 300)
+            entry.error = printable_line(_first_line(error), 300)
             short_of_memory = memory.is_out_of_memory(error)
             if short_of_memory and any(e.runner is not None for e in self.entries):
                 self._go_apart()
@@ -234,7 +234,7 @@ class Measurement:
             try:
                 found = largest_batch(way, self.model, self.plan.task, budget)
             except Exception as error:  # noqa: BLE001 (the way runs at its own batch)
-                said = plain_line(_first_line(error), 200)
+                said = printable_line(_first_line(error), 200)
                 self.notes.append(f"The largest batch of {way.name} is unknown: {said}")
             else:
                 self.rows[place] = replace(self.rows[place], largest_batch=found)

@@ -32,6 +32,7 @@ from autoamp.capture.running import (
 )
 from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import AutoampError, CaptureError
+from autoamp.messages import log_once
 from autoamp.node_by_node.runner import runs_every_op
 from autoamp.options import Options
 from autoamp.pipeline.prepare import as_it_is, prepare
@@ -39,8 +40,7 @@ from autoamp.pipeline.prepared import Prepared
 from autoamp.pipeline.run import Setting
 from autoamp.place.cost import PriceModel
 from autoamp.place.devices import Device
-from autoamp.plain import plain
-from autoamp.saying import say_once
+from autoamp.printable import printable
 from autoamp.trace.normalise import module_path
 from autoamp.weights.copies import WeightCopies
 
@@ -131,8 +131,8 @@ class Engine:
             if options.strict:
                 self.local.error = self._strict_error(error)
                 raise self.local.error from error
-            problem = plain(f"{type(error).__name__}: {error}")
-            say_once(
+            problem = printable(f"{type(error).__name__}: {error}")
+            log_once(
                 logger,
                 logging.WARNING,
                 f"autoamp: a graph of {self.record.label} runs in fp32, because the "
@@ -173,7 +173,7 @@ class Engine:
         if self.options.strict:
             self.local.error = CaptureError(f"a graph of {label}: {_DTENSORS}")
             raise self.local.error
-        say_once(logger, logging.WARNING, f"autoamp: a graph of {label}: {_DTENSORS}")
+        log_once(logger, logging.WARNING, f"autoamp: a graph of {label}: {_DTENSORS}")
         with autocast_region(gm, low):  # a compiler looks at autocast as it traces
             found = as_it_is(gm, example_inputs, self._options, _DTENSORS)
         found = replace(found, run=graph_under_autocast(gm, found.run, low))

@@ -13,7 +13,7 @@ from torch import nn
 from autoamp import compat
 from autoamp.errors import OptionError
 from autoamp.options import Options
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 
 _OWN = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 """Attributes in which models of transformers name the modules to keep in fp32.

@@ -15,11 +15,11 @@ from autoamp.errors import LockError
 from autoamp.inspect.export import saved_graph
 from autoamp.inspect.rows import sections_of
 from autoamp.inspect.text import counted
-from autoamp.plain import plain_line
+from autoamp.messages import log_once
+from autoamp.printable import printable_line
 from autoamp.saved.align import ALIKE, likeness
 from autoamp.saved.diff import GraphDiff, diff_graphs
 from autoamp.saved.document import SavedGraph, SavedOp, SavedReport
-from autoamp.saying import say_once
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def check_graph(
         f"which has {counted(len(main), 'graph')}: a call of other shapes or modes "
         f"captured it, and nothing holds its placement. {_renew(lock)}"
     )
-    say_once(logger, logging.WARNING, text)
+    log_once(logger, logging.WARNING, text)
 
 
 def check_model(lock: SavedReport, label: str) -> str:
@@ -78,8 +78,8 @@ def check_model(lock: SavedReport, label: str) -> str:
         return ""
     return (
         f"the lock {lock.path} is the report of a model of class "
-        f"{plain_line(lock.model, 100)}, and this model is of class {label}, so that "
-        "nothing holds its placement; give the lock that was written for this model"
+        f"{printable_line(lock.model, 100)}, and this model is of class {label}, so "
+        "that nothing holds its placement; give the lock written for this model"
     )
 
 
@@ -103,7 +103,7 @@ def tell_of_model(problem: str, *, strict: bool) -> None:
     """
     if strict:
         raise LockError(problem)
-    say_once(logger, logging.WARNING, f"autoamp: {problem}")
+    log_once(logger, logging.WARNING, f"autoamp: {problem}")
 
 
 def _differences(
@@ -133,7 +133,7 @@ def _told(
     """The first differences, and the commands that show and accept all of them."""
     lines = [
         f"{_named(c.new)} is {c.new.precision} and was {c.old.precision} "
-        f"({plain_line(c.new.reason, 200)})"
+        f"({printable_line(c.new.reason, 200)})"
         for diff in diffs
         for c in diff.changed
     ]
@@ -149,7 +149,7 @@ def _told(
     shown = "; ".join(lines[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
     return (
         f"graph {index} of {record.label} is not placed as the lock {lock.path} says "
-        f"(whose prices are those of {plain_line(locked.device, 100)}): {shown}. "
+        f"(whose prices are those of {printable_line(locked.device, 100)}): {shown}. "
         f"{_renew(lock)}"
     )
 
@@ -166,7 +166,7 @@ def _unlike(lock: SavedReport, record: Record, index: int, graph: SavedGraph) ->
 def _named(op: SavedOp) -> str:
     where = f"{op.module}: " if op.module else ""
     at = f" at {op.source}" if op.source else ""
-    return plain_line(f"{where}{op.op} ({op.name}){at}", 300)
+    return printable_line(f"{where}{op.op} ({op.name}){at}", 300)
 
 
 def _renew(lock: SavedReport) -> str:
@@ -183,4 +183,4 @@ def _tell(record: Record, problem: str, *, strict: bool) -> None:
         raise LockError(problem)
     level = logging.DEBUG if record.told_of_lock else logging.WARNING
     record.told_of_lock = True
-    say_once(logger, level, f"autoamp: {problem}")
+    log_once(logger, level, f"autoamp: {problem}")

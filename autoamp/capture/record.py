@@ -11,9 +11,9 @@ from autoamp import compat
 from autoamp.capture.captured import CapturedGraph
 from autoamp.dtypes import short_name
 from autoamp.inspect.text import NO_FLOAT_OP, all_high
-from autoamp.plain import plain_line
+from autoamp.messages import log_left_to_autocast, log_once
+from autoamp.printable import printable_line
 from autoamp.rewrite.rewritten import Rewritten
-from autoamp.saying import say_left_to_autocast, say_once
 from autoamp.training.model_scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
@@ -163,19 +163,21 @@ class Record:
             return
         self.skipped.append(Skipped(self.label, why))
         if aloud:
-            say_once(logger, logging.WARNING, f"autoamp: {self.label}: {why}")
+            log_once(logger, logging.WARNING, f"autoamp: {self.label}: {why}")
 
     def left_to_python(self, left: compat.Left) -> None:
         """Keeps for the report that Dynamo leaves a function to Python."""
         code = left.code
-        place = plain_line(f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}")
+        place = printable_line(
+            f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}"
+        )
         if left.at_limit:
             self.note(f"{place}: {_AT_THE_LIMIT}")
             return
         if left.error:
             self.note(f"{place}: {_FAILED} {left.error}")
             return
-        why = f"{_CHANGES} {plain_line(left.changes)}" if left.changes else _LEFT
+        why = f"{_CHANGES} {printable_line(left.changes)}" if left.changes else _LEFT
         found = Skipped(place, why)
         if found not in self.skipped:
             self.skipped.append(found)
@@ -195,14 +197,14 @@ class Record:
         self.announced, self.announced_low = True, self.lowers
         if not any(each.low for each in sums):
             if any(graph.in_own_autocast for graph in self.graphs):
-                say_left_to_autocast(logger, self.label)
+                log_left_to_autocast(logger, self.label)
                 return
             every = sum(each.ops for each in sums)
             which = f"none of its {every} float ops" if every > 1 else "its float op"
             where = "report.why(name) says"
             if self.scaling.by_variables:
                 where = "the files that AUTOAMP_REPORT_DIR=FOLDER asks for say"
-            say_once(
+            log_once(
                 logger,
                 logging.INFO,
                 f"autoamp: {self.label} stays in fp32: {which} would gain in "
@@ -211,7 +213,7 @@ class Record:
             )
             return
         scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"
-        say_once(
+        log_once(
             logger,
             logging.INFO,
             f"autoamp: {self.label} is converted to {short_name(self.low)}: "

@@ -17,10 +17,10 @@ from torch import fx
 from autoamp import compat
 from autoamp.capture.engine import Engine
 from autoamp.capture.record import Record
+from autoamp.messages import log_left_to_autocast
 from autoamp.model.eligible import choose_device_precision
 from autoamp.model.updates import updates_weights
 from autoamp.options import Options
-from autoamp.saying import say_left_to_autocast
 from autoamp.training.first_step import new_scaling
 from autoamp.training.scale import resolve_loss_scale
 
@@ -63,7 +63,7 @@ class GraphBackend:
                 self.engine, self._asked = self._made(example_inputs), True
         own_autocast = compat.any_autocast()
         if own_autocast and self.engine is not None:
-            say_left_to_autocast(logger, self.label)
+            log_left_to_autocast(logger, self.label)
         if own_autocast or self.engine is None:
             return compat.compile_with(self.options.backend, gm, example_inputs)
         run = self.engine(gm, example_inputs)

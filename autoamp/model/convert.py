@@ -20,6 +20,7 @@ from autoamp.capture.locked import check_declined, check_model, tell_of_model
 from autoamp.capture.record import Record, Skipped
 from autoamp.dtypes import UNSCALED, largest, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.messages import log_once
 from autoamp.model.call.calls import CompiledCall
 from autoamp.model.conversion import (
     CONVERSIONS,
@@ -41,8 +42,7 @@ from autoamp.model.installed import install
 from autoamp.model.warmup import capture_now
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
-from autoamp.plain import class_name
-from autoamp.saying import say_once
+from autoamp.printable import class_name
 from autoamp.training.attach import detach_from
 from autoamp.training.first_step import end_scaling, new_scaling
 from autoamp.training.model_scaling import ModelScaling, Owner
@@ -130,7 +130,7 @@ def _decline(
         logger.info("autoamp: %s %s", label, notes[0].why)
     else:
         text = f"autoamp: {label} {not_converted(model, why_not)}"
-        say_once(logger, logging.WARNING, text)
+        log_once(logger, logging.WARNING, text)
     revert_model(model, optimizers=not notes)
     DECLINED[model] = Conversion(declined=notes or [Skipped(label, why_not)])
     return model

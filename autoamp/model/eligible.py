@@ -15,7 +15,7 @@ from autoamp.inspect.text import CANNOT_PAY
 from autoamp.model.methods import computing_methods
 from autoamp.options import Options
 from autoamp.place.devices import device_of, named_device
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:

@@ -25,7 +25,7 @@ from autoamp.model.conversion import (
 )
 from autoamp.model.forward import forward_of, make_forward, make_method
 from autoamp.model.methods import computing_methods
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from autoamp.inspect.report import Report
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.inspect.sections.weights import Range, ranges_of
 from autoamp.model.conversion import conversion_of
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 from autoamp.training.model_scaling import ModelScaling
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoamp import compat
+from autoamp.messages import advice
 from autoamp.op_names import base_name, parse_op_name
 from autoamp.options import Options
 from autoamp.overflow.location import OP, Location, location_of, readers
 from autoamp.overflow.trail import Step
 from autoamp.rewrite.rewritten import Rewritten
-from autoamp.saying import advice
 
 EVERYTHING = "*"
 """The pattern of `keep=` that keeps a whole model in fp32."""

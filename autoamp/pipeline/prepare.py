@@ -21,7 +21,7 @@ from autoamp.pipeline.prepared import Prepared
 from autoamp.pipeline.run import Setting, rewrite_graph
 from autoamp.place.devices import Device, device_of, main_device
 from autoamp.place.layouts import FORMATS, choose_layouts, convolved
-from autoamp.plain import plain_line
+from autoamp.printable import printable_line
 from autoamp.rewrite.attention import with_own_attention
 from autoamp.rewrite.bindings import with_bindings
 from autoamp.rewrite.edge.scale_edge import Edge, scale_edge, scale_inputs
@@ -80,7 +80,7 @@ def prepare(
         if options.strict:
             raise
         problem = f"{type(error).__name__}: {error}"
-        notes.append(plain_line(f"its weights are cast at every call: {problem}"))
+        notes.append(printable_line(f"its weights are cast at every call: {problem}"))
         hoisted = with_casts_inside(rewritten)
     bound = hoisted.gm
     edge = scale_edge(bound, rewritten) if scaled else Edge()
@@ -240,5 +240,5 @@ def _given_up(rewritten: Rewritten) -> list[str]:
     for why, places in errors.items():
         where = ", ".join(dict.fromkeys(places[:4]))
         more = f" and {len(places) - 4} more" if len(places) > 4 else ""
-        found.append(plain_line(f"{why} (ops at {where}{more})"))
+        found.append(printable_line(f"{why} (ops at {where}{more})"))
     return found

@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import fx
 
 from autoamp.errors import AutoampError
-from autoamp.plain import plain_line
+from autoamp.printable import printable_line
 
 _T = TypeVar("_T")
 
@@ -70,7 +70,7 @@ def _wider(
 
 def kept_for(error: Exception) -> str:
     """The reason, for the report, why nodes stay fp32 after `error`."""
-    return plain_line(f"{REPORT}: {error}")
+    return printable_line(f"{REPORT}: {error}")
 
 
 def _region(named: tuple[str, ...], graph: fx.Graph, reach: int) -> list[str]:

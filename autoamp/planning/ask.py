@@ -17,7 +17,6 @@ from autoamp.inspect.report import Report
 from autoamp.inspect.text import counted
 from autoamp.model.eligible import parameters_of, required_precision
 from autoamp.place.devices import memory_of, named_device, product_of
-from autoamp.plain import class_name, plain_line
 from autoamp.planning.fakes import bytes_of
 from autoamp.planning.memory import StepMemory
 from autoamp.planning.named import named_model
@@ -26,6 +25,7 @@ from autoamp.planning.progress import telling
 from autoamp.planning.record import PlannedWay
 from autoamp.planning.result import Plan
 from autoamp.planning.ways import AUTOAMP, AUTOCAST, FP32, memory_of_ways
+from autoamp.printable import class_name, printable_line
 
 ELSEWHERE = "cuda:sm_80"
 """The device that is planned for where none is named and no GPU is here."""
@@ -125,7 +125,7 @@ def _planned(
     except AutoampError:
         raise
     except Exception as error:
-        said = plain_line(f"{type(error).__name__}: {error}", 300)
+        said = printable_line(f"{type(error).__name__}: {error}", 300)
         raise UnsupportedModelError(
             f"{class_name(model)} cannot be run on tensors without data: {said}. A "
             "model that reads a tensor's value, or takes other inputs than were given, "

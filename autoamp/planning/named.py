@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoamp.errors import OptionError
-from autoamp.plain import class_name, plain_line
+from autoamp.printable import class_name, printable_line
 
 LIBRARY = "transformers"
 _LONGEST = 1024
@@ -76,7 +76,7 @@ def named_model(name: str, *, batch: int, sequence: int | None, trains: bool) ->
     except OptionError:
         raise
     except Exception as error:
-        said = plain_line(f"{type(error).__name__}: {error}", 300)
+        said = printable_line(f"{type(error).__name__}: {error}", 300)
         raise OptionError(f"{name}: {kind.__name__} cannot be made: {said}") from error
     return Named(model.float(), kwargs)
 
@@ -149,7 +149,7 @@ def _made(kind: Any, arguments: dict[str, Any], name: str) -> Any:
     try:
         return kind(**arguments)
     except Exception as error:
-        said = plain_line(f"{type(error).__name__}: {error}", 300)
+        said = printable_line(f"{type(error).__name__}: {error}", 300)
         raise OptionError(f"{name}: {kind.__name__} refuses this: {said}") from error
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from autoamp.errors import OptionError
-from autoamp.plain import class_name, plain_line
 from autoamp.planning.fakes import bytes_of
+from autoamp.printable import class_name, printable_line
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -64,7 +64,7 @@ def optimizer_cost(
         made = make(trained)
         made.step()
     except Exception as error:
-        said = plain_line(f"{type(error).__name__}: {error}", 300)
+        said = printable_line(f"{type(error).__name__}: {error}", 300)
         raise OptionError(
             f"the optimizer takes no step on the meta device: {said}; give "
             'optimizer="none", or one with foreach=False and fused=False'

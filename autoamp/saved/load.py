@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import OptionError
-from autoamp.plain import plain_line
+from autoamp.printable import printable_line
 from autoamp.saved.document import (
     FP32,
     SCHEMA,
@@ -50,7 +50,7 @@ def load(path: str | os.PathLike[str]) -> SavedReport:
         >>> load(path).model
         'Linear'
     """
-    shown = plain_line(os.fsdecode(path), 300)
+    shown = printable_line(os.fsdecode(path), 300)
     try:
         text = _read(Path(path), shown)
         data = json.loads(text)
@@ -206,7 +206,7 @@ def _shown(value: object) -> str:
     if isinstance(value, list | dict):
         return "an object" if isinstance(value, dict) else "a list"
     try:
-        return plain_line(repr(value), 80)
+        return printable_line(repr(value), 80)
     except ValueError:  # a number of 5000 digits
         return "a huge number"
 

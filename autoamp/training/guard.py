@@ -14,8 +14,8 @@ import torch
 from torch.optim import Optimizer
 
 from autoamp import compat
+from autoamp.messages import log_once
 from autoamp.options import Options
-from autoamp.saying import say_once
 from autoamp.training.model_scaling import ModelScaling
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def cannot_read(optimizer: Optimizer) -> bool:
         return False
     fused = all(g.get("fused") for g in optimizer.param_groups if g["params"])
     if not fused:
-        say_once(
+        log_once(
             logger,
             logging.WARNING,
             f"autoamp: a CUDA graph captures the step of {type(optimizer).__name__}, "

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from autoamp import compat
 from autoamp.dtypes import has_masters
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 from autoamp.training import master_state
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from autoamp.saying import say_once
+from autoamp.messages import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Store:
                 # An empty line first: what is cut off above spoils none of these.
                 os.write(file, f"\n{lines}".encode())
         except OSError as error:
-            say_once(
+            log_once(
                 logger,
                 logging.WARNING,
                 f"autoamp: measured times are not kept on disk: {error}",

@@ -27,7 +27,7 @@ from autoamp.model.eligible import (
 )
 from autoamp.model.warmup import capture_now, left_as_it_is
 from autoamp.options import Options
-from autoamp.plain import class_name, plain_line
+from autoamp.printable import class_name, printable_line
 from autoamp.tuning.prices import MeasuredPrices
 from autoamp.tuning.store import Store
 from autoamp.tuning.tuning import Timed, Tuning
@@ -164,7 +164,7 @@ class _Contest(ExitStack):
             if way.options is None:
                 raise
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.failed[way.name] = plain_line(problem)
+            self.failed[way.name] = printable_line(problem)
         else:
             self.runners.append(runner)
         return runner

@@ -15,11 +15,11 @@ from torch import nn
 import autoamp
 from autoamp.auto.environment import read, unknown
 from autoamp.auto.mode import AutomaticMode
+from autoamp.messages import advice
 from autoamp.model.conversion import conversion_of
 from autoamp.model.eligible import choose_device_precision
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
-from autoamp.saying import advice
 from autoamp.training.ledger import backwards
 from autoamp_heat import Heat
 

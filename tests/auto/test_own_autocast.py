@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp import saying
+from autoamp import messages
 from autoamp.auto import own_autocast
 
 X = torch.randn(4, 16)
@@ -39,7 +39,7 @@ class Inside(Net):
 
 @pytest.fixture(autouse=True)
 def automatic(monkeypatch, caplog) -> Iterator[None]:
-    monkeypatch.setattr(saying, "_said", set())
+    monkeypatch.setattr(messages, "_logged", set())
     own_autocast._seen.clear()
     caplog.set_level(logging.INFO, "autoamp")
     autoamp.enable(precision="bf16", do_no_harm=False)

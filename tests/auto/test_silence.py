@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.check.standin import where
 from autoamp.errors import VerificationError
+from autoamp.messages import signs_of_life
 from autoamp.pipeline import run as pipeline
-from autoamp.saying import signs_of_life
 from tests.small_models import BF16
 
 MANY = 12

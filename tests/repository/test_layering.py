@@ -23,7 +23,7 @@ BESIDE = (
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"autoamp_heat"}),
-    frozenset({"plain", "saying"}),
+    frozenset({"messages", "printable"}),
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),
     frozenset({"op_names"}),

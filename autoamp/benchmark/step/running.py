@@ -18,7 +18,7 @@ from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import parameters_of
-from autoamp.plain import class_name, plain_line
+from autoamp.printable import class_name, printable_line
 from autoamp.tuning.tune import tune_model
 
 
@@ -180,7 +180,7 @@ def copy_of(model: nn.Module) -> nn.Module:
     except Exception as error:
         raise UnsupportedModelError(
             f"{class_name(model)} cannot be copied, and each way needs its own copy: "
-            f"{plain_line(f'{type(error).__name__}: {error}', 300)}"
+            f"{printable_line(f'{type(error).__name__}: {error}', 300)}"
         ) from error
     return revert_model(made)
 

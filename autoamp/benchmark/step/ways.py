@@ -13,7 +13,7 @@ from autoamp.dtypes import LOW_DTYPES, row_of, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.model.eligible import choose_precision, not_converted, parameters_of
 from autoamp.options import Options
-from autoamp.plain import class_name
+from autoamp.printable import class_name
 
 KINDS = ("fp32", "tf32", "autocast", "autoamp", "tuned", "half")
 """What `ways=` may name, in the order in which the ways are shown."""

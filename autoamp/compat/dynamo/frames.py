@@ -13,7 +13,7 @@ import torch._dynamo.exc
 import torch._dynamo.types
 from torch import nn
 
-from autoamp.plain import plain_line
+from autoamp.printable import printable_line
 
 ConvertFrameReturn: Any = getattr(torch._dynamo.types, "ConvertFrameReturn", None)
 """Made without arguments, it has Dynamo leave a frame, now and later, to Python."""
@@ -45,7 +45,7 @@ class Left(NamedTuple):
 def said_in_a_line(error: BaseException) -> str:
     """The class of an error and the first line it says."""
     (line, *_) = [*str(error).strip().splitlines(), ""]
-    return plain_line(f"{type(error).__name__}: {line}")
+    return printable_line(f"{type(error).__name__}: {line}")
 
 
 def module_of(frame: Any) -> set[int]:

@@ -17,7 +17,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from autoamp.plain import plain_line
+from autoamp.printable import printable_line
 
 SCRIPTS = (
     "data.js",
@@ -48,7 +48,7 @@ def page_of(data: dict[str, Any]) -> str:
     script = '(() => {\n"use strict";\n' + "\n".join(parts) + "})();\n"
     style = _text(folder / "template" / "style.css")
     slots = {
-        "title": html.escape(f"autoamp: {plain_line(data['model'], 200)}"),
+        "title": html.escape(f"autoamp: {printable_line(data['model'], 200)}"),
         "policy": _policy([library, script], [style]),
         "style": style,
         "library": library,

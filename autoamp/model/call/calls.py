@@ -17,6 +17,7 @@ from autoamp.capture.code import Code, Method
 from autoamp.capture.engine import Engine
 from autoamp.capture.program import RUNNING
 from autoamp.errors import CaptureError
+from autoamp.messages import signs_of_life
 from autoamp.model.call.aside import INSTEAD, TRACED, ran_nothing
 from autoamp.model.call.hooks import Hooks
 from autoamp.model.call.rest import Rest
@@ -29,7 +30,6 @@ from autoamp.model.call.users_compile import (
     traced_for_us,
     users_backend,
 )
-from autoamp.saying import signs_of_life
 
 logger = logging.getLogger(__name__)
 under_compilation = torch.compiler.is_dynamo_compiling

@@ -8,7 +8,7 @@ imports nothing.
 from __future__ import annotations
 
 
-def plain(text: str, most: int = 10**6) -> str:
+def printable(text: str, most: int = 10**6) -> str:
     """`text` in printable characters and line ends, cut in the middle beyond `most`."""
     shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     if len(shown) > most:
@@ -16,11 +16,11 @@ def plain(text: str, most: int = 10**6) -> str:
     return shown
 
 
-def plain_line(text: str, most: int = 10**6) -> str:
-    """`plain` on one line."""
-    return plain(text.replace("\n", "\\n"), most)
+def printable_line(text: str, most: int = 10**6) -> str:
+    """`printable` on one line."""
+    return printable(text.replace("\n", "\\n"), most)
 
 
 def class_name(of: object) -> str:
     """The name of the class of an object, for messages and reports."""
-    return plain_line(type(of).__name__, 100)
+    return printable_line(type(of).__name__, 100)

@@ -8,23 +8,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 _LISTS = {each: f"AUTOAMP_{each.upper()}LIST_ADD" for each in ("allow", "deny")}
 """The variables that add ops to a list."""
 
 
-def say_once(logger: logging.Logger, level: int, text: str) -> None:
+def log_once(logger: logging.Logger, level: int, text: str) -> None:
     """Logs `text` at `level`, or as DEBUG if this process has logged `text` before.
 
     Thirty models of one class would otherwise log one text thirty times.
     """
-    again = text in _said
-    _said.add(text)
+    again = text in _logged
+    _logged.add(text)
     logger.log(logging.DEBUG if again else level, "%s", text)
 
 
-def say_left_to_autocast(logger: logging.Logger, label: str) -> None:
+def log_left_to_autocast(logger: logging.Logger, label: str) -> None:
     """Says, once for each label, that a model's precision is the script's own choice.
 
     Args:
@@ -35,7 +35,7 @@ def say_left_to_autocast(logger: logging.Logger, label: str) -> None:
         "precision of each op itself; without it (no torch.autocast, bf16=False, "
         'mixed_precision="no") autoamp chooses'
     )
-    say_once(logger, logging.INFO, text)
+    log_once(logger, logging.INFO, text)
 
 
 def advice(option: str, value: object, *, by_variables: bool) -> str:
