@@ -22,10 +22,9 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.kept import for_model
 from autoamp.capture.record import Record
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.model.call.calls import CompiledCall
+from autoamp.model.call.entry import Entry
 from autoamp.model.conversion import conversion_of, inside_wrappers, without_ours
 from autoamp.model.eligible import parameters_of, unsupported
-from autoamp.model.forward import forward_of
 from autoamp.model.installed import install
 from autoamp.options import OPTION_NAMES, Options
 from autoamp.pipeline.prepare import as_it_is
@@ -121,9 +120,7 @@ def examined(
     try:
         engine = Examiner(options.replace(backend="eager"), Record(label, low, scaling))
         engine.device = device
-        method = forward_of(type(twin), state.previous is None)
-        # No graphs are shared with models alike: those graphs are run otherwise.
-        state.call = CompiledCall(method._replace(shared=None), engine)
+        state.call = Entry(engine, type(twin), of_class=state.previous is None)
         yield twin, engine
     finally:
         end_scaling(scaling)
@@ -136,6 +133,8 @@ class Examiner(Engine):
     Attributes:
         play: runs a rewritten graph; None runs the graph as it was captured, in fp32.
     """
+
+    shares_graphs = False  # the graphs of models that are alike are run otherwise
 
     play: Play | None = None
     _plain: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -88,6 +88,9 @@ class Engine:
     on_capture: Callable[[Engine], None] | None = None
     is_new: bool = False
     _binding: Any = field(default_factory=threading.RLock)
+
+    shares_graphs: ClassVar[bool] = True
+    """Whether models that are alike run the same graphs."""
 
     def compiled_by(self, backend: Callable[..., Any]) -> Engine:
         """An engine with the same record that hands its graphs to `backend`."""

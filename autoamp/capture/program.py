@@ -36,7 +36,6 @@ class Backend:
 
     Attributes:
         runs_as_is: graphs run as they are, and no compiler gets them.
-        left: code that Dynamo left to Python.
         computes: Dynamo has handed in a graph with a float op.
     """
 
@@ -44,19 +43,18 @@ class Backend:
         """Args: `engine` is the first model's engine."""
         self.computes = False
         self.runs_as_is = engine.runs_as_is
-        self.left: list[compat.Left] = []
         self._first = weakref.ref(engine)
 
     def __call__(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Prepares a graph for the running model; the result runs it for any model."""
-        prepared = self._running().prepared(gm, example_inputs)
+        prepared = self.running().prepared(gm, example_inputs)
         rewritten = prepared.rewritten
         self.computes = self.computes or rewritten is None or rewritten.sums.ops > 0
 
         def run(*args: Any) -> Any:
-            engine = RUNNING.engine or self._running()
+            engine = RUNNING.engine or self.running()
             call = engine.bound.get(prepared) or engine.bind(prepared, args)
             return call(*args)
 
@@ -64,32 +62,28 @@ class Backend:
 
     def dtype_in(self, modules: list[str]) -> torch.dtype | None:
         """The dtype in which the running model's Functions follow their authors."""
-        return self._running().dtype_in(modules)
+        return self.running().dtype_in(modules)
 
-    def leave(self, left: compat.Left) -> None:
-        """Notes code that Dynamo leaves to Python."""
-        self.left.append(left)
-        self._running().record.left_to_python(left)
-
-    def _running(self) -> Engine:
+    def running(self) -> Engine:
+        """The engine of the model whose call this thread is in."""
         engine = RUNNING.engine or self._first()
         assert engine is not None, "a graph is run outside a call of its model"
         return engine
 
 
-class Program:
-    """The compiled entry of models that are alike.
+class Program(compat.CompiledEntry):
+    """The compiled code of models that are alike; its first argument is the model.
 
     Attributes:
         backend: the backend that gets the program's graphs.
-        call: the compiled entry, whose first argument is the model.
+        left: code that Dynamo left to Python.
         stepped_aside: Dynamo no longer looks at some code of the program, so no other
             model may join.
         captured_modes: grad mode, inference mode and training, as captured so far.
     """
 
     def __init__(
-        self, entry: Callable[..., Any], engine: Engine, *, hooked: bool
+        self, function: Callable[..., Any], engine: Engine, *, hooked: bool
     ) -> None:
         """Compiles nothing yet.
 
@@ -97,35 +91,31 @@ class Program:
             engine: the first model's engine.
             hooked: modules of the model have hooks, or have had some.
         """
-        assert isinstance(entry, types.FunctionType)
+        assert isinstance(function, types.FunctionType)
         self.backend = Backend(engine)
+        self.left: list[compat.Left] = []
         self.stepped_aside = False
         self.captured_modes: set[tuple[bool, bool, bool]] = set()
-        self.call = compat.CompiledEntry(
-            entry,
-            self.backend,
-            self.backend.leave,
-            hooked=hooked,
-            strict=engine.options.strict,
-        )
+        strict = engine.options.strict
+        super().__init__(function, self.backend, hooked=hooked, strict=strict)
+
+    def leave(self, left: compat.Left) -> None:
+        self.left.append(left)
+        self.backend.running().record.left_to_python(left)
 
     @property
     def may_be_joined(self) -> bool:
         """Whether another model may run the graphs of this program."""
-        return (
-            bool(self.captured_modes)
-            and self.call.is_captured
-            and not self.stepped_aside
-        )
+        return bool(self.captured_modes) and self.is_captured and not self.stepped_aside
 
     @property
     def computes_nothing(self) -> bool:
         """Whether Dynamo has followed all calls so far, and met no float op."""
-        return self.call.is_whole and not self.backend.computes
+        return self.is_whole and not self.backend.computes
 
     def tell(self, engine: Engine) -> None:
         """Records for a model the code left to Python before the model joined."""
-        for left in self.backend.left:
+        for left in self.left:
             engine.record.left_to_python(left)
 
 

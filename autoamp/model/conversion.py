@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autoamp.capture.alike import STATE
 from autoamp.capture.engine import Engine
 from autoamp.capture.record import Skipped
-from autoamp.model.call.calls import CompiledCall
+from autoamp.model.call.entry import Entry
 from autoamp.model.forward import MADE_HERE
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Conversion:
 
     def __init__(
         self,
-        call: CompiledCall | None = None,
+        call: Entry | None = None,
         replaced: dict[str, Any] | None = None,
         bound: types.MethodType | None = None,
         declined: list[Skipped] | None = None,

@@ -21,7 +21,7 @@ from autoamp.capture.record import Record, Skipped
 from autoamp.dtypes import UNSCALED, largest, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.messages import log_once
-from autoamp.model.call.calls import CompiledCall
+from autoamp.model.call.entry import Entry
 from autoamp.model.conversion import (
     CONVERSIONS,
     DECLINED,
@@ -37,7 +37,6 @@ from autoamp.model.eligible import (
     own_precision,
     unsupported,
 )
-from autoamp.model.forward import forward_of
 from autoamp.model.installed import install
 from autoamp.model.warmup import capture_now
 from autoamp.options import Options
@@ -98,12 +97,12 @@ def convert_model(
     if not isinstance(state, Conversion):
         state = install(model)
     before = state.call
-    forward = forward_of(type(model), state.previous is None)
     heal = convert_again if options.heal else None
     owner = Owner(_models_of, _graphs_of, heal)
     scaling = new_scaling(options, scale, label, owner, automatic=automatic)
     record = Record(label, low, scaling)
-    state.call = CompiledCall(forward, Engine(options, record))
+    of_class = state.previous is None
+    state.call = Entry(Engine(options, record), type(model), of_class=of_class)
     record.skipped += notes
     if example_inputs is not None:
         try:
@@ -162,7 +161,7 @@ def convert_again(scaling: ModelScaling, remedy: Remedy) -> None:
             continue
         if engine not in renewed:
             renewed[engine] = _under(remedy, engine)
-        state.call = CompiledCall(call.method, renewed[engine])
+        state.call = call.run_by(renewed[engine])
 
 
 def _under(remedy: Remedy, engine: Engine) -> Engine:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from autoamp import compat
-from autoamp.capture.code import Method
-from autoamp.model.call.calls import under_compilation
-from autoamp.model.call.thread import inside_a_call
+from autoamp.model.call.thread import inside_a_call, under_compilation
 
 MADE_HERE = "_autoamp_method"
 """Set on functions that `make_method` made."""
@@ -24,26 +21,26 @@ def make_forward(
     owner: type[nn.Module], existing: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """The instance's new `forward`; a plain function that takes the instance."""
-    entry = plain_entry(owner, existing is None)
+    plain = plain_function(owner, "forward", existing is None)
     known = owner.forward
 
     # `wraps` keeps the signature (Trainer and generate read it) and the name "forward",
     # by which bound methods are copied and pickled.
     @functools.wraps(existing if existing is not None else owner.forward)
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        nonlocal entry, known
+        nonlocal plain, known
         state: Any = self._autoamp
         call = state.call
         if existing is None and type(self).forward is not known:
             # Somebody has given the class, or the model, another `forward`.
             known = type(self).forward
-            entry = plain_entry(type(self), of_class=True)
+            plain = plain_function(type(self), "forward", of_class=True)
             if call is not None:
-                call.renew(forward_of(type(self), of_class=True))
+                call.renew(type(self))
         if call is None:
-            return entry(self, *args, **kwargs)
+            return plain(self, *args, **kwargs)
         if under_compilation():
-            return call.inlined(entry, self, args, kwargs)
+            return call.inlined(plain, self, args, kwargs, owner=owner)
         return call(self, args, kwargs)
 
     forward.__name__ = "forward"
@@ -55,8 +52,7 @@ def make_forward(
 def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
     """The instance's new method `name`, converted like and together with `forward`."""
     plain = getattr(owner, name)
-    this = method_of(owner, name)
-    entry = this.entry()
+    entry = plain_function(owner, name, of_class=True)
 
     @functools.wraps(plain)
     def method(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -65,46 +61,16 @@ def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
         if call is None:
             return plain(self, *args, **kwargs)
         if under_compilation():
-            return call.inlined(entry, self, args, kwargs, this)
+            return call.inlined(entry, self, args, kwargs, owner=owner, name=name)
         if inside_a_call():  # the outer call's capture includes this
             return plain(self, *args, **kwargs)
-        return call.of(this)(self, args, kwargs)
+        return call.of(owner, name)(self, args, kwargs)
 
     # Where a `forward` is left to Python, the user's code is captured and not this.
     compat.never_a_graph_by_itself(method)
     method.__name__ = name  # by which bound methods are copied and pickled
     method.__dict__[MADE_HERE] = True
     return method
-
-
-def forward_of(owner: type[nn.Module], of_class: bool) -> Method:
-    """The `forward` that a model's calls run: its class's, or the instance's own."""
-    make = functools.partial(plain_entry, owner, of_class)
-    return Method("forward", make, _shared(owner, "forward") if of_class else None)
-
-
-def method_of(owner: type[nn.Module], name: str) -> Method:
-    """The method `name` of a class."""
-    make = functools.partial(method_entry, owner, name)
-    return Method(name, make, _shared(owner, name))
-
-
-def _shared(owner: type[nn.Module], name: str) -> Hashable | None:
-    """A key equal for models whose method `name` has the same code, or None."""
-    function: Any = getattr(owner, name)
-    if not isinstance(function, types.FunctionType):
-        return None
-    return name, weakref.ref(owner), weakref.ref(function)
-
-
-def method_entry(owner: type[nn.Module], name: str) -> Callable[..., Any]:
-    """Method `name` of a class as a function of the instance, to be compiled."""
-    inner = _with_own_code(getattr(owner, name))
-
-    def entry(mod: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return inner(mod, *args, **kwargs)
-
-    return entry
 
 
 def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
@@ -126,14 +92,20 @@ def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
     )
 
 
-def plain_entry(owner: type[nn.Module], of_class: bool) -> Callable[..., Any]:
-    """The model's previous code as a function of the instance, to be compiled.
+def plain_function(
+    owner: type[nn.Module], name: str, of_class: bool
+) -> Callable[..., Any]:
+    """A method as it was before, as a function of the instance, to be compiled.
 
     The instance is positional only, as everywhere on a call's path: the model's own
     keyword arguments may have any name.
+
+    Args:
+        of_class: the function of class `owner` is meant, and not the `forward` that
+            somebody had put on the instance.
     """
     if of_class:
-        inner = _with_own_code(owner.forward)
+        inner = _with_own_code(getattr(owner, name))
 
         def entry(mod: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return inner(mod, *args, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from autoamp.capture.alike import STATE
-from autoamp.model.call.calls import CompiledCall
+from autoamp.model.call.entry import Entry
 from autoamp.model.conversion import (
     COPY,
     OUR_ATTRIBUTES,
@@ -23,7 +23,7 @@ from autoamp.model.conversion import (
     uninstall,
     without_ours,
 )
-from autoamp.model.forward import forward_of, make_forward, make_method
+from autoamp.model.forward import make_forward, make_method
 from autoamp.model.methods import computing_methods
 from autoamp.printable import class_name
 
@@ -148,8 +148,7 @@ def _copied_by_itself(model: nn.Module, memo: dict[int, Any]) -> Any:
     new.call = state.call
     of_class = new.previous is None
     if type(made) is not type(model) or of_class != (state.previous is None):
-        forward = forward_of(type(made), of_class)
-        new.call = CompiledCall(forward, state.call.engine)
+        new.call = Entry(state.call.engine, type(made), of_class=of_class)
     return made
 
 

@@ -77,7 +77,6 @@ class CompiledEntry:
         self,
         entry: types.FunctionType,
         backend: Backend,
-        leave: Callable[[Left], None],
         *,
         hooked: bool,
         strict: bool,
@@ -85,8 +84,6 @@ class CompiledEntry:
         """Compiles nothing yet.
 
         Args:
-            leave: called with code that Dynamo leaves to Python, after the call in
-                which that happened.
             hooked: modules may get and lose hooks, which Dynamo guards slowly, with
                 several guards for each module.
             strict: an error of Dynamo's ends the call; otherwise the code that Dynamo
@@ -99,13 +96,15 @@ class CompiledEntry:
             entry.__defaults__,
             entry.__closure__,
         )
-        self._leave = leave
         self._frames = _Frames(backend, fresh.__code__, hooked=hooked, strict=strict)
         context: Any = torch._dynamo.optimize(backend=backend)
         if hasattr(context, "callback"):  # absent where TORCHDYNAMO_DISABLE is set
             self._frames.rule(context.callback)
         self.skipped = self._frames.skipped  # what Dynamo has left to Python
         self._compiled: Callable[..., Any] = context(fresh)
+
+    def leave(self, left: Left) -> None:
+        """Notes code that Dynamo leaves to Python, after the call in which it does."""
 
     @property
     def is_captured(self) -> bool:
@@ -140,7 +139,7 @@ class CompiledEntry:
             self._frames.leave_changing()
         for left in skipped[before:]:
             if left.is_said:
-                self._leave(left)
+                self.leave(left)
         return result
 
 

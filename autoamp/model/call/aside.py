@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoamp import compat
-from autoamp.capture.code import Code
+from autoamp.capture.program import Program
 
 TRACED = (
     "torch.fx has traced it (symbolic_trace, make_fx), and what it traced is the "
@@ -14,14 +14,15 @@ TRACED = (
 INSTEAD = "calls run under torch.autocast instead of rewritten graphs, because "
 
 
-def ran_nothing(method: str, code: Code) -> str:
+def ran_nothing(method: str, program: Program | None, has_many: bool) -> str:
     """Says that a call ran no rewritten graph, and the one reason.
 
     Args:
         method: the name of the method that was called.
-        code: the method, compiled as it was during the call.
+        program: the method, compiled as it was during the call.
+        has_many: whether Dynamo may make no more graphs of the method.
     """
-    why = _in_the_callers_hands() or _left_by_dynamo(code)
+    why = _in_the_callers_hands() or _left_by_dynamo(program, has_many)
     return f"a call of {method!r} ran no rewritten graph, so it was fp32: {why}"
 
 
@@ -36,16 +37,16 @@ def _in_the_callers_hands() -> str:
     return "a dispatch mode is active" if compat.hides_calls() else ""
 
 
-def _left_by_dynamo(code: Code) -> str:
+def _left_by_dynamo(program: Program | None, has_many: bool) -> str:
     if compat.dynamo_disabled():
         return "Dynamo is switched off (TORCHDYNAMO_DISABLE, torch._dynamo.config)"
-    if code.has_many:
+    if has_many:
         return (
             "Dynamo is at the recompile limit (torch._dynamo.config.recompile_limit), "
             "because each kind of call needs a graph of its own; TORCH_LOGS=recompiles "
             "tells what differs"
         )
-    left = code.program.call.skipped if code.program is not None else []
+    left = program.skipped if program is not None else []
     error = next((each.error for each in left if each.error), "")
     if error:
         return f"Dynamo failed on its code: {error}"

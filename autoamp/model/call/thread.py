@@ -6,11 +6,14 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from autoamp import compat
 from autoamp.training.model_scaling import ModelScaling
 from autoamp.weights.shards import SHARDED
+
+under_compilation = torch.compiler.is_dynamo_compiling
 
 
 class _ThisThread(threading.local):

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from autoamp import compat
-from autoamp.capture.code import Method
 from autoamp.model.call.thread import THREAD
 from autoamp.model.compile_backend import is_ours
 
@@ -66,25 +64,3 @@ def users_backend() -> int:
             return index
     USERS_BACKENDS.append(backend)
     return len(USERS_BACKENDS) - 1
-
-
-class Apart(Protocol):
-    """The calls of a converted model that is met in the user's compilation."""
-
-    def compiled_by(self, backend: int) -> Apart: ...
-
-    def of(self, method: Method | None) -> Callable[..., Any]: ...
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def apart(
-    call: Apart,
-    backend: int,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    method: Method | None,
-) -> Any:
-    """Makes a call met in the user's compilation, whose graph is broken around it."""
-    return call.compiled_by(backend).of(method)(model, args, kwargs)

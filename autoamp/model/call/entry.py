@@ -1,70 +1,107 @@
-"""Calls a converted model through its graphs, and reports calls that ran no graph."""
+"""One callable of a converted model: `forward`, or another method that computes.
+
+An entry keeps the callable's compiled code, calls the model through the graphs of that
+code, and reports calls that ran no graph.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Callable
-from functools import partial
+import types
+import weakref
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoamp import compat
+from autoamp.capture.alike import likeness
 from autoamp.capture.autocast import all_widened, under_autocast, unscaled_dtype
-from autoamp.capture.code import Code, Method
 from autoamp.capture.engine import Engine
-from autoamp.capture.program import RUNNING
+from autoamp.capture.program import RUNNING, Program, program_for
 from autoamp.errors import CaptureError
 from autoamp.messages import signs_of_life
 from autoamp.model.call.aside import INSTEAD, TRACED, ran_nothing
 from autoamp.model.call.hooks import Hooks
 from autoamp.model.call.rest import Rest
-from autoamp.model.call.thread import THREAD, tell_ranks
+from autoamp.model.call.thread import THREAD, tell_ranks, under_compilation
 from autoamp.model.call.users_compile import (
     ONE_GRAPH,
     RUNS_OUR_PASS,
     USERS_BACKENDS,
-    apart,
     traced_for_us,
     users_backend,
 )
+from autoamp.model.forward import plain_function
 
 logger = logging.getLogger(__name__)
-under_compilation = torch.compiler.is_dynamo_compiling
+
+_RECOMPILE_LIMIT = 8
+"""Dynamo's recompile limit per code object, which as many new graphs may have hit."""
+
+_MOST_COMPILATIONS = 8
+"""How many compilations there may be before `_start_afresh` adds no more."""
 
 _MOST_IN_VAIN = 2
 """How many calls in a row may capture nothing before autocast takes over."""
 
 
-class CompiledCall:
-    """The compiled entry of one conversion, shared by the model's deep copies."""
+class Entry:
+    """One callable of a conversion, shared by the model's deep copies.
 
-    def __init__(self, method: Method, engine: Engine) -> None:
+    Attributes:
+        engine: has the callable's graphs made ready, and keeps their record.
+        owner: the class whose function is called.
+        name: the function's name.
+        of_class: the function is the class's; otherwise the instance has its own.
+        program: the function compiled by Dynamo; None before the first call.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        owner: type[nn.Module],
+        name: str = "forward",
+        *,
+        of_class: bool = True,
+    ) -> None:
         self.engine = engine
-        self.low = engine.record.low
-        self.method = method
-        self._code = Code(method, engine)
-        self._modes = self._code.called_modes  # looked at in every call
-        self._by_backend: dict[int, CompiledCall] = {}
-        self._methods: dict[str, CompiledCall] = {}
-        self._resting: dict[tuple[bool, bool, bool], Rest] = {}
+        self.owner, self.name, self.of_class = owner, name, of_class
+        self.program: Program | None = None
+        self._modes: set[tuple[bool, bool, bool]] = set()
         self._hooks = Hooks()
+        self._resting: dict[tuple[bool, bool, bool], Rest] = {}
+        self._compilations = self._graphs_before = 0
         self._in_vain = 0
         self._by_autocast = self._left_to_autocast = ""
+        self._methods: dict[str, Entry] = {}
+        self._by_backend: dict[int, Entry] = {}
         self._lock = threading.RLock()
+
+    @functools.cached_property  # few calls need it
+    def plain(self) -> Callable[..., Any]:
+        """The callable as a function of the model, not compiled."""
+        return plain_function(self.owner, self.name, self.of_class)
+
+    def run_by(self, engine: Engine) -> Entry:
+        """The entry of the same callable whose graphs `engine` makes ready."""
+        return Entry(engine, self.owner, self.name, of_class=self.of_class)
 
     def leave_to_autocast(self, why: str) -> None:
         """Has all calls, of other methods too, run under `torch.autocast`."""
         self._by_autocast = self._left_to_autocast = why
         self.engine.record.note(INSTEAD + why, aloud=False)
 
-    def renew(self, method: Method) -> None:
-        """Makes `method` the code that is compiled from now on."""
+    def renew(self, owner: type[nn.Module]) -> None:
+        """Makes the `forward` of `owner` the code that is compiled from now on."""
         with self._lock:
-            self.method = method
-            self._code.renew(method)
+            self.owner = owner
+            self.__dict__.pop("plain", None)
+            self.program = None
+            self._modes.clear()
             self._resting.clear()
             self._by_backend.clear()
 
@@ -74,7 +111,7 @@ class CompiledCall:
         """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
         tell_ranks(model, self.engine.record.scaling)
         if THREAD.off:
-            return self._code.entry(model, *args, **kwargs)
+            return self.plain(model, *args, **kwargs)
         if self._by_autocast or compat.transforms_active():
             return self._in_region(model, args, kwargs)
         if compat.any_autocast():
@@ -96,9 +133,9 @@ class CompiledCall:
                 return self._run(model, args, kwargs)
             if not self._resting[mode].is_over(args, kwargs):
                 self.engine.record.calls += 1
-                return self._code.entry(model, *args, **kwargs)
+                return self.plain(model, *args, **kwargs)
         with self._lock:
-            program = self._code.program or self._code.joined(model, args, kwargs)
+            program = self.program or self._joined(model, args, kwargs)
             if mode in program.captured_modes:
                 result = self._run(model, args, kwargs)
             else:
@@ -118,10 +155,9 @@ class CompiledCall:
         """Compiles anew where modules have hooks that no graph guards."""
         with self._lock:
             if self._hooks.guard():
-                self._code.hooked = True
                 self._modes.clear()
-                if self._code.program is not None:
-                    self._code.compile()
+                if self.program is not None:
+                    self._compile()
 
     def _run(
         self,
@@ -135,11 +171,11 @@ class CompiledCall:
         Args:
             drawn: the random generators before the call, where it is a first call.
         """
-        engine, program = self.engine, self._code.program
+        engine, program = self.engine, self.program
         if program is None:
-            program = self._code.joined(model, args, kwargs)
+            program = self._joined(model, args, kwargs)
         elif engine.differentiated_twice and not program.backend.runs_as_is:
-            program = self._code.compile()
+            program = self._compile()
         engine.record.calls += 1
         local, modes = engine.local, compat.Modes()
         runs, rewritten, local.error = local.runs, local.rewritten, None
@@ -147,7 +183,7 @@ class CompiledCall:
         THREAD.inside += 1
         outer, RUNNING.engine = RUNNING.engine, engine
         try:
-            result = program.call(model, *args, **kwargs)
+            result = program(model, *args, **kwargs)
         except Exception as caught:
             modes.restore()
             if local.error is not None:  # our error, wrapped by Dynamo
@@ -197,9 +233,9 @@ class CompiledCall:
                 model's own code raises none.
         """
         try:
-            result = self._code.entry(model, *args, **kwargs)
+            result = self.plain(model, *args, **kwargs)
         except Exception as own:
-            self._code.compile()
+            self._compile()
             raise own from own.__cause__  # not from Dynamo's error, which says the same
         if compat.other_tracing():
             return result
@@ -215,33 +251,33 @@ class CompiledCall:
         """Runs the model's own code under autocast, where no graph of ours can run."""
         engine = self.engine
         if engine.options.strict:
-            said = ran_nothing(self.method.name, self._code)
+            said = ran_nothing(self.name, self.program, self.has_many)
             raise CaptureError(f"{engine.record.label}: {said}")
         why = self._by_autocast or "of vmap, torch.func or forward-mode AD"
         engine.record.note(INSTEAD + why)
         engine.record.calls += 1
         engine.record.aside += 1
-        run = partial(under_autocast, cached=bool(self._left_to_autocast))
-        return run(model, self._code.entry, unscaled_dtype(self.low), args, kwargs)
+        low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
+        return under_autocast(model, self.plain, low, args, kwargs, cached=cached)
 
-    def of(self, method: Method | None) -> CompiledCall:
-        """The entry for calls of `method`, or for calls of `forward` if it is None."""
-        if method is None:
+    def of(self, owner: type[nn.Module], name: str) -> Entry:
+        """The entry for calls of method `name`, which is this one for its own."""
+        if name == self.name:
             return self
         with self._lock:
-            if method.name not in self._methods:
-                self._methods[method.name] = found = CompiledCall(method, self.engine)
+            if name not in self._methods:
+                self._methods[name] = found = Entry(self.engine, owner, name)
                 found._by_autocast = found._left_to_autocast = self._left_to_autocast
-        return self._methods[method.name]
+        return self._methods[name]
 
-    def compiled_by(self, backend: int) -> CompiledCall:
+    def compiled_by(self, backend: int) -> Entry:
         """The entry whose graphs are compiled by `USERS_BACKENDS[backend]`."""
         if self.engine.options.backend != "eager":
             return self  # the user has named the compiler of the graphs
         with self._lock:
             if backend not in self._by_backend:
                 engine = self.engine.compiled_by(USERS_BACKENDS[backend])
-                self._by_backend[backend] = CompiledCall(self.method, engine)
+                self._by_backend[backend] = self.run_by(engine)
         return self._by_backend[backend]
 
     def _ran_nothing(self) -> None:
@@ -251,33 +287,83 @@ class CompiledCall:
             engine.record.calls -= 1
             engine.record.note(TRACED)
             return
-        hidden, program = compat.hides_calls(), self._code.program
+        hidden, program = compat.hides_calls(), self.program
         if not hidden and program is not None and program.computes_nothing:
             engine.record.calls -= 1  # `self.encoder.get_num_params()`
             return
         engine.record.aside += 1
-        said = ran_nothing(self.method.name, self._code)
+        said = ran_nothing(self.name, self.program, self.has_many)
         if program is not None:
             program.stepped_aside = True
         if hidden:
-            self._code.start_afresh()
+            self._start_afresh()
         else:
             self._in_vain += 1
-            self._code.start_afresh()
+            self._start_afresh()
             # At the recompile limit we go on, because existing graphs still run.
-            if self._in_vain >= _MOST_IN_VAIN and not self._code.has_many:
+            if self._in_vain >= _MOST_IN_VAIN and not self.has_many:
                 self._by_autocast = "Dynamo captured nothing"
         if engine.options.strict:
             raise CaptureError(f"{engine.record.label}: {said}")
         engine.record.note(said)
 
+    @property
+    def has_many(self) -> bool:
+        """Whether so many graphs were captured that Dynamo may make no more."""
+        made = len(self.engine.record.graphs) - self._graphs_before
+        return made >= _RECOMPILE_LIMIT
+
+    def _joined(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Program:
+        """The program shared by all models like this one, taken at its first call."""
+        what = self._shared
+        if what is not None:
+            like = likeness(model, args, kwargs)
+            what = None if like is None else (what, like)
+        return self._begin(what)
+
+    def _compile(self) -> Program:
+        """A new program for this model alone, whatever models like it share."""
+        return self._begin(None)
+
+    def _begin(self, what: Hashable | None) -> Program:
+        make = functools.partial(plain_function, self.owner, self.name, self.of_class)
+        self.program = program_for(what, make, self.engine, hooked=self._hooks.guarded)
+        self._compilations += 1
+        self._graphs_before = len(self.engine.record.graphs)
+        return self.program
+
+    @property
+    def _shared(self) -> Hashable | None:
+        """A key equal for entries that have the same code, or None."""
+        function: Any = getattr(self.owner, self.name)
+        own = not (self.of_class and isinstance(function, types.FunctionType))
+        if own or not self.engine.shares_graphs:
+            return None
+        return self.name, weakref.ref(self.owner), weakref.ref(function)
+
+    def _start_afresh(self) -> None:
+        """Compiles the code anew, at most until `_MOST_COMPILATIONS` are made.
+
+        Dynamo never looks again at code it once stepped aside from: without new code,
+        one call under a FlopCounterMode would leave the model in fp32 for good.  At the
+        recompile limit nothing is compiled, because new code would only reach the limit
+        again.
+        """
+        if self._compilations < _MOST_COMPILATIONS and not self.has_many:
+            self._compile()
+            self._modes.clear()
+
     def inlined(
         self,
-        entry: Callable[..., Any],
+        plain: Callable[..., Any],
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        method: Method | None = None,
+        *,
+        owner: type[nn.Module],
+        name: str = "forward",
     ) -> Any:
         """Makes a call that Dynamo traces as part of a larger graph.
 
@@ -287,12 +373,28 @@ class CompiledCall:
         (`fullgraph=True`), our pass never runs, and autocast stands in for the pass.
         """
         if not under_compilation():  # reached from code that was compiled before
-            return self.of(method)(model, args, kwargs)
+            return self.of(owner, name)(model, args, kwargs)
         if traced_for_us():
-            return entry(model, *args, **kwargs)
+            return plain(model, *args, **kwargs)
         backend = users_backend()
         if backend == RUNS_OUR_PASS:
-            return entry(model, *args, **kwargs)
+            return plain(model, *args, **kwargs)
         if backend != ONE_GRAPH:
-            return apart(self, backend, model, args, kwargs, method=method)
-        return under_autocast(model, entry, unscaled_dtype(self.low), args, kwargs)
+            return _apart(self, backend, model, args, kwargs, owner=owner, name=name)
+        low = unscaled_dtype(self.engine.record.low)
+        return under_autocast(model, plain, low, args, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apart(
+    forward: Entry,
+    backend: int,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    owner: type[nn.Module],
+    name: str,
+) -> Any:
+    """Makes a call met in the user's compilation, whose graph is broken around it."""
+    return forward.compiled_by(backend).of(owner, name)(model, args, kwargs)
