@@ -1,1 +1,1 @@
-"""Any FX graph becomes one ATen graph: traced, or spelled from Dynamo's results."""
+"""Any FX graph becomes one ATen graph: traced, or read from Dynamo's results."""

@@ -1,4 +1,4 @@
-"""Runs a graph for the tracer: each call is spelled, traced, or kept whole."""
+"""Runs a graph for the tracer: each call is looked up, traced, or kept whole."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from autoamp.trace.control_flow import (
     body_inputs,
     written_input,
 )
+from autoamp.trace.op_cache.cache import OpCache
 from autoamp.trace.regions import CALLED_IN, Regions
-from autoamp.trace.spelling import Spellings
 
 
 class Lowering(fx.Interpreter):
@@ -35,7 +35,7 @@ class Lowering(fx.Interpreter):
         self,
         gm: fx.GraphModule,
         mode: compat.FakeTensorMode,
-        spellings: Spellings | None,
+        op_cache: OpCache | None,
         lower: Callable[[fx.GraphModule, Sequence[Any], Regions], fx.GraphModule],
         regions: Regions,
     ) -> None:
@@ -44,7 +44,7 @@ class Lowering(fx.Interpreter):
         Args:
             gm: the graph.
             mode: the mode of the fake tensors that the graph will be run with.
-            spellings: the spellings of the graph's calls; None to trace every call.
+            op_cache: the ops of calls met before; None to trace every call.
             lower: gives the ATen graph of a sub-graph, from the sub-graph, its inputs
                 and the autocast regions it is called in.
             regions: the autocast regions that `gm` begins in.
@@ -53,7 +53,7 @@ class Lowering(fx.Interpreter):
         self._lower = lower
         self._regions = regions
         self.mode = mode
-        self.spellings = spellings
+        self.op_cache = op_cache
         self.bodies: dict[str, fx.GraphModule] = {}
         self.untraced: dict[str, str] = {}
         self.current_node: fx.Node | None = None
@@ -64,7 +64,7 @@ class Lowering(fx.Interpreter):
             return self.placeholder(n.target, n.args, n.kwargs)
         self._regions.follow(n)
         # In an autocast region the op alone does not determine Dynamo's result.
-        known = self.spellings if self._regions.is_on is None else None
+        known = self.op_cache if self._regions.is_on is None else None
         call = known.call(n, self.env) if known is not None else None
         if known is not None and call is not None:
             known.learn(call, n, functools.partial(self._called, n))
@@ -86,7 +86,7 @@ class Lowering(fx.Interpreter):
             result = _keep_identities_apart(result, before)
             if known is not None and call is not None:
                 made = compat.recorded_since(mark)
-                result = known.adopt(call, n, made, result)
+                result = known.dynamos_result(call, n, made, result)
             return result
 
     def _called(self, n: fx.Node) -> Any:

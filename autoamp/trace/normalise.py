@@ -1,7 +1,7 @@
-"""Turns any FX graph into a pre-dispatch ATen graph, with one spelling per op.
+"""Turns any FX graph into a pre-dispatch ATen graph, where each op has one name.
 
 Dynamo's graphs spell one op three ways (`F.linear`, `nn.Linear`, a method).  ATen above
-autograd has one spelling, with the names in autocast's lists.  Composite ops stay
+autograd has one name for it, which autocast's lists use too.  Composite ops stay
 whole, and autograd still runs below the graph, so attention kernels are chosen by
 dtype.
 """
@@ -23,9 +23,9 @@ from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.ops import drop_dead
 from autoamp.trace.lowering import Lowering
+from autoamp.trace.op_cache.cache import OpCache
+from autoamp.trace.op_cache.usable import op_cache_for
 from autoamp.trace.regions import Region, Regions
-from autoamp.trace.settled import spellings_of
-from autoamp.trace.spelling import Spellings
 from autoamp.trace.transforms import fold_transforms
 
 _PACKAGE = str(Path(__file__).parent.parent)
@@ -70,11 +70,11 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
             "a sequence of one value per input"
         )
         raise CaptureError(message)
-    spellings = spellings_of(gm, example_inputs)
-    if spellings is not None:
-        mode, fakes = spellings.mode, spellings.inputs
+    op_cache = op_cache_for(gm, example_inputs)
+    if op_cache is not None:
+        mode, fakes = op_cache.mode, op_cache.inputs
         with contextlib.suppress(CaptureError):  # the trace below reports the error
-            lowered = _trace(gm, fakes, mode, spellings)
+            lowered = _trace(gm, fakes, mode, op_cache)
             _restore_placeholders(lowered, gm, fakes, example_inputs)
             return Normalised(lowered, fakes, mode)
     mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
@@ -88,7 +88,7 @@ def _trace(
     gm: fx.GraphModule,
     fakes: Sequence[Any],
     mode: compat.FakeTensorMode,
-    spellings: Spellings | None = None,
+    op_cache: OpCache | None = None,
     outer: Sequence[Region] = (),
 ) -> fx.GraphModule:
     """The ATen graph of `gm`, whose own parameters and buffers stay attributes.
@@ -109,7 +109,7 @@ def _trace(
         _restore_placeholders(lowered, body, tuple(inputs), inputs)
         return lowered
 
-    lowering = Lowering(gm, mode, spellings, lower, Regions(gm, outer))
+    lowering = Lowering(gm, mode, op_cache, lower, Regions(gm, outer))
 
     def run(*values: Any) -> Any:
         attributes = dict(zip(named, values, strict=False))
@@ -118,7 +118,7 @@ def _trace(
 
     try:
         inputs = compat.told_apart([*fake_named.values(), *fakes])
-        if spellings is None:
+        if op_cache is None:
             traced = compat.trace_pre_dispatch(run, inputs, mode)
         else:
             begin = compat.recorded_inputs

@@ -72,7 +72,7 @@ def in_normalise(patch: pytest.MonkeyPatch) -> None:
             raise ValueError("planted")
         return real(self, target, args, kwargs)
 
-    patch.setattr(normalise_module, "spellings_of", lambda *_: None)  # all is traced
+    patch.setattr(normalise_module, "op_cache_for", lambda *_: None)  # all is traced
     patch.setattr(Lowering, "call_method", failing)
 
 
@@ -251,7 +251,7 @@ def test_a_write_through_a_view_that_cannot_be_traced_is_not_lost(monkeypatch) -
 
     x = torch.randn(4, WIDTH)
     truth = Views()(x)
-    monkeypatch.setattr(normalise_module, "spellings_of", lambda *_: None)
+    monkeypatch.setattr(normalise_module, "op_cache_for", lambda *_: None)
     monkeypatch.setattr(Lowering, "call_method", failing)
     model = converted(Views(), strict=False)
     assert relative_error(model(x), truth) < 0.05

@@ -1,4 +1,4 @@
-"""A call spelled from memory is the call that a trace would have found."""
+"""The op that the cache gives for a call is the op that a trace would have found."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autoamp.trace import normalise as passes
 from autoamp.trace.normalise import Normalised, normalise
-from autoamp.trace.settled import spellings_of
-from autoamp.trace.spelling import Spellings
+from autoamp.trace.op_cache.cache import OpCache
+from autoamp.trace.op_cache.usable import op_cache_for
 from tests.models import BY_NAME, LARGE
 from tests.quick import some_slow
 
@@ -37,7 +37,7 @@ def both(
 ) -> list[tuple[Graph, tuple[Normalised, Normalised, int]]]:
     """Each graph of a model, normalised from memory and by a trace of everything.
 
-    And how many calls were spelled from memory.
+    And how many calls the cache answered.
     """
     found = []
 
@@ -45,7 +45,7 @@ def both(
         with pytest.MonkeyPatch.context() as patch:
             repeats = _counting(patch)
             quick = normalise(gm, inputs)
-            patch.setattr(passes, "spellings_of", lambda *_: None)
+            patch.setattr(passes, "op_cache_for", lambda *_: None)
             slow = normalise(gm, inputs)
         found.append(((gm, inputs), (quick, slow, len(repeats))))
         return gm.forward
@@ -59,15 +59,15 @@ def both(
 
 def _counting(patch: pytest.MonkeyPatch) -> list[str]:
     repeats: list[str] = []
-    inner = Spellings.repeated
+    inner = OpCache.repeated
 
-    def repeated(self: Spellings, call: Any, node: fx.Node) -> Any:
+    def repeated(self: OpCache, call: Any, node: fx.Node) -> Any:
         result = inner(self, call, node)
         if result is not None:
             repeats.append(node.name)
         return result
 
-    patch.setattr(Spellings, "repeated", repeated)
+    patch.setattr(OpCache, "repeated", repeated)
     return repeats
 
 
@@ -105,7 +105,7 @@ def told(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
 
 
 def assert_equal(model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Both ways give the same graphs; how many calls were spelled from memory."""
+    """Both ways give the same graphs; how many calls the cache answered."""
     found = both(model, *args, **kwargs)
     assert found
     for _, (quick, slow, _) in found:
@@ -138,13 +138,13 @@ class Stack(nn.Module):
 
 def test_layers_need_no_trace(monkeypatch) -> None:
     traced: list[fx.Node] = []
-    inner = Spellings.adopt
+    inner = OpCache.dynamos_result
 
-    def adopt(self: Spellings, call: Any, node: fx.Node, *of: Any) -> Any:
+    def dynamos_result(self: OpCache, call: Any, node: fx.Node, *of: Any) -> Any:
         traced.append(node)
         return inner(self, call, node, *of)
 
-    monkeypatch.setattr(Spellings, "adopt", adopt)
+    monkeypatch.setattr(OpCache, "dynamos_result", dynamos_result)
     assert assert_equal(Stack(), torch.randn(2, 5, 16)) > 70
     functions = {str(node.target).split()[1] for node in traced}
     assert functions == {"multi_head_attention_forward"}  # which calls many ops
@@ -308,7 +308,7 @@ def test_odd_programs(program: Callable[[Tensor], Tensor], trained: bool) -> Non
 def test_sizes_that_depend_on_data_are_traced() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         ((gm, inputs),) = captured(sizes_of_data, torch.randn(4, 8))
-    assert spellings_of(gm, inputs) is None
+    assert op_cache_for(gm, inputs) is None
 
 
 def test_symbolic_sizes_are_traced() -> None:
@@ -319,7 +319,7 @@ def test_symbolic_sizes_are_traced() -> None:
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         graphs.append((gm, inputs))
-        assert spellings_of(gm, inputs) is None
+        assert op_cache_for(gm, inputs) is None
         return gm.forward
 
     torch.compile(program, backend=backend, dynamic=True)(torch.randn(4, 8))
@@ -354,7 +354,7 @@ def test_where_the_short_way_fails_the_long_one_is_taken(monkeypatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("autoamp.trace.spelling.Spellings.learn", fail)
+    monkeypatch.setattr("autoamp.trace.op_cache.cache.OpCache.learn", fail)
     assert "aten.mul.Tensor" in str(normalise(gm, inputs).gm.graph)
 
 
@@ -374,5 +374,5 @@ def test_where_the_short_way_fails_the_long_one_is_taken(monkeypatch) -> None:
 def test_other_inputs_than_dynamos_are_traced(other: Callable[[Tensor], Any]) -> None:
     x = torch.randn(4, 8)
     ((gm, inputs),) = captured(lambda v: v + 1, x)
-    assert spellings_of(gm, inputs) is not None
-    assert spellings_of(gm, [other(inputs[0])]) is None
+    assert op_cache_for(gm, inputs) is not None
+    assert op_cache_for(gm, [other(inputs[0])]) is None

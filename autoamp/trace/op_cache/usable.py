@@ -12,14 +12,14 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.ops import lays_out_anew
 from autoamp.trace.control_flow import CONTROL_FLOW
-from autoamp.trace.described import description
-from autoamp.trace.spelling import Spellings
+from autoamp.trace.op_cache.cache import OpCache
+from autoamp.trace.op_cache.call_key import description
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def spellings_of(gm: fx.GraphModule, given: Sequence[Any]) -> Spellings | None:
-    """The spellings of a graph that Dynamo captured with inputs like `given`, or None.
+def op_cache_for(gm: fx.GraphModule, given: Sequence[Any]) -> OpCache | None:
+    """The cache for a graph that Dynamo captured with inputs like `given`, or None.
 
     The result is None for a graph with symbolic sizes, branches or loops.  The same
     holds for a graph that gives a tensor another shape or other memory, because
@@ -35,7 +35,7 @@ def spellings_of(gm: fx.GraphModule, given: Sequence[Any]) -> Spellings | None:
         return None
     if any(not _is_like(v, other) for v, other in zip(inputs, given, strict=True)):
         return None
-    return Spellings(inputs[0].fake_mode, inputs)
+    return OpCache(inputs[0].fake_mode, inputs)
 
 
 def _is_beyond_us(node: fx.Node) -> bool:

@@ -44,7 +44,7 @@ def comes_to_one_op(target: Any) -> bool:
 
 
 @functools.cache
-def spelled_whatever_the_shapes(target: Any) -> bool:
+def same_op_for_all_shapes(target: Any) -> bool:
     """Whether calls of `target` come to the same op for operands of any shape.
 
     Views are left out, because the result of a view op may be the operand itself, a
@@ -85,12 +85,12 @@ _OPERATORS = {
 
 
 class OperandNumber(NamedTuple):
-    """Stands for the operand of that number in the arguments of a spelling."""
+    """Stands for the operand of that number in the arguments of an `OpCall`."""
 
     number: int
 
 
-class Spelling(NamedTuple):
+class OpCall(NamedTuple):
     """One ATen op, and its arguments, in which operands are numbered.
 
     Attributes:
@@ -113,7 +113,7 @@ class Call(NamedTuple):
     """A call about to be made.
 
     Attributes:
-        key: equal for calls that are spelled alike.
+        key: equal for calls that come to the same op.
         operands: the tensors that the call reads, each once, in order.
         nodes: the nodes of the operands in the trace, before the call is made.
     """
@@ -123,17 +123,17 @@ class Call(NamedTuple):
     nodes: Sequence[fx.Node]
 
 
-def recorded(spelling: Spelling, call: Call, like: fx.Node) -> fx.Node:
-    """Records a call as its spelling in the trace that is running; gives its node."""
+def recorded(op_call: OpCall, call: Call, like: fx.Node) -> fx.Node:
+    """Records a call as the op it comes to, in the running trace; gives its node."""
     args, kwargs = _mapped(
-        (spelling.args, spelling.kwargs),
+        (op_call.args, op_call.kwargs),
         lambda v: call.nodes[v.number] if isinstance(v, OperandNumber) else v,
     )
-    return compat.record_op(spelling.target, args, kwargs, like)
+    return compat.record_op(op_call.target, args, kwargs, like)
 
 
-def spelling_of(call: Call, heard: compat.Heard, result: Any) -> Spelling | None:
-    """How a call that comes to the op `heard` is spelled; None if it is not simple.
+def op_call_of(call: Call, heard: compat.Heard, result: Any) -> OpCall | None:
+    """The op that a call came to, as `heard`; None if the call is not simple.
 
     In a simple call the op reads operands of the call and nothing else, and writes to
     one of them at most, which is then the result.
@@ -161,7 +161,7 @@ def spelling_of(call: Call, heard: compat.Heard, result: Any) -> Spelling | None
         )
     except KeyError:  # a tensor that is no operand of the call
         return None
-    return Spelling(target, args, kwargs, same[0] if same else None, parts)
+    return OpCall(target, args, kwargs, same[0] if same else None, parts)
 
 
 def _may_give(target: compat.OpOverload, same: Sequence[int]) -> bool:

@@ -1,7 +1,4 @@
-"""The arguments of a call, written down so that calls can be told apart.
-
-Two calls whose arguments are written down alike come to the same ops (`spelling`).
-"""
+"""The key of a call: calls with equal keys come to the same op."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.trace.spelled import OperandNumber
+from autoamp.trace.op_cache.op_call import OperandNumber
 
 
 class Description:
@@ -34,7 +31,7 @@ class Description:
 
 
 class Arguments:
-    """The arguments of one call, while they are written down.
+    """The arguments of one call, while its key is made.
 
     Attributes:
         tensors: the tensors met so far, by their ids, in order.
@@ -43,19 +40,19 @@ class Arguments:
     def __init__(
         self,
         env: Mapping[fx.Node, Any],
-        described: Mapping[int, Description],
+        descriptions: Mapping[int, Description],
         any_shape: bool,
     ) -> None:
         """Takes the mappings in which the call's arguments are looked up.
 
         Args:
             env: the values of nodes.
-            described: descriptions of tensors, by the tensors' ids.
+            descriptions: descriptions of tensors, by the tensors' ids.
             any_shape: whether shapes and strides make no difference to the call.
         """
         self.tensors: dict[int, torch.Tensor] = {}
         self._env = env
-        self._described = described
+        self._descriptions = descriptions
         self._any_shape = any_shape
 
     def frozen(self, value: Any) -> Hashable:
@@ -63,7 +60,7 @@ class Arguments:
 
         Raises:
             TypeError: the value is of a kind that cannot be compared, or the value is
-                a tensor that `described` lacks.
+                a tensor that `descriptions` lacks.
         """
         if isinstance(value, fx.Node):
             value = self._env[value]
@@ -82,7 +79,7 @@ class Arguments:
         return type(value), kept
 
     def _frozen_tensor(self, value: torch.Tensor) -> Hashable:
-        known = self._described.get(id(value))
+        known = self._descriptions.get(id(value))
         if known is None:
             raise TypeError
         self.tensors.setdefault(id(value), value)
@@ -92,7 +89,7 @@ class Arguments:
 
 @compat.without_torch_function
 def description(value: torch.Tensor) -> Hashable:
-    """Every property of a tensor that the spelling of a call can depend on."""
+    """Every property of a tensor by which torch may choose the op of a call."""
     return kind(value), laid_out(value)
 
 
@@ -104,7 +101,7 @@ def laid_out(value: torch.Tensor) -> Hashable:
 
 @compat.without_torch_function
 def kind(value: torch.Tensor) -> Hashable:
-    """All that the spelling of a call can depend on, without shape and strides."""
+    """All that torch may choose the op of a call by, without shape and strides."""
     return (
         isinstance(value, torch.nn.Parameter),
         value.dim(),

@@ -1,4 +1,4 @@
-"""How the calls of a captured graph are spelled in ATen, without a trace of them.
+"""Which ATen ops the calls of a captured graph come to, without a trace of the calls.
 
 Dynamo has computed the result of every call already, as a fake tensor; the one thing
 left to find out is the op that a call comes to.  Models repeat themselves, so the calls
@@ -18,19 +18,24 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.ops import mutates
-from autoamp.trace.described import Arguments, Description, description, laid_out
-from autoamp.trace.spelled import (
+from autoamp.trace.op_cache.call_key import (
+    Arguments,
+    Description,
+    description,
+    laid_out,
+)
+from autoamp.trace.op_cache.op_call import (
     Call,
-    Spelling,
+    OpCall,
     comes_to_one_op,
     node_of,
+    op_call_of,
     recorded,
-    spelled_whatever_the_shapes,
-    spelling_of,
+    same_op_for_all_shapes,
 )
 
 
-class Spellings:
+class OpCache:
     """The calls of one graph, met in order while a trace is running.
 
     The value of a node in the trace is the very tensor that Dynamo has made for the
@@ -41,16 +46,16 @@ class Spellings:
         """Takes Dynamo's fake tensors for the graph's `inputs`, and Dynamo's `mode`."""
         self.mode = mode
         self.inputs = tuple(inputs)
-        self._known: dict[Hashable, Spelling | None] = {}
-        self._described = {id(value): Description(value) for value in inputs}
+        self._known: dict[Hashable, OpCall | None] = {}
+        self._descriptions = {id(value): Description(value) for value in inputs}
 
     @compat.without_torch_function
     def call(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> Call | None:
         """The call of a node; None where it cannot be compared with other calls."""
         if node.op != "call_method" and not _is_torchs(node):
             return None
-        any_shape = spelled_whatever_the_shapes(node.target)
-        given = Arguments(env, self._described, any_shape)
+        any_shape = same_op_for_all_shapes(node.target)
+        given = Arguments(env, self._descriptions, any_shape)
         try:
             frozen = given.frozen((node.args, node.kwargs))
             key = node.target, frozen, torch.is_grad_enabled()
@@ -66,29 +71,29 @@ class Spellings:
     @compat.without_torch_function
     def repeated(self, call: Call, node: fx.Node) -> Any:
         """The result of a call like an earlier one; None if the call must be traced."""
-        spelling = self._known.get(call.key)
-        if spelling is None:
+        op_call = self._known.get(call.key)
+        if op_call is None:
             return None
         result: Any = node.meta.get("example_value")
-        if spelling.parts is not None:
-            return self._repeated_parts(spelling, spelling.parts, call, node)
+        if op_call.parts is not None:
+            return self._repeated_parts(op_call, op_call.parts, call, node)
         if not self._is_dynamos(result):
             return None
-        if spelling.returned is None:
+        if op_call.returned is None:
             if compat.recorded_proxy(result) is not None:
                 return None
-        elif call.operands[spelling.returned] is not result:
+        elif call.operands[op_call.returned] is not result:
             return None
-        elif spelling.target is None:
+        elif op_call.target is None:
             return result
-        elif not mutates(spelling.target):
+        elif not mutates(op_call.target):
             result = compat.aliased(result)
-        compat.record_value(recorded(spelling, call, node), result)
-        self._described[id(result)] = Description(result)
+        compat.record_value(recorded(op_call, call, node), result)
+        self._descriptions[id(result)] = Description(result)
         return result
 
     def _repeated_parts(
-        self, spelling: Spelling, parts: pytree.TreeSpec, call: Call, node: fx.Node
+        self, op_call: OpCall, parts: pytree.TreeSpec, call: Call, node: fx.Node
     ) -> Any:
         """The same as `repeated`, for an op that has several results."""
         results = node.meta.get("example_value")
@@ -99,11 +104,11 @@ class Spellings:
             return None
         if len(results) != len({id(part) for part in results}):
             return None
-        whole = recorded(spelling, call, node)
+        whole = recorded(op_call, call, node)
         for index, part in enumerate(results):
             element = compat.record_op(operator.getitem, (whole, index), {}, node)
             compat.record_value(element, part)
-        self._described.update((id(part), Description(part)) for part in results)
+        self._descriptions.update((id(part), Description(part)) for part in results)
         values = [
             compat.proxy_node(compat.recorded_proxy(p)).meta["val"] for p in results
         ]
@@ -112,7 +117,7 @@ class Spellings:
 
     @compat.without_torch_function
     def learn(self, call: Call, node: fx.Node, make: Callable[[], Any]) -> None:
-        """Finds out how a call is spelled, where no call like it was met before.
+        """Finds the op that a call comes to, where no call like it was met before.
 
         Args:
             make: makes the call, for which no op runs and which no trace records.
@@ -120,12 +125,12 @@ class Spellings:
         if call.key in self._known:
             return
         example = node.meta.get("example_value")
-        heard = spelling = None
+        heard = op_call = None
         if all(map(self._is_dynamos, _listed(example))):
             heard = compat.op_heard(make, example)
         if heard is not None and self._gives(node, heard, example):
-            spelling = spelling_of(call, heard, example)
-        self._known[call.key] = spelling
+            op_call = op_call_of(call, heard, example)
+        self._known[call.key] = op_call
 
     def _gives(self, node: fx.Node, heard: compat.Heard, example: Any) -> bool:
         """Whether the result of an op is like Dynamo's result of the call.
@@ -145,7 +150,7 @@ class Spellings:
             for own, other in both
         )
 
-    def adopt(
+    def dynamos_result(
         self, call: Call, node: fx.Node, made: Sequence[fx.Node], result: Any
     ) -> Any:
         """Gives Dynamo's result of a call that was traced, if it fits, else `result`.
@@ -161,7 +166,7 @@ class Spellings:
         memory = {compat.storage_id(operand) for operand in call.operands}
         replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         for own, other in zip(ours, theirs, strict=True):
-            if not isinstance(own, torch.Tensor) or id(own) in self._described:
+            if not isinstance(own, torch.Tensor) or id(own) in self._descriptions:
                 continue
             if self._stands_for(own, other):
                 replaced.append((own, other))
@@ -171,7 +176,7 @@ class Spellings:
             return result
         by_own = {id(own): other for own, other in replaced}
         found = [by_own.get(id(own), own) for own in ours]
-        self._described.update(
+        self._descriptions.update(
             (id(v), Description(v)) for v in found if isinstance(v, torch.Tensor)
         )
         _share_parts(found)
