@@ -127,7 +127,7 @@ _LOCK = threading.Lock()
 
 def program_for(
     what: Hashable,
-    make: Callable[[], Callable[..., Any]],
+    function: Callable[..., Any],
     engine: Engine,
     *,
     hooked: bool,
@@ -138,20 +138,20 @@ def program_for(
 
     Args:
         what: a key, equal for models that are alike; None for a program of one model.
-        make: gives the entry, with code objects of its own.
+        function: the callable, with code objects of its own.
         hooked: as for `Program`; models with hooks share no program.
     """
     if what is None:
-        return Program(make(), engine, hooked=hooked)
+        return Program(function, engine, hooked=hooked)
     key = _with_options(what, engine)
     with _LOCK:
         try:
             found = _PROGRAMS.get(key)
         except TypeError:  # an option, such as a backend, has no hash
-            return Program(make(), engine, hooked=hooked)
+            return Program(function, engine, hooked=hooked)
         if found is not None and found.may_be_joined:
             return found
-        mine = Program(make(), engine, hooked=hooked)
+        mine = Program(function, engine, hooked=hooked)
         # This thread does not wait for a program that another thread is capturing: the
         # other may wait for this one in turn, as it does where ranks are threads.
         if found is None or found.captured_modes:

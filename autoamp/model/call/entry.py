@@ -328,8 +328,8 @@ class Entry:
         return self._begin(None)
 
     def _begin(self, what: Hashable | None) -> Program:
-        make = functools.partial(plain_function, self.owner, self.name, self.of_class)
-        self.program = program_for(what, make, self.engine, hooked=self._hooks.guarded)
+        own = plain_function(self.owner, self.name, self.of_class)
+        self.program = program_for(what, own, self.engine, hooked=self._hooks.guarded)
         self._compilations += 1
         self._graphs_before = len(self.engine.record.graphs)
         return self.program
