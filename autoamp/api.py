@@ -72,7 +72,8 @@ def convert(
             sets "torch-cuda", "torch-cpu", "tensorflow".
         allow, deny, infer, clear: op names moved to that list ("linear", "aten::exp").
         keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*"), beside
-            what the model names itself (`_keep_in_fp32_modules` of transformers).
+            the modules that the model itself names (`_keep_in_fp32_modules` of
+            transformers).
         loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", "off", a
             number, or a `LossScale`, which may be shared by several models.
         backend: "eager", which runs the rewritten graph as it is, "inductor", which
@@ -89,8 +90,8 @@ def convert(
             copied at each call, and never moved.
         lock: the path of a committed report of this model (`Report.to_json`, `autoamp
             explain --json`).  A captured graph that is not placed as the report says
-            is warned about, once, or refused under `strict`; a further graph that the
-            report does not know is said to be unknown.
+            causes one warning, or an error under `strict`.  A message names each graph
+            that the report does not have.
         heal: whether an op that makes step after step overflow is kept in fp32 from the
             next call on: the model is captured again with one more `deny=` or `keep=`,
             and a log line says which.
@@ -143,7 +144,7 @@ def convert(
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Restores the call path of `model`, which is fp32 again, exactly, bit for bit."""
+    """Undoes `convert`: `model` runs in fp32 again, bit for bit as before."""
     revert_model(model)
     return model
 
@@ -192,8 +193,8 @@ def rewrite(
     refused = sorted(options.keys() & for_models)
     if refused:
         raise OptionError(
-            f"rewrite() has no option {' or '.join(refused)}: it gives a graph, which "
-            "somebody else compiles and trains; these are options of autoamp.convert()"
+            f"rewrite() has no option {' or '.join(refused)}, because other code "
+            "compiles and trains its graph; these are options of autoamp.convert()"
         )
     chosen = Options().replace(**options)
     if isinstance(gm, torch.export.ExportedProgram):
@@ -243,7 +244,7 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
             raise OptionError(
                 f"the {name} holds none of the parameters of {type(model).__name__}; "
                 f"make it from this model, {name}(model.parameters(), ...), or leave "
-                "it out: an optimizer is met by itself at its first step"
+                "it out: autoamp finds an optimizer by itself at its first step"
             )
     return given
 

@@ -136,7 +136,7 @@ class Options:
             raise errors[-1]
 
     def advice(self, option: str, value: object) -> str:
-        """How `option` is to be written by whoever gave these options."""
+        """The text that sets `option` to `value`: a keyword or a variable."""
         return advice(option, value, by_variables=self.by_variables)
 
     @property
@@ -209,10 +209,10 @@ OPTION_NAMES = frozenset(f.name for f in dataclasses.fields(Options)) - {
 
 
 def _check_whole(rules: Rules, builtin: Rules, name: str) -> None:
-    """Raises where a `Rules` holds but a user's changes, and nothing would run low.
+    """Raises where a `Rules` holds only a user's changes, so that nothing runs low.
 
-    Rules that list every op that the built-in rules allow were written as a whole, be
-    it to deny them all.
+    Rules that list every op that the built-in rules allow count as complete, even if
+    they deny all of these ops.
     """
     ours = set(builtin.names(Category.ALLOW))
     if ours & set(rules.names(Category.ALLOW)) or ours <= rules.table.keys():
@@ -263,7 +263,7 @@ def _depth_of_caller() -> int:
 
 
 def _report(value: Any) -> SavedReport | None:
-    """The report that `lock` names, read once, so that later changes do not matter."""
+    """The report that `lock` names, read once: later changes have no effect."""
     if value is None or isinstance(value, SavedReport):
         return value
     if not isinstance(value, str | os.PathLike):

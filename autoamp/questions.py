@@ -70,7 +70,7 @@ def compare(
 
     The model is called on copies of the arguments, in fp32 and as rewritten, with the
     same random numbers, and is not changed.  In training mode the backward runs too.
-    Each module with low ops is then put back into fp32 by itself.
+    The call is then repeated with one module at a time put back into fp32.
 
     Args:
         model: any `torch.nn.Module`, converted or not.
@@ -79,8 +79,8 @@ def compare(
             converted with.
         loss_fn: gives a tensor of one element from the model's output; by default the
             output's `loss`, or the sum of the output's float tensors.
-        tolerance: the relative error of outputs and gradients that is wanted: the
-            result then names a minimal set of modules to keep in fp32 for it.
+        tolerance: the largest relative error that outputs and gradients may have: the
+            result then names a minimal set of modules to keep in fp32 for that.
         **kwargs: keyword arguments of the call.
 
     Raises:
@@ -112,9 +112,9 @@ def find_overflow(
 
     The model is called on copies of the arguments, as rewritten, node by node.  In
     training mode, or with a `loss_fn`, the backward runs too, at the loss scale in
-    force.  Where a number leaves its range, rules are tried until one cures it.  The
-    model is left as it was, bit for bit; a copy of its weights is held meanwhile, and
-    the model's own hooks are called.
+    force.  Where a number leaves its range, remedies (`deny=`, `keep=`) are tried until
+    one works.  The model is left as it was, bit for bit; a copy of its weights is held
+    meanwhile, and the model's own hooks are called.
 
     Args:
         model: any `torch.nn.Module`, converted or not.
@@ -126,8 +126,8 @@ def find_overflow(
         **kwargs: keyword arguments of the call.
 
     Returns:
-        What left its range, where, by how much, and the rule that cures it.  The result
-        is falsy where nothing did, and then tells what came nearest.
+        The number that left its range, its place, its size, and the remedy.  Where no
+        number left its range, the result is falsy and tells which number came nearest.
 
     Raises:
         AutoampError: the model, an argument or an option cannot be used, or the loss is
@@ -152,19 +152,18 @@ def tune(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Tuning:
-    """Converts `model` in place in the way that is fastest on this device, by measure.
+    """Converts `model` in place in the way that is measured to be fastest here.
 
-    Each op and cast of the model's graphs is timed in both precisions on operands like
-    the model's, and placed by these times.  Whole calls are then timed in turn: in
-    fp32, under `torch.autocast`, as `convert` would place casts, as measured, and with
-    each kernel left out that replaces a chain or changes a layout.  The fastest way is
-    kept, be it fp32, so none of these is faster on such a call.  Nothing is rounded
-    that autocast does not round.
+    Each op and cast of the model's graphs is timed in both precisions, on operands like
+    the model's.  Whole calls are then timed in turn: in fp32, under `torch.autocast`,
+    with the casts that `convert` places by predicted times, with casts placed by the
+    measured times, and with one kernel after the other switched off.  The fastest way
+    is kept, even if that is fp32.  No way rounds a number that autocast does not round.
 
-    In training mode a call's backward is timed with it, and weights count as written to
-    before each call.  Weights, gradients, buffers, random state and arguments stay as
-    they were.  Times of ops are kept in `~/.cache/autoamp`, or in the folder that
-    `AUTOAMP_CACHE_DIR` names; a later tuning measures only what is not there.
+    In training mode the backward is timed as well, and each call is timed as the first
+    one after an optimizer step.  Weights, gradients, buffers, random state and
+    arguments stay as they were.  Times of ops are kept in `~/.cache/autoamp`, or in the
+    folder that `AUTOAMP_CACHE_DIR` names; a later tuning measures only other ops.
 
     Args:
         model: any `torch.nn.Module`, converted or not, in the mode it is to be used in.
@@ -227,20 +226,20 @@ def bench(
         optimizer: makes an optimizer of a list of parameters; AdamW by default.
         data: batches, each the arguments of a call: a tuple or list of positional
             ones, a dict of keyword ones, or a tuple of both.  The time of drawing a
-            batch counts.  The data must be iterable more than once.
+            batch is measured too.  The data must be iterable more than once.
         infer: whether a step is a call in eval mode, without a backward.
-        generate: a step is `model.generate` of so many tokens, where above 0.
+        generate: how many tokens a step generates by `model.generate`; 0 for a call.
         ways: any of "fp32" (always measured), "tf32", "autocast", "autoamp", "tuned"
             (as `autoamp.tune` leaves the model) and "half" (`.bfloat16()`, `.half()`).
         compiled: whether each way is measured compiled by inductor too.
-        rounds: exactly so many timed steps; by default at least 5, until `seconds` have
+        rounds: how many steps are timed; by default at least 5, until `seconds` have
             passed or the spread of the ratios is small.
         seconds: the time after which no further round begins.
-        steps: how many steps the losses are compared for.
+        steps: over how many steps the losses are compared.
         sweep: batch sizes to measure; the samples of the arguments are repeated.
-        memory: looks for the largest batch of each way whose step holds at most so
-            much: bytes, or a text such as "8GiB".
-        grams_per_kwh: grams of CO2 of a kilowatt-hour, to show CO2 with the energy.
+        memory: an amount of memory, in bytes or as a text such as "8GiB": the result
+            then has the largest batch of each way that fits into it.
+        grams_per_kwh: grams of CO2 per kilowatt-hour, to show CO2 beside the energy.
         **kwargs: keyword arguments of the call.
 
     Returns:
@@ -249,7 +248,7 @@ def bench(
 
     Raises:
         AutoampError: the model, its arguments or an option cannot be used.
-        KeyboardInterrupt: by Ctrl-C; its `bench` holds what was measured so far.
+        KeyboardInterrupt: after Ctrl-C; its `bench` holds the figures so far.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())

@@ -1,4 +1,4 @@
-"""What the commands on a model share: options of `convert`, and errors on one line."""
+"""Shared by the commands on a model: options of `convert`, and errors on one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_convert_options(command: Callable[..., Any]) -> Callable[..., Any]:
             ),
             click.option("--placement", metavar="P", help=", ".join(PLACEMENTS) + "."),
             click.option(
-                "--no-do-no-harm", is_flag=True, help="Convert even what cannot gain."
+                "--no-do-no-harm", is_flag=True, help="Convert even without a gain."
             ),
         )
     ):

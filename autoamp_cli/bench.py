@@ -1,4 +1,4 @@
-"""`autoamp bench`: the ways to run a model side by side, by measure."""
+"""`autoamp bench`: times the ways to run a model, side by side."""
 
 from __future__ import annotations
 
@@ -56,25 +56,25 @@ class _Names(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--ways", type=_Names(), help=f"Any of {','.join(WAYS)}; default all.")
 @click.option("--compile", is_flag=True, help="Time each way compiled too.")
-@click.option("--rounds", type=click.IntRange(1), help="Time exactly so many steps.")
+@click.option("--rounds", type=click.IntRange(1), help="Time this many steps.")
 @click.option(
     "--seconds",
     type=click.FloatRange(0),
     default=10.0,
     show_default=True,
-    help="Begin no further round after so long.",
+    help="Begin no round after this many seconds.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(1),
     default=5,
     show_default=True,
-    help="Compare the losses of so many steps.",
+    help="Compare the losses of this many steps.",
 )
-@click.option("--sweep", type=_Numbers(), metavar="B,B", help="Measure these batches.")
-@click.option("--memory", metavar="SIZE", help="Find the largest batch in 8GiB, say.")
+@click.option("--sweep", type=_Numbers(), metavar="B,B", help="Batch sizes to measure.")
+@click.option("--memory", metavar="SIZE", help="Find the largest batch in 8GiB, ...")
 @click.option(
-    "--grams-per-kwh", type=click.FloatRange(0), help="Show CO2, at so much a kWh."
+    "--grams-per-kwh", type=click.FloatRange(0), help="Show CO2 at this rate."
 )
 @click.option("--json", type=_PATH, help="Write the figures as JSON.")
 @click.option("--markdown", type=_PATH, help="Write the tables as markdown.")
@@ -105,7 +105,7 @@ def bench(
     data), where data holds batches, so that the time of loading them is measured too.
     Each way gets a copy of the model.  A step is a forward, a backward and an
     optimizer step, unless --infer or --generate says otherwise.  Exit status: 130
-    after Ctrl-C, which prints what was measured so far, 2 for bad input, else 0.
+    after Ctrl-C, which prints the figures so far, 2 for bad input, else 0.
 
     \b
     Examples:
@@ -161,7 +161,7 @@ def _end(found: Any) -> None:
     """Prints what was measured before Ctrl-C, and ends the command."""
     if found.rows:
         show(found)
-        click.echo("Interrupted: what was measured so far is above.", err=True)
+        click.echo("Interrupted: the figures measured so far are above.", err=True)
     else:
         click.echo("Interrupted before a step was timed.", err=True)
     raise SystemExit(_INTERRUPTED)

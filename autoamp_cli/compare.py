@@ -11,7 +11,7 @@ from autoamp_cli.problem import Problem
 
 
 @click.command()
-@click.option("--tolerance", type=float, help="Find the modules to keep for an error.")
+@click.option("--tolerance", type=float, help="Find modules to keep for this error.")
 @click.option("--to-rules", metavar="FILE", help="Write those modules as a rules file.")
 @with_convert_options
 @click.argument("factory", metavar="MODULE:FACTORY")

@@ -16,10 +16,10 @@ _PATH = click.Path(dir_okay=False, allow_dash=True)
 @click.option("--json", type=_PATH, help="Write the report as JSON, to commit or diff.")
 @click.option("--html", type=_PATH, help="Write one page that draws the graphs.")
 @click.option("--dot", type=_PATH, help="Write the graphs for Graphviz.")
-@click.option("--model-explorer", type=_PATH, help="Write the graphs for that viewer.")
-@click.option("--text", is_flag=True, help="Print the report, whatever is written.")
+@click.option("--model-explorer", type=_PATH, help="Write Model Explorer's graphs.")
+@click.option("--text", is_flag=True, help="Print the report beside written files.")
 @click.option("--full", is_flag=True, help="Print every op and cast, not a summary.")
-@click.option("--why", metavar="NODE", help="Print why NODE, or GRAPH:NODE, runs so.")
+@click.option("--why", metavar="NODE", help="Print why NODE, or GRAPH:NODE, is low.")
 @click.option("--device", metavar="NAME", help="Explain for cuda:sm_90, cpu:amx, ...")
 @with_convert_options
 @click.argument("factory", metavar="MODULE:FACTORY")
@@ -40,7 +40,7 @@ def explain(
 
     FACTORY() returns (model, args) or (model, args, kwargs); the model is called once,
     in fp32, and is not converted.  Without a path the report is printed; - as a path is
-    stdout.  What the model itself prints goes to stderr.
+    stdout.  The model's own output goes to stderr.
 
     \b
     Examples:

@@ -14,7 +14,9 @@ _PATH = click.Path(dir_okay=False, allow_dash=True)
 
 @click.command()
 @click.option("--device", metavar="NAME", help="Plan for cuda:sm_90, ...")
-@click.option("--batch", type=click.IntRange(1), metavar="N", help="Samples; 1.")
+@click.option(
+    "--batch", type=click.IntRange(1), metavar="N", help="Samples; default 1."
+)
 @click.option(
     "--sequence",
     type=click.IntRange(1),

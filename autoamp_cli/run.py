@@ -34,11 +34,13 @@ def _lists(function: Any) -> Any:
 @click.option("--loss-scale", metavar="S", help="auto, dynamic, off or a number.")
 @click.option("--backend", metavar="B", help="eager or inductor.")
 @click.option("--placement", metavar="P", help=", ".join(PLACEMENTS) + ".")
-@click.option("--do-no-harm", metavar="0|1", help="0: convert even what cannot gain.")
+@click.option("--do-no-harm", metavar="0|1", help="0: convert even without a gain.")
 @click.option("--hot", metavar="0|1", help="0: capture models at their first call.")
-@click.option("--strict", is_flag=True, help="Raise where it would fall back to fp32.")
-@click.option("--heal", is_flag=True, help="Keep ops in fp32 that overflow on and on.")
-@click.option("--guard", metavar="0|1", help="0: take steps that are not finite.")
+@click.option("--strict", is_flag=True, help="Raise instead of falling back to fp32.")
+@click.option("--heal", is_flag=True, help="Keep ops that go on overflowing in fp32.")
+@click.option(
+    "--guard", metavar="0|1", help="0: step with infinite or NaN gradients too."
+)
 @click.option(
     "--fuse/--no-fuse",
     default=None,
@@ -48,7 +50,7 @@ def _lists(function: Any) -> Any:
 @click.option("--unfused", metavar="NAMES", help="Kernels to switch off.")
 @click.option("--weight-copies", metavar="C", help='kept or "every call".')
 @click.option("--lock", metavar="FILE", help="The report that placements must equal.")
-@click.option("--report-dir", metavar="DIR", help="Where graphs and reports go.")
+@click.option("--report-dir", metavar="DIR", help="The folder for graphs and reports.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(

@@ -43,9 +43,11 @@ def as_written(
             return _widened(node, fact, graph, low)
         return _user_cast(node, fact, graph, to_the_letter)
     if node.target in _BITS:
-        return _left("reads the bits of its operand: another dtype has others", fact)
+        return _left(
+            "reads the bits of its operand, which differ in another dtype", fact
+        )
     if is_out_variant(node.target):
-        reason = "writes into a tensor it is given (out=), as the user made it"
+        reason = "writes into the tensor given as out=, which keeps its dtype"
         return _left(reason, fact)
     return None
 
@@ -65,7 +67,7 @@ def _opaque(node: fx.Node, fact: NodeFacts) -> Verdict:
         map(compat.under_custom_fwd, bodies)
     ):
         under = "a custom Function under torch.amp.custom_fwd"
-        reason = f"{under}: it stays fp32, where autocast is off or where it fails low"
+        reason = f"{under}: it stays fp32: autocast is off there, or it fails low"
         if fact.autocast is not None:
             made = tensors_of(node.meta.get("val"))
             given = sorted({short_name(t.dtype) for t in made if t.is_floating_point()})
@@ -108,7 +110,9 @@ def _user_cast(
     made, read = outputs[0].dtype, inputs[0].dtype
     if made != HIGH_DTYPE:
         if made.is_floating_point or made.is_complex:
-            reason = f"the model's own cast to {short_name(made)} takes what comes"
+            reason = (
+                f"the model's own cast to {short_name(made)} reads its operand as it is"
+            )
             # A cast of an operand that is low already would be no copy, and a write to
             # its result would reach the operand.
             mode: Mode = "high" if fact.storage in graph.mutated else "any"
@@ -119,7 +123,7 @@ def _user_cast(
     if read == torch.bool or (to_the_letter and whole):
         reason = "0 and 1 are exact in any dtype"
         if read != torch.bool:
-            reason = "whole numbers are cast to what reads them, as TensorFlow does"
+            reason = "whole numbers take their readers' precision, as in TensorFlow"
         return Verdict(Category.CLEAR, reason, "autoamp", False, ())
     # `x.to(device)` arrives as an overload with a device; torch fills in its dtype.
     moves = str(node.target) in _MOVES or argument(node, "dtype") is None

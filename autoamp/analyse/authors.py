@@ -1,8 +1,8 @@
 """Verdicts on custom ops whose authors have said how they run under autocast.
 
 `torch.library.register_autocast` names a dtype, to which autocast casts the op's fp32
-operands.  An autocast kernel written by hand names none: the kernel is asked, on fake
-tensors, what it hands to the op.
+operands.  An autocast kernel written by hand names none: the
+kernel runs on fake tensors, which shows the dtypes that it hands to the op.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def as_authors_say(node: fx.Node, fact: NodeFacts, low: torch.dtype) -> Verdict 
 def with_its_results(
     verdict: Verdict, node: fx.Node, wanted: Sequence[torch.dtype], fact: NodeFacts
 ) -> Verdict:
-    """The verdict on a custom op, with what the op gives where it reads low operands.
+    """The verdict on a custom op, with the dtypes of its results for low operands.
 
     An op may give fp32 whatever it reads, as attention does that returns its logarithms
     of sums.  An op of which only some results follow its operands stays fp32.
@@ -91,18 +91,20 @@ def verdict_on(
             reason = f"{said} casts to {short_name(low)}"
         return Verdict(Category.ALLOW, reason, AUTHOR, False, modes, asked=True)
     if not wanted:
-        reason = f"{said} says no dtype that can be read: it stays fp32"
+        reason = f"{said} does not tell its dtypes: it stays fp32"
     elif asks_low:
         reason = f"{said}, but it writes to its operands, and a cast would lose a write"
     elif set(wanted) == {HIGH_DTYPE}:
-        reason = said if said.endswith("autocast") else f"{said} casts nothing lower"
+        reason = (
+            said if said.endswith("autocast") else f"{said} casts to no lower dtype"
+        )
     else:
         reason = f"{said}, and this graph computes in {short_name(low)}: it stays fp32"
     return Verdict(Category.DENY, reason, AUTHOR, True, all_of("same", fact))
 
 
 def _results(node: fx.Node, wanted: Sequence[torch.dtype]) -> set[torch.dtype]:
-    """The dtypes of what were fp32 results, where the op reads operands as wanted.
+    """The dtypes of the op's fp32 results once it reads its operands as wanted.
 
     The set is empty where the op does not run on such operands: the check of the graph
     then says so.

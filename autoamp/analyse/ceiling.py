@@ -67,7 +67,7 @@ def _promoting(name: str, classified: Classified) -> list[str]:
 
 @dataclass(frozen=True)
 class Root:
-    """What makes a node fp32 that type promotion leaves fp32.
+    """The cause for which type promotion leaves a node fp32.
 
     Attributes:
         reader: the first node that is fp32 because of `source`; "" where none is.
@@ -81,7 +81,7 @@ class Root:
 
 
 def root_of(name: str, classified: Classified, low: frozenset[str]) -> Root:
-    """What makes node `name` fp32, at the far end of a chain of ceilings.
+    """The cause for which node `name` is fp32, at the start of a chain of fp32 nodes.
 
     Args:
         low: the nodes that `promotes_to_low` finds.
@@ -168,7 +168,7 @@ def _moves(gm: fx.GraphModule, classified: Classified, low: frozenset[str]) -> s
 
 
 def _reads_low(fact: NodeFacts, classified: Classified, low: frozenset[str]) -> bool:
-    """Whether type promotion has the values low that decide how wide a node is."""
+    """Whether the values that decide how wide a node is are low by type promotion."""
     producer = classified.facts.producer
     promoting = _promoting(fact.name, classified)
     return bool(promoting) and all(producer(v) in low for v in promoting)
@@ -204,7 +204,7 @@ def _reason(name: str, classified: Classified, low: frozenset[str]) -> str:
     if wide is None and facts.nodes[name].widens:
         return "stands for calls that type promotion leaves fp32, and is read in fp32"
     if wide is None:
-        return "made from nothing low: type promotion leaves it fp32"
+        return "reads nothing low: type promotion leaves it fp32"
     what = "which is fp32"
     if wide in facts.constants:
         what = "a parameter" if wide in facts.parameters else "fp32 from outside"

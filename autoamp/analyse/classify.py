@@ -51,7 +51,7 @@ def classify(
 
     Args:
         keep: patterns of the module paths that stay fp32.
-        kept: the reasons of patterns that are no word of the user's in `keep=`.
+        kept: the reasons of patterns that are not from the user's `keep=`.
         given_up: nodes that stay fp32 whatever their ops are, to the reasons.
         ceiling: pin what type promotion would leave fp32 (`analyse/ceiling.py`).
         to_the_letter: the rules decide alone, as the lists do in TensorFlow; calls are
@@ -92,7 +92,7 @@ def classify(
 
 
 def _with_fp32_results(facts: Facts, verdicts: Mapping[str, Verdict]) -> Facts:
-    """The facts, which say of calls that give fp32 in any precision that they do."""
+    """The facts, in which calls that give fp32 in either precision are marked."""
     found = {
         name: replace(facts.nodes[name], keeps_state=True)
         for name, verdict in verdicts.items()

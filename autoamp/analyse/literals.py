@@ -16,7 +16,7 @@ from autoamp.rules import Category, family
 
 
 def scales(target: compat.OpOverload, category: Category) -> bool:
-    """Whether an op computes with its numbers: none is a limit or a filling."""
+    """Whether an op does arithmetic with its numbers: none is a limit or a filling."""
     limits = base_name(target).rstrip("_") in family("limits_or_fills")
     return is_pointwise(target) and not (limits or category is Category.CLEAR)
 

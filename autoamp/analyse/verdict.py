@@ -45,7 +45,7 @@ class Verdict:
             be rounded as type promotion decides, and widens nothing.
         asked: whether the author of the call asks for the compute dtype, so that no
             price decides.
-        fp32_results: whether a call that is asked low gives fp32 all the same.
+        fp32_results: whether a call whose author asks for low gives fp32 all the same.
     """
 
     category: Category

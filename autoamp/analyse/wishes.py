@@ -1,4 +1,4 @@
-"""Which chains no kernel may replace, because of what the user has said."""
+"""Which chains no kernel may replace, because of the user's rules and patterns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from autoamp.rules import Category, Rules
 
 @dataclass(frozen=True)
 class Wishes:
-    """The rules in force, and what the user has said of modules and kernels.
+    """The rules in force, and the user's options on modules and kernels.
 
     Attributes:
         rules, built_in: the rules in force, and those that nobody changed.
         keep: the user's patterns of modules that stay fp32.
-        leave: names of kernels that replace nothing.
+        leave: names of kernels that are switched off.
         device: type of the device that the graph is to run on, if not where it is.
     """
 
@@ -31,7 +31,7 @@ class Wishes:
     device: str | None
 
     def allow(self, calls: Sequence[fx.Node]) -> bool:
-        """Whether the user has said nothing of any of the calls.
+        """Whether no rule or pattern of the user's is about any of the calls.
 
         A rule of the user's about `tanh` is about each `tanh`, so that none may vanish
         in a kernel; a module that stays fp32 stays as it is.

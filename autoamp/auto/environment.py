@@ -270,7 +270,7 @@ def _names(value: str) -> tuple[str, ...]:
 
 
 def writable(value: str) -> Path:
-    """The report directory that `enable(report_dir=value)` means, made if need be.
+    """The report directory of `enable(report_dir=value)`, made if it is missing.
 
     Raises:
         OptionError: the directory cannot be written to.

@@ -125,9 +125,9 @@ class AutomaticMode:
             result = self.heat.call(original, module, args, kwargs)
             if result is not HOT:
                 return result
-            known = self._met(module, self._meet)
+            known = self._decided(module, self._decide)
         elif known.declined_on is not None and known.has_moved():
-            known = self._met(module, self._meet_again)
+            known = self._decided(module, self._decide_again)
         if known is not None and known.transparent:
             return original(module, *args, **kwargs)
         if known is not None and known.converted:
@@ -168,12 +168,12 @@ class AutomaticMode:
                     revert_model(model)
                 retire(engine.record.scaling)
 
-    def _met(
-        self, module: nn.Module, meet: Callable[[nn.Module], _Known | None]
+    def _decided(
+        self, module: nn.Module, decide: Callable[[nn.Module], _Known | None]
     ) -> _Known | None:
-        """`meet(module)`; a module that cannot even be looked at is left alone."""
+        """The decision on a module; one that cannot be inspected stays as it is."""
         try:
-            return meet(module)
+            return decide(module)
         except Exception as error:  # a script must not fail because of autoamp
             if self.options.strict:
                 raise
@@ -185,7 +185,7 @@ class AutomaticMode:
         key = id(module)
         return weakref.ref(module, lambda ref: self._forget(key, ref))
 
-    def _meet(self, module: nn.Module) -> _Known | None:
+    def _decide(self, module: nn.Module) -> _Known | None:
         """Decides on a module; None where it is too early to decide."""
         # A region recomputed by a backward must run as its forward did; a call in an
         # autocast region of the user's is left to that region.
@@ -200,7 +200,7 @@ class AutomaticMode:
                 return known
             if module not in self._waiting:
                 owner = caller_of(module)
-                if owner is not None and self._meet(owner) and self._ours(owner):
+                if owner is not None and self._decide(owner) and self._ours(owner):
                     # The owner's next call runs `module` in its graphs.  A call that
                     # then still comes past our `forward` (`forward = model.forward`,
                     # taken before) ends the wait.
@@ -224,11 +224,11 @@ class AutomaticMode:
             self._known[id(module)] = known
             return known
 
-    def _meet_again(self, module: nn.Module) -> _Known | None:
+    def _decide_again(self, module: nn.Module) -> _Known | None:
         with self._lock:
             revert_model(inside(module))  # forgets why it was declined
             self._known.pop(id(module), None)
-        return self._meet(module)
+        return self._decide(module)
 
     def _ours(self, module: nn.Module) -> nn.Module | None:
         """The module inside wrappers if this mode has converted it, or None.

@@ -15,7 +15,7 @@ from autoamp.printable import class_name
 logger = logging.getLogger(__name__)
 
 _seen = WeakIdKeyDictionary()
-"""The modules that were called in a region of the script's own, and looked at."""
+"""The modules that were called in a region of the script's own, and judged already."""
 
 
 def tell_of_own_autocast(module: nn.Module) -> None:

@@ -148,7 +148,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def written_to(value: str) -> Path:
-    """The report directory `value`, made if need be.
+    """The report directory `value`, made if it is missing.
 
     Raises:
         OSError, RuntimeError, ValueError: the directory cannot be written to.

@@ -47,8 +47,8 @@ def enable(
 
     Args:
         report_dir: where each captured graph and report is written.
-        hot: a model is captured when its calls are worth a capture; False, as
-            `do_no_harm=False`, captures each model at its first call.
+        hot: a model is captured when its calls are worth a capture; False captures
+            each model at its first call, and so does `do_no_harm=False`.
         **options: as for `convert`.
 
     Raises:

@@ -1,8 +1,8 @@
 """Solves a solved problem again, with some variables held on a side.
 
 The total is submodular.  So if variables are held on the source side, the smallest
-least source side only grows; if they are held on the sink side, it only shrinks.  What
-need not be decided again is contracted once, and each answer solves the small rest.
+least source side only grows; if they are held on the sink side, it only shrinks.  The
+part that all answers share is contracted once, and each answer solves the small rest.
 """
 
 from __future__ import annotations

@@ -154,8 +154,8 @@ def _choice(verdict: Verdict, low: bool, pinned: bool, rewarded: bool) -> str:
         return COSTS_CASTS
     if low:
         if verdict.asked:
-            return "as its author asks"
+            return "its author asks for it"
         if rewarded:
             return "do_no_harm=False converts it wherever it may be"
-        return "predicted to gain more than it casts"
+        return "predicted to gain more than its casts cost"
     return GAINS_NOTHING

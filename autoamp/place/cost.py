@@ -115,7 +115,7 @@ def price_graph(
 
 
 def as_authors_ask(prices: Prices, classified: Classified) -> Prices:
-    """The prices with which no price keeps a call in fp32 that its author asks low.
+    """The prices, changed so that calls whose authors ask for low are cheapest low.
 
     The cost of a custom op is not known.  Its author's word is taken for it: in fp32
     the op costs more than in the low dtype with all its casts.
@@ -179,7 +179,7 @@ class Parts:
     Attributes:
         launch: for starting kernels.
         memory: for the bytes that the op reads and writes.
-        arithmetic: for the flops of products; it passes while memory is moved.
+        arithmetic: for the flops of products, which run while memory is moved.
     """
 
     launch: float
@@ -188,7 +188,7 @@ class Parts:
 
     @property
     def nanoseconds(self) -> float:
-        """The time of the op: the larger part of memory and arithmetic, and a start."""
+        """The time of the op: its start, and the longer of memory and arithmetic."""
         return self.launch + max(self.memory, self.arithmetic)
 
 

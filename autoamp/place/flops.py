@@ -62,7 +62,7 @@ Shapes = Sequence[Sequence[int]]
 
 
 def _layer(weights: Sequence[int]) -> Callable[[Shapes, int], int]:
-    """The formula of attention with its projections, and a feed-forward perhaps.
+    """The formula of attention with its projections, and of a feed-forward, if any.
 
     Args:
         weights: which tensor operands are the weights of the products.

@@ -71,11 +71,11 @@ class Layouts:
 def choose_layouts(
     graph: fx.Graph, copies: Sequence[fx.Node], device: Device
 ) -> Layouts | None:
-    """The layouts of least cost; None where no convolution is better off.
+    """The layouts of least cost; None where no convolution gains.
 
     Args:
         graph: a graph with its casts, ready to run.
-        copies: the inputs that are low copies of weights, which can be laid anew.
+        copies: the inputs that are low copies of weights, whose layout can change.
         device: the device the graph runs on.
     """
     convolutions = {n: w for n in graph.nodes if (w := _weight(n, copies)) is not None}

@@ -227,7 +227,7 @@ def _condition(path: Path, key: str, op: str, given: dict[str, Any]) -> Conditio
     if test == "argument_is":
         _argument(path, f"{key}.argument", op, argument)
     elif argument:
-        _fail(path, f"{key}.argument", f"means nothing to {test}; delete it")
+        _fail(path, f"{key}.argument", f"has no effect with {test}; delete it")
     value = _value(path, f"{key}.value", test, given.get("value"))
     return Condition(test, value, Category(category), reason, argument)
 

@@ -125,7 +125,7 @@ def test_an_unwritable_output_is_refused_before_anything_runs(tmp_path) -> None:
 def test_ctrl_c_prints_what_was_measured_and_writes_nothing(tmp_path) -> None:
     done = bench("stops", "--ways", "half", "--rounds", "9", "--json", "b.json")
     assert done.exit_code == 130
-    assert "Interrupted: what was measured so far is above" in done.stderr
+    assert "Interrupted: the figures measured so far are above" in done.stderr
     assert ".bfloat16()" in done.stdout
     assert not (tmp_path / "b.json").exists()
 

@@ -237,13 +237,17 @@ def test_what_an_assignment_costs() -> None:
         (
             {"conv": (20, 5), "add": (4, 2)},
             0,
-            ["predicted to gain more than it casts", "its neighbours are low", ""],
+            [
+                "predicted to gain more than its casts cost",
+                "its neighbours are low",
+                "",
+            ],
         ),
         (
             {"conv": (20, 5), "add": (2, 9)},
             0,
             [
-                "predicted to gain more than it casts",
+                "predicted to gain more than its casts cost",
                 "going low would cost more casts than it saves",
                 "",
             ],

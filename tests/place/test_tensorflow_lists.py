@@ -267,7 +267,7 @@ LISTED: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, str]] = {
     "statistics": (statistics, (), "native_batch_norm", "its statistics are read"),
     "tables": (looked_up, (X, ROWS), "embedding", "adds up the gradients of each row"),
     "fp32 asked": (asked, (), "softmax", "asks for an fp32 result"),
-    "no floats": (selected, (), "where", "makes fp32 of what is no float"),
+    "no floats": (selected, (), "where", "makes fp32 from integers or booleans"),
     "regions": (region, (), "tanh", "the model's own torch.autocast region"),
     "other floats": (wide, (), "mul", "operands of another float dtype"),
     "shared results": (shared, (), "linear", "shares memory with another tensor"),

@@ -155,7 +155,7 @@ def test_no_price_decides(name: str) -> None:
 def test_a_kernel_that_names_no_dtype_leaves_the_op_in_fp32(name: str) -> None:
     result, row = converted(UNREADABLE[name], X)
     assert row.precision == "fp32"
-    assert "no dtype that can be read" in row.reason
+    assert "does not tell its dtypes" in row.reason
     assert result.dtype == FP32
 
 

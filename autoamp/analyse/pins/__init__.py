@@ -149,22 +149,20 @@ def _draws(at: Site) -> str | None:
     assert isinstance(at.node.target, compat.OpOverload)
     seeded = torch.Tag.nondeterministic_seeded in at.node.target.tags
     if seeded and not at.fact.operands:
-        return "draws random numbers: another dtype would draw others"
+        return "draws random numbers, which differ in another dtype"
     return None
 
 
 def _made_of_no_floats(at: Site) -> str | None:
     out_of_none = at.fact.makes_floats and not at.fact.operands
     if out_of_none and at.base not in family("factory"):
-        return (
-            "makes fp32 of what is no float: its dtype is not the rewrite's to choose"
-        )
+        return "makes fp32 from integers or booleans: the model chose its dtype"
     return None
 
 
 def _written_unseen(at: Site) -> str | None:
     if at.fact.storage in at.graph.written_opaquely:
-        return "a function that is not looked into may write to it"
+        return "a function that autoamp cannot look into may write to it"
     return None
 
 
@@ -176,7 +174,7 @@ def _written_outside(at: Site) -> str | None:
 
 def _statistics(at: Site) -> str | None:
     if at.base in family("norm_with_statistics") and _reads_beyond_first(at.node):
-        return "its statistics are read, whose dtype would be the kernel's choice"
+        return "its statistics are read, and its kernel chooses their dtype"
     return None
 
 

@@ -18,7 +18,7 @@ from autoamp.analyse.nodes import tensors_of
 from autoamp.op_names import base_name
 from autoamp.rules import family
 
-RETURNED = "its result is returned with gaps, or shows through a view that is"
+RETURNED = "its result, or a view of it, is returned with gaps"
 READ = "its layout is read by as_strided, which a cast would change"
 
 
