@@ -9,6 +9,7 @@ from autoamp.ask.monitor import Monitor
 from autoamp.ask.overflow import Overflow
 from autoamp.auto.switch import disable, enable
 from autoamp.benchmark.result import Bench
+from autoamp.capture.thread import disabled
 from autoamp.errors import (
     AutoampError,
     CaptureError,
@@ -23,7 +24,6 @@ from autoamp.errors import (
 )
 from autoamp.inspect.report import Report
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
-from autoamp.model.call.thread import disabled
 from autoamp.planning.ask import plan
 from autoamp.planning.result import Plan
 from autoamp.questions import bench, compare, explain, find_overflow, tune

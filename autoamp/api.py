@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from autoamp import compat
 from autoamp.analyse.nodes import graph_paths
-from autoamp.capture.kept import fits, unfitting
+from autoamp.capture.keep import fits, unfitting
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report

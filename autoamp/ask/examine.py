@@ -17,9 +17,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autoamp.capture.captured import CapturedGraph
 from autoamp.capture.engine import Engine
-from autoamp.capture.kept import for_model
+from autoamp.capture.graph import Graph
+from autoamp.capture.keep import for_model
 from autoamp.capture.record import Record
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.model.call.entry import Entry
@@ -148,7 +148,7 @@ class Examiner(Engine):
     def _bind(self, prepared: Prepared, _: Sequence[Any]) -> Callable[..., Any]:
         for why in prepared.notes:
             self.record.note(why)
-        captured = CapturedGraph(prepared)
+        captured = Graph(prepared)
         self.record.add(captured)
 
         def call(*args: Any) -> Any:

@@ -15,8 +15,8 @@ from torch import nn
 from autoamp.ask.examine import checked_model, examined, on_the_models_device
 from autoamp.inspect.report import Report
 from autoamp.model.eligible import choose_precision, parameters_of
+from autoamp.model.kept import capture_now
 from autoamp.model.reporting import report_of
-from autoamp.model.warmup import capture_now
 from autoamp.options import Options
 from autoamp.place.devices import Device, device_of, named_device
 from autoamp.printable import class_name

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from autoamp.ask.examine import Examiner
 from autoamp.ask.replan import replanned
 from autoamp.errors import OptionError
-from autoamp.model.warmup import left_as_it_is
+from autoamp.model.kept import left_as_it_is
 from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
 from autoamp.printable import class_name

@@ -20,8 +20,8 @@ from autoamp.auto.own_autocast import tell_of_own_autocast
 from autoamp.auto.report_dir import Recorder
 from autoamp.capture.engine import Engine
 from autoamp.capture.locked import check_model
+from autoamp.capture.thread import disabled
 from autoamp.messages import log_once
-from autoamp.model.call.thread import disabled
 from autoamp.model.compile_backend import GraphBackend
 from autoamp.model.conversion import conversion_of, disown, models_of
 from autoamp.model.convert import convert_model, revert_model

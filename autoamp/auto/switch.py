@@ -22,7 +22,7 @@ from autoamp.auto.compiled import compiling_with
 from autoamp.auto.environment import Settings
 from autoamp.auto.mode import AutomaticMode
 from autoamp.auto.patch import Patch
-from autoamp.model.call.thread import inside_a_call, under_compilation
+from autoamp.capture.thread import inside_a_call, under_compilation
 from autoamp.options import Options
 from autoamp.training.first_step import expect_models
 from autoamp_heat import INSIDE, Heat, passed_on

@@ -18,21 +18,21 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.pins import kept_by
 from autoamp.capture.autocast import autocast_region, graph_under_autocast
-from autoamp.capture.captured import CapturedGraph
-from autoamp.capture.locked import check_graph
-from autoamp.capture.record import Record
-from autoamp.capture.running import (
+from autoamp.capture.graph import (
+    Graph,
     Local,
     counting_runs,
     counting_sizes,
-    hold_first_run,
     noting_leaves,
     scaled,
     unscaled,
 )
+from autoamp.capture.locked import check_graph
+from autoamp.capture.record import Record
 from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import AutoampError, CaptureError
 from autoamp.messages import log_once
+from autoamp.node_by_node.held import hold_first_run
 from autoamp.node_by_node.runner import runs_every_op
 from autoamp.options import Options
 from autoamp.pipeline.prepare import as_it_is, prepare
@@ -226,7 +226,7 @@ class Engine:
         copies = None
         if prepared.weights:
             copies = WeightCopies(low, kept=kept, layouts=prepared.layouts)
-        captured = CapturedGraph(prepared, copies)
+        captured = Graph(prepared, copies)
         options = self.options
         if options.locked is not None:
             check_graph(options.locked, self.record, captured, strict=options.strict)

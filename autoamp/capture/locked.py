@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoamp.capture.captured import CapturedGraph
+from autoamp.capture.graph import Graph
 from autoamp.capture.record import Record
 from autoamp.errors import LockError
 from autoamp.inspect.export import saved_graph
@@ -28,7 +28,7 @@ _SHOWN = 3
 
 
 def check_graph(
-    lock: SavedReport, record: Record, captured: CapturedGraph, *, strict: bool
+    lock: SavedReport, record: Record, captured: Graph, *, strict: bool
 ) -> None:
     """Compares a graph new to a model with the lock; called before `record.add`.
 

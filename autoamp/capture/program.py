@@ -17,15 +17,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.capture.engine import Engine
-
-
-class _Running(threading.local):
-    """`engine`: the engine of the model whose call this thread is in."""
-
-    engine: Engine | None = None
-
-
-RUNNING = _Running()
+from autoamp.capture.thread import THREAD
 
 
 class Backend:
@@ -54,7 +46,7 @@ class Backend:
         self.computes = self.computes or rewritten is None or rewritten.sums.ops > 0
 
         def run(*args: Any) -> Any:
-            engine = RUNNING.engine or self.running()
+            engine = THREAD.engine or self.running()
             call = engine.bound.get(prepared) or engine.bind(prepared, args)
             return call(*args)
 
@@ -66,7 +58,7 @@ class Backend:
 
     def running(self) -> Engine:
         """The engine of the model whose call this thread is in."""
-        engine = RUNNING.engine or self._first()
+        engine = THREAD.engine or self._first()
         assert engine is not None, "a graph is run outside a call of its model"
         return engine
 

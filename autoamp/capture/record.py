@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autoamp import compat
-from autoamp.capture.captured import CapturedGraph
+from autoamp.capture.graph import Graph
 from autoamp.dtypes import short_name
 from autoamp.inspect.text import NO_FLOAT_OP, all_high
 from autoamp.messages import log_left_to_autocast, log_once
@@ -79,7 +79,7 @@ class Record:
     label: str
     low: torch.dtype
     scaling: ModelScaling
-    graphs: list[CapturedGraph] = field(default_factory=list)
+    graphs: list[Graph] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     calls: int = 0
     aside: int = 0
@@ -108,7 +108,7 @@ class Record:
             each.rewritten is not None and not each.edge.devices for each in self.graphs
         )
 
-    def add(self, captured: CapturedGraph) -> None:
+    def add(self, captured: Graph) -> None:
         """Keeps a graph new to this model, and why it has no low op if it has none."""
         self.graphs.append(captured)
         rewritten, why = captured.rewritten, captured.problem

@@ -15,7 +15,7 @@ from torch import nn
 
 from autoamp.capture.alike import STATE
 from autoamp.capture.engine import Engine
-from autoamp.capture.kept import for_model
+from autoamp.capture.keep import for_model
 from autoamp.capture.locked import check_declined, check_model, tell_of_model
 from autoamp.capture.record import Record, Skipped
 from autoamp.dtypes import UNSCALED, largest, short_name
@@ -38,7 +38,7 @@ from autoamp.model.eligible import (
     unsupported,
 )
 from autoamp.model.installed import install
-from autoamp.model.warmup import capture_now
+from autoamp.model.kept import capture_now
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
 from autoamp.printable import class_name

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from autoamp import compat
-from autoamp.model.call.thread import inside_a_call, under_compilation
+from autoamp.capture.thread import inside_a_call, under_compilation
 
 MADE_HERE = "_autoamp_method"
 """Set on functions that `make_method` made."""

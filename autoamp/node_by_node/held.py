@@ -24,6 +24,9 @@ from autoamp.graph_functions.promises import Dtypes
 from autoamp.node_by_node.observer import Observer
 from autoamp.node_by_node.runner import Runner
 from autoamp.op_names import base_name
+from autoamp.options import Options
+from autoamp.pipeline.prepared import Prepared
+from autoamp.rewrite.bindings import with_bindings
 
 _LOW = frozenset(LOW_DTYPES.values())
 
@@ -41,6 +44,13 @@ class Broken(NamedTuple):
     given: Dtypes
     sentence: str
     denied: str
+
+    def told(self, options: Options) -> str:
+        """The sentence, with the option that keeps the op in fp32."""
+        if not self.denied:
+            return self.sentence
+        advice = options.advice("deny", [self.denied])
+        return f"{self.sentence}; {advice} keeps {self.denied} in fp32"
 
 
 class Held(Observer):
@@ -67,21 +77,22 @@ class Held(Observer):
         return with_dtypes(value, said)
 
 
-def first_held(
-    gm: fx.GraphModule,
-    amended: Callable[[list[Broken]], None],
-    settled: Callable[[], None],
-) -> Callable[..., Any]:
-    """A function that runs `gm` and holds each result to the dtype of its node.
+def hold_first_run(
+    prepared: Prepared, options: Options, tell: Callable[[str], None]
+) -> None:
+    """Has the first run of a graph hold its results to the graph's dtypes.
+
+    After a run that found results of other dtypes, casts behind their nodes are part of
+    the graph, and the next run checks the casts.
 
     Args:
-        amended: called after a run that found results of other dtypes; casts behind
-            their nodes are part of `gm` by then, and the next run checks the casts.
-        settled: called after the first run in which every result was as its node says.
+        options: the options by which the user may keep an op in fp32.
+        tell: called with a sentence about each result that has to be cast.
     """
-    lock = threading.Lock()
+    gm, plain, lock = prepared.gm, prepared.run, threading.Lock()
 
     def first(*args: Any) -> Any:
+        nonlocal plain
         held = Held()
         results = Runner(gm, [held]).run(*args)
         with lock:
@@ -94,12 +105,16 @@ def first_held(
                 module.graph.lint()
                 module.recompile()
             if broken:
-                amended([*broken.values()])
+                plain = with_bindings(gm)
+                for each in broken.values():
+                    problem = each.told(options)
+                    prepared.notes += (problem,)
+                    tell(problem)
             elif not held.broken:
-                settled()
+                prepared.run = plain
         return results
 
-    return first
+    prepared.run = first
 
 
 def dtypes_of(n: fx.Node) -> Dtypes:

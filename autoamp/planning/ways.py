@@ -16,8 +16,8 @@ from autoamp.ask.stand_in import Call, default_loss
 from autoamp.counted.ops import storage_key
 from autoamp.inspect.report import Report
 from autoamp.model.eligible import parameters_of
+from autoamp.model.kept import capture_now, left_as_it_is
 from autoamp.model.reporting import report_of
-from autoamp.model.warmup import capture_now, left_as_it_is
 from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import Device

@@ -25,7 +25,7 @@ from autoamp.model.eligible import (
     required_precision,
     unsupported,
 )
-from autoamp.model.warmup import capture_now, left_as_it_is
+from autoamp.model.kept import capture_now, left_as_it_is
 from autoamp.options import Options
 from autoamp.printable import class_name, printable_line
 from autoamp.tuning.prices import MeasuredPrices

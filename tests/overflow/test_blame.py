@@ -134,12 +134,12 @@ def test_what_is_not_the_models_fault_is_said_to_be_so() -> None:
 
 
 def test_only_steps_after_a_skipped_step_are_watched(monkeypatch) -> None:
-    from autoamp.capture import running
+    from autoamp.capture import graph
 
     watched: list[Any] = []
-    real = running.Recorder
+    real = graph.Recorder
     monkeypatch.setattr(
-        running, "Recorder", lambda *a, **k: watched.append(a) or real(*a, **k)
+        graph, "Recorder", lambda *a, **k: watched.append(a) or real(*a, **k)
     )
     training = Training(Between, 2.0**8)
     assert not any(training.step() for _ in range(3))

@@ -30,14 +30,14 @@ WALKS: dict[str, tuple[str, ...]] = {
         "model.call.entry:Entry.__call__",
         "capture.program:Backend.__call__",
         "capture.program:Backend.__call__.run",
-        "capture.running:scaled.call_scaled",
+        "capture.graph:scaled.call_scaled",
     ),
     "a later call": (
         "model.forward:make_forward.forward",
         "model.call.entry:Entry._run",
         "capture.program:Backend.__call__.run",
-        "capture.running:scaled.call_scaled",
-        "capture.running:unscaled.call",
+        "capture.graph:scaled.call_scaled",
+        "capture.graph:unscaled.call",
     ),
     "a backward": (
         "training.ledger.backwards:_reached",

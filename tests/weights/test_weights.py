@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import autoamp
 from autoamp import compat
-from autoamp.capture.captured import CapturedGraph
+from autoamp.capture.graph import Graph
 from autoamp.compat import gradients
 from autoamp.graph_functions import low_weight
 from autoamp.model.conversion import conversion_of
@@ -26,7 +26,7 @@ from tests.small_models import WIDTH, converted, mlp
 CLOSE = 0.02  # bf16 rounding of two layers; a stale copy is off by 1 and more
 
 
-def graphs(model: nn.Module) -> list[CapturedGraph]:
+def graphs(model: nn.Module) -> list[Graph]:
     state = conversion_of(model)
     return state.engine.record.graphs
 

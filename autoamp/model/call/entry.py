@@ -21,13 +21,13 @@ from autoamp import compat
 from autoamp.capture.alike import likeness
 from autoamp.capture.autocast import all_widened, under_autocast, unscaled_dtype
 from autoamp.capture.engine import Engine
-from autoamp.capture.program import RUNNING, Program, program_for
+from autoamp.capture.program import Program, program_for
+from autoamp.capture.thread import THREAD, tell_ranks, under_compilation
 from autoamp.errors import CaptureError
 from autoamp.messages import signs_of_life
 from autoamp.model.call.aside import INSTEAD, TRACED, ran_nothing
 from autoamp.model.call.hooks import Hooks
 from autoamp.model.call.rest import Rest
-from autoamp.model.call.thread import THREAD, tell_ranks, under_compilation
 from autoamp.model.call.users_compile import (
     ONE_GRAPH,
     RUNS_OUR_PASS,
@@ -180,8 +180,7 @@ class Entry:
         local, modes = engine.local, compat.Modes()
         runs, rewritten, local.error = local.runs, local.rewritten, None
         local.regions = compat.autocast_nesting()
-        THREAD.inside += 1
-        outer, RUNNING.engine = RUNNING.engine, engine
+        outer, THREAD.engine = THREAD.engine, engine
         try:
             result = program(model, *args, **kwargs)
         except Exception as caught:
@@ -202,8 +201,7 @@ class Entry:
             modes.restore()
             raise
         finally:
-            THREAD.inside -= 1
-            RUNNING.engine = outer
+            THREAD.engine = outer
         runs, rewritten = local.runs - runs, local.rewritten - rewritten
         if rewritten < runs:
             engine.record.in_part += rewritten > 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autoamp import compat
-from autoamp.model.call.thread import THREAD
+from autoamp.capture.thread import THREAD, inside_a_call
 from autoamp.model.compile_backend import is_ours
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ def traced_for_us() -> bool:
     own code, and is answered with it.  The answer can be a constant, because only we
     call the code that we compile.
     """
-    return THREAD.inside > 0 or THREAD.off > 0 or compat.is_asked_by_dynamo()
+    return inside_a_call() or THREAD.off > 0 or compat.is_asked_by_dynamo()
 
 
 USERS_BACKENDS: list[Callable[..., Any]] = []

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoamp import compat
+from autoamp.capture.engine import Engine
 from autoamp.training.model_scaling import ModelScaling
 from autoamp.weights.shards import SHARDED
 
@@ -17,10 +18,15 @@ under_compilation = torch.compiler.is_dynamo_compiling
 
 
 class _ThisThread(threading.local):
-    """`off`: depth of `disabled()` regions; `inside`: depth of converted calls."""
+    """What this thread is in.
+
+    Attributes:
+        off: the depth of `disabled()` regions.
+        engine: the engine of the converted model whose call the thread is in.
+    """
 
     off = 0
-    inside = 0
+    engine: Engine | None = None
 
 
 THREAD = _ThisThread()
@@ -38,7 +44,7 @@ def disabled() -> Iterator[None]:
 
 def inside_a_call() -> bool:
     """Whether this thread is in a call of a converted model."""
-    return THREAD.inside > 0
+    return THREAD.engine is not None
 
 
 def tell_ranks(model: nn.Module, scaling: ModelScaling) -> None:

@@ -1,4 +1,7 @@
-"""Functions called in place of a captured graph: they count, copy weights and scale."""
+"""One captured graph as one model runs it, and the function called in its place.
+
+The function counts its runs, hands in weight copies, and scales.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,26 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from autoamp.capture.captured import CapturedGraph
+from torch import fx
+
 from autoamp.errors import AutoampError
 from autoamp.node_by_node.gradient_sizes import GradientSizes
-from autoamp.node_by_node.held import Broken, Held, first_held
+from autoamp.node_by_node.held import Held
 from autoamp.node_by_node.observer import Observer
 from autoamp.node_by_node.runner import Runner
-from autoamp.options import Options
 from autoamp.overflow.recorder import Recorder
 from autoamp.pipeline.prepared import Prepared
-from autoamp.rewrite.bindings import with_bindings
+from autoamp.rewrite.edge.scale_edge import Edge
+from autoamp.rewrite.rewritten import Rewritten
 from autoamp.training.before_run import inputs_of_run
 from autoamp.training.ledger.backwards import watch
 from autoamp.training.ledger.graph_run import GraphRun
 from autoamp.training.ledger.leaves import Origins
 from autoamp.training.model_scaling import ModelScaling
+from autoamp.weights.copies import WeightCopies
 from autoamp.weights.shards import SHARDED
 
 
@@ -44,36 +50,53 @@ class Local(threading.local):
     error: AutoampError | None = None
 
 
-def hold_first_run(
-    prepared: Prepared, options: Options, tell: Callable[[str], None]
-) -> None:
-    """Has the first run of a graph hold its results to the graph's dtypes.
+@dataclass(eq=False)
+class Graph:
+    """A graph as one model runs it.
 
-    Args:
-        options: the options by which the user may keep an op in fp32.
-        tell: called with a sentence about each result that has to be cast; the casts
-            are part of the graph from then on.
+    Attributes:
+        prepared: the graph, which other models may run as well.
+        copies: the weight copies the graph is given, or None where it needs none.
+        runs: how often the graph ran.
+        sizes: how often the graph ran with which values of its symbolic sizes; empty
+            where it has none.
     """
-    plain = prepared.run
 
-    def amended(broken: list[Broken]) -> None:
-        nonlocal plain
-        plain = with_bindings(prepared.gm)
-        for each in broken:
-            cure = (
-                f"{options.advice('deny', [each.denied])} keeps {each.denied} in fp32"
-            )
-            problem = f"{each.sentence}; {cure}" if each.denied else each.sentence
-            prepared.notes += (problem,)
-            tell(problem)
+    prepared: Prepared
+    copies: WeightCopies | None = None
+    runs: int = 0
+    sizes: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
-    def settled() -> None:
-        prepared.run = plain
+    @property
+    def rewritten(self) -> Rewritten | None:
+        """The pass's result, or None where it failed."""
+        return self.prepared.rewritten
 
-    prepared.run = first_held(prepared.gm, amended, settled)
+    @property
+    def gm(self) -> fx.GraphModule:
+        """The graph that is run, with weight copies as extra inputs."""
+        return self.prepared.gm
+
+    @property
+    def problem(self) -> str:
+        """Why the graph runs unconverted; "" where it is converted."""
+        return self.prepared.problem
+
+    @property
+    def edge(self) -> Edge:
+        """The inputs that loss scaling adds to the graph."""
+        return self.prepared.edge
+
+    @property
+    def in_own_autocast(self) -> bool:
+        """Whether some of the graph runs under a `torch.autocast` of the script's."""
+        if self.rewritten is None or self.prepared.own_autocast:
+            return self.prepared.own_autocast
+        every = [each.facts.nodes for each in self.rewritten.with_bodies()]
+        return any(node.autocast for nodes in every for node in nodes.values())
 
 
-def unscaled(local: Local, captured: CapturedGraph) -> Callable[..., Any]:
+def unscaled(local: Local, captured: Graph) -> Callable[..., Any]:
     """The function called for a graph without gradients to scale."""
     prepared = captured.prepared
     slots, wide = prepared.weights, prepared.read_wide
@@ -111,7 +134,7 @@ def noting_leaves(
 def scaled(
     local: Local,
     scaling: ModelScaling,
-    captured: CapturedGraph,
+    captured: Graph,
     inputs: Sequence[Any],
     *,
     watches: bool,
