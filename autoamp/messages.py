@@ -28,7 +28,7 @@ def log_left_to_autocast(logger: logging.Logger, label: str) -> None:
     """Says, once for each label, that a model's precision is the script's own choice.
 
     Args:
-        label: the model's class name, or what else is left alone.
+        label: the class name of the model, or the name of the code, that is left alone.
     """
     text = (
         f"autoamp: {label} is left to the script's own autocast, which chooses the "
@@ -39,11 +39,11 @@ def log_left_to_autocast(logger: logging.Logger, label: str) -> None:
 
 
 def advice(option: str, value: object, *, by_variables: bool) -> str:
-    """How an option is written by whoever is to change it.
+    """The text that sets an option: a keyword, or an environment variable.
 
     Args:
         option: an option of `convert`.
-        value: what is to be given; a sequence of names for lists and `keep`.
+        value: the value to give; a sequence of names for lists and `keep`.
         by_variables: the options were read from environment variables, so the reader
             may have no line of code that names an option.
     """

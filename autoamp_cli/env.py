@@ -11,7 +11,7 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 @click.command()
 def env() -> None:
-    """Prints what to paste in an issue: versions, devices, what pays here.
+    """Prints text to paste in an issue: versions, devices, gains to expect here.
 
     \b
     Example:
@@ -41,7 +41,7 @@ def _variables() -> list[str]:
         environment.read(os.environ)
     except AutoampError as error:
         lines.append(f"unusable, so autoamp stays off: {error}")
-    lines += environment.unknown(os.environ)
+    lines += environment.remarks(os.environ)
     if os.environ.get(_AUTOLOAD, "1") != "1":
         lines.append(
             f"{_AUTOLOAD}={os.environ[_AUTOLOAD]}: AUTOAMP_ENABLE has no effect"

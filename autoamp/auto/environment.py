@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,11 @@ from autoamp.auto.report_dir import written_to
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
 from autoamp.kernels.table import KERNEL_NAMES
-from autoamp.messages import log_once
 from autoamp.op_names import parse_op_name
 from autoamp.options import BACKENDS, PLACEMENTS, WEIGHT_COPIES, Options
 from autoamp.printable import printable_line
 from autoamp.rules import Rules
 from autoamp.training.scale import LOSS_SCALES, StaticLossScale
-
-logger = logging.getLogger(__name__)
 
 ENABLE = "AUTOAMP_ENABLE"
 _ON, _OFF = ("1", "true", "on"), ("0", "false", "off")
@@ -36,7 +32,7 @@ _LISTS = ("allow", "deny", "infer", "clear")
 _OLD_LISTS = {"WHITE": "ALLOW", "GRAY": "INFER", "GREY": "INFER", "BLACK": "DENY"}
 """TensorFlow's names of its lists before 2.4, with the names since."""
 
-_LEVEL, _RULES = "AUTOAMP_LEVEL", "AUTOAMP_RULES"
+_LEVEL, _RULES, _FUSE = "AUTOAMP_LEVEL", "AUTOAMP_RULES", "AUTOAMP_FUSE"
 _GIVE_A_FOLDER = "give a directory that can be written"
 _SHOWN, _TOLD = 100, 1000
 """How many characters of a value, and of its problem, a message holds."""
@@ -91,7 +87,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     if hot.lower() not in (*_ON, *_OFF):
         problems[HOT] = f"give one of {', '.join((*_ON, *_OFF))}"
     if problems:
-        raise OptionError(_all_told(problems, given, unknown(environ)))
+        raise OptionError(_all_told(problems, given, remarks(environ)))
     return Settings(options, path, hot.lower() in _ON)
 
 
@@ -100,7 +96,7 @@ def _all_told(problems: _Given, given: _Given, others: list[str]) -> str:
 
     Args:
         problems: each such variable, and why it cannot be used.
-        others: sentences about variables that have no effect.
+        others: the sentences of `remarks`.
     """
     room = _TOLD // (len(problems) + len(others))
     told = [_told(name, given[name], why, room) for name, why in problems.items()]
@@ -113,14 +109,18 @@ def _told(name: str, value: str, problem: str, room: int = _TOLD) -> str:
     return f"{name}={shown!r}: {printable_line(problem, room)}"
 
 
-def unknown(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable that looks like ours and has no effect."""
+def remarks(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable that has no effect, or is written otherwise now."""
     known = sorted({ENABLE, REPORT_DIR, HOT, _CACHE_DIR, *_VARIABLES})
     found = []
     enable = environ.get(ENABLE, "")
     if enable.strip().lower() not in ("", *_ON, *_OFF):
         valid = ", ".join((*_ON, *_OFF))
         found.append(_told(ENABLE, enable, f"give one of {valid}"))
+    fuse = environ.get(_FUSE, "")
+    if _names_kernels(fuse):
+        names = ",".join(_names(fuse))
+        found.append(f"{_FUSE}={names} is now written AUTOAMP_UNFUSED={names}")
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name not in known:
             shown = printable_line(name, _SHOWN)
@@ -189,12 +189,13 @@ def _switch(option: str) -> _Parse:
 
 
 def _fuse(value: str, options: Options, given: _Given) -> dict[str, Any]:
-    if not set(_names(value)) <= set(KERNEL_NAMES):
-        return _switch("fuse")(value, options, given)
-    named = ",".join(_names(value))
-    text = f"autoamp: AUTOAMP_FUSE={named} is now written AUTOAMP_UNFUSED={named}"
-    log_once(logger, logging.WARNING, text)
-    return _unfused(value, options)
+    if _names_kernels(value):  # as in 0.1; `remarks` says how it is written now
+        return _unfused(value, options)
+    return _switch("fuse")(value, options, given)
+
+
+def _names_kernels(value: str) -> bool:
+    return bool(_names(value)) and set(_names(value)) <= set(KERNEL_NAMES)
 
 
 def _unfused(value: str, options: Options, *_: Any) -> dict[str, Any]:
@@ -295,7 +296,7 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_LOCK": _lock,
     "AUTOAMP_HEAL": _switch("heal"),
     "AUTOAMP_GUARD": _switch("guard"),
-    "AUTOAMP_FUSE": _fuse,
+    _FUSE: _fuse,
     "AUTOAMP_UNFUSED": _unfused,
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
 }

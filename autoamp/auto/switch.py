@@ -79,7 +79,7 @@ def enable_from_environment(
     """
     settings = environment.read(os.environ)
     _start(settings, heat or Heat(), *stand_ins)
-    for sentence in environment.unknown(os.environ):
+    for sentence in environment.remarks(os.environ):
         logger.warning("autoamp: %s", sentence)
     return [patch.ours for patch in _patches[: len(stand_ins)]]
 

@@ -21,7 +21,8 @@ class SavedBytes:
     """Bytes of the distinct storages saved for backward, parameters left out.
 
     `weight_copies` is the part that holds a parameter's values in a low dtype: rounded
-    copies of weights, whoever made them.  `total` includes it.
+    copies of weights, whether autoamp, autocast or the model made them.  `total`
+    includes it.
     """
 
     total: int
@@ -29,7 +30,7 @@ class SavedBytes:
 
     @property
     def activations(self) -> int:
-        """What is left without the copies of weights."""
+        """The bytes without the copies of weights."""
         return self.total - self.weight_copies
 
 

@@ -22,7 +22,7 @@ class Remedy:
     """Options under which the passes make one node low, and what that changes.
 
     Attributes:
-        words: the options, as whoever gave the present options writes them.
+        words: the options, written as the present options were: keywords or variables.
         extra: the predicted cost above the present one, without rewards.
         in_bytes: whether the cost is in bytes, not in time.
         along: other nodes that would change precision too, in graph order.

@@ -7,8 +7,8 @@ are the same to the bit.  What was gathered then *is* the copy, so that no graph
 and none keeps a copy of its own until its backward: FSDP frees and gathers that memory.
 
 Ranks must gather alike, but one rank may capture a graph that others do not.  So ranks
-agree, in the calls of a model whose number is a power of two: a weight is gathered low
-once every rank has seen it read, and none has seen it read in fp32.
+agree at calls 1, 2, 4, 8, ... of a model: a weight is gathered low once every rank has
+seen it read, and none has seen it read in fp32.
 """
 
 from __future__ import annotations

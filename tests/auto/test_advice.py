@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.auto.environment import read, unknown
+from autoamp.auto.environment import read, remarks
 from autoamp.auto.mode import AutomaticMode
 from autoamp.messages import advice
 from autoamp.model.conversion import conversion_of
@@ -178,7 +178,7 @@ def test_every_bad_variable_is_named_in_one_line(tmp_path) -> None:
     said = str(caught.value)
     assert "\n" not in said
     assert all(f"{name}=" in said for name in bad)
-    assert unknown(other)[0] in said
+    assert remarks(other)[0] in said
     assert "AUTOAMP_BACKEND" not in said
 
 

@@ -62,7 +62,7 @@ def test_all_variables_at_once(given_: dict[str, str], other: str) -> None:
         said = str(error)
     assert is_line(said)
     assert not said or any(name in said for name in given_)
-    for sentence in environment.unknown(environ):
+    for sentence in environment.remarks(environ):
         assert is_line(sentence)
 
 
