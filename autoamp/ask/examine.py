@@ -118,8 +118,8 @@ def examined(
     label = class_name(model)
     scaling = new_scaling(options, resolve_loss_scale(options.loss_scale, low), label)
     try:
-        engine = Examiner(options.replace(backend="eager"), Record(label, low, scaling))
-        engine.device = device
+        record = Record(label, low, scaling)
+        engine = Examiner(options.replace(backend="eager"), record, device=device)
         state.call = Entry(engine, type(twin), of_class=state.previous is None)
         yield twin, engine
     finally:

@@ -255,14 +255,15 @@ class AutomaticMode:
                 logger.debug("autoamp: %s: %s", class_name(target), why_not)
                 return
         try:
-            convert_model(target, _with_own_lock(options, target), automatic=True)
+            options = _with_own_lock(options, target)
+            told = self.on_capture
+            convert_model(target, options, automatic=True, on_capture=told)
         except Exception as error:  # a script must not fail because of autoamp
             if options.strict:
                 raise
             _say_left(target, error)
         state = conversion_of(target)
         if state is not None and state.engine is not None:
-            state.engine.on_capture = self.on_capture
             self._engines.add(state.engine)
 
 

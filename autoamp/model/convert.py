@@ -8,6 +8,7 @@ weights; everything else about the model is untouched.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from autoamp.model.installed import install
 from autoamp.model.kept import capture_now
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
+from autoamp.place.cost import PriceModel
 from autoamp.printable import class_name
 from autoamp.training.attach import detach_from
 from autoamp.training.first_step import end_scaling, new_scaling
@@ -59,12 +61,15 @@ def convert_model(
     *,
     masters: bool = False,
     automatic: bool = False,
+    price: PriceModel | None = None,
+    on_capture: Callable[[Engine], None] | None = None,
 ) -> nn.Module:
     """Converts `model` in place; see `autoamp.convert`.
 
     Args:
         masters: parameters in half precision are trained with fp32 master weights.
         automatic: nobody has named the model.
+        price, on_capture: as for `Engine`.
 
     Raises:
         UnsupportedModelError: `model` is not a module, or cannot be captured.
@@ -102,7 +107,8 @@ def convert_model(
     scaling = new_scaling(options, scale, label, owner, automatic=automatic)
     record = Record(label, low, scaling)
     of_class = state.previous is None
-    state.call = Entry(Engine(options, record), type(model), of_class=of_class)
+    engine = Engine(options, record, price=price, on_capture=on_capture)
+    state.call = Entry(engine, type(model), of_class=of_class)
     record.skipped += notes
     if example_inputs is not None:
         try:

@@ -58,13 +58,11 @@ class Way:
         if self.options is None:
             revert_model(model)
             return
-        convert_model(model, self.options)
+        convert_model(model, self.options, price=self.price)
         state = conversion_of(model)
         assert state is not None
-        if state.call is None:
-            return  # the model cannot be converted, which the report says
-        state.call.engine.price = self.price
-        if self.by_autocast:
+        # Of a model that cannot be converted the report says so.
+        if state.call is not None and self.by_autocast:
             state.call.leave_to_autocast(BY_AUTOCAST)
 
 
