@@ -240,12 +240,14 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _kernels(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise OptionError(f"unfused={value!r} is a string; give a list of kernel names")
     names = _strings("unfused", value)
     for name in names:
+        (close,) = difflib.get_close_matches(name, KERNEL_NAMES, 1, 0.0)
+        if isinstance(value, str):
+            raise OptionError(
+                f"unfused={value!r} is a string; give a list: unfused=[{close!r}]"
+            )
         if name not in KERNEL_NAMES:
-            (close,) = difflib.get_close_matches(name, KERNEL_NAMES, 1, 0.0)
             raise OptionError(
                 f"unfused holds {name!r}, which is no kernel; did you mean {close!r}? "
                 f"The kernels are {', '.join(KERNEL_NAMES)}"
