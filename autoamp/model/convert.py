@@ -81,10 +81,9 @@ def convert_model(
         raise UnsupportedModelError(reason)
     if example_inputs is not None and not isinstance(example_inputs, tuple):
         raise OptionError("example_inputs must be a tuple of the model's arguments")
-    options = for_model(model, options)
     low, why_not = choose_precision(model, options)
-    label = class_name(model)
     own = own_precision(model) if masters else None
+    options, label = for_model(model, options), class_name(model)
     notes = [] if own is None else [Skipped(label, _with_masters(own))]
     scale = resolve_loss_scale(options.loss_scale, _shortest(own, low))
     if low is None and own is not None and not isinstance(scale, NoLossScale):
