@@ -25,7 +25,8 @@ from torch import fx
 
 import autoamp
 from autoamp.options import Options
-from autoamp.pipeline.run import Setting, rewrite_normalised
+from autoamp.pipeline.run import rewrite_normalised
+from autoamp.pipeline.work import Setting
 from autoamp.rewrite.rewritten import Rewritten
 from tests.conformance.graphs import Recipe
 from tests.conformance.moves import MOVES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -22,6 +22,7 @@ class Wishes:
         keep: the user's patterns of modules that stay fp32.
         leave: names of kernels that are switched off.
         device: type of the device that the graph is to run on, if not where it is.
+        left: names of nodes that a failed check leaves as they are.
     """
 
     rules: Rules
@@ -29,6 +30,7 @@ class Wishes:
     keep: Sequence[str]
     leave: Sequence[str]
     device: str | None
+    left: Collection[str] = ()
 
     def allow(self, calls: Sequence[fx.Node]) -> bool:
         """Whether no rule or pattern of the user's is about any of the calls.
@@ -39,6 +41,7 @@ class Wishes:
         return not any(
             self.rules.lookup(node.target) != self.built_in.lookup(node.target)
             or kept_by(self.keep, module_paths(node))
+            or node.name in self.left
             for node in calls
         )
 

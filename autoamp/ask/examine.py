@@ -27,8 +27,8 @@ from autoamp.model.conversion import conversion_of, inside_wrappers, without_our
 from autoamp.model.eligible import parameters_of, unsupported
 from autoamp.model.installed import install
 from autoamp.options import OPTION_NAMES, Options
-from autoamp.pipeline.prepare import as_it_is
 from autoamp.pipeline.prepared import Prepared
+from autoamp.pipeline.run import as_it_is
 from autoamp.place.devices import Device
 from autoamp.printable import class_name
 from autoamp.training.first_step import end_scaling, new_scaling

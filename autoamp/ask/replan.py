@@ -8,7 +8,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.options import Options
-from autoamp.pipeline.run import Setting, rewrite_normalised
+from autoamp.pipeline.run import rewrite_normalised
+from autoamp.pipeline.work import Setting
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.normalise import Normalised
 

@@ -35,9 +35,9 @@ from autoamp.messages import log_once
 from autoamp.node_by_node.held import hold_first_run
 from autoamp.node_by_node.runner import runs_every_op
 from autoamp.options import Options
-from autoamp.pipeline.prepare import as_it_is, prepare
 from autoamp.pipeline.prepared import Prepared
-from autoamp.pipeline.run import Setting
+from autoamp.pipeline.run import as_it_is, prepare
+from autoamp.pipeline.work import Setting
 from autoamp.place.cost import PriceModel
 from autoamp.place.devices import Device
 from autoamp.printable import printable

@@ -26,7 +26,6 @@ from autoamp.graph_functions.norms import (
     layer_norm,
     own_kernel,
     rms_norm,
-    with_own_kernels,
 )
 from autoamp.graph_functions.norms.softmax import softmax
 from autoamp.graph_functions.promises import dtypes_in, with_dtypes

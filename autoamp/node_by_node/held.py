@@ -105,7 +105,9 @@ def hold_first_run(
                 module.graph.lint()
                 module.recompile()
             if broken:
-                plain = with_bindings(gm)
+                code = with_bindings(gm)
+                compat.make_code(code)
+                plain = code.forward
                 for each in broken.values():
                     problem = each.told(options)
                     prepared.notes += (problem,)

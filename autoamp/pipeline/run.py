@@ -1,54 +1,44 @@
-"""The passes in order: from a captured graph to a rewritten, verified one."""
+"""Runs the list of passes on a captured graph, checks each, and retreats where need be.
+
+Three ways lead in: `rewrite_graph` and `rewrite_normalised` run the list up to the
+rewritten graph, `prepare` runs all of it and has the back end compile the result.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from autoamp.analyse.classified import Classified
-from autoamp.analyse.classify import classify
-from autoamp.analyse.facts import Facts, collect_facts
-from autoamp.check.verify import Verifier
-from autoamp.errors import CaptureError, VerificationError
+from autoamp import compat
+from autoamp.errors import CaptureError
+from autoamp.graph_functions import checkpoint_as_python_does
 from autoamp.options import Options
-from autoamp.pipeline.retreat import kept_for, retreating
-from autoamp.place.assign import Assignment, assign
-from autoamp.place.cost import PriceModel, Prices, as_authors_ask, price_graph
-from autoamp.place.devices import Device, device_of, main_device
-from autoamp.place.problem import promised_casts
-from autoamp.rewrite.casts import insert_casts
-from autoamp.rewrite.cleanup import clean_up
-from autoamp.rewrite.fuse import fuse, leave_out
+from autoamp.pipeline.checks import Checks
+from autoamp.pipeline.passes import (
+    PASSES,
+    Pass,
+    Phase,
+    Retreat,
+    takes_our_ops,
+)
+from autoamp.pipeline.prepared import Prepared
+from autoamp.pipeline.retreat import RETRIES, LeaveOut, kept_for, wider
+from autoamp.pipeline.work import Plan, Setting, Work
+from autoamp.printable import printable_line
+from autoamp.rewrite.edge.scale_edge import scale_inputs
+from autoamp.rewrite.hoist import read_wide
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.trace.normalise import UNTRACED, Normalised, normalise
 
-
-@dataclass(frozen=True)
-class Setting:
-    """Where and how a rewritten graph is to run.
-
-    Attributes:
-        free_weights: whether the caller hands casts of weights in, at no price.
-        own_kernels: whether the graph runs without a compiler, and so with kernels of
-            ours where torch has none.
-        own_ops: whether the graph may call ops of autoamp's (`autoamp::attention`).
-        price: gives the prices; by default the roofline of the device.
-        device: the device that the graph is to run on; by default the one it is on.
-    """
-
-    free_weights: bool = False
-    own_kernels: bool = False
-    own_ops: bool = False
-    price: PriceModel | None = None
-    device: Device | None = None
+_ANYWHERE = Setting()
 
 
 def rewrite_graph(
@@ -58,7 +48,7 @@ def rewrite_graph(
     low: torch.dtype,
     **setting: Any,
 ) -> Rewritten:
-    """Runs every pass on `gm`, which is not changed.
+    """Runs the passes that see, decide and write on `gm`, which is not changed.
 
     Args:
         **setting: the fields of `Setting`.
@@ -79,129 +69,210 @@ def rewrite_normalised(
     setting: Setting,
     seconds: dict[str, float],
 ) -> Rewritten:
-    """Runs the passes after `normalise`, and adds their times to `seconds`.
+    """As `rewrite_graph`, of an ATen graph; adds the times to `seconds`."""
+    plan = Plan(options, low, setting)
+    found = _run(_begun(normalised, plan, seconds), Phase.WRITE).rewritten
+    assert found is not None
+    return found
 
-    Nodes that a failed check names are pinned to fp32, and the passes run again.
+
+def prepare(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    low: torch.dtype,
+    *,
+    scaled: bool,
+    setting: Setting = _ANYWHERE,
+) -> Prepared:
+    """Runs all passes on `gm`, and has the back end make a function of the result.
+
+    Args:
+        inputs: the inputs Dynamo captured `gm` with.
+        options: the options of the conversion; `options.backend` compiles the result.
+        scaled: whether the gradients of the graph are scaled at its edge.
+        setting: the device `gm` is to run on, by default the one it was captured on,
+            and the prices.
+
+    Raises:
+        AutoampError: a pass failed; the message says where.
     """
-    inner = partial(rewrite_normalised, options=options, low=low, setting=setting)
-    bodies, left = _rewrite_bodies(normalised, inner, strict=options.strict)
-    where = None if setting.device is None else setting.device.type
-
-    def rewrite(graph: Normalised) -> Rewritten:
-        with _timed(seconds, "facts"):
-            facts = collect_facts(graph.gm, where)
-        facts = replace(facts, own_kernels=setting.own_kernels)
-        attempt = Attempt(graph, facts, options, low, setting, seconds)
-        return retreating(attempt, graph.gm.graph, strict=options.strict)
-
-    with _timed(seconds, "kernels"):
-        on = setting.device or device_of(main_device(normalised.gm), low)
-        left_out = leave_out(on, options, own_ops=setting.own_ops)
-        fused = fuse(normalised, options, low, where, left_out)
-    found = rewrite(fused or normalised)
-    if fused is not None and not found.assignment.low:
-        found = rewrite(normalised)  # a graph that stays fp32 keeps its very numbers
-    for name, why in normalised.gm.meta.get(UNTRACED, {}).items():
-        left[name] = kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
-    return replace(found, bodies=bodies, given_up={**left, **found.given_up})
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """The passes from `classify` on, on one graph."""
-
-    normalised: Normalised
-    facts: Facts
-    options: Options
-    low: torch.dtype
-    setting: Setting
-    seconds: dict[str, float]
-
-    def __call__(self, given_up: Mapping[str, str]) -> Rewritten:
-        """The rewritten graph, in which the nodes `given_up` stay fp32."""
-        before, fake_mode = self.normalised.gm, self.normalised.fake_mode
-        timed = partial(_timed, self.seconds)
-        with timed("classify"):
-            classified = self._classified(given_up)
-        with timed("price"):
-            prices = self._prices(classified)
-        with timed("place"):
-            assignment = assign(classified, prices, self.options.placement)
-        with timed("rewrite"):
-            after, casts = insert_casts(
-                before, classified, assignment, self.low, fake_mode
-            )
-        with timed("stand in"):
-            verifier = Verifier(before)
-        with timed("recount"):
-            counted = verifier.recount(after, prices.ops, prices.down, prices.up)
-        if counted != assignment.cost:
-            raise VerificationError(
-                f"the emitted graph costs {counted}, the placement promised "
-                f"{assignment.cost} (units of 0.1 ns); this is a bug in autoamp",
-                nodes=_not_as_promised(verifier, after, assignment),
-            )
-        with timed("clean up"):
-            clean_up(after)
-        with timed("verify"):
-            pinned = classified.pinned
-            verifier.verify(after, pinned, pinned - classified.promoted)
-        return Rewritten(
-            gm=after,
-            before=before,
-            classified=classified,
-            assignment=assignment,
-            casts=tuple(casts),
-            recounted=counted,
-            low=self.low,
-            seconds=self.seconds,
-            given_up=dict(given_up),
-            options=self.options,
-            again=self._again,
-        )
-
-    def _again(self, options: Options, given_up: Mapping[str, str]) -> Rewritten:
-        return replace(self, options=options, seconds={})(given_up)
-
-    def _classified(self, given_up: Mapping[str, str]) -> Classified:
-        rules = self.options.resolve_rules(self.low)
-        return classify(
-            self.normalised.gm,
-            self.facts,
-            rules,
-            self.low,
-            (*self.options.kept, *rules.keep),
-            kept=self.options.kept,
-            given_up=given_up,
-            ceiling=self.options.placement != "tensorflow",
-            to_the_letter=self.options.is_tensorflows,
-        )
-
-    def _prices(self, classified: Classified) -> Prices:
-        gm = self.normalised.gm
-        device = self.setting.device or device_of(main_device(gm), self.low)
-        price: PriceModel = self.setting.price or partial(price_graph, device=device)
-        prices = price(
-            gm,
-            classified,
-            objective=self.options.objective,
-            do_no_harm=self.options.do_no_harm,
-            free_weights=self.setting.free_weights,
-        )
-        return as_authors_ask(prices, classified)
+    own = options.backend == "eager" and options.fuse
+    setting = replace(
+        setting,
+        free_weights=True,
+        own_kernels=own,
+        own_ops=takes_our_ops(options),
+    )
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "normalise"):
+        normalised = normalise(gm, inputs)
+    work = _begun(normalised, Plan(options, low, setting, scaled), seconds)
+    work = _run(work, Phase.PREPARE)
+    rewritten, code = work.rewritten, work.code or work.gm
+    assert rewritten is not None
+    if options.backend == "eager":
+        compat.make_code(code)
+        run: Callable[..., Any] = code.forward
+    else:
+        compat.as_dynamo_gave(code, gm)
+        compat.make_code(code)
+        run = compat.compile_with(options.backend, code, _given(work, inputs))
+    return Prepared(
+        rewritten,
+        work.gm,
+        run,
+        notes=(*_given_up(rewritten), *work.notes),
+        weights=work.weights,
+        read_wide=read_wide(work.gm, len(inputs)),
+        layouts=work.layouts,
+        edge=work.edge,
+        sizes=tuple(i for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)),
+    )
 
 
-def _not_as_promised(
-    verifier: Verifier, after: fx.GraphModule, assignment: Assignment
-) -> list[str]:
-    """The nodes that caused a recount to differ from the promised cost."""
-    promised = frozenset(n for n, d in assignment.decisions.items() if d.low)
-    casts = promised_casts(assignment.problem, promised)
-    return verifier.not_as_promised(after, promised, casts)
+def as_it_is(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, problem: str
+) -> Prepared:
+    """The graph made ready to run in fp32, because of `problem`."""
+    if options.backend == "eager":
+        checkpoint_as_python_does(gm)
+    run = compat.compile_with(options.backend, gm, inputs)
+    return Prepared(None, gm, run, problem)
+
+
+# -- the run of the list -----------------------------------------------------------
+
+
+def _run(
+    work: Work,
+    last: Phase,
+    passes: Sequence[Pass] = PASSES,
+    retries: int = RETRIES,
+) -> Work:
+    """Runs the passes up to phase `last`, and retreats as each pass says.
+
+    A failed pass that says REPLAN has the nodes that its error names kept in fp32, and
+    the list goes on at the first pass that decides.
+    """
+    wanted = [each for each in passes if each.phase <= last]
+    started: dict[str, Work] = {}
+    left_out: set[str] = set()
+    checks, at, failures = Checks(), 0, 0
+    first = next(i for i, each in enumerate(wanted) if each.phase is Phase.DECIDE)
+    while at < len(wanted):
+        each = wanted[at]
+        started[each.name] = work
+        try:
+            if each.phase is Phase.PREPARE and work.rewritten is None:
+                work = replace(work, rewritten=_rewritten(work))
+            if each.name not in left_out:
+                work = _passed(each, work, checks)
+            at += 1
+        except LeaveOut as told:
+            left_out.add(told.name)
+            at = next(i for i, p in enumerate(wanted) if p.name == told.name)
+            work = started[told.name]
+        except Exception as error:
+            again = started.get(wanted[first].name)
+            if each.retreat is not Retreat.REPLAN or again is None:
+                raise
+            assert again.before is not None
+            fresh = wider(error, again.before.graph, again.given_up)
+            failures += 1
+            if work.options.strict or failures > retries or not fresh:
+                raise
+            kept = dict.fromkeys(fresh, kept_for(error))
+            work = replace(again, given_up={**again.given_up, **kept})
+            at = first
+    return work if work.rewritten else replace(work, rewritten=_rewritten(work))
+
+
+def _passed(each: Pass, work: Work, checks: Checks) -> Work:
+    """The work after one pass and its check; the pass spares what its check names."""
+    left: tuple[str, ...] = ()
+    for _ in range(RETRIES + 1):
+        try:
+            with _timed(work.seconds, each.name):
+                now = each.run(replace(work, left=frozenset(left)))
+            if each.check is not None and now is not work:
+                with _timed(work.seconds, f"check of {each.name}"):
+                    each.check(checks, work, now)
+            return replace(now, left=frozenset())
+        except LeaveOut:
+            raise
+        except Exception as error:
+            if each.retreat is not Retreat.SPARE or work.options.strict:
+                raise
+            problem = error
+            fresh = wider(error, work.gm.graph, left)
+            if not fresh:
+                break
+            left = (*left, *fresh)
+    told = f"{each.without}: {type(problem).__name__}: {problem}"
+    return replace(work, notes=(*work.notes, printable_line(told)))
+
+
+def _rewritten(work: Work) -> Rewritten:
+    """The record of what the passes found, decided and wrote."""
+    assert work.before is not None
+    assert work.classified is not None
+    assert work.assignment is not None
+    left = {
+        name: kept_for(CaptureError(f"tracing to ATen failed at {name}: {why}"))
+        for name, why in work.before.meta.get(UNTRACED, {}).items()
+    }
+    return Rewritten(
+        gm=work.gm,
+        before=work.before,
+        classified=work.classified,
+        assignment=work.assignment,
+        casts=work.casts,
+        recounted=work.assignment.cost,
+        low=work.plan.low,
+        seconds=work.seconds,
+        given_up={**work.left_as_they_are, **left, **work.given_up},
+        bodies=work.bodies,
+        options=work.options,
+        again=partial(_again, replace(work, gm=work.before, rewritten=None)),
+    )
+
+
+def _again(work: Work, options: Options, given_up: Mapping[str, str]) -> Rewritten:
+    """The record of the same graph under other options, without any retreat."""
+    plan = replace(work.plan, options=options)
+    chosen = [p for p in PASSES if p.phase in (Phase.DECIDE, Phase.WRITE)]
+    work = replace(work, plan=plan, given_up=dict(given_up), seconds={})
+    found = _run(work, Phase.WRITE, chosen, retries=0).rewritten
+    assert found is not None
+    return found
+
+
+def _begun(normalised: Normalised, plan: Plan, seconds: dict[str, float]) -> Work:
+    """The work on a graph, whose sub-graphs have been rewritten already."""
+    inner = partial(_inner, plan=plan)
+    bodies, left = _rewrite_bodies(normalised, inner, strict=plan.options.strict)
+    return Work(
+        plan,
+        normalised.gm,
+        normalised.fake_mode,
+        normalised.inputs,
+        left_as_they_are=left,
+        bodies=bodies,
+        seconds=seconds,
+    )
+
+
+def _inner(normalised: Normalised, plan: Plan) -> Rewritten:
+    given = plan.options, plan.low, plan.setting
+    return rewrite_normalised(normalised, *given, seconds={})
 
 
 def _rewrite_bodies(
-    normalised: Normalised, rewrite: Callable[..., Rewritten], *, strict: bool
+    normalised: Normalised,
+    rewrite: Callable[[Normalised], Rewritten],
+    *,
+    strict: bool,
 ) -> tuple[tuple[Rewritten, ...], dict[str, str]]:
     """Rewrites sub-graphs, whose inputs and outputs stay fp32, and puts them in place.
 
@@ -210,7 +281,7 @@ def _rewrite_bodies(
     sub-graph that stays fp32.
 
     Args:
-        rewrite: `rewrite_normalised` with the options of the graph around.
+        rewrite: runs the passes on a sub-graph, under the options of the graph around.
         strict: whether a failing pass raises.
     """
     found: list[Rewritten] = []
@@ -221,7 +292,7 @@ def _rewrite_bodies(
         inner = Normalised(body, (), normalised.fake_mode)
         try:
             with torch.set_grad_enabled(body.meta[BODY_RECORDS]):
-                rewritten = rewrite(inner, seconds={})
+                rewritten = rewrite(inner)
         except Exception as error:
             if strict:
                 raise
@@ -239,8 +310,45 @@ def _callers(gm: fx.GraphModule, body: str) -> list[str]:
     return [user.name for n in operands for user in n.users]
 
 
+# -- for the back end and the report -----------------------------------------------
+
+
+def _given(work: Work, inputs: Sequence[Any]) -> list[Any]:
+    """The arguments the graph is called with: `inputs`, weight copies, and scales.
+
+    Copies and scales are fake tensors: a compiler that makes fakes of them by itself
+    gives their sizes symbols, where any size of the inputs may change.
+    """
+    formats = work.layouts or (torch.preserve_format,) * len(work.weights)
+    low = work.plan.low
+    copies = [
+        torch.empty_like(inputs[i].detach(), dtype=low, memory_format=layout)
+        for i, layout in zip(work.weights, formats, strict=True)
+    ]
+    extra = [t for device in work.edge.devices for t in scale_inputs(device)]
+    mode = compat.current_fake_mode(inputs)
+    added = [*copies, *extra]
+    return [*inputs, *(added if mode is None else compat.fake_inputs(added, mode))]
+
+
+def _given_up(rewritten: Rewritten) -> list[str]:
+    """One line for each error of a check, with the ops that stay fp32 because of it."""
+    errors: dict[str, list[str]] = {}
+    for each in rewritten.with_bodies():
+        for name, why in each.given_up.items():
+            fact = each.facts.nodes.get(name)
+            place = (fact.source or fact.module or name) if fact else name
+            errors.setdefault(why, []).append(place)
+    found = []
+    for why, places in errors.items():
+        where = ", ".join(dict.fromkeys(places[:4]))
+        more = f" and {len(places) - 4} more" if len(places) > 4 else ""
+        found.append(printable_line(f"{why} (ops at {where}{more})"))
+    return found
+
+
 @contextlib.contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    seconds[name] = time.perf_counter() - start
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,9 +67,20 @@ class Layouts:
     weights: frozenset[fx.Node]
     changes: dict[fx.Node, list[fx.Node]]
 
+    def of(self, copies: Mapping[fx.Node, fx.Node]) -> Layouts:
+        """The same choice for a copy of the graph, in which nodes have `copies`."""
+        return Layouts(
+            frozenset(copies[n] for n in self.last),
+            frozenset(copies[n] for n in self.weights),
+            {copies[n]: [copies[r] for r in rs] for n, rs in self.changes.items()},
+        )
+
 
 def choose_layouts(
-    graph: fx.Graph, copies: Sequence[fx.Node], device: Device
+    graph: fx.Graph,
+    copies: Sequence[fx.Node],
+    device: Device,
+    left: Collection[str] = (),
 ) -> Layouts | None:
     """The layouts of least cost; None where no convolution gains.
 
@@ -77,6 +88,7 @@ def choose_layouts(
         graph: a graph with its casts, ready to run.
         copies: the inputs that are low copies of weights, whose layout can change.
         device: the device the graph runs on.
+        left: names of nodes that keep the layout they have.
     """
     convolutions = {n: w for n in graph.nodes if (w := _weight(n, copies)) is not None}
     if not convolutions or not device.channels_last:
@@ -84,7 +96,7 @@ def choose_layouts(
     images = {n: n.meta["val"] for n in graph.nodes if _is_image(n)}
     if any(_is_laid_last(value) for value in images.values()):
         return None  # the user has chosen layouts
-    problem = _problem(graph, images, convolutions, device)
+    problem = _problem(graph, images, convolutions, device, left)
     nodes = {n.name: n for n in images}
     last = frozenset(nodes[name] for name in solve(problem).source)
     if not last & convolutions.keys():
@@ -115,6 +127,7 @@ def _problem(
     images: dict[fx.Node, Tensor],
     convolutions: dict[fx.Node, fx.Node],
     device: Device,
+    left: Collection[str],
 ) -> Problem:
     unary = {node.name: (0, 0) for node in images} | {_OUTSIDE: (0, 0)}
     at_sink = {_OUTSIDE: "is outside the graph, where layouts are the user's"}
@@ -124,6 +137,8 @@ def _problem(
             unary[node.name] = _convolving(node, convolutions[node], device)
         elif not _keeps_layout(node):
             at_sink[node.name] = "is written for the layout it has"
+        if node.name in left:
+            at_sink[node.name] = "failed a check with the channels last"
         if not _is_plain(value):
             at_sink[node.name] = "has no plain layout in the captured graph"
         for written in written_values(node):

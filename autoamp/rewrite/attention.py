@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,11 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import KERNEL, ForChain, tensors_of, written_values
-from autoamp.dtypes import LOW_DTYPES
 from autoamp.graph_functions import WRITTEN_ATTENTION
 from autoamp.graph_functions.written.scores import Kind
 from autoamp.kernels.attention import WrittenAttention
 from autoamp.kernels.attention_steps import Written
 from autoamp.kernels.chains import layout_of
-from autoamp.kernels.masks import ATTENTION as TORCHS
 from autoamp.kernels.masks import LOWEST, hides_later_keys, shows_no_later_keys
 from autoamp.kernels.positions.reading import Positions
 from autoamp.kernels.positions.sizes import shape_of
@@ -203,18 +201,3 @@ class _Calls:
             if {d % count for d in turned} == {one, other}:  # type: ignore[operator]
                 return source  # type: ignore[return-value]
         return self(_ATEN.permute.default, node, list(dimensions))
-
-
-def with_own_attention(gm: fx.GraphModule, own: Callable[..., Any]) -> None:
-    """Puts `own` in the place of torch's attention in 16 bits on CPUs."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.find_nodes(op="call_function", target=TORCHS):
-                if _is_low_on_cpu(node):
-                    node.target = own
-            module.recompile()
-
-
-def _is_low_on_cpu(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    return value.device.type == "cpu" and value.dtype in LOW_DTYPES.values()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from autoamp import compat
+from autoamp.rewrite.copied import copied
 
 _ATEN = torch.ops.aten
 _CAST = _ATEN._to_copy.default
@@ -72,22 +72,13 @@ _KEYWORDS = frozenset(
 """Arguments that ops and functions know by the same names."""
 
 
-def with_bindings(gm: fx.GraphModule) -> Callable[..., Any]:
-    """A function that runs `gm` as it is now, calling torch's functions.
-
-    The graph, and the code that `gm` shows and runs itself, keep their ops.
-    """
-    ops = [(n, n.target) for n in gm.graph.nodes if n.op == "call_function"]
-    try:
-        for node, op in ops:
-            node.target = _binding(node) or op
-        compat.make_code(gm)
-        run: Callable[..., Any] = gm.forward
-    finally:
-        for node, op in ops:
-            node.target = op
-        gm.recompile()
-    return run
+def with_bindings(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of `gm` that calls torch's functions; only its root graph does."""
+    bound, _ = copied(gm)
+    for node in bound.graph.nodes:
+        if node.op == "call_function":
+            node.target = _binding(node) or node.target
+    return bound
 
 
 def _binding(node: fx.Node) -> Callable[..., Any] | None:

@@ -1,4 +1,4 @@
-"""Cleans a rewritten graph up, in place, without adding or moving a cast."""
+"""Cleans a rewritten graph up, without adding or moving a cast."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.ops import drop_dead
+from autoamp.rewrite.copied import copied
 
 
-def clean_up(gm: fx.GraphModule) -> int:
-    """Removes nodes without effect from `gm`, in place; returns how many it removed.
+def clean_up(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of `gm` without the nodes that have no effect.
 
-    A node is removed if nothing reads it and it neither writes nor draws random
-    numbers.  A grad-mode switch is removed if it changes nothing or if another switch
+    A node is left out if nothing reads it and it neither writes nor draws random
+    numbers.  A grad-mode switch is left out if it changes nothing or if another switch
     follows it directly.
     """
-    before = len(gm.graph.nodes)
+    gm.graph.lint()
+    gm, _ = copied(gm)
     drop_dead(gm.graph)
     _drop_idle_grad_switches(gm.graph)
-    gm.graph.lint()
-    gm.recompile()
-    return before - len(gm.graph.nodes)
+    return gm
 
 
 def _drop_idle_grad_switches(graph: fx.Graph) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
@@ -23,7 +25,9 @@ _SCALED = frozenset({scale_grad, FOR_COMPILERS[scale_grad], traced_scale_grad_ap
 _CHANGED = frozenset({checkpointed, *FOR_COMPILERS})
 
 
-def for_compilers(gm: fx.GraphModule, *, inductor: bool = False) -> fx.GraphModule:
+def for_compilers(
+    gm: fx.GraphModule, left: Collection[str] = (), *, inductor: bool = False
+) -> fx.GraphModule:
     """`gm` in the form AOT autograd takes; `gm` itself where nothing is to be changed.
 
     Checkpointed regions become torch's own op, which AOT autograd partitions.  A
@@ -32,9 +36,14 @@ def for_compilers(gm: fx.GraphModule, *, inductor: bool = False) -> fx.GraphModu
     boundary become plain ops.
 
     Args:
+        left: names of casts that stay as they are.
         inductor: the compiler is inductor, which decides what is kept in memory.
     """
-    shared = [n for n in gm.graph.nodes if inductor and _is_result_and_read(n)]
+    shared = [
+        node
+        for node in gm.graph.nodes
+        if inductor and node.name not in left and _is_result_and_read(node)
+    ]
     if not inductor and not any(n.target in _CHANGED for n in gm.graph.nodes):
         return gm
     graph = fx.Graph()

@@ -19,8 +19,6 @@ from autoamp.analyse.nodes import (
     written_values,
 )
 from autoamp.analyse.wishes import Wishes
-from autoamp.dtypes import LOW_DTYPES
-from autoamp.graph_functions import softmax
 from autoamp.kernels.attention import (
     WrittenAttention,
     softmaxes_in,
@@ -41,12 +39,13 @@ from autoamp.trace.normalise import Normalised
 from autoamp.trace.regions import Regions
 
 
-def fuse(
+def fuse(  # noqa: PLR0917
     normalised: Normalised,
     options: Options,
     low: torch.dtype,
     device: str | None = None,
     no_gain: Collection[str] = (),
+    left: Collection[str] = (),
 ) -> Normalised | None:
     """The graph with a kernel for each chain that torch has one for.
 
@@ -54,6 +53,7 @@ def fuse(
         device: type of the device that the graph is to run on; by default the one it
             was traced on.
         no_gain: names of kernels that are slower there than the chains.
+        left: names of nodes that stay as they are.
 
     Returns:
         None where no chain is replaced; `normalised` is not changed.
@@ -64,7 +64,7 @@ def fuse(
     gm, mode = normalised.gm, normalised.fake_mode
     rules = options.resolve_rules(low)
     keep = (*options.kept, *rules.keep)
-    wishes = Wishes(rules, Rules.default(low), keep, leave, device)
+    wishes = Wishes(rules, Rules.default(low), keep, leave, device, left)
     found = _replaceable(gm, mode, wishes)
     if not found and not _attends(gm.graph):
         return None
@@ -103,9 +103,6 @@ def leave_out(device: Device, options: Options, *, own_ops: bool) -> tuple[str, 
     slow = device.attends_by_products and options.objective != "memory"
     has_kernel = own_ops and device.type == "cpu"
     return () if has_kernel and not slow else (ATTENTION,)
-
-
-SOFTMAX = torch.ops.aten.softmax.int
 
 
 @dataclass(frozen=True)
@@ -193,20 +190,6 @@ def _causal(
         return []
     found = causal_attention(graph)
     return [n for n in found if wishes.allow([n]) and n not in in_regions]
-
-
-def with_own_softmax(gm: fx.GraphModule) -> None:
-    """Puts a softmax with truer gradients where the kernel stands for a chain.
-
-    A softmax that the model calls itself is torch's, as it is under autocast.
-    """
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.find_nodes(op="call_function", target=SOFTMAX):
-                is_low = node.meta["val"].dtype in LOW_DTYPES.values()
-                if is_low and node.meta.get(KERNEL) is not None:
-                    node.target = softmax
-            module.recompile()
 
 
 def _without_mask(attention: fx.Node) -> None:

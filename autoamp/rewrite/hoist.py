@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import fx
 
-from autoamp import compat
 from autoamp.graph_functions import checkpointed, low_weight, low_weight_unscaled
+from autoamp.rewrite.copied import copied
 from autoamp.rewrite.emitted import CAST_KIND, WEIGHT_PATH
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.control_flow import CONTROL_FLOW
@@ -29,19 +29,17 @@ class Hoisted:
     weights: list[int] = field(default_factory=list)
 
 
-def hoist_weight_casts(rewritten: Rewritten) -> Hoisted:
+def hoist_weight_casts(rewritten: Rewritten, left: Collection[str] = ()) -> Hoisted:
     """A copy of `rewritten.gm` with its weight casts turned into extra inputs.
 
     Uses through which a gradient flows become `low_weight` nodes, one per use, so that
     weight gradients are summed in fp32.  Checkpointed regions, branches and loops get
     the copies handed in too, and cast nothing again when they recompute or iterate.
+
+    Args:
+        left: names of casts, and of calls of sub-graphs, that stay inside the graph.
     """
-    return _Hoist(rewritten).run()
-
-
-def with_casts_inside(rewritten: Rewritten) -> Hoisted:
-    """A copy of `rewritten.gm` that casts its weights itself, at every call."""
-    return Hoisted(_Hoist(rewritten).gm)
+    return _Hoist(rewritten, left).run()
 
 
 def read_wide(gm: fx.GraphModule, count: int) -> tuple[int, ...]:
@@ -68,26 +66,22 @@ def _reads(gm: fx.GraphModule, user: fx.Node, value: fx.Node) -> bool:
 
 
 class _Hoist:
-    def __init__(self, rewritten: Rewritten) -> None:
+    def __init__(self, rewritten: Rewritten, left: Collection[str]) -> None:
         self.whole = rewritten
-        self.graph = fx.Graph()
-        values: dict[fx.Node, fx.Node] = {}
-        self.graph.output(self.graph.graph_copy(rewritten.gm.graph, values))
-        for old, new in values.items():
-            new.meta = dict(old.meta)
-        self.gm = compat.graph_module(rewritten.gm, self.graph)
+        self.left = left
+        self.gm, _ = copied(rewritten.gm)
+        self.graph = self.gm.graph
         self.placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         self.copies: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> Hoisted:
-        for node in list(self.graph.nodes):
+        for node in [n for n in self.graph.nodes if n.name not in self.left]:
             if node.meta.get(CAST_KIND) == "weight":
                 self._hoist(node)
             elif node.target is checkpointed:
                 self._hoist_from_region(node)
             elif node.target in CONTROL_FLOW:
                 self._hoist_from_bodies(node)
-        self.gm.recompile()
         position = {n: i for i, n in enumerate(self.placeholders)}
         return Hoisted(self.gm, [position[weight] for weight in self.copies])
 
@@ -160,7 +154,7 @@ class _Hoist:
     def _hoisted_body(self, body_node: fx.Node) -> Hoisted | None:
         body = getattr(self.gm, str(body_node.target))
         inner = next((r for r in self.whole.bodies if r.gm is body), None)
-        return None if inner is None else hoist_weight_casts(inner)
+        return None if inner is None else hoist_weight_casts(inner, self.left)
 
     def _hoist_from_bodies(self, call: fx.Node) -> None:
         """Hands the bodies of a branch or loop the copies of the weights they read.
@@ -185,7 +179,7 @@ class _Hoist:
             body_node = call.args[body_at]
             assert isinstance(body_node, fx.Node)
             name = str(body_node.target)
-            body, known = own.get(body_at) or (_same(getattr(self.gm, name)), {})
+            body, known = own.get(body_at) or (copied(getattr(self.gm, name))[0], {})
             _take_copies(body, known, copies)
             setattr(self.gm, name, body)
         call.update_arg(positions.shared, (*shared, *copies.values()))
@@ -211,16 +205,6 @@ class _Hoist:
                 return None
             found[at - first] = copy
         return hoisted.gm, found
-
-
-def _same(body: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a body, to be given more inputs: the pass's record keeps the body."""
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(body.graph, values))
-    for old, new in values.items():
-        new.meta = dict(old.meta)
-    return fx.GraphModule(body, graph)
 
 
 def _take_copies(

@@ -1,4 +1,4 @@
-"""Applies a choice of layouts to a graph that is ready to run, in place."""
+"""Applies a choice of layouts to a graph that is ready to run."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from torch import fx
 
 from autoamp.graph_functions import laid_out
 from autoamp.place.layouts import FORMATS, Layouts
+from autoamp.rewrite.copied import copied
 
 LAST = "autoamp_channels_last"
 """In the `meta` of a value or copy of a weight that has its channels last: True."""
 
 
-def lay_out(gm: fx.GraphModule, layouts: Layouts) -> None:
-    """Permutes the values that are read in the other layout, each once.
+def lay_out(gm: fx.GraphModule, layouts: Layouts) -> fx.GraphModule:
+    """A copy of `gm` that permutes the values read in the other layout, each once.
 
     The copies of weights are made with their channels last (`weights/copies.py`), and
     the results of the calls follow the layouts of their operands.
     """
+    gm, values = copied(gm)
+    layouts = layouts.of(values)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for node, readers in layouts.changes.items():
         last = FORMATS[node.meta["val"].dim()]
@@ -32,3 +35,4 @@ def lay_out(gm: fx.GraphModule, layouts: Layouts) -> None:
             reader.replace_input_with(node, copy)
     for node in layouts.last | layouts.weights:
         node.meta[LAST] = True
+    return gm

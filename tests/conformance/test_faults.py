@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp import compat, pipeline
+from autoamp import compat
 from autoamp.capture import engine
 from autoamp.check.verify import Verifier
-from autoamp.pipeline import prepare
+from autoamp.pipeline.run import passes, run, work
 from tests.conformance.table import Figures
 from tests.small_models import Of
 from tests.training.steps import BF16, FP16, assert_same, weights_of
@@ -289,25 +289,25 @@ def test_memory_that_ends_while_weights_are_copied(monkeypatch) -> None:
 # -- a pass that fails -----------------------------------------------------------------
 
 STAGES: list[tuple[Any, str]] = [
+    (run, "normalise"),
     *[
-        (pipeline, name)
+        (passes, name)
         for name in (
-            "normalise",
             "collect_facts",
             "classify",
-            "device_of",
             "price_graph",
             "assign",
             "insert_casts",
             "clean_up",
         )
     ],
+    (work, "device_of"),
     (Verifier, "__init__"),
     (Verifier, "recount"),
     (Verifier, "verify"),
-    (prepare, "hoist_weight_casts"),
+    (passes, "hoist_weight_casts"),
     (compat, "make_code"),
-    (prepare, "scale_edge"),
+    (passes, "scale_edge"),
     (engine, "scaled"),
 ]
 

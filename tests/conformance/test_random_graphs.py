@@ -25,12 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import autoamp
-from autoamp import compat, pipeline
+from autoamp import compat
 from autoamp.check.verify import Verifier
 from autoamp.inspect.costs import costs_of
 from autoamp.op_names import base_name
 from autoamp.options import Options
-from autoamp.pipeline.run import Setting, rewrite_normalised
+from autoamp.pipeline.run import rewrite_normalised, work
+from autoamp.pipeline.work import Setting
 from autoamp.place.devices import Device
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import CAST_KIND
@@ -105,7 +106,7 @@ def rewritten(
     built: Built, options: dict[str, Any], device: Device, free_weights: bool
 ) -> Rewritten:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "device_of", lambda *_: device)
+        patch.setattr(work, "device_of", lambda *_: device)
         low = LOW[options["precision"]]
         return rewrite_normalised(
             built.normalised(), Options(**options), low, Setting(free_weights), {}

@@ -52,21 +52,21 @@ def steps_of(gm: fx.GraphModule) -> str:
 def test_idle_switches_and_dead_ops_go(before: str, after: str) -> None:
     gm = graph_of(before)
     removed = len(before.split()) - len(after.split())
-    assert clean_up(gm) == removed
-    assert steps_of(gm) == after
-    assert clean_up(gm) == 0
+    cleaned = clean_up(gm)
+    assert len(gm.graph.nodes) - len(cleaned.graph.nodes) == removed
+    assert steps_of(cleaned) == after
+    assert steps_of(clean_up(cleaned)) == after
 
 
 def test_the_graph_starts_in_the_mode_of_its_caller() -> None:
     gm = graph_of("off op on op")
     with torch.no_grad():
-        assert clean_up(gm) == 1
+        gm = clean_up(gm)
     assert steps_of(gm) == "op on op"
 
 
 def test_the_code_that_runs_is_the_cleaned_one() -> None:
-    gm = graph_of("off on op")
-    clean_up(gm)
+    gm = clean_up(graph_of("off on op"))
     assert "grad" not in gm.code
     x = torch.tensor([-1.0, 1.0], requires_grad=True)
     assert gm(x).requires_grad
@@ -80,7 +80,7 @@ def test_writes_and_random_draws_stay() -> None:
         return x
 
     gm = torch.fx.experimental.proxy_tensor.make_fx(function)(torch.randn(2))
-    assert clean_up(gm) == 2
+    gm = clean_up(gm)
     left = [n.target for n in gm.graph.nodes if n.op == "call_function"]
     assert left == [ATEN.neg_.default, ATEN.rand_like.default]
 

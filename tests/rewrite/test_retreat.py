@@ -15,9 +15,12 @@ from torch.nn import functional
 import autoamp
 from autoamp.analyse import classify as classify_module
 from autoamp.errors import AutoampError, PassError, VerificationError
-from autoamp.pipeline import prepare
+from autoamp.options import Options
 from autoamp.pipeline import run as pipeline
-from autoamp.pipeline.retreat import REPORT, retreating
+from autoamp.pipeline.passes import Pass, Phase, Retreat
+from autoamp.pipeline.retreat import REPORT
+from autoamp.pipeline.run import passes
+from autoamp.pipeline.work import Plan, Setting, Work
 from autoamp.place import cost
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import Emitted
@@ -47,7 +50,7 @@ class Net(nn.Module):
 
 def in_facts(patch: pytest.MonkeyPatch) -> None:
     """No write is seen: what is cast before it is read after it."""
-    real = pipeline.collect_facts
+    real = passes.collect_facts
 
     def blind(gm: fx.GraphModule, *given: Any) -> Any:
         found = real(gm, *given)
@@ -60,7 +63,7 @@ def in_facts(patch: pytest.MonkeyPatch) -> None:
         }
         return dataclasses.replace(found, nodes=nodes)
 
-    patch.setattr(pipeline, "collect_facts", blind)
+    patch.setattr(passes, "collect_facts", blind)
 
 
 def in_normalise(patch: pytest.MonkeyPatch) -> None:
@@ -100,13 +103,13 @@ def in_price(patch: pytest.MonkeyPatch) -> None:
 
 def in_place(patch: pytest.MonkeyPatch) -> None:
     """The assignment says that an op is low, and is carried out otherwise."""
-    real = pipeline.assign
+    real = passes.assign
 
     def lying(*given: Any) -> Any:
         found = real(*given)
         return dataclasses.replace(found, low=found.low - {"tanh"})
 
-    patch.setattr(pipeline, "assign", lying)
+    patch.setattr(passes, "assign", lying)
 
 
 def in_rewrite(patch: pytest.MonkeyPatch) -> None:
@@ -146,23 +149,23 @@ def in_casts(patch: pytest.MonkeyPatch) -> None:
 
 
 def in_clean_up(patch: pytest.MonkeyPatch) -> None:
-    real = pipeline.clean_up
+    real = passes.clean_up
 
-    def greedy(gm: fx.GraphModule) -> int:
+    def greedy(gm: fx.GraphModule) -> fx.GraphModule:
         for node in list(gm.graph.nodes):
             if node.name == "tanh" and node.meta["val"].dtype is torch.bfloat16:
                 node.replace_all_uses_with(node.args[0])
                 gm.graph.erase_node(node)
         return real(gm)
 
-    patch.setattr(pipeline, "clean_up", greedy)
+    patch.setattr(passes, "clean_up", greedy)
 
 
 def in_hoist(patch: pytest.MonkeyPatch) -> None:
-    def failing(_: Any) -> Any:
+    def failing(*_: Any) -> Any:
         raise ValueError("planted")
 
-    patch.setattr(prepare, "hoist_weight_casts", failing)
+    patch.setattr(passes, "hoist_weight_casts", failing)
 
 
 FAULTS: list[Callable[[pytest.MonkeyPatch], None]] = [
@@ -305,39 +308,54 @@ def test_floats_made_of_integers_are_fp32(precision: str, placement: str) -> Non
 # -- the way back by itself ------------------------------------------------------------
 
 
-def chain(length: int) -> fx.Graph:
+def chain(length: int) -> Work:
     graph = fx.Graph()
     at = graph.placeholder("x")
     for i in range(length):
         at = graph.create_node("call_function", torch.relu, (at,), {}, f"op{i}")
     graph.output(at)
-    return graph
+    gm = fx.GraphModule(nn.Module(), graph)
+    plan = Plan(Options(strict=False), torch.bfloat16, Setting())
+    return Work(plan, gm, before=gm)
+
+
+def run(work: Work, attempt: Callable[[Mapping[str, str]], None]) -> None:
+    """A list of one pass that decides, which is `attempt`."""
+
+    def decide(work: Work) -> Work:
+        attempt(work.given_up)
+        return dataclasses.replace(work, rewritten=object())  # type: ignore[arg-type]
+
+    only = Pass("only", Phase.DECIDE, decide, "nothing", retreat=Retreat.REPLAN)
+    pipeline._run(work, Phase.WRITE, [only])
 
 
 def test_the_region_grows_until_the_error_is_gone() -> None:
     tried: list[set[str]] = []
 
-    def attempt(kept: Mapping[str, str]) -> str:
+    def attempt(kept: Mapping[str, str]) -> None:
         tried.append(set(kept))
         if "op2" not in kept:
             raise VerificationError("no", nodes=["op5"])
         assert all(why == f"{REPORT}: no" for why in kept.values())
-        return "done"
 
-    assert retreating(attempt, chain(12), strict=False) == "done"
+    run(chain(12), attempt)
     assert tried[:2] == [set(), {"op5"}]
     assert tried[2] == {f"op{i}" for i in range(3, 8)}
     assert tried[3] == {f"op{i}" for i in range(1, 10)}
 
 
 def test_each_error_takes_its_own_region() -> None:
-    def attempt(kept: Mapping[str, str]) -> set[str]:
+    found: set[str] = set()
+
+    def attempt(kept: Mapping[str, str]) -> None:
         for name in ("op1", "op9"):
             if name not in kept:
                 raise PassError.at(name, ValueError("no"))
-        return set(kept)
+        found.update(kept)
 
-    assert retreating(attempt, chain(12), strict=False) == {"op1", "op9"}
+    run(chain(12), attempt)
+    assert found == {"op1", "op9"}
 
 
 @pytest.mark.parametrize(
@@ -356,8 +374,10 @@ def test_what_names_nothing_is_raised(error: Exception, strict: bool) -> None:
         tries += 1
         raise error
 
+    work = chain(3)
+    plan = dataclasses.replace(work.plan, options=Options(strict=strict))
     with pytest.raises(type(error), match=str(error)):
-        retreating(attempt, chain(3), strict=strict)
+        run(dataclasses.replace(work, plan=plan), attempt)
     assert tries == 1
 
 
@@ -370,7 +390,7 @@ def test_it_ends() -> None:
         raise VerificationError("always", nodes=["op20"])
 
     with pytest.raises(VerificationError, match="always"):
-        retreating(attempt, chain(60), strict=False)
+        run(chain(60), attempt)
     assert tries == 5
 
 

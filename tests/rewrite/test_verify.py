@@ -14,8 +14,7 @@ from autoamp.check.verify import Verifier
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import low_weight
 from autoamp.options import Options
-from autoamp.pipeline import run as pipeline
-from autoamp.pipeline.run import rewrite_graph
+from autoamp.pipeline.run import checks, passes, rewrite_graph
 from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.rewritten import Rewritten
 from tests import small_models
@@ -268,16 +267,17 @@ def test_the_emitted_graph_costs_what_was_promised(
     low = torch.float16 if options["precision"] == "fp16" else LOW
     seen: list[tuple[int, int]] = []
 
-    def counted(gm: fx.GraphModule) -> int:
+    def counted(gm: fx.GraphModule) -> fx.GraphModule:
         prices, verifier = spied["prices"], spied["verifier"]
         before = verifier.recount(gm, prices.ops, prices.down, prices.up)
-        removed = clean_up(gm)
-        seen.append((before, verifier.recount(gm, prices.ops, prices.down, prices.up)))
-        return removed
+        cleaned = clean_up(gm)
+        after = verifier.recount(cleaned, prices.ops, prices.down, prices.up)
+        seen.append((before, after))
+        return cleaned
 
     spied: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        real_price, real_verifier = pipeline.price_graph, pipeline.Verifier
+        real_price, real_verifier = passes.price_graph, checks.Verifier
 
         def price(*args: Any, **kwargs: Any) -> Any:
             spied["prices"] = real_price(*args, **kwargs)
@@ -287,9 +287,9 @@ def test_the_emitted_graph_costs_what_was_promised(
             spied["verifier"] = real_verifier(original)
             return spied["verifier"]
 
-        patch.setattr(pipeline, "price_graph", price)
-        patch.setattr(pipeline, "Verifier", verifier)
-        patch.setattr(pipeline, "clean_up", counted)
+        patch.setattr(passes, "price_graph", price)
+        patch.setattr(checks, "Verifier", verifier)
+        patch.setattr(passes, "clean_up", counted)
         found = rewrite_graph(capture(program), inputs(), Options(**options), low)
     ((before, after),) = seen
     assert before == found.assignment.cost == found.recounted
@@ -307,8 +307,10 @@ def test_one_cast_more_or_less_is_counted() -> None:
     fewer = rewritten()
     at = node(fewer, "linear_3")
     at.update_arg(0, node(fewer, "linear_2").args[0])
-    clean_up(fewer.gm)
-    assert recount(fewer, fewer.gm) == promised - found.assignment.prices.down["x1"]
+    assert (
+        recount(fewer, clean_up(fewer.gm))
+        == promised - found.assignment.prices.down["x1"]
+    )
 
 
 def test_an_op_in_another_precision_is_counted() -> None:
@@ -319,19 +321,19 @@ def test_an_op_in_another_precision_is_counted() -> None:
 
 
 def test_a_wrong_promise_is_refused(monkeypatch) -> None:
-    real = pipeline.assign
+    real = passes.assign
 
     def boast(*args: Any) -> Any:
         assignment = real(*args)
         return dataclasses.replace(assignment, cost=assignment.cost - 1)
 
-    monkeypatch.setattr(pipeline, "assign", boast)
+    monkeypatch.setattr(passes, "assign", boast)
     with pytest.raises(VerificationError, match="the placement promised"):
         rewritten(strict=True)
 
 
 def test_a_dropped_cast_is_refused(monkeypatch) -> None:
-    real = pipeline.insert_casts
+    real = passes.insert_casts
 
     def careless(*args: Any) -> Any:
         gm, casts = real(*args)
@@ -340,6 +342,6 @@ def test_a_dropped_cast_is_refused(monkeypatch) -> None:
         gm.graph.erase_node(cast)
         return gm, casts
 
-    monkeypatch.setattr(pipeline, "insert_casts", careless)
+    monkeypatch.setattr(passes, "insert_casts", careless)
     with pytest.raises(VerificationError):
         rewritten(strict=True)

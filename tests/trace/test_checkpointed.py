@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.pipeline import run as pipeline
+from autoamp.pipeline.run import passes
 from tests.metrics import relative_error
 
 WIDTH = 8
@@ -70,7 +70,7 @@ def test_regions_of_a_graph_the_pass_failed_on(branches: bool, monkeypatch) -> N
     def fail(*_: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(pipeline, "collect_facts", fail)
+    monkeypatch.setattr(passes, "collect_facts", fail)
     autoamp.convert(model, precision="bf16", do_no_harm=False)
     assert relative_error(gradients(model, x), expected) == 0
     ((_, why),) = autoamp.report(model).skipped

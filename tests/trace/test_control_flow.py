@@ -16,7 +16,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import autoamp
 from autoamp.errors import AutoampError, CaptureError
-from autoamp.pipeline import run as pipeline
+from autoamp.pipeline.run import passes
 from autoamp.trace import lowering
 from tests.metrics import relative_error
 from tests.small_models import converted
@@ -354,14 +354,14 @@ def test_a_body_that_cannot_be_lowered_stays_fp32(monkeypatch) -> None:
 
 
 def fail_in_bodies(monkeypatch) -> None:
-    through = pipeline.collect_facts
+    through = passes.collect_facts
 
     def fail(gm: fx.GraphModule, *given: Any) -> Any:
         if "autoamp_lowered_body" in gm.meta:
             raise RuntimeError("planted")
         return through(gm, *given)
 
-    monkeypatch.setattr(pipeline, "collect_facts", fail)
+    monkeypatch.setattr(passes, "collect_facts", fail)
 
 
 def test_a_body_that_the_pass_fails_on_stays_fp32(monkeypatch) -> None:

@@ -132,20 +132,6 @@ OWN_NORMS: dict[Any, Callable[..., Tensor]] = {
 """Torch's op to the function that does the same on a CPU."""
 
 
-def with_own_kernels(gm: fx.GraphModule) -> None:
-    """Puts our norms in the place of torch's in `gm` and the graphs inside `gm`.
-
-    For graphs that run on a CPU without a compiler; a compiler makes its own kernels.
-    """
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                value = node.meta.get("val")
-                if isinstance(value, Tensor):
-                    node.target = own_kernel(node, value.dtype, value.device)
-            module.recompile()
-
-
 def own_kernel(node: fx.Node, dtype: torch.dtype, device: torch.device) -> Any:
     """The function to call at a node whose result has `dtype`: torch's, or one of ours.
 

@@ -30,6 +30,7 @@ from autoamp.graph_functions import (
     unscale_grad_,
     unscale_half,
 )
+from autoamp.rewrite.copied import copied
 from autoamp.rewrite.edge.gradient_flow import GraphFlow
 from autoamp.rewrite.edge.outside import check_memory, find_outside, is_written
 from autoamp.rewrite.edge.true_gradients import true_values
@@ -65,26 +66,26 @@ class _Inputs:
     found_inf: fx.Node
 
 
-def scale_edge(gm: fx.GraphModule, rewritten: Rewritten) -> Edge:
-    """Edits `gm`, the graph made of `rewritten`, so that its gradients are scaled.
+def scale_edge(gm: fx.GraphModule, rewritten: Rewritten) -> tuple[fx.GraphModule, Edge]:
+    """A copy of `gm`, the graph made of `rewritten`, whose gradients are scaled.
 
-    Where no gradient enters or leaves the graph nothing is changed.  The edited graph
+    Where no gradient enters or leaves the graph the copy is like the graph.  The copy
     suits every call: an input that is a leaf of autograd's graph in one call may be a
     computed tensor in the next.
 
     Raises:
         CaptureError: the graph writes to two inputs that share memory.
     """
+    gm, _ = copied(gm)
     flow = GraphFlow(gm, rewritten)
     scaling = _Scaling(flow)
     written = scaling.run()
     if scaling.inputs:
         gm.graph.lint()
-        gm.recompile()
     positions = tuple(flow.given.index(node) for node in written)
     given = enumerate(flow.given)
     exits = tuple(i for i, node in given if flow.differentiable(node, node))
-    return Edge(tuple(scaling.inputs), positions, exits)
+    return gm, Edge(tuple(scaling.inputs), positions, exits)
 
 
 def scale_inputs(device: torch.device) -> list[torch.Tensor]:

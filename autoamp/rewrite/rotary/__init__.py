@@ -12,7 +12,7 @@ Compilers get the chain: they make one kernel of it by themselves.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from autoamp.graph_functions import rotary
 from autoamp.kernels.chains import layout_of, sizes_of
 from autoamp.kernels.table import ROTARY
 from autoamp.ops import has_effect
+from autoamp.rewrite.copied import edited
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.rotary.halves import EXCHANGES, acts_in_rows, exchanged
 
@@ -64,15 +65,25 @@ class _Embedding:
         return value
 
 
-def with_rotary(gm: fx.GraphModule) -> None:
-    """Replaces the chains of `gm`, and of the graphs inside `gm`, in place."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            found = [*_embeddings(module.graph)]
-            for embedding in found:
-                _replace(embedding)
-            if found:
-                module.recompile()
+def with_rotary(gm: fx.GraphModule, left: Collection[str] = ()) -> fx.GraphModule:
+    """`gm` with one call for each rotary embedding; `gm` itself where there is none.
+
+    Args:
+        left: names of nodes; an embedding that has one of them stays as it is.
+    """
+
+    def found(graph: fx.Graph) -> list[_Embedding]:
+        return [
+            each
+            for each in _embeddings(graph)
+            if not any(n.name in left for n in (each.result, *each.inside))
+        ]
+
+    def edit(graph: fx.Graph) -> None:
+        for embedding in found(graph):
+            _replace(embedding)
+
+    return edited(gm, edit, finds=found)
 
 
 def _replace(found: _Embedding) -> None:

@@ -1,0 +1,398 @@
+"""Runs both sides of a region on the same numbers, as a second opinion.
+
+The recognition of a kernel is a proof in algebra (`kernels/proof`), and the recognition
+of a mask is a proof by positions.  Here neither is known: the calls that are gone and
+the calls in their place run on random numbers, and results, gradients and what is kept
+for the backward are compared.  The truth is the old side in float64.  The new side may
+be off by `ROUNDINGS` times as much as the old side is, or as one rounding of the
+coarsest dtype of the region is: a wrong kernel is off by far more.
+
+A region is run once in a process for each kind of region, on few numbers: a dimension
+whose size no literal of the region repeats becomes small.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoamp import compat
+from autoamp.analyse.nodes import tensors_of
+from autoamp.check.differences import Region
+from autoamp.check.standin import where
+from autoamp.dtypes import LOW_DTYPES
+from autoamp.errors import VerificationError
+
+ROUNDINGS = 16.0
+"""How many times the old side's own error, or one rounding, the new side may be off."""
+
+MOST = 2**22
+"""A region that reads more numbers than this is run under `strict` alone."""
+
+_KNOWN: dict[Any, str | None] = {}
+"""For each kind of region that has run, what is wrong with it, or None."""
+
+_KNOWN_AT_MOST = 4096
+
+_RANDOM = frozenset({"aten::dropout"})
+"""Calls that draw: each gives its operand here, since the two sides draw otherwise."""
+
+_DROPOUT = "dropout_p"
+
+
+def check_alike(regions: Sequence[Region], *, every: bool) -> None:
+    """Raises where the new side of a region gives other numbers than the old side.
+
+    Args:
+        every: whether regions of many numbers are run as well.
+
+    Raises:
+        VerificationError: the message says which result or gradient differs, by what.
+    """
+    for region in regions:
+        _same_kinds(region)
+        key = _kind(region)
+        if key not in _KNOWN:
+            if len(_KNOWN) >= _KNOWN_AT_MOST:
+                _KNOWN.clear()
+            _KNOWN[key] = _difference(region, every=every)
+        problem = _KNOWN[key]
+        if problem is not None:
+            raise VerificationError(
+                f"{where(region.new[-1])} in the place of {where(region.old[-1])}: "
+                f"{problem}",
+                nodes=[n.name for n in region.old],
+            )
+
+
+def _same_kinds(region: Region) -> None:
+    """Checks that each result keeps its dtype, shape and strides."""
+    for old, new in region.results:
+        for one, other in zip(
+            tensors_of(old.meta.get("val")),
+            tensors_of(new.meta.get("val")),
+            strict=True,
+        ):
+            if _layout(one) != _layout(other):
+                raise VerificationError(
+                    f"{where(new)} gives {_layout(other)}, where {old.name} gave "
+                    f"{_layout(one)}",
+                    nodes=[n.name for n in region.old],
+                )
+
+
+def _layout(value: Tensor) -> tuple[Any, ...]:
+    strides = zip(value.shape, value.stride(), strict=True)
+    told = [str(stride) for size, stride in strides if size != 1]
+    return (value.dtype, *map(str, value.shape), *told)
+
+
+def _kind(region: Region) -> Any:
+    """The properties of a region on which its numbers depend."""
+    numbers: dict[str, int] = {}
+    for one, other in region.inputs:
+        numbers.setdefault(one.name, len(numbers))
+        numbers.setdefault(other.name, numbers[one.name])
+
+    def calls(nodes: Sequence[fx.Node]) -> Iterator[Any]:
+        names = dict(numbers)
+        for node in nodes:
+            read = fx.map_arg(
+                (node.args, node.kwargs),
+                lambda n, names=names: f"%{names.get(n.name, -1)}",  # type: ignore[misc]
+            )
+            yield node.target, repr(read)
+            names[node.name] = len(names)
+
+    inputs = [
+        (_layout(t), t.requires_grad)
+        for one, _ in region.inputs
+        for t in tensors_of(one.meta.get("val"))
+    ]
+    return (*calls(region.old), None, *calls(region.new), None, *inputs)
+
+
+def _difference(region: Region, *, every: bool) -> str | None:
+    """What is wrong with the new side; None where nothing is found."""
+    told = False
+    for retell, keep in ((True, False), (False, False), (False, True)):
+        sizes = {} if keep else _small_sizes(region, retell=retell)
+        values = _Values(region, sizes, retell=retell)
+        if values.count > MOST and not (every or (keep and told)):
+            continue
+        try:
+            found = _compared(region, values)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+            continue  # the calls do not run on tensors of another size
+        if found is None:
+            return None
+        told = True
+    return found if told else None
+
+
+def _compared(region: Region, values: _Values) -> str | None:
+    with compat.on_real_numbers(), torch.enable_grad():
+        truth = _run(region, 0, values, wide=True)
+        old = _run(region, 0, values, wide=False)
+        new = _run(region, 1, values, wide=False)
+        for side, (one, other) in enumerate(region.results):
+            true, was, now = truth[one], old[one], new[other]
+            values.expect(one, was)
+            problem = _off(true, was, now, _coarsest(region))
+            if problem is not None:
+                return f"result {side + 1} {problem}"
+        return _gradients_differ(region, values, truth, old, new)
+
+
+def _gradients_differ(
+    region: Region,
+    values: _Values,
+    truth: Mapping[fx.Node, Any],
+    old: Mapping[fx.Node, Any],
+    new: Mapping[fx.Node, Any],
+) -> str | None:
+    """What differs between the gradients of the inputs, for random ones of results."""
+    found: list[list[Tensor | None]] = []
+    for run, at in ((truth, 0), (old, 0), (new, 1)):
+        roots, given = [], []
+        for number, pair in enumerate(region.results):
+            value = run[pair[at]]
+            if isinstance(value, Tensor) and value.requires_grad:
+                roots.append(value)
+                given.append(values.cotangent(number, value))
+        leaves = [
+            run[pair[at]]
+            for pair in region.inputs
+            if isinstance(run.get(pair[at]), Tensor) and run[pair[at]].requires_grad
+        ]
+        if not roots or not leaves:
+            found.append([])
+            continue
+        made = torch.autograd.grad(roots, leaves, given, allow_unused=True)
+        found.append([*made])
+    if len({len(each) for each in found}) > 1:
+        return "lets no gradient through where one flowed, or lets one through"
+    for number, (true, was, now) in enumerate(zip(*found, strict=True)):
+        if was is None or now is None:
+            if was is not now and bool((true if true is not None else now).any()):
+                return f"gives no gradient to input {number + 1}"
+            continue
+        problem = _off(true, was, now, _coarsest(region))
+        if problem is not None:
+            return f"the gradient of input {number + 1} {problem}"
+    return None
+
+
+def _off(true: Any, was: Any, now: Any, coarsest: float) -> str | None:
+    """How far a value is off, where that is too far."""
+    if not isinstance(true, Tensor):
+        if isinstance(true, (list, tuple)):
+            parts = (_off(*each, coarsest) for each in zip(true, was, now, strict=True))
+            return next((p for p in parts if p is not None), None)
+        return None if was == now else f"is {now}, and was {was}"
+    if true.shape != now.shape or was.dtype != now.dtype:
+        return f"is {now.dtype} {[*now.shape]}, and was {was.dtype} {[*was.shape]}"
+    if not true.dtype.is_floating_point:
+        return None if torch.equal(was, now) else "differs"
+    finite = true.isfinite() & was.isfinite()
+    if not bool(finite.any()):
+        return None
+    truth, one, other = (t.detach().double()[finite] for t in (true, was, now))
+    if not bool(other.isfinite().all()):
+        return "is not finite where it was"
+    size = float(truth.abs().max())
+    allowed = ROUNDINGS * max(float((one - truth).abs().max()), coarsest * size)
+    error = float((other - truth).abs().max())
+    if error <= allowed:
+        return None
+    return f"is off by {error:.3g} of {size:.3g}, where rounding explains {allowed:.3g}"
+
+
+def _coarsest(region: Region) -> float:
+    """The step above 1 of the coarsest float dtype that the region computes in."""
+    nodes = [*region.old, *region.new, *(n for pair in region.inputs for n in pair)]
+    dtypes = {t.dtype for n in nodes for t in tensors_of(n.meta.get("val"))}
+    steps = [torch.finfo(d).eps for d in dtypes if d.is_floating_point]
+    return max(steps, default=torch.finfo(torch.float32).eps)
+
+
+# -- running one side --------------------------------------------------------------
+
+
+def _run(
+    region: Region, side: int, values: _Values, *, wide: bool
+) -> dict[fx.Node, Any]:
+    """The value of each node and input of a side; in float64 where `wide`."""
+    found: dict[fx.Node, Any] = {}
+    for pair in region.inputs:
+        found[pair[side]] = values.of(pair[0], wide=wide)
+        found[pair[1 - side]] = found[pair[side]]
+    found |= {n: found[first] for n, first in region.again.items() if first in found}
+    for node in (region.old, region.new)[side]:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+        args, kwargs = values.fitted(args, wide), values.fitted(kwargs, wide)
+        found[node] = _called(node, args, kwargs)
+    return found
+
+
+def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    target: Any = node.target
+    if isinstance(target, compat.OpOverload):
+        if compat.schema(target).name in _RANDOM:
+            return args[0].clone()
+        order = [a.name for a in compat.schema(target).arguments]
+    elif node.op == "get_attr":
+        return operator.attrgetter(str(target))(node.graph.owning_module)
+    else:
+        order = _parameters(target)
+    at = order.index(_DROPOUT) if _DROPOUT in order else len(args)
+    if at < len(args):
+        args = (*args[:at], 0.0, *args[at + 1 :])
+    elif _DROPOUT in kwargs:
+        kwargs = {**kwargs, _DROPOUT: 0.0}
+    return target(*args, **kwargs)
+
+
+@functools.cache
+def _parameters(function: Any) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # a built-in function
+        return []
+
+
+class _Values:
+    """Random values for the inputs of a region, the same for each run.
+
+    Attributes:
+        count: how many numbers the inputs and the old side's values have together.
+    """
+
+    def __init__(
+        self, region: Region, sizes: Mapping[int, int], *, retell: bool
+    ) -> None:
+        self.sizes = sizes
+        self._retell = retell
+        self._values: dict[fx.Node, Any] = {}
+        self._generator = torch.Generator("cpu").manual_seed(0)
+        self._cotangents: dict[int, Tensor] = {}
+        self.count = 0
+        self._known = {one: one.meta.get("val") for one, _ in region.inputs}
+        every = [*self._known.values(), *(n.meta.get("val") for n in region.old)]
+        self.count = sum(
+            math.prod(self._size(s) for s in t.shape)
+            for value in every
+            for t in tensors_of(value)
+        )
+
+    def _size(self, size: Any) -> int:
+        size = compat.hint(size)
+        return self.sizes.get(size, size)
+
+    def of(self, node: fx.Node, *, wide: bool) -> Any:
+        """A new copy of an input's value, which is a leaf."""
+        if node not in self._values:
+            self._values[node] = self._made(self._known.get(node))
+        known = tensors_of(self._known.get(node))
+        trained = any(t.requires_grad for t in known)
+        return self._fresh(self._values[node], wide, trained)
+
+    def _fresh(self, value: Any, wide: bool, trained: bool) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._fresh(each, wide, trained) for each in value)
+        if not isinstance(value, Tensor):
+            return value
+        if not value.dtype.is_floating_point:
+            return value.clone()
+        fresh = value.double() if wide else value.clone()
+        return fresh.detach().requires_grad_(trained)
+
+    def _made(self, known: Any) -> Any:
+        if isinstance(known, (list, tuple)):
+            return type(known)(self._made(each) for each in known)
+        if isinstance(known, torch.SymInt):
+            return self._size(known)
+        if not isinstance(known, Tensor):
+            return known
+        sizes = [self._size(s) for s in known.shape]
+        strides = [compat.hint(s) for s in known.stride()]
+        order = sorted(range(len(sizes)), key=lambda d: -strides[d])
+        dense = [1 if not strides[d] else sizes[d] for d in order]
+        made = self._drawn(dense, known.dtype)
+        back = [order.index(d) for d in range(len(sizes))]
+        return made.permute(back).expand(sizes)
+
+    def _drawn(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+        drawn = torch.randn(sizes, generator=self._generator, dtype=torch.float64)
+        if dtype == torch.bool:
+            return drawn > -0.5
+        if not dtype.is_floating_point:
+            return (drawn > 0).to(dtype)
+        return drawn.to(dtype)
+
+    def expect(self, node: fx.Node, value: Any) -> None:
+        """Checks that a result has its recorded shape, in the small sizes."""
+        for known, made in zip(
+            tensors_of(node.meta.get("val")), tensors_of(value), strict=True
+        ):
+            if [self._size(s) for s in known.shape] != [*made.shape]:
+                raise ValueError(f"{node.name} has another shape in small")
+
+    def cotangent(self, number: int, like: Tensor) -> Tensor:
+        """A random gradient of a result; every number is one of the coarsest dtype."""
+        if number not in self._cotangents:
+            drawn = self._drawn([*like.shape], torch.bfloat16)
+            self._cotangents[number] = drawn
+        return self._cotangents[number].to(like.dtype)
+
+    def fitted(self, value: Any, wide: bool) -> Any:
+        """Arguments in which sizes are the small ones, and dtypes the wide one."""
+        if isinstance(value, dict):
+            return {k: self.fitted(v, wide) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.fitted(each, wide) for each in value)
+        floats = (torch.float32, *LOW_DTYPES.values())
+        if wide and isinstance(value, torch.dtype) and value in floats:
+            return torch.float64
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if self._retell and type(value) is int:
+            return self.sizes.get(value, value)
+        return value
+
+
+def _small_sizes(region: Region, *, retell: bool) -> dict[int, int]:
+    """Each size to a smaller one.
+
+    Args:
+        retell: whether a literal that is a size becomes small with it; else sizes that
+            a literal repeats stay.
+    """
+    literals: set[int] = set()
+    for node in (*region.old, *region.new):
+        for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(leaf, int) and not isinstance(leaf, bool):
+                literals.add(leaf)
+    for one, _ in region.inputs:
+        if isinstance(one.meta.get("val"), torch.SymInt):
+            literals.add(compat.hint(one.meta["val"]))
+    nodes = [*region.old, *region.new, *(one for one, _ in region.inputs)]
+    sizes = {
+        compat.hint(s)
+        for n in nodes
+        for t in tensors_of(n.meta.get("val"))
+        for s in t.shape
+    }
+    free = sorted(s for s in sizes if s > 8 and (retell or s not in literals))
+    taken = {s for s in sizes if s not in free}
+    small = (n for n in range(2, 10_000, 2) if n not in taken)
+    return {
+        size: chosen for size, chosen in zip(free, small, strict=False) if chosen < size
+    }

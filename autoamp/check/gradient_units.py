@@ -1,0 +1,221 @@
+"""Checks by units that every gradient is scaled once on its way in and unscaled once.
+
+Inside a graph whose loss is scaled a gradient is either true or scaled, as a length is
+in metres or in feet.  Backwards are linear, so the gradient of an op's result and those
+of its operands are in the same unit; the functions of the edge change the unit, each in
+one way; the gradients of what the graph returns and of what it is given are true.  The
+units of a graph either agree, or some gradient is scaled twice or never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoamp import compat
+from autoamp.analyse.nodes import tensors_of, written_values
+from autoamp.check.standin import named, where
+from autoamp.errors import VerificationError
+from autoamp.graph_functions import (
+    FOR_COMPILERS,
+    low_uses,
+    low_weight,
+    low_weight_unscaled,
+    scale_grad,
+    scaled_result,
+    traced_scale_grad_,
+    traced_scale_grad_apart,
+    unscale_grad,
+    unscale_grad_,
+    unscale_half,
+)
+
+TRUE, SCALED = "true", "scaled"
+
+_WAYS: dict[Callable[..., Any], tuple[str, str]] = {
+    scale_grad: (SCALED, TRUE),
+    scaled_result: (SCALED, TRUE),
+    traced_scale_grad_: (SCALED, TRUE),
+    traced_scale_grad_apart: (SCALED, TRUE),
+    unscale_grad: (TRUE, SCALED),
+    unscale_grad_: (TRUE, SCALED),
+    unscale_half: (TRUE, SCALED),
+    low_weight_unscaled: (TRUE, SCALED),
+}
+_WAYS |= {traced: _WAYS[plain] for plain, traced in FOR_COMPILERS.items()}
+"""Each function of the edge: the unit of its operand's gradient, of its result's."""
+
+_FIRST_ALONE = frozenset({*_WAYS, low_weight, low_uses})
+"""Calls whose gradient goes to their first operand alone."""
+
+
+def check_units(gm: fx.GraphModule) -> None:
+    """Raises where a gradient of a scaled graph is in another unit than it must be.
+
+    Values that the graph writes to are left out: a write gives a value a new history,
+    and the value after the write is another one under the same memory.
+
+    Raises:
+        VerificationError: two paths of gradients meet in different units.
+    """
+    nodes = list(gm.graph.nodes)
+    if not any(node.target in _WAYS for node in nodes):
+        return
+    flowing = _flowing(gm)
+    written = _written(gm)
+    units = _Units()
+    for node in nodes:
+        if node.op == "placeholder" and node in flowing:
+            units.set(node, TRUE, node)
+        elif node.op == "output":
+            for value in node.all_input_nodes:
+                if value in flowing and value not in written:
+                    units.set(value, TRUE, node)
+        elif node in flowing and node not in written:
+            _relate(node, units, flowing, written)
+
+
+def _relate(
+    node: fx.Node,
+    units: _Units,
+    flowing: Mapping[fx.Node, bool],
+    written: set[fx.Node],
+) -> None:
+    way = _WAYS.get(node.target)  # type: ignore[arg-type]
+    operands = node.all_input_nodes
+    if node.target in _FIRST_ALONE:
+        operands = operands[:1]
+    for operand in operands:
+        if operand not in flowing or operand in written:
+            continue
+        if way is None:
+            units.join(node, operand)
+        else:
+            units.set(operand, way[0], node)
+            units.set(node, way[1], node)
+
+
+class _Units:
+    """Sets of values whose gradients are in one unit, with the unit where known."""
+
+    def __init__(self) -> None:
+        self._parent: dict[fx.Node, fx.Node] = {}
+        self._unit: dict[fx.Node, str] = {}
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        while (parent := self._parent.get(node, node)) is not node:
+            self._parent[node] = self._parent.get(parent, parent)
+            node = parent
+        return node
+
+    def set(self, node: fx.Node, unit: str, at: fx.Node) -> None:
+        root = self._root(node)
+        known = self._unit.setdefault(root, unit)
+        if known != unit:
+            self._contradict(node, at)
+
+    def join(self, one: fx.Node, other: fx.Node) -> None:
+        left, right = self._root(one), self._root(other)
+        if left is right:
+            return
+        units = {self._unit[r] for r in (left, right) if r in self._unit}
+        if len(units) > 1:
+            self._contradict(other, one)
+        self._parent[right] = left
+        if units:
+            self._unit[left] = units.pop()
+
+    def _contradict(self, value: fx.Node, at: fx.Node) -> None:
+        raise VerificationError(
+            f"the gradient of {value.name} would be both true and scaled, at "
+            f"{where(at)}",
+            nodes=(*named(at), *named(value)),
+        )
+
+
+def _flowing(gm: fx.GraphModule) -> dict[fx.Node, bool]:
+    """The values that a gradient flows into, as autograd says of tensors of no data."""
+    found: dict[fx.Node, bool] = {}
+    memo: dict[Any, bool] = {}
+    recording = torch.is_grad_enabled()
+    for node in gm.graph.nodes:
+        if node.target is compat.SET_GRAD:
+            recording = bool(node.args[0])
+        elif node.op == "placeholder":
+            if any(t.requires_grad for t in tensors_of(node.meta.get("val"))):
+                found[node] = True
+        elif node.op == "call_function" and recording and any(_floats(node)):
+            operands = [n for n in node.all_input_nodes if n in found]
+            if operands and (node.target in _FIRST_ALONE or _passes(node, found, memo)):
+                found[node] = True
+    return found
+
+
+def _floats(node: fx.Node) -> Iterator[bool]:
+    values = tensors_of(node.meta.get("val"))
+    return (t.is_floating_point() or t.is_complex() for t in values)
+
+
+def _passes(
+    node: fx.Node, flowing: Mapping[fx.Node, bool], memo: dict[Any, bool]
+) -> bool:
+    """Whether autograd records a call; taken for granted where it cannot be asked."""
+    target = node.target
+    if not isinstance(target, compat.OpOverload):
+        return True
+    given = [n in flowing for n in node.all_input_nodes]
+    key = (target, *given, *map(repr, _leaves(node)))
+    if key not in memo:
+        memo[key] = _asked(node, flowing)
+    return memo[key]
+
+
+def _leaves(node: fx.Node) -> list[Any]:
+    found = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
+    return [v for v in found if not isinstance(v, fx.Node)]
+
+
+def _asked(node: fx.Node, flowing: Mapping[fx.Node, bool]) -> bool:
+    def empty(operand: fx.Node) -> Any:
+        value = operand.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            return compat.hint(value)
+        if not isinstance(value, Tensor):
+            raise TypeError("not a tensor")
+        sizes = [compat.hint(s) for s in value.shape]
+        made = torch.empty(sizes, dtype=value.dtype, device="meta")
+        return made.requires_grad_(operand in flowing and value.is_floating_point())
+
+    try:
+        with compat.on_real_numbers(), torch.enable_grad():
+            args, kwargs = fx.map_arg((node.args, node.kwargs), empty)
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": torch.device("meta")}
+            assert callable(node.target)
+            made = node.target(*args, **kwargs)
+    except Exception:  # noqa: BLE001  # the op has no meta kernel, or writes to a leaf
+        return True
+    return any(t.requires_grad for t in tensors_of(made))
+
+
+def _written(gm: fx.GraphModule) -> set[fx.Node]:
+    """The values that share memory with something that the graph writes to."""
+    storages: set[int] = set()
+    for node in gm.graph.nodes:
+        values = written_values(node)
+        if node.target in (unscale_grad_, traced_scale_grad_):
+            values = node.all_input_nodes[:1]
+        for value in values:
+            storages |= {
+                compat.storage_id(t) for t in tensors_of(value.meta.get("val"))
+            }
+    return {
+        node
+        for node in gm.graph.nodes
+        if any(
+            compat.storage_id(t) in storages for t in tensors_of(node.meta.get("val"))
+        )
+    }

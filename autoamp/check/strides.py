@@ -1,0 +1,100 @@
+"""Finds the layouts that a graph's values really have, after layouts were changed.
+
+What a graph records of strides is what the graph before had.  Here the values that
+follow a changed layout are computed again on fake tensors, node by node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoamp import compat
+from autoamp.analyse.nodes import tensors_of
+from autoamp.check.standin import named, where
+from autoamp.errors import VerificationError
+from autoamp.graph_functions import laid_out
+
+
+def check_strides(
+    gm: fx.GraphModule, last: Collection[str], formats: dict[int, torch.memory_format]
+) -> None:
+    """Raises where a changed layout reaches a result, or a call that cannot take it.
+
+    Args:
+        last: names of inputs that come with their channels last.
+        formats: that memory format, by the number of dimensions.
+
+    Raises:
+        VerificationError: a result has other strides, or a call fails on its operands.
+    """
+    laid: dict[fx.Node, Any] = {}
+    mode = compat.new_fake_mode(symbolic=False)
+
+    def value(node: fx.Node) -> Any:
+        return laid[node] if node in laid else _fake(node.meta.get("val"), mode)
+
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.name in last:
+            plain = value(node)
+            laid[node] = plain.contiguous(memory_format=formats[plain.dim()])
+            continue
+        if node.target is not laid_out and laid.keys().isdisjoint(node.all_input_nodes):
+            continue
+        if node.op == "output":
+            _results_lie_as_before(node, laid)
+            continue
+        try:
+            with mode, compat.as_traced(), torch.no_grad():
+                args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+                made = node.target(*args, **kwargs)
+        except Exception as error:
+            raise VerificationError(
+                f"{where(node)} fails on operands with the channels last: "
+                f"{type(error).__name__}: {error}",
+                nodes=named(node),
+            ) from error
+        if _strides(made) != _strides(node.meta.get("val")):
+            laid[node] = made
+
+
+def _results_lie_as_before(output: fx.Node, laid: dict[fx.Node, Any]) -> None:
+    for node in output.all_input_nodes:
+        if node in laid:
+            raise VerificationError(
+                f"{where(node)} is returned with strides {_strides(laid[node])}, "
+                f"where the model's has {_strides(node.meta['val'])}",
+                nodes=named(node),
+            )
+
+
+def _fake(value: Any, mode: compat.FakeTensorMode) -> Any:
+    """A fake tensor like a recorded value, with numbers for symbolic sizes."""
+    if isinstance(value, Tensor):
+        sizes, strides = (
+            [compat.hint(each) for each in found]
+            for found in (value.shape, value.stride())
+        )
+        with mode:
+            return torch.empty_strided(
+                sizes, strides, dtype=value.dtype, device=value.device
+            )
+    if isinstance(value, (list, tuple)):
+        return type(value)(_fake(each, mode) for each in value)
+    return compat.hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _strides(value: Any) -> list[Any]:
+    """The strides that tell elements apart, of each tensor of a value."""
+    return [
+        [
+            compat.hint(stride)
+            for size, stride in zip(t.shape, t.stride(), strict=True)
+            if compat.hint(size) != 1
+        ]
+        for t in tensors_of(value)
+        if all(compat.hint(size) for size in t.shape)
+    ]

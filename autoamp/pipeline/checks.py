@@ -1,0 +1,138 @@
+"""The check of each pass: what the pass may change, and who proves that it kept to it.
+
+The proofs are in `check/`, which shares no code with the passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from autoamp import compat
+from autoamp.check import differences as kinds
+from autoamp.check.alike import check_alike
+from autoamp.check.differences import May, differences
+from autoamp.check.gradient_units import check_units
+from autoamp.check.same_calls import check_same_calls
+from autoamp.check.strides import check_strides
+from autoamp.check.verify import Verifier
+from autoamp.errors import VerificationError
+from autoamp.graph_functions import (
+    FOR_COMPILERS,
+    checkpointed,
+    low_weight,
+    low_weight_unscaled,
+    scale_grad,
+    traced_scale_grad_,
+    traced_scale_grad_apart,
+)
+from autoamp.pipeline.work import Work
+from autoamp.place.layouts import FORMATS
+from autoamp.place.problem import promised_casts
+
+_FORMS: dict[Any, tuple[Any, ...]] = {
+    **{function: (traced,) for function, traced in FOR_COMPILERS.items()},
+    scale_grad: (
+        FOR_COMPILERS[scale_grad],
+        traced_scale_grad_,
+        traced_scale_grad_apart,
+    ),
+    checkpointed: (compat.CHECKPOINT,),
+}
+"""The functions that a compiler may get in the place of a function."""
+
+
+class Checks:
+    """The checks of one run of the passes, which share what they find out.
+
+    Each method is given the work before and after a pass, and raises
+    `VerificationError` where the pass broke its word.
+    """
+
+    def __init__(self) -> None:
+        self._verifier: Verifier | None = None
+
+    def _verifier_of(self, before: fx.GraphModule) -> Verifier:
+        if self._verifier is None or self._verifier.original is not before:
+            self._verifier = Verifier(before)
+        return self._verifier
+
+    def replaced(self, was: Work, now: Work) -> None:
+        """Calls were replaced by calls that give the same numbers, and nothing else."""
+        found = differences(was.gm, now.gm, May(replace=True))
+        check_alike(found, every=was.options.strict)
+
+    def recounted(self, was: Work, now: Work) -> None:
+        """The casts and ops of the emitted graph cost what the placement promised."""
+        assert was.prices is not None
+        assert was.assignment is not None
+        verifier = self._verifier_of(was.gm)
+        prices, assignment = was.prices, was.assignment
+        counted = verifier.recount(now.gm, prices.ops, prices.down, prices.up)
+        if counted != assignment.cost:
+            low = frozenset(n for n, d in assignment.decisions.items() if d.low)
+            casts = promised_casts(assignment.problem, low)
+            raise VerificationError(
+                f"the emitted graph costs {counted}, the placement promised "
+                f"{assignment.cost} (units of 0.1 ns); this is a bug in autoamp",
+                nodes=verifier.not_as_promised(now.gm, low, casts),
+            )
+
+    def same_program(self, was: Work, now: Work) -> None:
+        """The emitted graph is the program of the graph before, but for its casts."""
+        assert was.before is not None
+        assert was.classified is not None
+        pinned = was.classified.pinned
+        self._verifier_of(was.before).verify(
+            now.gm, pinned, pinned - was.classified.promoted
+        )
+
+    def hoisted(self, was: Work, now: Work) -> None:
+        """Casts of weights became copies that come in; all else stayed."""
+        given = _inputs(was.gm)
+        extra = _inputs(now.gm)[len(given) :]
+        weights = [given[at] for at in now.weights]
+        copies: dict[str, str | None] = dict(zip(extra, weights, strict=True))
+        may = May(kinds.USES, copies)
+        differences(was.gm, now.gm, may)
+
+    def edge(self, was: Work, now: Work) -> None:
+        """Only gradients changed, and their units agree."""
+        if now.gm is was.gm:
+            return
+        extra = _inputs(now.gm)[len(_inputs(was.gm)) :]
+        if len(extra) != 3 * len(now.edge.devices):
+            raise VerificationError(f"the edge has the extra inputs {extra}")
+        rename = {low_weight: (low_weight_unscaled,)}
+        may = May(kinds.EDGE | kinds.COPIES, dict.fromkeys(extra), rename=rename)
+        differences(was.gm, now.gm, may)
+        check_units(now.gm)
+
+    def laid_out(self, was: Work, now: Work) -> None:
+        """Only copies in another layout were added; every result lies as it did."""
+        if now.gm is was.gm:
+            return
+        differences(was.gm, now.gm, May(kinds.LAYOUTS))
+        given = len(_inputs(was.gm)) - len(now.layouts) - 3 * len(now.edge.devices)
+        copies = _inputs(now.gm)[given:]
+        pairs = zip(copies, now.layouts, strict=False)
+        last = {name for name, layout in pairs if layout in FORMATS.values()}
+        check_strides(now.gm, last, FORMATS)
+
+    def bound(self, was: Work, now: Work) -> None:
+        """The code calls functions that call the graph's ops, on the same operands."""
+        if now.code is not None:
+            check_same_calls(was.gm, now.code)
+
+    def for_compilers(self, was: Work, now: Work) -> None:
+        """Functions were exchanged for their forms for compilers, and no others."""
+        if now.code is was.code or now.code is was.gm:
+            return
+        assert now.code is not None
+        may = May(kinds.USES | kinds.CASTS | kinds.RESHAPES, rename=_FORMS)
+        differences(was.gm, now.code, may)
+
+
+def _inputs(gm: fx.GraphModule) -> list[str]:
+    return [n.name for n in gm.graph.nodes if n.op == "placeholder"]
