@@ -21,7 +21,7 @@ import autoamp
 from autoamp import compat
 from autoamp.capture import engine
 from autoamp.check.verify import Verifier
-from autoamp.pipeline.run import passes, run, work
+from autoamp.pipeline import passes, run, work
 from tests.conformance.table import Figures
 from tests.small_models import Of
 from tests.training.steps import BF16, FP16, assert_same, weights_of

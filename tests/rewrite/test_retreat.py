@@ -16,10 +16,10 @@ import autoamp
 from autoamp.analyse import classify as classify_module
 from autoamp.errors import AutoampError, PassError, VerificationError
 from autoamp.options import Options
+from autoamp.pipeline import passes
 from autoamp.pipeline import run as pipeline
 from autoamp.pipeline.passes import Pass, Phase, Retreat
 from autoamp.pipeline.retreat import REPORT
-from autoamp.pipeline.run import passes
 from autoamp.pipeline.work import Plan, Setting, Work
 from autoamp.place import cost
 from autoamp.rewrite import casts

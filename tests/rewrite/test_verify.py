@@ -14,7 +14,8 @@ from autoamp.check.verify import Verifier
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import low_weight
 from autoamp.options import Options
-from autoamp.pipeline.run import checks, passes, rewrite_graph
+from autoamp.pipeline import checks, passes
+from autoamp.pipeline.run import rewrite_graph
 from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.rewritten import Rewritten
 from tests import small_models

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
-from autoamp.pipeline.run import passes
+from autoamp.pipeline import passes
 from tests.metrics import relative_error
 
 WIDTH = 8

@@ -16,7 +16,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import autoamp
 from autoamp.errors import AutoampError, CaptureError
-from autoamp.pipeline.run import passes
+from autoamp.pipeline import passes
 from autoamp.trace import lowering
 from tests.metrics import relative_error
 from tests.small_models import converted
