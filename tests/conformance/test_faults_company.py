@@ -291,7 +291,12 @@ def test_calls_past_the_recompile_limit_are_right_and_told(figures: Figures) -> 
         assert graphs > 1
         for rows in [*range(2, limit + 5), 2, 3, limit + 4]:
             assert off_by(first, torch.randn(rows, 8)) < ERROR
-        assert any("recompile limit" in why for _, why in autoamp.report(first).skipped)
+        [(_, why)] = autoamp.report(first).skipped
+        assert "forward: some calls of it run in fp32" in why
+        assert "torch._dynamo.config.recompile_limit" in why
+        coverage = autoamp.report(first).coverage
+        assert (coverage.calls_aside, coverage.calls_in_part) == (0, 0)
+        assert coverage.low_flops == coverage.flops, "the Linear is still captured"
         before = autoamp.report(first).runs
         assert off_by(first, torch.randn(2, 8)) > 0
         assert autoamp.report(first).runs > before, "what was captured runs no more"
