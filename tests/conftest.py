@@ -165,3 +165,14 @@ def base(device: str) -> Iterator[nn.Module]:
     torch.manual_seed(0)
     yield converted()
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _autocast_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test leaves a region of autocast open: autocast would cast no weight anew."""
+    yield
+    depth = 0
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting():
+        depth += 1
+    assert depth == 0, f"{request.node.nodeid} left {depth} regions of autocast open"

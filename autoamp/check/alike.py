@@ -346,10 +346,10 @@ class _Values:
                 raise ValueError(f"{node.name} has another shape in small")
 
     def cotangent(self, number: int, like: Tensor) -> Tensor:
-        """A random gradient of a result; every number is one of the coarsest dtype."""
+        """A random gradient of a result; every low dtype has its numbers exactly."""
         if number not in self._cotangents:
-            drawn = self._drawn([*like.shape], torch.bfloat16)
-            self._cotangents[number] = drawn
+            drawn = self._drawn([*like.shape], torch.float64)
+            self._cotangents[number] = (drawn * 8).round() / 8
         return self._cotangents[number].to(like.dtype)
 
     def fitted(self, value: Any, wide: bool) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.pipeline.run import run as prepare
+from autoamp.pipeline import run as prepare
 from tests.logs import warned
 from tests.small_models import BF16, WIDTH, Of, mlp
 

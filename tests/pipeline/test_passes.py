@@ -1,0 +1,245 @@
+"""Every pass that edits a graph is checked, and spares what its check refuses.
+
+The list of passes is walked, so that a pass that is added without a check, or whose
+check sees none of the faults planted here, fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+import autoamp
+from autoamp.errors import AutoampError
+from autoamp.pipeline import passes, run
+from autoamp.pipeline.passes import PASSES, Pass, Phase, Retreat
+from autoamp.pipeline.work import Work
+from autoamp.place.devices import Device
+from tests.metrics import relative_error
+
+ATEN = torch.ops.aten
+WIDTH, HEADS, LENGTH = 16, 2, 6
+
+
+class Everything(nn.Module):
+    """A program that each pass finds something in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.image = nn.Conv2d(3, 16, 3, padding=1)
+        self.image_2 = nn.Conv2d(16, 16, 3, padding=1)
+        self.enter = nn.Linear(WIDTH, 3 * WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.leave = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, image: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        seen = self.image_2(self.image(image).relu()).mean((2, 3))
+        q, k, v = self.enter(x + seen[:, None]).chunk(3, dim=-1)
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
+        angles = torch.arange(LENGTH)[:, None] / torch.arange(1, 5)
+        angles = torch.cat((angles, angles), -1)
+        q, k = (
+            t * angles.cos()
+            + torch.cat((-t[..., 4:], t[..., :4]), -1) * angles.sin()
+            for t in (q, k)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v)
+        y = self.inner(y.transpose(1, 2).flatten(2))
+        y = y * (1 + torch.erf(y / 2**0.5)) / 2
+        e = (y - y.amax(-1, keepdim=True)).exp()
+        y = self.norm(self.inner(e / e.sum(-1, keepdim=True)))
+        z = self.leave(y)
+        return z, z.square().mean()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(2, 3, 24, 24), torch.randn(2, LENGTH, WIDTH)
+
+
+@pytest.fixture(autouse=True)
+def _a_device_on_which_every_pass_pays(
+    bf16_units: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Device, "channels_last", True)
+
+
+def options_for(each: Pass) -> dict[str, Any]:
+    """The options under which a pass edits the graph of `Everything`."""
+    given: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+    if each.name == "edge":
+        given["loss_scale"] = 128.0
+    if each.name == "for compilers":
+        given |= {"backend": "aot_eager", "loss_scale": 128.0}
+    return given
+
+
+EDITING = [each for each in PASSES if each.check is not None]
+
+
+def named(each: Any) -> str:
+    return each.name if isinstance(each, Pass) else each.__name__
+
+
+# -- faults, each of which edits the graph that a pass gives --------------------------
+
+
+def calls(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def another_operand(gm: fx.GraphModule, is_new: Callable[[fx.Node], bool]) -> bool:
+    """A call that the pass touched reads another value of the same kind."""
+    known: dict[Any, fx.Node] = {}
+    for node in gm.graph.nodes:
+        for operand in node.all_input_nodes if is_new(node) else ():
+            other = known.get(kind(operand))
+            if other is not None and other is not operand:
+                node.replace_input_with(operand, other)
+                return True
+        if kind(node) is not None and node.op != "get_attr":
+            known.setdefault(kind(node), node)
+    return False
+
+
+def kind(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return None
+    return value.dtype, value.shape, value.stride()
+
+
+def one_call_less(gm: fx.GraphModule, is_new: Callable[[fx.Node], bool]) -> bool:
+    """A call that stays is gone; its readers read its operand."""
+    for node in calls(gm):
+        operands = node.all_input_nodes
+        if node.target in (ATEN.relu.default, ATEN.square.default) and operands:
+            node.replace_all_uses_with(operands[0])
+            gm.graph.erase_node(node)
+            return True
+    return False
+
+
+def another_function(gm: fx.GraphModule, is_new: Callable[[fx.Node], bool]) -> bool:
+    for node in calls(gm):
+        if node.target in (ATEN.relu.default, torch.relu):
+            node.target = ATEN.sigmoid.default
+            return True
+    return False
+
+
+def another_number(gm: fx.GraphModule, is_new: Callable[[fx.Node], bool]) -> bool:
+    for node in calls(gm):
+        for at, value in enumerate(node.args):
+            if isinstance(value, list) and value == [2, 3]:
+                node.update_arg(at, [3])
+                return True
+    return False
+
+
+def one_result_for_another(
+    gm: fx.GraphModule, is_new: Callable[[fx.Node], bool]
+) -> bool:
+    output = gm.graph.output_node()
+    (results,) = output.args
+    if not isinstance(results, (tuple, list)) or len(results) < 2:
+        return False
+    output.args = ((results[1], *results[1:]),)
+    return True
+
+
+FAULTS = [
+    another_operand,
+    one_call_less,
+    another_function,
+    another_number,
+    one_result_for_another,
+]
+
+
+def planted(
+    each: Pass, fault: Callable[..., bool], hit: list[bool]
+) -> Callable[[Work], Work]:
+    def faulty(work: Work) -> Work:
+        now = each.run(work)
+        gm = now.code if each.name in ("bindings", "for compilers") else now.gm
+        if gm is None or gm is work.gm:
+            return now
+        before = {(n.name, n.target) for n in work.gm.graph.nodes}
+        hit.append(fault(gm, lambda n: (n.name, n.target) not in before))
+        return now
+
+    return faulty
+
+
+def with_pass(
+    monkeypatch: pytest.MonkeyPatch, each: Pass, faulty: Callable[[Work], Work]
+) -> None:
+    broken = dataclasses.replace(each, run=faulty)
+    listed = tuple(broken if p is each else p for p in PASSES)
+    monkeypatch.setattr(run._run, "__defaults__", (listed, *run._run.__defaults__[1:]))
+
+
+def step(model: nn.Module) -> Iterator[Tensor]:
+    model.zero_grad()
+    results = model(*data())
+    (results[0].sum() + results[1]).backward()
+    yield from results
+    yield from (p.grad for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("each", PASSES, ids=named)
+def test_a_pass_that_edits_has_a_check(each: Pass) -> None:
+    edits = each.phase in (Phase.WRITE, Phase.PREPARE) or each.name == "kernels"
+    assert edits == (each.check is not None)
+    assert len(each.guarantees) > 20
+    assert (each.retreat is Retreat.SPARE) == bool(each.without)
+
+
+@pytest.mark.parametrize("each", EDITING, ids=named)
+def test_each_pass_finds_something_here(each: Pass, monkeypatch) -> None:
+    seen: list[bool] = []
+
+    def spied(work: Work) -> Work:
+        now = each.run(work)
+        seen.append(now.gm is not work.gm or now.code is not work.code)
+        return now
+
+    with_pass(monkeypatch, each, spied)
+    model = autoamp.convert(Everything(), **options_for(each))
+    model(*data())
+    assert any(seen), f"{each.name} edits nothing: no fault in it could be seen"
+
+
+@pytest.mark.parametrize("each", EDITING, ids=named)
+@pytest.mark.parametrize("fault", FAULTS, ids=named)
+def test_a_planted_fault_is_refused_and_spared(
+    each: Pass, fault: Callable[..., bool], monkeypatch
+) -> None:
+    """Under strict the fault raises; else the pass retreats, and numbers are true."""
+    truth = [*step(Everything())]
+    hit: list[bool] = []
+    with_pass(monkeypatch, each, planted(each, fault, hit))
+    strict = autoamp.convert(Everything(), **options_for(each), strict=True)
+    refused = None
+    try:
+        strict(*data())
+    except AutoampError as error:
+        refused = error
+    assert any(hit), "the fault was not planted"
+    assert refused is not None
+    model = autoamp.convert(Everything(), **options_for(each), strict=False)
+    for found, true in zip(step(model), truth, strict=True):
+        assert relative_error(found, true) < 0.1
+    report = autoamp.report(model)
+    assert any(each.without in why or "please report" in why for _, why in report.skipped)
+    if each.retreat is Retreat.SPARE:
+        assert sum(row.is_low for row in report.ops) > 10
