@@ -191,6 +191,7 @@ def _run(
 def _passed(each: Pass, work: Work, checks: Checks) -> Work:
     """The work after one pass and its check; the pass spares what its check names."""
     left: tuple[str, ...] = ()
+    problem: Exception | None = None
     for _ in range(RETRIES + 1):
         try:
             with _timed(work.seconds, each.name):
@@ -198,7 +199,7 @@ def _passed(each: Pass, work: Work, checks: Checks) -> Work:
             if each.check is not None and now is not work:
                 with _timed(work.seconds, f"check of {each.name}"):
                     each.check(checks, work, now)
-            return replace(now, left=frozenset())
+            break
         except LeaveOut:
             raise
         except Exception as error:
@@ -206,11 +207,15 @@ def _passed(each: Pass, work: Work, checks: Checks) -> Work:
                 raise
             problem = error
             fresh = wider(error, work.gm.graph, left)
+            left, now = (*left, *fresh), work
             if not fresh:
                 break
-            left = (*left, *fresh)
-    told = f"{each.without}: {type(problem).__name__}: {problem}"
-    return replace(work, notes=(*work.notes, printable_line(told)))
+    if problem is None:
+        return replace(now, left=frozenset())
+    told = f"{each.without}, or some of it, after a failed check: please report: "
+    told += f"{type(problem).__name__}: {problem}"
+    notes = (*work.notes, printable_line(told))
+    return replace(now, left=frozenset(), notes=notes)
 
 
 def _rewritten(work: Work) -> Rewritten:
