@@ -9,7 +9,7 @@ units of a graph either agree, or some gradient is scaled twice or never.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,48 @@ _WAYS |= {traced: _WAYS[plain] for plain, traced in FOR_COMPILERS.items()}
 
 _FIRST_ALONE = frozenset({*_WAYS, low_weight, low_uses})
 """Calls whose gradient goes to their first operand alone."""
+
+
+_READS: dict[Callable[..., Any], tuple[int, ...]] = {
+    scale_grad: (0,),
+    scaled_result: (0,),
+    unscale_grad: (1, 2),
+    unscale_grad_: (1, 2),
+    unscale_half: (1, 2),
+    low_weight_unscaled: (1, 2),
+}
+"""Each function of the edge: which of a device's three inputs it reads last."""
+
+
+def check_scales(gm: fx.GraphModule, extra: Sequence[str]) -> None:
+    """Raises where a function of the edge reads another input than it must.
+
+    Args:
+        extra: names of the inputs for loss scaling: for each device the loss scale, its
+            inverse and the flag for overflows.
+
+    Raises:
+        VerificationError: the message names the function and the inputs.
+    """
+    for node in gm.graph.nodes:
+        wanted = _READS.get(node.target)
+        if wanted is None:
+            continue
+        device = node.all_input_nodes[0].meta["val"].device
+        devices = [
+            at
+            for at in range(0, len(extra), 3)
+            if gm.graph.find_nodes(op="placeholder", target=extra[at])[0]
+            .meta["val"]
+            .device
+            == device
+        ]
+        names = [n.name for n in node.args[-len(wanted) :]]
+        if [[extra[at + w] for w in wanted] for at in devices] != [names]:
+            raise VerificationError(
+                f"{where(node)} reads {', '.join(names)} for the scale of {device}",
+                nodes=named(node),
+            )
 
 
 def check_units(gm: fx.GraphModule) -> None:

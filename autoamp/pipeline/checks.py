@@ -13,7 +13,7 @@ from autoamp import compat
 from autoamp.check import differences as kinds
 from autoamp.check.alike import check_alike
 from autoamp.check.differences import May, differences
-from autoamp.check.gradient_units import check_units
+from autoamp.check.gradient_units import check_scales, check_units
 from autoamp.check.same_calls import check_same_calls
 from autoamp.check.strides import check_strides
 from autoamp.check.verify import Verifier
@@ -107,6 +107,7 @@ class Checks:
         rename = {low_weight: (low_weight_unscaled,)}
         may = May(kinds.EDGE | kinds.COPIES, dict.fromkeys(extra), rename=rename)
         differences(was.gm, now.gm, may)
+        check_scales(now.gm, extra)
         check_units(now.gm)
 
     def laid_out(self, was: Work, now: Work) -> None:

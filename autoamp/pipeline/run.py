@@ -159,7 +159,8 @@ def _run(
     started: dict[str, Work] = {}
     left_out: set[str] = set()
     checks, at, failures = Checks(), 0, 0
-    first = next(i for i, each in enumerate(wanted) if each.phase is Phase.DECIDE)
+    deciding = (i for i, each in enumerate(wanted) if each.phase is Phase.DECIDE)
+    first = next(deciding, len(wanted))
     while at < len(wanted):
         each = wanted[at]
         started[each.name] = work
@@ -174,7 +175,7 @@ def _run(
             at = next(i for i, p in enumerate(wanted) if p.name == told.name)
             work = started[told.name]
         except Exception as error:
-            again = started.get(wanted[first].name)
+            again = started.get(wanted[first].name) if first < len(wanted) else None
             if each.retreat is not Retreat.REPLAN or again is None:
                 raise
             assert again.before is not None
@@ -185,7 +186,9 @@ def _run(
             kept = dict.fromkeys(fresh, kept_for(error))
             work = replace(again, given_up={**again.given_up, **kept})
             at = first
-    return work if work.rewritten else replace(work, rewritten=_rewritten(work))
+    if work.rewritten is None and work.assignment is not None:
+        work = replace(work, rewritten=_rewritten(work))
+    return work
 
 
 def _passed(each: Pass, work: Work, checks: Checks) -> Work:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.pipeline import run as prepare
+from autoamp.pipeline import run
 from tests.logs import warned
 from tests.small_models import BF16, WIDTH, Of, mlp
 
@@ -291,7 +291,7 @@ def failing_pass(monkeypatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ArithmeticError("the bridge is out")
 
-    monkeypatch.setattr(prepare, "rewrite_graph", fail)
+    monkeypatch.setattr(run, "normalise", fail)
 
 
 @pytest.mark.usefixtures("failing_pass")
