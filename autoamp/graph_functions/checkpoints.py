@@ -23,12 +23,23 @@ def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
     to these arguments.  Among `args` are tensors that the user's region closed over,
     such as batch-norm statistics, which the region writes.  `checkpoint` therefore gets
     only the arguments that need a gradient.
+
+    A recomputation is broken off by an exception once it has made all that the backward
+    needs.  The exception may come out of a region of autocast, which a graph enters and
+    leaves by calls: so the modes are put back.
     """
     given = [torch.is_tensor(a) and a.requires_grad for a in args]
 
     def region(*needing: Any) -> Any:
         rest = iter(needing)
-        return body(*(next(rest) if g else a for a, g in zip(args, given, strict=True)))
+        modes = compat.Modes()
+        try:
+            return body(
+                *(next(rest) if g else a for a, g in zip(args, given, strict=True))
+            )
+        except BaseException:
+            modes.restore()
+            raise
 
     return checkpoint(
         region,
