@@ -60,6 +60,8 @@ class Checks:
 
     def replaced(self, was: Work, now: Work) -> None:
         """Calls were replaced by calls that give the same numbers, and nothing else."""
+        if now.gm is was.gm:
+            return
         found = differences(was.gm, now.gm, May(replace=True))
         check_alike(found, every=was.options.strict)
 
