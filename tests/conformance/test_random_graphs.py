@@ -30,7 +30,8 @@ from autoamp.check.verify import Verifier
 from autoamp.inspect.costs import costs_of
 from autoamp.op_names import base_name
 from autoamp.options import Options
-from autoamp.pipeline.run import rewrite_normalised, work
+from autoamp.pipeline import work
+from autoamp.pipeline.run import rewrite_normalised
 from autoamp.pipeline.work import Setting
 from autoamp.place.devices import Device
 from autoamp.rewrite import casts
