@@ -70,6 +70,18 @@ def test_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cuda:sm_80" in found.sentence
 
 
+def test_noise_is_no_gain_where_nothing_runs_low(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
+    monkeypatch.setattr(
+        "autoamp.benchmark.answer._surely_less", lambda one, *_: one.way == "autoamp"
+    )
+    found = measured(layers(64), torch.randn(64, 64), infer=True)
+    assert found.helps is None
+    assert found.sentence.startswith("no: this device")
+
+
 @pytest.mark.usefixtures("bf16_units")
 def test_already_half() -> None:
     model, x = layers(64).to(BF16), torch.randn(8, 64, dtype=BF16)
