@@ -242,7 +242,9 @@ def _rewritten(work: Work) -> Rewritten:
         given_up={**work.left_as_they_are, **left, **work.given_up},
         bodies=work.bodies,
         options=work.options,
-        again=partial(_again, replace(work, gm=work.before, rewritten=None)),
+        again=partial(
+            _again, replace(work, gm=work.before, rewritten=None, fused=False)
+        ),
     )
 
 
