@@ -58,7 +58,7 @@ def check_alike(regions: Sequence[Region], *, every: bool) -> None:
     """
     for region in regions:
         _same_kinds(region)
-        key = _kind(region)
+        key = (every, _kind(region))  # without `every` a large region is not run
         if key not in _KNOWN:
             if len(_KNOWN) >= _KNOWN_AT_MOST:
                 _KNOWN.clear()
