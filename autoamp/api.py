@@ -26,7 +26,7 @@ from autoamp.rules import Rules
 from autoamp.training.attach import attached, give_masters
 from autoamp.training.first_step import guard_masters
 from autoamp.training.optimizers import params_of
-from autoamp.training.step import OptimizerBoundary
+from autoamp.training.step.boundary import OptimizerBoundary
 
 
 def convert(

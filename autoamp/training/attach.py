@@ -17,11 +17,13 @@ import torch
 from torch.optim import Optimizer
 
 from autoamp import compat
-from autoamp.training import closures, saved_state
+from autoamp.training import saved_state
 from autoamp.training.ledger.backwards import BACKWARDS
 from autoamp.training.masters import Masters, has_half
 from autoamp.training.optimizers import closure_of, innermost
-from autoamp.training.step import BOUNDARIES, OptimizerBoundary
+from autoamp.training.step import closures
+from autoamp.training.step.boundary import BOUNDARIES, OptimizerBoundary
+from autoamp.training.step.take import take
 
 _STATE = "_autoamp"
 
@@ -64,7 +66,7 @@ def attach(optimizer: Optimizer) -> OptimizerBoundary:
     def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         if closure_of(args, kwargs) and closures.writes_first(self):
             return closures.step(boundary, inner, args, kwargs)
-        return boundary.step(inner, args, kwargs)
+        return take(boundary, inner, args, kwargs)
 
     boundary.bound = types.MethodType(step, optimizer)
     optimizer.__dict__["step"] = boundary.bound

@@ -18,16 +18,21 @@ from torch.utils.hooks import RemovableHandle
 
 from autoamp import compat
 from autoamp.options import Options
-from autoamp.training import closures, guard
+from autoamp.training import guard
 from autoamp.training.attach import attach, boundary_of, detach
 from autoamp.training.guard import guards_of
-from autoamp.training.ledger.evidence import gather
 from autoamp.training.model_scaling import ModelScaling, Owner, ScaleDomain
 from autoamp.training.optimizers import closure_of, evaluated, params_of
 from autoamp.training.rank_handshake import have_shaken_hands, shake_hands
 from autoamp.training.ranks import judged, owners_of, team_of
 from autoamp.training.scale import LossScale, NoLossScale
-from autoamp.training.step import BOUNDARIES, OptimizerBoundary
+from autoamp.training.step import closures
+from autoamp.training.step.agree import agree
+from autoamp.training.step.boundary import BOUNDARIES, OptimizerBoundary
+from autoamp.training.step.decide import Way, decide_begun
+from autoamp.training.step.move import move
+from autoamp.training.step.read import gather, read
+from autoamp.training.step.take import leaves_to_scaler
 from autoamp.weights.copies import before_write
 
 _scalings: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
@@ -179,15 +184,16 @@ def _first_step(
     boundary = attach(optimizer)
     for scaling in owners:
         boundary.link(scaling)
-    if boundary.leaves_to_scaler():
+    if leaves_to_scaler(boundary):
         return (optimizer, *given), kwargs
     if isinstance(optimizer, torch.optim.LBFGS):
         return closures.first_step(boundary, (optimizer, *given), kwargs)
-    skip = bool(boundary.judge())
-    boundary.mark(skip)
-    if not skip and others:
+    reading = agree(boundary, read(boundary))
+    decision = decide_begun(reading)
+    move(boundary, reading, decision)
+    if decision.way is Way.STEP and others:
         return closures.first_step(boundary, (optimizer, *given), kwargs)
-    if not skip:
+    if decision.way is Way.STEP:
         return (optimizer, *given), kwargs
     _hold_hooks_once(optimizer)
     return (_without_weights(optimizer), *given), kwargs

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from autoamp import compat
-
-
-class Decision(NamedTuple):
-    """Whether a step is taken, and how.
-
-    Attributes:
-        args, kwargs: the arguments that the step is called with.
-        loss: the closure's result.
-        skip: whether the step is not called at all.
-        flag: the flag for the optimizer's own kernel to skip by, or None.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss: Any = None
-    skip: bool = False
-    flag: torch.Tensor | None = None
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:

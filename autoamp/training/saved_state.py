@@ -20,7 +20,7 @@ from autoamp.training.scale import (
     NoLossScale,
     StaticLossScale,
 )
-from autoamp.training.step import OptimizerBoundary
+from autoamp.training.step.boundary import OptimizerBoundary
 
 KEY = "autoamp"
 _FIELDS = {"loss_scales"}
@@ -54,7 +54,7 @@ def carry(boundary: OptimizerBoundary) -> None:
 
     def after_load(_: Optimizer) -> None:
         for scales in loaded:
-            boundary.take_over(scales)
+            boundary.load(scales)
         if boundary.masters is not None:
             boundary.masters.load(whole[0])
         loaded.clear()
@@ -68,7 +68,7 @@ def carry(boundary: OptimizerBoundary) -> None:
     # The state may have been loaded before the optimizer was met.
     for group in optimizer.param_groups[:1]:
         if KEY in group:
-            boundary.take_over(_checked(group.pop(KEY)))
+            boundary.load(_checked(group.pop(KEY)))
 
 
 def check_loaded(optimizer: Optimizer) -> None:

@@ -19,10 +19,10 @@ from autoamp.overflow.message import (
 from autoamp.overflow.remedy import Remedy
 from autoamp.overflow.skip_watch import REPEATED
 from autoamp.rewrite.rewritten import Rewritten
-from autoamp.training.ledger.evidence import Evidence
 from autoamp.training.ledger.graph_run import GraphRun
 from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.scale.base import free_to_read
+from autoamp.training.step.read import Evidence
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.training import kernel_flag, scale_update
 from autoamp.training.scale import climb
+from autoamp.training.step import kernel_flag, move
 from tests.training.steps import (
     HUGE,
     OPTIMIZERS,
@@ -47,7 +47,7 @@ STEPS = 4
 
 @pytest.fixture
 def as_on_gpu(monkeypatch) -> None:
-    for module in (scale_update, kernel_flag, climb):
+    for module in (move, kernel_flag, climb):
         monkeypatch.setattr(module, "free_to_read", lambda _: False)
 
 
@@ -137,13 +137,13 @@ def test_gradients_are_looked_at_only_where_they_may_be_old(
     base: nn.Module, monkeypatch
 ) -> None:
     looked: list[int] = []
-    real = autoamp.training.ledger.evidence.not_finite
+    real = autoamp.training.step.read.not_finite
 
     def look(grads: Any) -> Any:
         looked.append(1)
         return real(grads)
 
-    monkeypatch.setattr("autoamp.training.ledger.evidence.not_finite", look)
+    monkeypatch.setattr("autoamp.training.step.read.not_finite", look)
     model = fresh_copy(base)
     optimizer = make("AdamW-fused", model)
     for number in range(5):

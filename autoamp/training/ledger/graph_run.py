@@ -11,6 +11,10 @@ from autoamp import compat
 from autoamp.training.ledger.leaves import Leaves, Origin
 from autoamp.training.model_scaling import ModelScaling
 
+Sizes = dict[int, torch.Tensor | None]
+"""The largest fp16 gradient of a step by the `id` of the loss scale; None where it is
+not known.  A loss scale that no run of the step used has no entry."""
+
 
 class BackwardPass:
     """One backward pass, which moves a loss scale once, however many runs it reaches.

@@ -20,8 +20,12 @@ from torch.utils import _pytree as pytree
 
 from autoamp.errors import LossScaleError
 from autoamp.training.optimizers import closure_of, params_of
-from autoamp.training.scale import DynamicLossScale
-from autoamp.training.step import OptimizerBoundary, Step
+from autoamp.training.step.agree import agree
+from autoamp.training.step.boundary import OptimizerBoundary, Step
+from autoamp.training.step.decide import Decision, Way, decide_evaluation
+from autoamp.training.step.move import end_evaluations, move_evaluation
+from autoamp.training.step.read import read
+from autoamp.training.step.take import leaves_to_scaler
 
 
 def writes_first(optimizer: Optimizer) -> bool:
@@ -46,7 +50,7 @@ def step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Takes or skips one step with a closure: see `OptimizerBoundary.step`.
+    """Takes or skips one step with a closure: see `take`.
 
     A skipped step's writes are undone from a snapshot.  The snapshot is made in the
     first step, and in a later one if the step before it wrote something before its
@@ -54,7 +58,7 @@ def step(
     """
     closure = closure_of(args, kwargs)
     assert closure is not None, "a step without a closure is the boundary's own"
-    if boundary.leaves_to_scaler():
+    if leaves_to_scaler(boundary):
         return inner(*args, **kwargs)
     many = isinstance(boundary.optimizer, LBFGS)
     before = _Snapshot(boundary) if many or boundary.writes_first else None
@@ -62,17 +66,17 @@ def step(
     args, kwargs = guarded.given(args, kwargs)
     try:
         result = inner(*args, **kwargs)
-        if not guarded.called and boundary.judge(retries=True):
+        if not guarded.called and _decided(boundary).overflow:
             raise _Hopeless(None)
     except _Hopeless as overflow:
         guarded.put_back()
-        boundary.finish(skipped=True)
+        end_evaluations(boundary, skipped=True)
         return overflow.args[0]
     except LossScaleError:
         guarded.put_back()
         raise
     boundary.writes_first = guarded.written
-    boundary.finish()
+    end_evaluations(boundary)
     return result
 
 
@@ -106,6 +110,14 @@ def first_step(
     if len(args) > 1:
         return (args[0], closure_or_error, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure_or_error}
+
+
+def _decided(boundary: OptimizerBoundary) -> Decision:
+    """The decision about one evaluation of a closure, which has just ended."""
+    reading = agree(boundary, read(boundary))
+    decision = decide_evaluation(boundary, reading)
+    move_evaluation(boundary, reading, decision)
+    return decision
 
 
 class _Hopeless(Exception):  # noqa: N818 (never reaches the user)
@@ -148,19 +160,16 @@ class _Guarded:
         while True:
             with torch.enable_grad():
                 loss = self._closure()
-            if not self._boundary.judge(retries=True):
+            decision = _decided(self._boundary)
+            if decision.way is Way.STEP:
                 return loss
-            if not (self._again and self._can_lower()):
+            if decision.way is Way.SKIP:
                 raise _Hopeless(loss)
 
     def put_back(self) -> None:
         """Undoes what the step has written."""
         if self._before is not None:
             self._before.restore()
-
-    def _can_lower(self) -> bool:
-        scales = self._boundary.loss_scales
-        return bool(scales) and all(isinstance(s, DynamicLossScale) for s in scales)
 
 
 class _Snapshot:

@@ -1,17 +1,96 @@
-"""Decides whether a step is skipped, by the flags of the backwards since the last."""
+"""Reads what a step goes by: the backwards since the last step, and their flags."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from autoamp import compat
-from autoamp.training import ranks
+from autoamp.training.guard import cannot_read, guards_of
 from autoamp.training.ledger.backwards import BACKWARDS
-from autoamp.training.ledger.graph_run import GraphRun
+from autoamp.training.ledger.graph_run import BackwardPass, GraphRun, Sizes, largest_of
 from autoamp.training.model_scaling import ModelScaling
+from autoamp.training.ranks import Team, judged, team_of
+from autoamp.training.step.boundary import BOUNDARIES, OptimizerBoundary
+
+
+class Reading(NamedTuple):
+    """What one step goes by.
+
+    Attributes:
+        params: the tensors that the step would change.
+        evidence: the runs that concern the step.
+        guards: the models for whose sake all gradients must be finite.
+        team: the ranks that make the step together.
+        known: whether there is anything by which the step could be skipped.
+        flag: one fp32 element, 1 where gradients overflow: on this rank as the step is
+            read, on any rank once the ranks have agreed.
+        sizes: how large gradients are, on this rank or on all, likewise.
+    """
+
+    params: Sequence[torch.Tensor]
+    evidence: Evidence
+    guards: Sequence[ModelScaling]
+    team: Team
+    known: bool
+    flag: torch.Tensor
+    sizes: Sizes
+
+
+def read(boundary: OptimizerBoundary) -> Reading:
+    """Reads the backwards since the last step; links the models that they concern."""
+    params = boundary.params
+    evidence = read_evidence(boundary, params)
+    doubt = _in_doubt(boundary, params)
+    guards = guards_of(boundary.optimizer, params)
+    for scaling in guards:
+        if not scaling.enabled:
+            boundary.link(scaling)
+    for scaling in evidence.scalings:
+        scaling.ledger.set_foreign(False)
+        boundary.link(scaling)
+    low = any(s.ledger.runs_low for s in guards)
+    guarded = low and not cannot_read(boundary.optimizer)
+    team = team_of(judged(boundary.scalings), params)
+    known = bool(evidence.runs or evidence.elsewhere or doubt or team.groups or guarded)
+    if not known:
+        return Reading(params, evidence, guards, team, known, torch.zeros(1), {})
+    flag = found_inf(evidence, params, team, doubt, guarded)
+    return Reading(params, evidence, guards, team, known, flag, _sizes(evidence.runs))
+
+
+def read_evidence(
+    boundary: OptimizerBoundary, params: Sequence[torch.Tensor]
+) -> Evidence:
+    """The runs since the last step; forgets the runs that all boundaries have read."""
+    evidence = gather(params, boundary.last_read, boundary.scalings)
+    boundary.last_read = evidence.last
+    BACKWARDS.forget(min((b.last_read for b in list(BOUNDARIES)), default=-1))
+    return evidence
+
+
+def _in_doubt(boundary: OptimizerBoundary, params: Sequence[torch.Tensor]) -> bool:
+    """Whether gradients of a skipped step may still be there, and new ones on top.
+
+    Where only a kernel has read the flag, the last step may have been skipped; but the
+    gradients of that step are gone where the next backward found no gradients.
+    """
+    if boundary.skipped_before or not boundary.unsure:
+        return boundary.skipped_before
+    ids = {id(p) for p in params}
+    return any(run.lives_in(ids) for run in boundary.unsure)
+
+
+def _sizes(runs: Sequence[GraphRun]) -> Sizes:
+    """How large gradients were, for each loss scale that is to move for `runs`."""
+    fresh = [run for run in runs if not run.scale_moved]
+    backwards: dict[int, set[BackwardPass]] = {}
+    for run in fresh:
+        backwards.setdefault(id(run.scaling.loss_scale), set()).add(run.backward_pass)
+    return {scale: largest_of(mine, fresh) for scale, mine in backwards.items()}
 
 
 @dataclass(frozen=True)
@@ -112,7 +191,7 @@ def _may_concern(run: GraphRun, met: Collection[ModelScaling]) -> bool:
 def found_inf(
     evidence: Evidence,
     params: Sequence[torch.Tensor],
-    team: ranks.Team,
+    team: Team,
     doubt: bool,
     guarded: bool = False,
 ) -> torch.Tensor:
@@ -172,10 +251,3 @@ def _any(flags: Sequence[torch.Tensor]) -> torch.Tensor:
         return flags[0].clone()
     device = flags[0].device
     return torch.stack([f.to(device) for f in flags]).amax(0)
-
-
-def newly(flag: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`flag` where none of the flags `before` is set, else 0."""
-    for other in before:
-        flag = flag * (1 - other.to(flag.device))
-    return flag

@@ -1,0 +1,1 @@
+"""One step of an optimizer: read, agree, decide, move."""

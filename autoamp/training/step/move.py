@@ -1,0 +1,154 @@
+"""Moves the loss scales, counters and marks after a step has been decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoamp import compat
+from autoamp.errors import LossScaleError
+from autoamp.training.ledger.graph_run import GraphRun, Sizes
+from autoamp.training.scale.base import free_to_read
+from autoamp.training.skips import count_skips, note_skip, note_step
+from autoamp.training.step.boundary import OptimizerBoundary
+from autoamp.training.step.decide import Decision, Way
+from autoamp.training.step.read import Reading
+
+
+def move(boundary: OptimizerBoundary, reading: Reading, decision: Decision) -> None:
+    """Moves loss scales and counters after a step, and marks the step on the optimizer.
+
+    Raises:
+        LossScaleError: gradients overflow at the lowest loss scale allowed.
+    """
+    if reading.known:
+        _note(boundary, reading, decision)
+        update_scales(reading.evidence.runs, reading.flag, reading.sizes, retries=False)
+        count_skips(reading.guards, reading.flag)
+    if decision.way is not Way.BY_KERNEL:
+        _mark(boundary, decision.way is Way.SKIP)
+        return
+    boundary.steps += 1
+    boundary.skipped_before = False  # the host does not know: see `unsure`
+    boundary.unsure = reading.evidence.live or boundary.unsure
+    optimizer: Any = boundary.optimizer
+    optimizer.step_was_skipped = reading.flag.reshape(()) != 0
+
+
+def move_evaluation(
+    boundary: OptimizerBoundary, reading: Reading, decision: Decision
+) -> None:
+    """Moves loss scales after one evaluation of a step's closure that overflowed.
+
+    The evaluations without overflow move the scales together, when the step ends.
+
+    Raises:
+        LossScaleError: gradients overflow at the lowest loss scale allowed.
+    """
+    if not reading.known:
+        return
+    _note(boundary, reading, decision)
+    if decision.overflow:
+        update_scales(reading.evidence.runs, reading.flag, reading.sizes, retries=True)
+    else:
+        boundary.passed += reading.evidence.runs
+        boundary.passed_sizes.append(reading.sizes)
+
+
+def end_evaluations(boundary: OptimizerBoundary, skipped: bool = False) -> None:
+    """Ends a step of several evaluations: the step counts once, not once for each."""
+    flag = torch.full((1,), float(skipped))
+    if not skipped:
+        sizes = largest_in(boundary.passed_sizes)
+        update_scales(boundary.passed, flag, sizes, retries=True)
+    for scale in boundary.loss_scales:
+        scale.count_skipped(flag)
+    count_skips(boundary.scalings, flag)
+    boundary.passed, boundary.passed_sizes = [], []
+    _mark(boundary, skipped)
+
+
+def _note(boundary: OptimizerBoundary, reading: Reading, decision: Decision) -> None:
+    """Says why a step is skipped, or ends the watch after earlier skipped steps."""
+    evidence, guards = reading.evidence, reading.guards
+    if decision.overflow is False:
+        note_step([*evidence.scalings, *guards])
+    elif decision.overflow:
+        try:
+            note_skip(evidence, reading.params, boundary.steps, guards)
+        except LossScaleError:
+            _mark(boundary, True)
+            raise
+
+
+def _mark(boundary: OptimizerBoundary, skipped: bool) -> None:
+    """Counts a step; the optimizer shows whether the step was skipped."""
+    boundary.steps += 1
+    optimizer: Any = boundary.optimizer
+    optimizer.step_was_skipped = skipped
+    boundary.skipped_before, boundary.unsure = skipped, ()
+    if skipped:
+        compat.mark_stepped(optimizer)
+
+
+def largest_in(steps: Sequence[Sizes]) -> Sizes:
+    """How large gradients were in several evaluations of one step."""
+    found: Sizes = {}
+    for sizes in steps:
+        for scale, largest in sizes.items():
+            before = found.get(scale, largest)
+            if before is None or largest is None:
+                found[scale] = None
+            else:
+                found[scale] = before.maximum(largest)
+    return found
+
+
+def update_scales(
+    runs: list[GraphRun], flag: torch.Tensor, sizes: Sizes, retries: bool
+) -> None:
+    """Moves each loss scale once, for the runs that have not moved it yet.
+
+    Two optimizers that step after one backward move its loss scale once.
+
+    Args:
+        runs: the runs that filled the gradients of a step.
+        flag: 1 element, on any device; not 0 where some gradient is not finite.
+        sizes: as `sizes_in` gives them, or as ranks have agreed on them.
+        retries: whether the step evaluates the loss again; such a step is counted when
+            it ends, by the caller.
+    """
+    fresh = [run for run in runs if not run.scale_moved]
+    for scale in {id(s): s for s in (r.scaling.loss_scale for r in fresh)}.values():
+        mine = {r.backward_pass for r in fresh if r.scaling.loss_scale is scale}
+        before = [b.moved_by for b in mine if b.moved_by is not None]
+        if len(before) < len(mine):
+            wanted = scale.wants_size
+            scale.update(flag)
+            if wanted:
+                known = bool(flag) if free_to_read(flag) else flag
+                scale.note_size(sizes.get(id(scale)), known)
+        else:
+            scale.correct(newly(flag, before))
+        for backward in mine:
+            backward.note_move(flag)
+    # A step that is known to be taken is not counted.
+    if not retries and not (free_to_read(flag) and not bool(flag)):
+        concerned = [r.scaling.loss_scale for r in runs]
+        for scale in {id(s): s for s in concerned}.values():
+            scale.count_skipped(flag)
+    if compat.inside_backward():
+        return  # the rest of the backward may overflow
+    clean = free_to_read(flag) and not bool(flag)
+    for run in runs:
+        run.scale_moved = True
+        run.clean = clean and not run.overflowed_on_host
+
+
+def newly(flag: torch.Tensor, before: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`flag` where none of the flags `before` is set, else 0."""
+    for other in before:
+        flag = flag * (1 - other.to(flag.device))
+    return flag
