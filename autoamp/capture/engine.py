@@ -98,7 +98,7 @@ class Engine:
         return Engine(options, self.record, on_capture=self.on_capture)
 
     def tell(self) -> None:
-        """Tells whoever asked that graphs were captured, and have run."""
+        """Tells the listener, if there is one, that new graphs have been run."""
         self.is_new = False
         if self.on_capture is not None:
             self.on_capture(self)

@@ -57,7 +57,7 @@ class Skipped:
 
 @dataclass(eq=False)
 class Record:
-    """The record of one conversion, whichever compilers get its graphs.
+    """The record of one conversion, with all graphs of all its compilers.
 
     Attributes:
         label: the model's class name, for messages.
@@ -111,7 +111,10 @@ class Record:
     def add(self, captured: Graph) -> None:
         """Keeps a graph new to this model, and why it has no low op if it has none."""
         self.graphs.append(captured)
-        rewritten, why = captured.rewritten, captured.problem
+        rewritten = captured.rewritten
+        sums = (0, 0) if rewritten is None else (rewritten.sums.low, rewritten.sums.ops)
+        self.scaling.ledger.note_graph(*sums, short_name(self.low))
+        why = captured.problem
         if rewritten is not None:
             low, every, _ = rewritten.sums
             if low:
@@ -124,14 +127,6 @@ class Record:
                 self._log(rewritten)
         if why:
             self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", why))
-
-    def in_short(self) -> str:
-        """How many graphs there are, and how many of their ops are low."""
-        sums = [g.rewritten.sums for g in self.graphs if g.rewritten is not None]
-        low, every = (sum(each[at] for each in sums) for at in (0, 1))
-        count = len(self.graphs)
-        dtype = short_name(self.low)
-        return f"{count} graph{'s' * (count != 1)}, {low} of {every} ops in {dtype}"
 
     def leave_out(self, problem: str) -> None:
         """Keeps the reason why the next graph cannot even be run as it is."""

@@ -46,7 +46,7 @@ from autoamp.place.cost import PriceModel
 from autoamp.printable import class_name
 from autoamp.training.attach import detach_from
 from autoamp.training.first_step import end_scaling, new_scaling
-from autoamp.training.model_scaling import ModelScaling, Owner
+from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.scale import NoLossScale, resolve_loss_scale
 from autoamp.weights.loaded import own_loaded_weights
 from autoamp.weights.shards import SHARDED
@@ -101,9 +101,10 @@ def convert_model(
     if not isinstance(state, Conversion):
         state = install(model)
     before = state.call
-    heal = convert_again if options.heal else None
-    owner = Owner(_models_of, _graphs_of, heal)
-    scaling = new_scaling(options, scale, label, owner, automatic=automatic)
+    listeners = [convert_again] if options.heal else []
+    scaling = new_scaling(
+        options, scale, label, _models_of, listeners, automatic=automatic
+    )
     record = Record(label, low, scaling)
     of_class = state.previous is None
     engine = Engine(options, record, price=price, on_capture=on_capture)
@@ -144,21 +145,18 @@ def _models_of(scaling: ModelScaling) -> list[nn.Module]:
     return [model for each in _engines_of(scaling) for model in models_of(each)]
 
 
-def _graphs_of(scaling: ModelScaling) -> str:
-    return next((each.record.in_short() for each in _engines_of(scaling)), "")
-
-
 def _engines_of(scaling: ModelScaling) -> list[Engine]:
     engines = {each.engine for each in CONVERSIONS if each.engine is not None}
     return [each for each in engines if each.record.scaling is scaling]
 
 
 def convert_again(scaling: ModelScaling, remedy: Remedy) -> None:
-    """Has the models of `scaling` captured again, at their next calls, under `rule`.
+    """Has the models of `scaling` captured again, at their next calls, with `remedy`.
 
     The loss scale, the optimizers and the reasons for skipped steps are kept.  Graphs
     that a backward has yet to run through live as long as that backward needs them.
     """
+    scaling.ledger.captured.clear()
     renewed: dict[Engine, Engine] = {}
     for state in list(CONVERSIONS):
         call, engine = state.call, state.engine

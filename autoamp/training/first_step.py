@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from autoamp import compat
 from autoamp.options import Options
+from autoamp.overflow.remedy import Remedy
 from autoamp.training import guard
 from autoamp.training.attach import attach, boundary_of, detach
 from autoamp.training.guard import guards_of
-from autoamp.training.model_scaling import ModelScaling, Owner, ScaleDomain
+from autoamp.training.model_scaling import ModelScaling, ScaleDomain
 from autoamp.training.optimizers import closure_of, evaluated, params_of
 from autoamp.training.rank_handshake import have_shaken_hands, shake_hands
 from autoamp.training.ranks import judged, owners_of, team_of
@@ -44,7 +45,8 @@ def new_scaling(
     options: Options,
     loss_scale: LossScale,
     label: str,
-    owner: Owner | None = None,
+    find_models: Callable[[ModelScaling], Sequence[torch.nn.Module]] | None = None,
+    on_remedy: Sequence[Callable[[ModelScaling, Remedy], None]] = (),
     *,
     automatic: bool = False,
 ) -> ModelScaling:
@@ -53,7 +55,7 @@ def new_scaling(
     Args:
         options: the options of the conversion.
         loss_scale: the loss scale to begin with.
-        label, owner, automatic: as for `ModelScaling`.
+        label, find_models, on_remedy, automatic: as for `ModelScaling`.
     """
     scaling = ModelScaling(
         ScaleDomain(loss_scale),
@@ -61,7 +63,8 @@ def new_scaling(
         asked=options.loss_scale != "auto",
         automatic=automatic,
         by_variables=options.by_variables,
-        owner=owner,
+        find_models=find_models,
+        on_remedy=on_remedy,
     )
     guard.begin(scaling, options)
     _scalings.add(scaling)
@@ -81,8 +84,11 @@ def guard_masters(
         return
     known = [s for s in boundary.scalings if any(m is model for m in s.models)]
     ref = weakref.ref(model)
-    owner = Owner(lambda _: [alive for alive in [ref()] if alive is not None])
-    for scaling in known or [new_scaling(options, NoLossScale(), label, owner)]:
+
+    def alive(_: ModelScaling) -> list[torch.nn.Module]:
+        return [each for each in [ref()] if each is not None]
+
+    for scaling in known or [new_scaling(options, NoLossScale(), label, alive)]:
         scaling.ledger.note_low()
         guard.begin(scaling, options)
         boundary.link(scaling)

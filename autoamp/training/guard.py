@@ -94,7 +94,7 @@ def guards_of(
 
 def _trains(scaling: ModelScaling, params: Sequence[torch.Tensor]) -> bool:
     held = {id(p): p for p in params}
-    if scaling.owner is not None and not scaling.models:
+    if scaling.find_models is not None and not scaling.models:
         return False  # the models were converted anew, or are gone
     if any(leaves.are_among(held) for leaves in scaling.ledger.leaves):
         return True

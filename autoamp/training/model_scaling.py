@@ -51,22 +51,6 @@ class ScaleDomain:
         theirs._joined = mine
 
 
-@dataclass(frozen=True)
-class Owner:
-    """Answers for the models that run at a scaling; the room that runs them makes it.
-
-    Attributes:
-        models: gives the converted model and its deep copies.
-        graphs: says how many graphs the models run.
-        heal: has the models captured again under one more rule; None where the user
-            has not asked for that.
-    """
-
-    models: Callable[[ModelScaling], Sequence[torch.nn.Module]]
-    graphs: Callable[[ModelScaling], str] | None = None
-    heal: Callable[[ModelScaling, Remedy], None] | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class ModelScaling:
     """The loss scaling of one conversion: what is known when it is made.
@@ -79,7 +63,10 @@ class ModelScaling:
             runs unscaled while no optimizer is known that would skip an overflow, and
             while anomaly detection makes an overflow an error.
         by_variables: whether environment variables gave the options of the conversion.
-        owner: None for functions that are compiled.
+        find_models: gives the converted model and its deep copies; None for functions
+            that are compiled.
+        on_remedy: the listeners that are told which remedy would cure an op that has
+            overflowed at step after step; empty where the user did not ask to heal.
         ledger: what has happened since.
         skip_watch: watches the runs after a skipped step.
     """
@@ -89,29 +76,19 @@ class ModelScaling:
     asked: bool = False
     automatic: bool = False
     by_variables: bool = False
-    owner: Owner | None = None
+    find_models: Callable[[ModelScaling], Sequence[torch.nn.Module]] | None = None
+    on_remedy: Sequence[Callable[[ModelScaling, Remedy], None]] = ()
     ledger: ModelLedger = field(default_factory=ModelLedger)
     skip_watch: SkipWatch = field(default_factory=SkipWatch)
 
     def advice(self, option: str, value: object) -> str:
-        """How `option` is to be written by whoever gave the conversion's options."""
+        """How the user writes `option`: in Python, or as an environment variable."""
         return advice(option, value, by_variables=self.by_variables)
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
         """The converted model and its deep copies."""
-        return () if self.owner is None else self.owner.models(self)
-
-    @property
-    def graphs(self) -> str:
-        """How many graphs the models run, in short; "" where nobody knows."""
-        tell = None if self.owner is None else self.owner.graphs
-        return "" if tell is None else tell(self)
-
-    @property
-    def heal(self) -> Callable[[ModelScaling, Remedy], None] | None:
-        """Has the models captured again under one more rule, if the user wants that."""
-        return None if self.owner is None else self.owner.heal
+        return () if self.find_models is None else self.find_models(self)
 
     @functools.cached_property
     def stage_groups(self) -> list[Any]:

@@ -86,7 +86,7 @@ def _words(
     if not team.staged:
         words["models"] = ", ".join(each.label for each in each_once)
         words["parameters"] = str(len(params))
-        words[_GRAPHS] = ", ".join(each.graphs for each in each_once)
+        words[_GRAPHS] = ", ".join(each.ledger.graphs for each in each_once)
     return words
 
 

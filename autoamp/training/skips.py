@@ -71,8 +71,9 @@ def note_skip(
         remedy = skip_watch.remedy_for(culprit, _records(evidence.runs, scaling))
         if remedy is None:
             continue
-        if scaling.heal is not None:
-            scaling.heal(scaling, remedy)
+        if scaling.on_remedy:
+            for listener in scaling.on_remedy:
+                listener(scaling, remedy)
             logger.warning(
                 "autoamp: %s: %d steps in a row were skipped (%s): the model is "
                 "captured again with %s, because of %s",

@@ -26,6 +26,8 @@ class ModelLedger:
         guards: whether a step is skipped for any gradient that is not finite, and not
             only for gradients of graphs that are scaled.
         runs_low: whether some graph of the model runs something in low precision.
+        captured: each captured graph's low float ops, all its float ops, and the
+            compute dtype.
         leaves: what graphs that are not scaled were given to train, at their first run.
         skips: the reason for each skipped step.
         in_a_row: how many steps have been skipped since the last step taken.
@@ -35,6 +37,7 @@ class ModelLedger:
         self.foreign: bool | None = None
         self.scalers: Sequence[tuple[weakref.ref[Any], int]] = ()
         self.stepped = self.told = self.guards = self.runs_low = False
+        self.captured: list[tuple[int, int, str]] = []
         self.leaves: list[Leaves] = []
         self.skips: list[str] = []
         self.in_a_row = 0
@@ -56,6 +59,20 @@ class ModelLedger:
         ddp = compat.active_ddp()
         if ddp is not None and all(ref() is not ddp for ref in self._reducers):
             self._reducers.append(weakref.ref(ddp))
+
+    @property
+    def graphs(self) -> str:
+        """How many graphs there are, and how many of their ops are low; "" if none."""
+        if not self.captured:
+            return ""
+        low, every, dtypes = zip(*self.captured, strict=True)
+        count = len(self.captured)
+        ops = f"{sum(low)} of {sum(every)} ops in {dtypes[0]}"
+        return f"{count} graph{'s' * (count != 1)}, {ops}"
+
+    def note_graph(self, low: int, every: int, dtype: str) -> None:
+        """Notes a captured graph: how many of its float ops are low."""
+        self.captured.append((low, every, dtype))
 
     def note_low(self) -> None:
         """Notes that a graph of the model runs something in low precision."""
