@@ -229,7 +229,7 @@ class Package:
             this.types[target.id] = found
         elif isinstance(target, ast.Name) and self._function(this, value):
             this.inner.setdefault(target.id, self._function(this, value))
-        elif isinstance(target, ast.Name):  # `tell = self.owner.graphs`
+        elif isinstance(target, ast.Name):  # `tell = self.given.tell`
             for read in self._read(this, value):
                 this.read[target.id] = read
         if isinstance(target, ast.Attribute):
@@ -345,11 +345,15 @@ class Package:
         for at, value in given:
             function = self._function(this, value)
             name = names[at] if isinstance(at, int) and at < len(names) else at
-            if function and isinstance(name, str):
-                if called in self._bases and self.method(called, "__init__") is None:
-                    self._attributes[called, name].add(function)
-                else:
-                    self._handed[self._made(called), name].add(function)
+            if not isinstance(name, str):
+                continue
+            fields = called in self._bases and self.method(called, "__init__") is None
+            if function and fields:
+                self._attributes[called, name].add(function)
+            elif function:
+                self._handed[self._made(called), name].add(function)
+            elif fields and isinstance(value, ast.Name) and value.id in this.params:
+                self._kept[called, name] = (this.name, value.id)
 
     def _made(self, called: str) -> str:
         init = self.method(called, "__init__") if called in self._bases else None

@@ -169,6 +169,33 @@ def test_a_function_put_on_an_object_is_a_climb(tmp_path) -> None:
     assert len(planted(tmp_path, files)) == 1
 
 
+def test_a_function_handed_on_to_a_dataclass_is_a_climb(tmp_path) -> None:
+    table = """
+from dataclasses import dataclass
+
+@dataclass
+class Table:
+    told: object
+
+    def look(self):
+        self.told()
+
+def make(told) -> Table:
+    return Table(told=told)
+"""
+    start = """
+from autoamp.rules.table import make
+
+def start():
+    table = make(up)
+    table.look()
+
+def up():
+    pass
+"""
+    assert len(planted(tmp_path, {"api.py": start, "rules/table.py": table})) == 1
+
+
 def test_the_rooms_are_told_in_order(tmp_path) -> None:
     files = {
         "api.py": "from autoamp.model import one\ndef start():\n    one.go()",
