@@ -11,7 +11,7 @@ from autoamp import compat
 from autoamp.capture.graph import Graph
 from autoamp.dtypes import short_name
 from autoamp.inspect.text import NO_FLOAT_OP, all_high
-from autoamp.messages import log_left_to_autocast, log_once
+from autoamp.messages import log_once
 from autoamp.printable import printable_line
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.training.model_scaling import ModelScaling
@@ -176,59 +176,3 @@ class Record:
         found = Skipped(place, why)
         if found not in self.skipped:
             self.skipped.append(found)
-
-    def announce(self) -> None:
-        """Logs one line, after the first call that captured anything.
-
-        A second line follows where nothing ran low in the first call, and later does.
-        """
-        news = self.lowers and not self.announced_low
-        if (self.announced and not news) or not logger.isEnabledFor(logging.INFO):
-            return
-        sums = [g.rewritten.sums for g in self.graphs if g.rewritten is not None]
-        # The pass failed, and a warning has said so, or the graphs have no float op.
-        if not any(each.ops for each in sums):
-            return
-        self.announced, self.announced_low = True, self.lowers
-        if not any(each.low for each in sums):
-            if any(graph.in_own_autocast for graph in self.graphs):
-                log_left_to_autocast(logger, self.label)
-                return
-            every = sum(each.ops for each in sums)
-            which = f"none of its {every} float ops" if every > 1 else "its float op"
-            where = "report.why(name) says"
-            if self.scaling.by_variables:
-                where = "the files that AUTOAMP_REPORT_DIR=FOLDER asks for say"
-            log_once(
-                logger,
-                logging.INFO,
-                f"autoamp: {self.label} stays in fp32: {which} would gain in "
-                f"{short_name(self.low)} what its casts cost; {where} the reason for "
-                "each",
-            )
-            return
-        scale = self.scaling.loss_scale.scale if self.scaling.enabled else "off"
-        log_once(
-            logger,
-            logging.INFO,
-            f"autoamp: {self.label} is converted to {short_name(self.low)}: "
-            f"{sum(each.low for each in sums)} of {sum(each.ops for each in sums)} "
-            f"float ops low, {sum(each.casts for each in sums)} casts, loss scale "
-            + (f"{scale:g}" if isinstance(scale, float) else scale),
-        )
-
-    def tell_progress(self, seconds: float) -> None:
-        """Logs a line while a first call is being captured, once for the model.
-
-        Later lines (of a call that takes long, or of a first call in another mode) are
-        for those who debug.
-        """
-        again, self.told_of_capture = self.told_of_capture, True
-        logger.log(
-            logging.DEBUG if again else logging.INFO,
-            "autoamp: the first call of %s has taken %.0f s: it is being captured, "
-            "and has %d graphs so far",
-            self.label,
-            seconds,
-            len(self.graphs),
-        )

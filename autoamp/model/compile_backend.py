@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.capture.announce import announce
 from autoamp.capture.engine import Engine
 from autoamp.capture.record import Record
 from autoamp.messages import log_left_to_autocast
@@ -67,7 +68,7 @@ class GraphBackend:
         if own_autocast or self.engine is None:
             return compat.compile_with(self.options.backend, gm, example_inputs)
         run = self.engine(gm, example_inputs)
-        self.engine.record.announce()
+        announce(self.engine.record)
         self.engine.tell()
         return run
 

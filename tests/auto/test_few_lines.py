@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.capture.announce import tell_progress
 from autoamp.model.conversion import conversion_of
 
 MODEL = """
@@ -79,5 +80,5 @@ def test_that_a_first_call_takes_long_is_said_once(caplog) -> None:
     assert state is not None
     assert state.engine is not None
     for seconds in (2.0, 4.0, 2.0):
-        state.engine.record.tell_progress(seconds)
+        tell_progress(state.engine.record, seconds)
     assert caplog.text.count("has taken") == 1

@@ -19,6 +19,7 @@ from torch import nn
 
 from autoamp import compat
 from autoamp.capture.alike import likeness
+from autoamp.capture.announce import announce, tell_progress
 from autoamp.capture.autocast import all_widened, under_autocast, unscaled_dtype
 from autoamp.capture.engine import Engine
 from autoamp.capture.program import Program, program_for
@@ -140,11 +141,13 @@ class Entry:
                 result = self._run(model, args, kwargs)
             else:
                 drawn = compat.Generators()
-                with signs_of_life(self.engine.record.tell_progress):
+                with signs_of_life(
+                    functools.partial(tell_progress, self.engine.record)
+                ):
                     result = compat.with_room(self._run, model, args, kwargs, drawn)
             program.captured_modes.add(mode)
             program.tell(self.engine)
-            self.engine.record.announce()
+            announce(self.engine.record)
         self._resting.pop(mode, None)
         if self.engine.record.stays_fp32:
             self._resting[mode] = Rest(args, kwargs)
