@@ -191,7 +191,12 @@ def test_a_small_script_imports_nothing_and_is_told_so_in_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "variable", [{"AUTOAMP_HOT": "0"}, {"AUTOAMP_DO_NO_HARM": "0"}]
+    "variable",
+    [
+        {"AUTOAMP_HOT": "0"},
+        # The quick tests of lines on stderr ask so as well.
+        pytest.param({"AUTOAMP_DO_NO_HARM": "0"}, marks=pytest.mark.slow),
+    ],
 )
 def test_at_once_where_asked(variable: dict[str, str]) -> None:
     found = run(TRAINS, AUTOAMP_PRECISION="bf16", **variable)

@@ -112,8 +112,7 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(dist: tuple[Path, Path]) -
 
 def test_installed_wheel_finds_its_rules(dist: tuple[Path, Path], tmp_path) -> None:
     target = tmp_path / "target"
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps")
-    run(*pip, "--target", target, dist[0], cwd=tmp_path)
+    zipfile.ZipFile(dist[0]).extractall(target)  # which is all that pip does with it
     package, rules = load_rules("wheel", target, tmp_path)
     assert package == target / "autoamp"
     assert rules == target / "autoamp" / "_rules" / "bf16.toml"
