@@ -47,7 +47,11 @@ def code_of(gm: fx.GraphModule) -> str:
     """
     inner = [m for m in gm.modules() if isinstance(m, fx.GraphModule)]
     code = "\n".join(each.code for each in inner)
-    return re.sub(r"\bautoamp_graph_functions_[a-z]+_", "autoamp_", code)
+    return re.sub(
+        r"\bautoamp_(graph_functions_[a-z]+|kernels_[a-z_]+_function)_",
+        "autoamp_",
+        code,
+    )
 
 
 def reasons_of(rewritten: Iterable[Rewritten]) -> str:

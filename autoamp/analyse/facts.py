@@ -128,7 +128,7 @@ class Facts:
     writes to and does not return."""
     outside: frozenset[int]
     """Storages of inputs and attributes, which also exist outside the graph."""
-    own_kernels: bool = False  # whether the graph runs with `graph_functions/norms/`
+    own_kernels: bool = False  # whether the graph runs with `kernels/cpu_norms/`
     element_of: Mapping[str, str] = field(default_factory=dict)
     """`getitem` node to the node that makes the tuple."""
 

@@ -1,11 +1,11 @@
 """Runs both sides of a region on the same numbers, as a second opinion.
 
-The recognition of a kernel is a proof in algebra (`kernels/proof`), and the recognition
-of a mask is a proof by positions.  Here neither is known: the calls that are gone and
-the calls in their place run on random numbers, and results, gradients and what is kept
-for the backward are compared.  The truth is the old side in float64.  The new side may
-be off by `ROUNDINGS` times as much as the old side is, or as one rounding of the
-coarsest dtype of the region is: a wrong kernel is off by far more.
+The recognition of a kernel is a proof in algebra (`kernels/shared/proof/`), and the
+recognition of a mask is a proof by positions.  Here neither is known: the calls that
+are gone and the calls in their place run on random numbers, and results, gradients and
+what is kept for the backward are compared.  The truth is the old side in float64.  The
+new side may be off by `ROUNDINGS` times as much as the old side is, or as one rounding
+of the coarsest dtype of the region is: a wrong kernel is off by far more.
 
 A region is run once in a process for each kind of region, on few numbers: a dimension
 whose size no literal of the region repeats becomes small.

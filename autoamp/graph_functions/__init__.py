@@ -1,7 +1,9 @@
 """The functions a rewritten graph calls that are not ATen ops.
 
 Each of these functions is one node: tracing never looks inside, so a rewritten graph
-can be rewritten again, printed, and executed from its printed code.
+can be rewritten again, printed, and executed from its printed code.  A kernel's own
+function is in the kernel's folder (`autoamp/kernels/*/function.py`), and is listed here
+with the others.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autoamp.graph_functions.attention import attention, traced_attention
 from autoamp.graph_functions.casts import (
     low_uses,
     low_weight,
@@ -21,15 +22,7 @@ from autoamp.graph_functions.checkpoints import checkpoint_as_python_does, check
 from autoamp.graph_functions.edge import scale_grad, unscale_grad, unscale_grad_
 from autoamp.graph_functions.half import unscale_half
 from autoamp.graph_functions.layouts import laid_out
-from autoamp.graph_functions.norms import (
-    OWN_NORMS,
-    layer_norm,
-    own_kernel,
-    rms_norm,
-)
-from autoamp.graph_functions.norms.softmax import softmax
 from autoamp.graph_functions.promises import dtypes_in, with_dtypes
-from autoamp.graph_functions.rotary import rotary
 from autoamp.graph_functions.states import (
     STATE,
     WITH_FP32_STATE,
@@ -40,7 +33,10 @@ from autoamp.graph_functions.traceable import (
     traced_scale_grad_,
     traced_scale_grad_apart,
 )
-from autoamp.graph_functions.written import WRITTEN_ATTENTION
+from autoamp.kernels.attention_backward.function import attention, traced_attention
+from autoamp.kernels.cpu_norms.function import layer_norm, rms_norm
+from autoamp.kernels.rotary.function import rotary
+from autoamp.kernels.softmax_backward.function import softmax
 
 LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     {

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoamp.kernels.proof.algebra import Form
-from autoamp.kernels.proof.elementary import (
+from autoamp.kernels.shared.proof.algebra import Form
+from autoamp.kernels.shared.proof.elementary import (
     erf,
     exp,
     log,
@@ -144,17 +144,17 @@ KERNELS: tuple[Kernel, ...] = (
 """Each computes in fp32 inside, and reads and writes 16 bits where it runs low."""
 
 ATTENTION = "attention"
-"""Attention that is written out: scores, softmax, product (`attention.py`)."""
+"""Attention that is written out: scores, softmax, product (`attention/`)."""
 
 ATTENTION_BACKWARD = "attention_backward"
 """Attention whose backward computes in fp32, on CPUs and where no compiler runs the
-graph (`graph_functions/cpu_attention.py`)."""
+graph (`attention_backward/`)."""
 
 CAUSAL_MASK = "causal_mask"
-"""Attention whose mask is causal, told so instead of given a mask (`masks.py`)."""
+"""Attention whose mask is causal, told so instead of given a mask (`causal_mask/`)."""
 
 ROTARY = "rotary"
-"""Rotary position embedding, where no compiler runs the graph (`rewrite/rotary/`)."""
+"""Rotary position embedding, where no compiler runs the graph (`rotary/`)."""
 
 CHANNELS_LAST = "channels_last"
 """Convolutions with the channels last, where no compiler runs the graph

@@ -21,7 +21,13 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import collect_facts
-from autoamp.graph_functions import attention, traced_attention
+from autoamp.kernels.attention.condition import leave_out
+from autoamp.kernels.attention_backward.condition import attention_at
+from autoamp.kernels.attention_backward.function import attention, traced_attention
+from autoamp.kernels.cpu_norms.condition import norm_at
+from autoamp.kernels.fuse import fuse
+from autoamp.kernels.rotary.emit import with_rotary
+from autoamp.kernels.softmax_backward.condition import softmax_at
 from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY
 from autoamp.options import Options
 from autoamp.pipeline.checks import Checks
@@ -37,11 +43,8 @@ from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.copied import with_targets
 from autoamp.rewrite.edge.scale_edge import scale_edge
 from autoamp.rewrite.for_compilers import for_compilers
-from autoamp.rewrite.fuse import fuse, leave_out
 from autoamp.rewrite.hoist import hoist_weight_casts
 from autoamp.rewrite.layouts import lay_out
-from autoamp.rewrite.own_functions import attention_at, norm_at, softmax_at
-from autoamp.rewrite.rotary import with_rotary
 
 
 class Phase(enum.IntEnum):

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.dtypes import HIGH_DTYPE, short_name
-from autoamp.graph_functions import own_kernel
+from autoamp.kernels.cpu_norms.condition import own_norm
 from autoamp.tuning.clock import least_seconds
 
 
@@ -145,7 +145,7 @@ def op_specimen(
     dtype, target = low or HIGH_DTYPE, node.target
     result = node.meta.get("val")
     if classified.facts.own_kernels and isinstance(result, torch.Tensor):
-        target = own_kernel(node, dtype, result.device)
+        target = own_norm(node, dtype, result.device)
     return Specimen(target, tuple(args), dict(kwargs), dtype)
 
 

@@ -17,8 +17,8 @@ from autoamp.ask.stand_in import Call, LossFn, copied, outcome_of
 from autoamp.capture.autocast import under_autocast
 from autoamp.capture.engine import Engine
 from autoamp.dtypes import UNSCALED
-from autoamp.graph_functions import rotary
 from autoamp.inspect.layouts import layouts_text
+from autoamp.kernels.rotary.function import rotary
 from autoamp.kernels.table import CHANNELS_LAST, ROTARY
 from autoamp.model.conversion import conversion_of
 from autoamp.model.convert import convert_model, revert_model

@@ -28,7 +28,7 @@ from autoamp.compat import capture, gradients, tensors, tracing
 from autoamp.compat.distributed import ddp, fsdp, groups
 from autoamp.compat.dynamo import frames, layers, on_meta, regions
 from autoamp.compat.modes import process
-from autoamp.graph_functions import attention, cpu_attention
+from autoamp.kernels.attention_backward import function as cpu_attention
 from tests.capture.test_changing import Appends, Counts, Scaled
 from tests.conformance.table import Figures
 from tests.model.test_methods import Counted
@@ -503,7 +503,7 @@ def no_cpu_attention(patch: pytest.MonkeyPatch) -> None:
         assert compat.cpu_attention() is None
     patch.setattr(cpu_attention, "_KERNELS", None)
     assert cpu_attention.with_fp32_backward(*given) is None
-    result = attention(query, query, query)
+    result = cpu_attention.attention(query, query, query)
     assert result.grad_fn is not None
     assert result.grad_fn.name().startswith("ScaledDotProduct")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -26,15 +27,17 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"messages", "printable"}),
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),
-    frozenset({"op_names"}),
+    frozenset({"op_names", "kernels.*.function"}),
     frozenset({"graph_functions", "training.scale", "ops"}),
     frozenset({"counted", "rules", "saved"}),
-    frozenset({"kernels"}),
+    frozenset({"kernels.shared.proof"}),
+    frozenset({"kernels.table"}),
     frozenset({"options"}),
     frozenset({"trace"}),
     frozenset({"analyse"}),
     frozenset({"place"}),
     frozenset({"check", "rewrite"}),
+    frozenset({"kernels"}),
     frozenset({"pipeline"}),
     frozenset({"node_by_node"}),
     frozenset({"overflow"}),
@@ -56,7 +59,8 @@ LAYERS: tuple[frozenset[str], ...] = (
 """From the bottom up: a module imports only from rows below its own.
 
 A name is a module or a sub-package of `autoamp`, or a module that stands beside it; a
-part that lies lower than the rest of its sub-package has a name with a dot.
+part that lies lower than the rest of its sub-package has a name with dots, in which a
+star stands for any folder.
 Inside a sub-package modules may import each other as long as they make no loop.
 """
 
@@ -65,7 +69,7 @@ _PARTS = {unit for units in LAYERS for unit in units if "." in unit}
 APART = (
     ("rewrite.casts", "rewrite.emitted", "rewrite.uses"),
     ("rewrite.cleanup",),
-    ("rewrite.fuse",),
+    ("kernels.fuse",),
     (
         "check.operands",
         "check.same_program",
@@ -143,8 +147,9 @@ def unit_of(module: str) -> str:
     top, *parts = module.split(".")
     if top != PACKAGE.name:
         return top
-    part = ".".join(parts[:2])
-    return part if part in _PARTS else [*parts, "__init__"][0]
+    inside = (".".join(parts[:n]) for n in range(2, len(parts) + 1))
+    lower = (p for part in inside for p in _PARTS if fnmatch.fnmatch(part, p))
+    return next(lower, [*parts, "__init__"][0])
 
 
 def layering_faults(root: Path, beside: Collection[Path] = ()) -> list[str]:

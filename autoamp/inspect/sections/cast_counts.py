@@ -21,13 +21,13 @@ from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.graph_functions import (
     LEAF_FUNCTIONS,
     WITH_FP32_STATE,
-    rotary,
     saturating_cast,
     scaled_result,
 )
 from autoamp.inspect.costs import bytes_text
 from autoamp.inspect.rows import Section
 from autoamp.inspect.text import counted
+from autoamp.kernels.rotary.function import rotary
 from autoamp.rewrite.emitted import CAST_KIND, USES, WEIGHT_PATH
 from autoamp.rewrite.layouts import LAST
 

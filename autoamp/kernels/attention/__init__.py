@@ -1,0 +1,1 @@
+"""Attention that is written out becomes one call of `autoamp::attention`, on CPUs."""

@@ -1,0 +1,65 @@
+"""The pass `kernels`: calls that together compute a kernel become one call of it.
+
+Each step puts one kind of kernel into the graph, and is the `emit.py` of the kernel's
+folder.  The steps run in this order: torch's softmax, for which a chain may stand, is
+the middle of attention; and attention that is one call can be told of its mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.kernels.attention.emit import put_attention
+from autoamp.kernels.causal_mask.emit import tell_causal
+from autoamp.kernels.chains.emit import put_kernels
+from autoamp.kernels.shared.condition import Allowed, in_regions
+from autoamp.kernels.table import KERNEL_NAMES
+from autoamp.ops import drop_dead
+from autoamp.options import Options
+from autoamp.rules import Rules
+from autoamp.trace.normalise import Normalised
+
+STEPS = (put_kernels, put_attention, tell_causal)
+
+
+def fuse(  # noqa: PLR0917
+    normalised: Normalised,
+    options: Options,
+    low: torch.dtype,
+    device: str | None = None,
+    no_gain: Collection[str] = (),
+    left: Collection[str] = (),
+) -> Normalised | None:
+    """The graph with one call for the calls that together compute a kernel.
+
+    Args:
+        device: type of the device that the graph is to run on; by default the one it
+            was traced on.
+        no_gain: names of kernels that are slower there than the calls.
+        left: names of nodes that stay as they are.
+
+    Returns:
+        None where no call is replaced; `normalised` is not changed.
+    """
+    off = (*options.kernels_off, *no_gain)
+    if len(off) == len(KERNEL_NAMES):
+        return None
+    gm = normalised.gm
+    graph = fx.Graph(gm)
+    graph.output(graph.graph_copy(gm.graph, {}))
+    rules = options.resolve_rules(low)
+    keep = (*options.kept, *rules.keep)
+    stays = in_regions(gm, graph)
+    allowed = Allowed(rules, Rules.default(low), keep, off, device, left, stays)
+    put = [step(graph, normalised.fake_mode, allowed) for step in STEPS]
+    if not any(put):
+        return None
+    drop_dead(graph)
+    fused = compat.graph_module(gm, graph)
+    fused.meta = dict(gm.meta)
+    return replace(normalised, gm=fused)

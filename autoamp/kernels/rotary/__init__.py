@@ -1,0 +1,1 @@
+"""A rotary position embedding that is written out becomes one call."""

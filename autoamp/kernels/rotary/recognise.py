@@ -1,0 +1,198 @@
+"""Finds rotary position embeddings that are written out in a graph with its casts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autoamp import compat
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
+from autoamp.kernels.rotary.function import rotary
+from autoamp.kernels.rotary.halves import EXCHANGES, acts_in_rows, exchanged
+from autoamp.kernels.shared.calls import layout_of, sizes_of
+from autoamp.ops import has_effect
+from autoamp.rewrite.emitted import CAST_KIND
+
+_ATEN = torch.ops.aten
+_SIGNS: Mapping[Any, int] = {_ATEN.add.Tensor: 1, _ATEN.sub.Tensor: -1}
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """One chain.
+
+    Attributes:
+        result: the sum at its end.
+        inside: the other calls, in graph order; nothing outside the chain reads them.
+        data, cosine, sine: the operands.
+        sign, pairs: as in `rotary`.
+        cast: the only reader of the sum, if it is a cast of ours to a low dtype.
+        contiguous: as in `rotary`.
+    """
+
+    result: fx.Node
+    inside: tuple[fx.Node, ...]
+    data: fx.Node
+    cosine: fx.Node
+    sine: fx.Node
+    sign: int
+    pairs: bool
+    cast: fx.Node | None
+    contiguous: bool = False
+
+    @property
+    def made(self) -> Tensor:
+        """What the chain makes, as a fake tensor."""
+        value = (self.cast or self.result).meta["val"]
+        assert isinstance(value, Tensor)
+        return value
+
+
+def embeddings(graph: fx.Graph) -> Iterator[Embedding]:
+    """The embeddings written out in `graph`, each of which may become one call."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    ends = [node for node in order if node.target in _SIGNS]
+    if not ends:
+        return
+    writes = [i for node, i in order.items() if _may_write(node)]
+    modes = [i for node, i in order.items() if node.target in compat.MODE_CHANGES]
+    for end in ends:
+        found = _ending_at(end, order)
+        if found is None:
+            continue
+        first, last = order[found.inside[0]], order[found.cast or end]
+        # Nothing but the cast reads the sum, so that nothing writes to it.
+        written = any(first < at < order[end] for at in writes)
+        if written or any(first < at < last for at in modes):
+            continue
+        laid = _laid_as_written(found)
+        if laid is not None:
+            yield laid
+
+
+def _laid_as_written(found: Embedding) -> Embedding | None:
+    """The embedding with the strides of the sum; None if no one call has them.
+
+    A view of the sum may not be one of a tensor that lies otherwise.
+    """
+    data, cosine, sine = (n.meta["val"] for n in (found.data, found.cosine, found.sine))
+    modes = {getattr(t, "fake_mode", None) for t in (data, cosine, sine)}
+    mode = modes.pop()
+    if mode is None or modes:
+        return None
+    how = found.made.dtype, found.sign, found.pairs
+    for contiguous in (False, True):
+        with mode, compat.as_traced(), torch.no_grad():
+            made = rotary(data, cosine, sine, *how, contiguous)
+        if layout_of(made) == layout_of(found.made) and not found.made.storage_offset():
+            return replace(found, contiguous=contiguous)
+    return None
+
+
+def _may_write(node: fx.Node) -> bool:
+    opaque = isinstance(node.target, compat.HigherOrderOperator)
+    return opaque or has_effect(node)
+
+
+def _ending_at(end: fx.Node, order: Mapping[fx.Node, int]) -> Embedding | None:
+    """The embedding whose last sum or difference is `end`."""
+    if not _is_wide(end) or len(end.args) != 2 or end.kwargs:
+        return None
+    for straight, crossed in _products(end):
+        for data, cosine in itertools.permutations(straight.all_input_nodes):
+            for other, sine in itertools.permutations(crossed.all_input_nodes):
+                inside = _between(other, data)
+                if not inside or not _may_be_rows(end, data, (cosine, sine)):
+                    continue
+                calls = sorted((straight, crossed, *inside), key=order.__getitem__)
+                how = None
+                in_rows = all(acts_in_rows(node, data) for node in inside)
+                if in_rows and _only_inside(calls, end):
+                    how = exchanged([n for n in calls if n in inside], data)
+                if how is not None:
+                    sign, pairs = how
+                    sign *= _SIGNS[end.target]
+                    cast = _only_cast(end)
+                    given = data, cosine, sine
+                    return Embedding(end, tuple(calls), *given, sign, pairs, cast)
+    return None
+
+
+def _products(end: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The two products that `end` adds, in both orders, or subtracts, in the one."""
+    both = end.all_input_nodes
+    if len(both) == 2 and all(map(_is_product, both)):
+        first, second = both
+        yield first, second
+        if _SIGNS[end.target] > 0:
+            yield second, first
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether `node` is the product of two tensors."""
+    is_product = node.target is _ATEN.mul.Tensor and not node.kwargs
+    return is_product and len(node.all_input_nodes) == len(node.args)
+
+
+def _tensor(node: fx.Node) -> Tensor | None:
+    value = node.meta.get("val")
+    return value if isinstance(value, Tensor) else None
+
+
+def _is_wide(node: fx.Node) -> bool:
+    value = _tensor(node)
+    return value is not None and value.dtype == HIGH_DTYPE
+
+
+def _may_be_rows(end: fx.Node, data: fx.Node, numbers: Sequence[fx.Node]) -> bool:
+    """Whether `data` is a tensor of even rows, and `numbers` are broadcast to it."""
+    value, result = _tensor(data), _tensor(end)
+    if value is None or result is None or value.dim() < 1:
+        return False
+    size = value.shape[-1]
+    if not isinstance(size, int) or size < 2 or size % 2:
+        return False
+    if value.dtype not in {HIGH_DTYPE, *LOW_DTYPES.values()}:
+        return False
+    tensors = [_tensor(n) for n in numbers]
+    return sizes_of(value) == sizes_of(result) and all(
+        t is not None and t.dtype == HIGH_DTYPE and t.dim() and t.shape[-1] == size
+        for t in tensors
+    )
+
+
+def _between(last: fx.Node, data: fx.Node) -> set[fx.Node] | None:
+    """The exchanging calls that make `last` from `data`; None if others take part."""
+    if last is data:
+        return None
+    found: set[fx.Node] = set()
+    todo = [last]
+    while todo:
+        node = todo.pop()
+        if node is data or node in found:
+            continue
+        if node.target not in EXCHANGES:
+            return None
+        found.add(node)
+        todo.extend(node.all_input_nodes)
+    return found
+
+
+def _only_inside(calls: Sequence[fx.Node], end: fx.Node) -> bool:
+    """Whether nothing but the chain reads the calls inside it."""
+    every = {*calls, end}
+    return all(user in every for node in calls for user in node.users)
+
+
+def _only_cast(end: fx.Node) -> fx.Node | None:
+    """The cast that alone reads the sum, and is one that the pass inserted."""
+    (reader, *others) = end.users or (None,)
+    if reader is None or others or CAST_KIND not in reader.meta:
+        return None
+    plain = reader.target is _ATEN._to_copy.default and [*reader.kwargs] == ["dtype"]
+    return reader if plain and reader.meta["val"].dtype != HIGH_DTYPE else None

@@ -1,0 +1,1 @@
+"""What several kernels share: algebra, positions, constants, and what calls allow."""

@@ -1,0 +1,275 @@
+"""Functions as quotients of polynomials, so that equal ones are found to be equal.
+
+A `Form` is a numerator and a denominator.  Each is a sum of products of *atoms*: the
+data, a vector, the exponential of a product, the sum over a row of a product, a root.
+Coefficients and exponents are exact fractions.  The rules that are applied hold for all
+real numbers, such as `exp(a + b) = exp(a) exp(b)`, and `a / b = c / d` is decided as
+`a d - c b = 0`, multiplied out: what is found to be equal is equal.  What the rules do
+not reach raises `UnknownError`, and so does what grows too large.
+
+This is not sympy's job: sympy has no sums over the rows of a tensor, its `simplify`
+tries heuristics for seconds, and importing it costs the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from autoamp.kernels.shared.proof.literals import read
+
+Product = tuple[tuple[int, Fraction], ...]
+"""Atoms, by their numbers, and their exponents; in the order of the numbers."""
+
+Sum = Mapping[Product, Fraction]
+"""Products and their coefficients, none of which is 0."""
+
+_MOST_TERMS = 400
+_MOST_POWER = 8
+_MOST_FACTOR = 10_000
+
+_ONE: Sum = {(): Fraction(1)}
+
+
+class UnknownError(Exception):
+    """Something is no sum of products of what is known here."""
+
+
+class Atom(NamedTuple):
+    """What products are made of.
+
+    Attributes:
+        kind: "letter", "exp", "log", "erf", "root", "prime" (its root), "sum", "max".
+        of: the letter, the prime, the `Product` ("exp", "sum") or the terms of a `Sum`.
+        varies: whether the atom differs within a row.
+        positive: whether the atom is known to be more than 0.
+    """
+
+    kind: str
+    of: Hashable
+    varies: bool = False
+    positive: bool = False
+
+
+class Algebra:
+    """The atoms of one proof, numbered, and what products of them come to."""
+
+    def __init__(self, size: int) -> None:
+        """`size` is the number of elements of a row; 0 where there are no rows."""
+        self.size = size
+        self.atoms: list[Atom] = []
+        self._numbers: dict[tuple[str, Hashable], int] = {}
+
+    def letter(self, name: str) -> Form:
+        """An unknown that varies within a row: the data, a vector, a gradient."""
+        return self.form(self.atom("letter", name, varies=True))
+
+    def number(self, value: float | Fraction) -> Form:
+        """The real number that a written number stands for."""
+        if isinstance(value, int | Fraction):
+            return Form(self, {(): Fraction(value)} if value else {})
+        if not abs(value) < float("inf"):
+            raise UnknownError
+        found = read(value)
+        result = self.number(found.rational) * self.root_of(found.square)
+        if found.of_pi:
+            atom = self.atom("letter", "sqrt(2/pi)", positive=True)
+            result *= self.form(atom, Fraction(found.of_pi))
+        return result
+
+    def root_of(self, value: Fraction) -> Form:
+        """The root of a positive number, by roots of primes."""
+        rest, whole, product = value.numerator * value.denominator, 1, self.number(1)
+        factor = 2
+        while factor * factor <= rest and factor < _MOST_FACTOR:
+            while rest % (factor * factor) == 0:
+                rest, whole = rest // (factor * factor), whole * factor
+            if rest % factor == 0:
+                rest //= factor
+                product *= self.form(self.atom("prime", factor, positive=True))
+            factor += 1
+        if rest > 1:
+            product *= self.form(self.atom("prime", rest, positive=True))
+        return product * Fraction(whole, value.denominator)
+
+    def atom(
+        self, kind: str, of: Hashable, *, varies: bool = False, positive: bool = False
+    ) -> int:
+        """The number of an atom, which is made where it is new."""
+        if (kind, of) not in self._numbers:
+            self._numbers[kind, of] = len(self.atoms)
+            self.atoms.append(Atom(kind, of, varies, positive))
+        return self._numbers[kind, of]
+
+    def form(self, atom: int, exponent: Fraction = Fraction(1)) -> Form:
+        """A power of an atom."""
+        return Form(self, {((atom, exponent),): Fraction(1)})
+
+    def varies(self, product: Product) -> bool:
+        """Whether a product differs within a row."""
+        return any(self.atoms[atom].varies for atom, _ in product)
+
+    def positive(self, terms: Sum) -> bool:
+        """Whether a sum is known to be more than 0."""
+        return all(
+            c > 0 and all(self.atoms[a].positive for a, _ in p)
+            for p, c in terms.items()
+        )
+
+    def times(self, left: Sum, right: Sum) -> Sum:
+        """The product of two sums, multiplied out."""
+        if len(left) * len(right) > 4 * _MOST_TERMS:
+            raise UnknownError
+        found: dict[Product, Fraction] = {}
+        for a, p in left.items():
+            for b, q in right.items():
+                for product, factor in self._rooted(_joined(a, b)):
+                    found[product] = found.get(product, Fraction(0)) + p * q * factor
+        return _small({p: c for p, c in found.items() if c})
+
+    def _rooted(self, product: Product) -> Iterator[tuple[Product, Fraction]]:
+        """The same without squares of roots."""
+        for atom, exponent in product:
+            kind, of = self.atoms[atom][:2]
+            whole = exponent // 2
+            if kind not in ("root", "prime") or not whole:
+                continue
+            rest = tuple(each for each in product if each[0] != atom)
+            if exponent % 2:
+                rest = _joined(rest, ((atom, exponent % 2),))
+            if kind == "prime":
+                assert isinstance(of, int)
+                base: Sum = {(): Fraction(of) ** int(whole)}
+            elif exponent < 0:
+                raise UnknownError
+            else:
+                base = _terms(of)
+                for _ in range(int(whole) - 1):
+                    base = self.times(base, _terms(of))
+            yield from self.times({rest: Fraction(1)}, base).items()
+            return
+        yield product, Fraction(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A function of the letters of an `Algebra`: a quotient of two sums.
+
+    A root is in a denominator or in a numerator, and never to a negative power.
+    """
+
+    algebra: Algebra
+    above: Sum
+    below: Sum = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.below is None:
+            object.__setattr__(self, "below", _ONE)
+
+    def _other(self, value: Form | float | Fraction) -> Form:
+        return value if isinstance(value, Form) else self.algebra.number(value)
+
+    def __add__(self, value: Form | float | Fraction) -> Form:
+        other, times = self._other(value), self.algebra.times
+        if self.below == other.below:
+            return Form(self.algebra, _added(self.above, other.above), self.below)
+        left, right = times(self.above, other.below), times(other.above, self.below)
+        below = times(self.below, other.below)
+        return Form(self.algebra, _added(left, right), below)
+
+    def __mul__(self, value: Form | float | Fraction) -> Form:
+        other, times = self._other(value), self.algebra.times
+        above, below = times(self.above, other.above), times(self.below, other.below)
+        return Form(self.algebra, above, below)._plain()
+
+    def __neg__(self) -> Form:
+        return self * -1
+
+    def __sub__(self, value: Form | float | Fraction) -> Form:
+        return self + -self._other(value)
+
+    def __truediv__(self, value: Form | float | Fraction) -> Form:
+        other = self._other(value)
+        if not other.above:
+            raise UnknownError  # a division by 0
+        inverse = Form(self.algebra, other.below, other.above)._plain()
+        return self * inverse
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __rsub__(self, value: float) -> Form:
+        return self._other(value) - self
+
+    def __rtruediv__(self, value: float) -> Form:
+        return self._other(value) / self
+
+    def __pow__(self, exponent: int) -> Form:
+        if abs(exponent) > _MOST_POWER:
+            raise UnknownError
+        result = self.algebra.number(1)
+        for _ in range(abs(exponent)):
+            result *= self
+        return result if exponent >= 0 else 1 / result
+
+    def _plain(self) -> Form:
+        """The same with nothing but roots below, where one product was below."""
+        if len(self.below) != 1 or self.below == _ONE:
+            return self
+        ((product, factor),) = self.below.items()
+        kinds = self.algebra.atoms
+        roots = tuple(each for each in product if kinds[each[0]].kind == "root")
+        rest = tuple((a, -e) for a, e in product if kinds[a].kind != "root")
+        above = self.algebra.times(self.above, {rest: 1 / factor})
+        return Form(self.algebra, above, {roots: Fraction(1)} if roots else _ONE)
+
+    def terms(self) -> Sum:
+        """The sum that this is, if nothing is below."""
+        if self.below != _ONE:
+            raise UnknownError
+        return self.above
+
+    def is_equal(self, other: Form) -> bool:
+        """Whether two functions are the same for all numbers."""
+        times = self.algebra.times
+        left, right = times(self.above, other.below), times(other.above, self.below)
+        return left == right
+
+
+def form_of(algebra: Algebra, terms: Hashable) -> Form:
+    """The sum that an atom was made of."""
+    return Form(algebra, _terms(terms))
+
+
+def frozen(terms: Sum) -> Hashable:
+    """A sum as an atom holds it."""
+    return frozenset(terms.items())
+
+
+def _terms(of: Hashable) -> Sum:
+    assert isinstance(of, frozenset)
+    return dict(of)
+
+
+def _joined(left: Product, right: Product) -> Product:
+    if not left or not right:
+        return left or right
+    found = dict(left)
+    for atom, exponent in right:
+        found[atom] = found.get(atom, Fraction(0)) + exponent
+    return tuple(sorted((a, e) for a, e in found.items() if e))
+
+
+def _added(left: Sum, right: Sum) -> Sum:
+    found = dict(left)
+    for product, factor in right.items():
+        found[product] = found.get(product, Fraction(0)) + factor
+    return _small({p: c for p, c in found.items() if c})
+
+
+def _small(terms: Sum) -> Sum:
+    if len(terms) > _MOST_TERMS:
+        raise UnknownError
+    return terms

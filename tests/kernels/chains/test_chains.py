@@ -1,0 +1,685 @@
+"""Chains that run as one kernel: found however they are spelled, and as true."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import autoamp
+from autoamp.kernels.chains.chain import chains_in
+from autoamp.kernels.chains.recognise import recognised
+from autoamp.kernels.table import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    CAUSAL_MASK,
+    CHANNELS_LAST,
+    KERNEL_NAMES,
+    ROTARY,
+)
+from autoamp.options import Options
+from tests.metrics import relative_error
+from tests.small_models import BF16, Of
+
+C = math.sqrt(2 / math.pi)
+WIDTH = 32
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    mean = x.mean(-1, keepdim=True)
+    return mean, (x - mean).pow(2).mean(-1, keepdim=True)
+
+
+def standard(x: Tensor, eps: float = 1e-5) -> Tensor:
+    mean, variance = moments(x)
+    return (x - mean) / torch.sqrt(variance + eps)
+
+
+def moved(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+def exps(x: Tensor) -> Tensor:
+    return torch.exp(x - x.amax(-1, keepdim=True))
+
+
+def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+SPELLINGS: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    # the GELU of GPT-2, as transformers writes it: NewGELUActivation
+    "gelu_new": (
+        "gelu_tanh",
+        lambda x: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.044715 * torch.pow(x, 3.0)))),
+    ),
+    # transformers' FastGELUActivation
+    "gelu_fast": (
+        "gelu_tanh",
+        lambda x: 0.5 * x * (1 + torch.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))),
+    ),
+    # BLOOM's, with a constant of eight digits
+    "gelu_bloom": (
+        "gelu_tanh",
+        lambda x: x * 0.5 * (1 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))),
+    ),
+    "gelu_by_sigmoid": (
+        "gelu_tanh",
+        lambda x: x * torch.sigmoid(2 * C * (x + 0.044715 * x**3)),
+    ),
+    "gelu_erf": ("gelu", lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))),
+    "gelu_erf_last": ("gelu", lambda x: (torch.erf(x * 2**-0.5) + 1) * x / 2),
+    "swish": ("silu", lambda x: x * torch.sigmoid(x)),
+    "swish_by_exp": ("silu", lambda x: x / (1 + torch.exp(-x))),
+    "mish": ("mish", lambda x: x * torch.tanh(F.softplus(x))),
+    "softmax": ("softmax", lambda x: exps(x) / exps(x).sum(-1, keepdim=True)),
+    "softmax_unshifted": (
+        "softmax",
+        lambda x: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True),
+    ),
+    "log_softmax": (
+        "log_softmax",
+        lambda x: x - torch.logsumexp(x, -1, keepdim=True),
+    ),
+    "layer_norm": ("layer_norm", lambda x, w, b: w * standard(x) + b),
+    "layer_norm_var": (
+        "layer_norm",
+        lambda x, w, b: (
+            (x - x.mean(-1, keepdim=True))
+            * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-12)
+            * w
+            + b
+        ),
+    ),
+    "layer_norm_squares": (
+        "layer_norm",
+        lambda x: (
+            (x - x.mean(-1, keepdim=True))
+            / (
+                x.square().mean(-1, keepdim=True)
+                - x.mean(-1, keepdim=True).square()
+                + 1e-5
+            ).sqrt()
+        ),
+    ),
+    # Llama's and T5's norms
+    "rms_llama": ("rms_norm", lambda x, w: w * rms(x.float()).to(torch.float32)),
+    # Gemma's: the weight is around 0
+    "rms_gemma": ("rms_norm", lambda x, w: rms(x.float()) * (1.0 + w.float())),
+    "rms_by_division": (
+        "rms_norm",
+        lambda x, w: w * x / torch.sqrt((x * x).sum(-1, keepdim=True) / WIDTH + 1e-5),
+    ),
+    "rms_by_power": (
+        "rms_norm",
+        lambda x: x * (x.square().mean(-1, keepdim=True) + 1e-6).pow(-0.5),
+    ),
+    # Megatron's GELU without its bias, with both constants multiplied out
+    "gelu_megatron": (
+        "gelu_tanh",
+        lambda x: x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))),
+    ),
+    "gelu_multiplied_out": (
+        "gelu_tanh",
+        lambda x: 0.5 * x * (1 + torch.tanh(C * x + 0.035677408136300125 * x**3)),
+    ),
+    # the sigmoid of ten digits, as accelerators' compilers write it
+    "gelu_ten_digits": (
+        "gelu_tanh",
+        lambda x: x / (1 + torch.exp(-1.5957691216 * (x + 0.044715 * x * x * x))),
+    ),
+    "gelu_fairseq": (
+        "gelu",
+        lambda x: x * 0.5 * (1.0 + torch.erf(x * 0.7071067811865475)),
+    ),
+    "gelu_eight_digits": ("gelu", lambda x: 0.5 * (x + x * torch.erf(0.70710678 * x))),
+    # ESM's and XLM's
+    "gelu_xlm": ("gelu", lambda x: 0.5 * x * (1.0 + torch.erf(x / 1.4142135623730951))),
+    "gelu_by_an_odd_function": (
+        "gelu",
+        lambda x: x * 0.5 * (1.0 - torch.erf(-x / math.sqrt(2.0))),
+    ),
+    "swish_beta_one": ("silu", lambda x: x * torch.sigmoid(x * 1.0)),
+    "swish_by_tanh": ("silu", lambda x: 0.5 * x * (1 + torch.tanh(0.5 * x))),
+    "swish_by_reciprocal": ("silu", lambda x: x * (1 + (-x).exp()).reciprocal()),
+    "mish_by_logarithm": (
+        "mish",
+        lambda x: x * torch.tanh(torch.log(1 + torch.exp(x))),
+    ),
+    "mish_by_log1p": ("mish", lambda x: x * torch.tanh(torch.log1p(torch.exp(x)))),
+    # the shift cancels, whatever it is
+    "softmax_less_a_number": (
+        "softmax",
+        lambda x: torch.exp(x - 20) / torch.exp(x - 20).sum(-1, keepdim=True),
+    ),
+    "softmax_less_the_mean": (
+        "softmax",
+        lambda x: (
+            torch.exp(x - x.mean(-1, keepdim=True))
+            * torch.exp(x - x.mean(-1, keepdim=True)).sum(-1, keepdim=True).reciprocal()
+        ),
+    ),
+    "softmax_by_logsumexp": (
+        "softmax",
+        lambda x: torch.exp(x - torch.logsumexp(x, -1, keepdim=True)),
+    ),
+    "log_softmax_shifted": (
+        "log_softmax",
+        lambda x: x - x.amax(-1, True) - exps(x).sum(-1, True).log(),
+    ),
+    # fairseq's, of the variance alone
+    "layer_norm_root": (
+        "layer_norm",
+        lambda x, w, b: (
+            w
+            * (
+                (x - x.mean(-1, True))
+                / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+            )
+            + b
+        ),
+    ),
+    "layer_norm_power": (
+        "layer_norm",
+        lambda x, w: w * moved(x) * (moved(x) ** 2).mean(-1, True).add(1e-6) ** -0.5,
+    ),
+    "layer_norm_by_correction": (
+        "layer_norm",
+        lambda x, w, b: (
+            moved(x) / (torch.var(x, -1, correction=0, keepdim=True) + 1e-5) ** 0.5 * w
+            + b
+        ),
+    ),
+    # by the length of the row, as lucidrains' and x-transformers' older ones
+    "rms_by_length": (
+        "rms_norm",
+        lambda x, w: (
+            x / (x.pow(2).sum(-1, True) + WIDTH * 1e-6).sqrt() * WIDTH**0.5 * w
+        ),
+    ),
+    "rms_mamba": (
+        "rms_norm",
+        lambda x, w: x * (1 / torch.sqrt(x.square().mean(-1, True) + 1e-5)) * w,
+    ),
+    "rms_olmo": ("rms_norm", lambda x: rms(x.to(torch.float32), 1e-5)),
+    "rms_epsilon_of_fp32": (
+        "rms_norm",
+        lambda x, w: rms(x, torch.finfo(torch.float32).eps) * w,
+    ),
+    "rms_without_epsilon": (
+        "rms_norm",
+        lambda x: x / torch.sqrt((x * x).mean(-1, keepdim=True)),
+    ),
+}
+"""How libraries and people write what torch has one kernel for."""
+
+OTHERS: dict[str, Callable[..., Tensor]] = {
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu_of_another_constant": lambda x: (
+        0.5 * x * (1 + torch.tanh(0.8 * (x + 0.044715 * x**3)))
+    ),
+    "half_a_gelu": lambda x: x * (1 + torch.tanh(C * (x + 0.044715 * x**3))),
+    "std_unbiased": lambda x, w, b: (
+        w * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + b
+    ),
+    "eps_outside": lambda x: x / (torch.sqrt(x.square().mean(-1, keepdim=True)) + 1e-2),
+    "another_dimension": lambda x: (
+        x * torch.rsqrt(x.square().mean(-2, keepdim=True) + 1e-6)
+    ),
+    "softmax_of_another_dimension": lambda x: (
+        torch.exp(x) / torch.exp(x).sum(1, keepdim=True)
+    ),
+    "softmax_off_by_one": lambda x: (
+        torch.exp(x) / (1 + torch.exp(x).sum(-1, keepdim=True))
+    ),
+    "sum_for_mean": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
+    "limited": lambda x: rms(x.clamp(-3, 3)),
+    "weight_twice": lambda x, w: w * (w * rms(x)),
+    # epsilons that are no kernel's
+    "softmax_and_an_epsilon": lambda x: (
+        torch.exp(x - 20) / (torch.exp(x - 20).sum(-1, keepdim=True) + 1e-6)
+    ),
+    "softmax_and_a_small_epsilon": lambda x: (
+        exps(x) / (exps(x).sum(-1, keepdim=True) + 1e-30)
+    ),
+    "softmax_above_an_epsilon": lambda x: (
+        exps(x) / exps(x).sum(-1, keepdim=True) + 1e-30
+    ),
+    "log_softmax_and_an_epsilon": lambda x: (
+        x - torch.log(torch.exp(x).sum(-1, keepdim=True) + 1e-12)
+    ),
+    "rms_and_a_small_epsilon": lambda x: (
+        x / (torch.sqrt(x.square().mean(-1, keepdim=True)) + 1e-13)
+    ),
+    "rms_epsilon_before_the_square": lambda x: (
+        x * torch.rsqrt((x + 1e-12).square().mean(-1, keepdim=True))
+    ),
+    "norm_of_a_negative_epsilon": lambda x: rms(x, -1e-12),
+    "layer_norm_and_an_epsilon": lambda x: standard(x, 0.0) + 1e-13,
+    "layer_norm_epsilon_outside": lambda x: (
+        moved(x) / (x.std(-1, unbiased=False, keepdim=True) + 1e-12)
+    ),
+    # constants that are another number
+    "gelu_of_four_digits": lambda x: (
+        0.5 * x * (1 + torch.tanh(0.7978 * (x + 0.044715 * x**3)))
+    ),
+    "gelu_of_five_digits": lambda x: (
+        0.5 * x * (1 + torch.tanh(0.79788 * (x + 0.044715 * x**3)))
+    ),
+    "gelu_of_another_cubic": lambda x: (
+        0.5 * x * (1 + torch.tanh(C * (x + 0.0447149 * x**3)))
+    ),
+    "gelu_of_another_root": lambda x: x * 0.5 * (1 + torch.erf(x / 1.4142)),
+    "gelu_squared": lambda x: x * 0.5 * (1 + torch.erf(x * x / math.sqrt(2))),
+    "swish_of_almost_one": lambda x: x * torch.sigmoid(x * (1 + 2**-23)),
+    "swish_squared": lambda x: x * x * torch.sigmoid(x),
+    "swish_of_another_sign": lambda x: x * torch.sigmoid(-x),
+    "swish_off_by_one": lambda x: x / (1.0000002 + torch.exp(-x)),
+    "mish_of_half": lambda x: x * torch.tanh(F.softplus(x, beta=0.5)),
+    "mish_of_a_threshold": lambda x: x * torch.tanh(F.softplus(x, threshold=8)),
+    "mish_twice": lambda x: x * torch.tanh(2 * F.softplus(x)),
+    # sums of something else
+    "softmax_of_half": lambda x: (
+        torch.exp(x / 2) / torch.exp(x / 2).sum(-1, keepdim=True)
+    ),
+    "softmax_of_two_shifts": lambda x: (
+        torch.exp(x - 1) / torch.exp(x - 2).sum(-1, keepdim=True)
+    ),
+    "softmax_of_two_temperatures": lambda x: (
+        torch.exp(x) / torch.exp(x * 2).sum(-1, keepdim=True)
+    ),
+    "softmax_squared": lambda x: (
+        torch.exp(x) / torch.exp(x).sum(-1, keepdim=True).square()
+    ),
+    "mean_of_exps": lambda x: torch.exp(x) / torch.exp(x).mean(-1, keepdim=True),
+    "log_softmax_of_twice": lambda x: x - torch.logsumexp(2 * x, -1, keepdim=True),
+    "log_softmax_of_half_the_sum": lambda x: x - torch.logsumexp(x, -1, True) / 2,
+    "layer_norm_unbiased": lambda x, w, b: (
+        moved(x) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5) * w + b
+    ),
+    "layer_norm_moved_once": lambda x: (
+        moved(x) * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+    ),
+    "layer_norm_moved_below": lambda x: x / standard(x, 1e-5) * moved(x),
+    "rms_of_one_too_few": lambda x: (
+        x * torch.rsqrt(x.square().sum(-1, keepdim=True) / (WIDTH - 1) + 1e-6)
+    ),
+    "rms_of_a_fourth_power": lambda x: (
+        x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-6)
+    ),
+    "rms_to_another_power": lambda x: (
+        x * (x.square().mean(-1, keepdim=True) + 1e-6).pow(-0.25)
+    ),
+    "rms_of_two_epsilons": lambda x: rms(x, 1e-6) + rms(x, 1e-5),
+    "rms_times_two": lambda x: 2 * rms(x),
+    "rms_and_weight_added": lambda x, w: rms(x) + w,
+    "rms_mean_of_a_mean": lambda x: (
+        x * torch.rsqrt(x.square().mean(-1, True).sum(-1, True) * WIDTH + 1e-6)
+    ),
+    # a norm in algebra, but in fp32 the kernel overflows where this does not
+    "rms_of_scaled_rows": lambda x: (
+        (x / x.amax(-1, True))
+        * torch.rsqrt((x / x.amax(-1, True)).square().mean(-1, True))
+    ),
+}
+"""Functions that look like kernels and are none, from their first op to the last."""
+
+
+def tensors(function: Callable[..., Tensor], ndim: int = 3) -> list[Tensor]:
+    count = function.__code__.co_argcount
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn((2, 5, 3, WIDTH)[-ndim:], generator=generator)
+    return [data, *(torch.randn(WIDTH, generator=generator) for _ in range(count - 1))]
+
+
+def traced(function: Callable[..., Tensor], *given: Tensor) -> fx.Graph:
+    gm = make_fx(function, pre_dispatch=True, tracing_mode="fake")(*given)
+    return gm.graph
+
+
+def whole(graph: fx.Graph) -> str:
+    """The kernel for the chain from the graph's input to its output, or ""."""
+    output = graph.output_node().all_input_nodes[0]
+    data = next(n for n in graph.nodes if n.op == "placeholder")
+    for chains in chains_in(graph):
+        for chain in chains:
+            if chain.result is output and chain.data is data:
+                found = recognised(chain)
+                return found.kernel.name if found else ""
+    return ""
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 4])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_chain_is_recognised_however_it_is_spelled(spelling: str, ndim: int) -> None:
+    """But for a weight beside a single row, which could as well be the data."""
+    name, function = SPELLINGS[spelling]
+    given = tensors(function, ndim)
+    is_clear = ndim > 1 or len(given) == 1
+    assert whole(traced(function, *given)) == (name if is_clear else "")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_function_is_no_kernel(name: str) -> None:
+    function = OTHERS[name]
+    assert whole(traced(function, *tensors(function))) == ""
+
+
+def test_every_kernel_is_spelled_above() -> None:
+    elsewhere = {ATTENTION, ATTENTION_BACKWARD, CAUSAL_MASK, CHANNELS_LAST, ROTARY}
+    assert {name for name, _ in SPELLINGS.values()} == {*KERNEL_NAMES} - elsewhere
+
+
+class Between(nn.Module):
+    """Two products with a function between them."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        self.names = [f"v{i}" for i in range(1, function.__code__.co_argcount)]
+        for name in self.names:
+            self.register_parameter(name, nn.Parameter(torch.randn(WIDTH)))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        vectors = [getattr(self, name) for name in self.names]
+        return self.second(self.function(self.first(x), *vectors))
+
+
+def stepped(model: nn.Module, x: Tensor, autocast: bool = False) -> list[Tensor]:
+    """The output and all gradients, in float64."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = model(x)
+    output.float().square().mean().backward()
+    grads = [p.grad for p in (x, *model.parameters())]
+    return [t.double() for t in (output.detach(), *grads) if t is not None]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_kernel_is_as_true_as_the_chain_under_autocast(spelling: str) -> None:
+    """Against float64, over the output and every gradient, on three batches."""
+    name, function = SPELLINGS[spelling]
+    ours_off = theirs_off = 0.0
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, x = Between(function), torch.randn(4, 6, WIDTH)
+        exact = Between(function).double()
+        exact.load_state_dict(model.state_dict())
+        true = _exact(exact, x)
+        theirs = stepped(model, x, autocast=True)
+        autoamp.convert(model, precision="bf16", do_no_harm=False, strict=True)
+        ours = stepped(model, x)
+        kernels = [row.kernel for row in autoamp.report(model).ops if row.kernel]
+        assert kernels == [name]
+        ours_off += sum(relative_error(a, b) for a, b in zip(ours, true, strict=True))
+        theirs_off += sum(
+            relative_error(a, b) for a, b in zip(theirs, true, strict=True)
+        )
+    assert ours_off <= 1.05 * theirs_off
+
+
+def _exact(model: nn.Module, x: Tensor) -> list[Tensor]:
+    def wide(self: Tensor, *args: Any) -> Tensor:
+        return self
+
+    x = x.double().requires_grad_()
+    patch = pytest.MonkeyPatch()
+    with patch.context() as here:  # `x.float()` in float64 is `x`
+        here.setattr(Tensor, "float", wide)
+        here.setattr(Tensor, "to", wide)
+        output = model(x)
+    output.square().mean().backward()
+    grads = [p.grad for p in (x, *model.parameters())]
+    return [t for t in (output.detach(), *grads) if t is not None]
+
+
+def converted(model: nn.Module, x: Tensor, **options: Any) -> autoamp.Report:
+    options = {"precision": "bf16", "do_no_harm": False, "strict": True, **options}
+    autoamp.convert(model, **options)
+    model(x)
+    return autoamp.report(model)
+
+
+def gelu(x: Tensor) -> Tensor:
+    return SPELLINGS["gelu_new"][1](x)
+
+
+def kernels(report: autoamp.Report) -> list[str]:
+    return [row.kernel for row in report.ops if row.kernel]
+
+
+X = torch.randn(4, WIDTH)
+
+
+def test_a_kernel_reads_and_writes_sixteen_bits() -> None:
+    report = converted(Between(gelu), X)
+    (row,) = [row for row in report.ops if row.kernel]
+    assert (row.op, row.precision, row.calls) == ("aten::gelu.default", "bf16", 8)
+    assert "8 ops of the model run as 1 kernel: gelu_tanh (1)." in str(report)
+    assert "stands for 8 ops of the model" in report.why(row.name)
+
+
+@pytest.mark.parametrize("off", [{"fuse": False}, {"unfused": ["gelu_tanh"]}])
+def test_a_kernel_can_be_switched_off(off: dict[str, Any]) -> None:
+    report = converted(Between(gelu), X, **off)
+    assert kernels(report) == []
+    assert "aten::tanh.default" in {row.op for row in report.ops}
+
+
+def test_an_unknown_kernel_is_refused() -> None:
+    nearest = "'gelu_tahn', which is no kernel; did you mean 'gelu_tanh'"
+    with pytest.raises(autoamp.OptionError, match=nearest):
+        autoamp.convert(Between(gelu), unfused=["gelu_tahn"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("gelu_tahn", r"a string; give a list: unfused=\['gelu_tanh'\]"),
+        (1, "unfused=1 is not a list of names"),
+        ([1], "unfused holds 1, which is not a name"),
+    ],
+)
+def test_kernels_to_switch_off_are_a_list_of_names(given: Any, message: str) -> None:
+    with pytest.raises(autoamp.OptionError, match=message):
+        autoamp.convert(Between(gelu), unfused=given)
+
+
+@pytest.mark.parametrize("given", [None, 1, 0])
+def test_fuse_is_true_or_false(given: Any) -> None:
+    with pytest.raises(autoamp.OptionError, match=r"fuse=.* is not True or False"):
+        autoamp.convert(Between(gelu), fuse=given)
+
+
+@pytest.mark.parametrize("given", [["gelu_tanh"], ("gelu_tanh",), "gelu_tanh"])
+def test_the_old_spelling_works_and_warns_once_at_the_line_that_has_it(
+    given: Any,
+) -> None:
+    message = re.escape('is now written unfused=["gelu_tanh"]')
+    with pytest.warns(DeprecationWarning, match=message) as told:
+        model = autoamp.convert(Between(gelu), **BF16, fuse=given)
+    (one,) = told
+    assert one.filename == __file__
+    model(X)
+    report = autoamp.report(model)
+    assert kernels(report) == []
+    assert "aten::tanh.default" in {row.op for row in report.ops}
+
+
+def test_the_old_spelling_adds_to_the_new_one() -> None:
+    with pytest.warns(DeprecationWarning, match="is now written unfused="):
+        options = Options(fuse=["silu"], unfused=["mish"])  # type: ignore[arg-type]
+    assert (options.fuse, options.unfused) == (True, ("mish", "silu"))
+    assert options.replace(strict=True).unfused == ("mish", "silu")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"deny": ["tanh"]},
+        {"allow": ["tanh"]},
+        {"keep": ["*"]},
+        {"rules": "tensorflow", "placement": "tensorflow"},
+    ],
+)
+def test_what_the_user_spoke_of_does_not_vanish_in_a_kernel(options: Any) -> None:
+    assert kernels(converted(Between(gelu), X, **options)) == []
+
+
+class MemorySavingSwish(torch.autograd.Function):
+    """As written in EfficientNets: the input alone is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        sigmoid = torch.sigmoid(x)
+        return grad * (sigmoid * (1 + x * (1 - sigmoid)))
+
+
+class SwishPassedThrough(MemorySavingSwish):
+    """The same forward with the gradient of another function."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * torch.sigmoid(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by Dynamo
+@pytest.mark.parametrize(
+    ("function", "expected"), [(MemorySavingSwish, ["silu"]), (SwishPassedThrough, [])]
+)
+def test_a_custom_function_is_a_kernel_if_its_backward_is(
+    function: type[torch.autograd.Function], expected: list[str]
+) -> None:
+    model = Of(
+        lambda m, x: m.b(function.apply(m.a(x))),
+        a=nn.Linear(WIDTH, WIDTH),
+        b=nn.Linear(WIDTH, 8),
+    )
+    true = stepped(copy.deepcopy(model), X)
+    x = X.clone().requires_grad_()  # a Function without a gradient is inlined
+    report = converted(model, x)
+    assert kernels(report) == expected
+    for ours, theirs in zip(stepped(model, X), true, strict=True):
+        assert relative_error(ours, theirs) < 0.02
+
+
+class Seen(Between):
+    """Something inside the chain is seen from outside it."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        inner = torch.tanh(C * (x + 0.044715 * torch.pow(x, 3.0)))
+        return self.second(0.5 * x * (1.0 + inner)), inner
+
+
+class InRegion(Between):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x = gelu(x)
+        return self.second(x)
+
+
+class WrittenBetween(Between):
+    """The tensor that the chain reads is written to, by another name, in its midst."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        other = x.view(-1)
+        before = x * 1.0
+        other.add_(1.0)
+        return self.second(before * torch.sigmoid(x))
+
+
+@pytest.mark.parametrize("kind", [Seen, InRegion, WrittenBetween])
+def test_a_chain_that_is_not_closed_stays_as_it_is(kind: type[Between]) -> None:
+    model = kind(gelu)
+    assert kernels(converted(model, X)) == []
+
+
+def test_a_graph_that_stays_fp32_keeps_its_very_numbers() -> None:
+    model = Between(SPELLINGS["rms_llama"][1])
+    expected = stepped(model, X)
+    autoamp.convert(
+        model, precision="bf16", deny=["linear", "aten::addmm"], do_no_harm=False
+    )
+    found = stepped(model, X)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_widened_result_that_is_read_in_fp32_is_not_rounded() -> None:
+    """`pow` is fp32 under autocast on GPUs, and so is what is added to it."""
+    x = torch.randn(4, WIDTH)
+    model = Of(lambda m, x: gelu(m.fc(x)) + x, fc=nn.Linear(WIDTH, WIDTH))
+    report = converted(model, x)
+    (row,) = [row for row in report.ops if row.kernel]
+    assert row.precision == "fp32"
+
+
+def test_for_another_device_its_rules_decide() -> None:
+    """`exp` is denied in bf16 on GPUs, where the sum below is fp32; not on CPUs."""
+    swish = SPELLINGS["swish_by_exp"][1]
+    model = Of(lambda m, x: swish(m.fc(x)) + m.fc(x), fc=nn.Linear(WIDTH, WIDTH))
+    options = {"precision": "bf16", "do_no_harm": False}
+    for device, expected in ((None, "bf16"), ("cuda:sm_90", "fp32")):
+        found = autoamp.explain(model, X, options=options, device=device)
+        assert [row.precision for row in found.ops if row.kernel] == [expected]
+
+
+def test_a_kernel_runs_in_a_checkpointed_region() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    inner = Between(gelu)
+    model = Of(lambda m, x: checkpoint(m.inner, x, use_reentrant=False), inner=inner)
+    assert kernels(converted(model, X)) == ["gelu_tanh"]
+
+
+def softmax(x: Tensor) -> Tensor:
+    return SPELLINGS["softmax_unshifted"][1](x)
+
+
+def test_a_result_that_is_written_to_is_not_kept_for_a_backward() -> None:
+    """Torch's softmax needs its result in the backward; a quotient does not."""
+
+    def written(model: nn.Module, x: Tensor) -> Tensor:
+        weights = softmax(model.a(x))
+        weights.mul_(2.0)
+        return model.b(weights)
+
+    parts = {"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, 8)}
+    model = Of(written, **parts)
+    assert kernels(converted(model, X)) == []
+    model(X).sum().backward()
+    returned = Of(lambda m, x: softmax(m.b(m.a(x))), **parts)
+    converted(returned, X)
+    result = returned(X)
+    result.mul_(2.0)  # the caller may, as in fp32
+    result.sum().backward()
+
+
+def test_sizes_that_change_are_not_compared_with_one_another() -> None:
+    """A guard that two sizes differ would make one more graph where they are equal."""
+    model = Between(gelu)
+    report = converted(model, torch.randn(2, 3, WIDTH))
+    for batch, length in ((4, 5), (6, 7), (5, 5), (9, 3), (3, 9)):
+        model(torch.randn(batch, length, WIDTH))
+    report = autoamp.report(model)
+    assert len(report.graphs) == 2
+    assert set(kernels(report)) == {"gelu_tanh"}

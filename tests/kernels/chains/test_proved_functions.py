@@ -1,0 +1,169 @@
+"""Custom autograd Functions become a kernel only if both of their graphs are proved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from autoamp.kernels.chains import functions
+
+C = math.sqrt(2 / math.pi)
+
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def of_input(result: Callable[[Tensor], Tensor], back: Callable[..., Tensor]) -> Pair:
+    """A Function that keeps its input alone."""
+    return lambda x: ((result(x),), (x,)), lambda g, x: (back(g, x),)
+
+
+def kernel(pair: Pair) -> str:
+    """The kernel for the graphs that Dynamo would make of a Function, or ""."""
+    found = functions._recognised(*map(fx.symbolic_trace, pair))
+    return found.kernel.name if found else ""
+
+
+def swish(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def swish_slope(x: Tensor) -> Tensor:
+    sigmoid = torch.sigmoid(x)
+    return sigmoid * (1 + x * (1 - sigmoid))
+
+
+def bloom(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+def bloom_back(g: Tensor, x: Tensor) -> Tensor:
+    t = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+    inner = (1 - t * t) * (0.79788456 + 0.1070322243 * x * x)
+    return (0.5 * x * inner + 0.5 * (1 + t)) * g
+
+
+def mish_back(g: Tensor, x: Tensor) -> Tensor:
+    """As timm's MishJitAutoFn writes it."""
+    sigmoid, t = torch.sigmoid(x), F.softplus(x).tanh()
+    return g.mul(t + x * sigmoid * (1 - t * t))
+
+
+def erf_back(g: Tensor, x: Tensor) -> Tensor:
+    bell = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return g * (0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * bell)
+
+
+def keeps_its_sigmoid(x: Tensor) -> Any:
+    sigmoid = torch.sigmoid(x)
+    return (x * sigmoid,), (x, sigmoid)
+
+
+KNOWN: dict[str, tuple[str, Pair]] = {
+    "swish": ("silu", of_input(swish, lambda g, x: g * swish_slope(x))),
+    "swish of timm": (
+        "silu",
+        of_input(
+            lambda x: x.mul(torch.sigmoid(x)),
+            lambda g, x: g * (torch.sigmoid(x) * (1 + x * (1 - torch.sigmoid(x)))),
+        ),
+    ),
+    "swish that keeps its sigmoid": (
+        "silu",
+        (keeps_its_sigmoid, lambda g, x, s: (g * (s + x * s * (1 - s)),)),
+    ),
+    "mish": ("mish", of_input(lambda x: x.mul(F.softplus(x).tanh()), mish_back)),
+    "gelu of BLOOM and Megatron": ("gelu_tanh", of_input(bloom, bloom_back)),
+    "gelu": (
+        "gelu",
+        of_input(lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))), erf_back),
+    ),
+    "gelu of ten digits": (
+        "gelu",
+        of_input(
+            lambda x: x * 0.5 * (1 + torch.erf(x * 0.7071067812)),
+            lambda g, x: (
+                g
+                * (
+                    0.5 * (1 + torch.erf(x * 0.7071067812))
+                    + 0.3989422804 * x * torch.exp(-x.square() / 2)
+                )
+            ),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_functions_that_save_memory_are_kernels(name: str) -> None:
+    expected, pair = KNOWN[name]
+    assert kernel(pair) == expected
+
+
+HOSTILE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "normalises": lambda g, x: g / g.norm() * swish_slope(x),
+    "normalises rows": lambda g, x: (
+        g * torch.rsqrt(g.square().mean(-1, True)) * swish_slope(x)
+    ),
+    "divides by itself": lambda g, x: g * g / g.square().sqrt() * swish_slope(x),
+    "squares": lambda g, x: g * g * swish_slope(x),
+    "takes a root": lambda g, x: torch.sqrt(g) * swish_slope(x),
+    "averages": lambda g, x: g.mean() * swish_slope(x),
+    "averages rows": lambda g, x: g.mean(-1, keepdim=True) * swish_slope(x),
+    "averages 1 to 1": lambda g, x: (g - g.mean(0, True)) * swish_slope(x),
+    "limits": lambda g, x: g.clamp(-1, 1) * swish_slope(x),
+    "limits smoothly": lambda g, x: torch.tanh(g) * swish_slope(x),
+    "limits far out": lambda g, x: g.clamp(-1e30, 1e30) * swish_slope(x),
+    "is 1 % larger": lambda g, x: g * 1.01 * swish_slope(x),
+    "is a hair larger": lambda g, x: g * 1.0000002 * swish_slope(x),
+    "has another sign": lambda g, x: -g * swish_slope(x),
+    "adds something": lambda g, x: (g + 1e-9) * swish_slope(x),
+    "adds a cubic": lambda g, x: (g + 1e-20 * g * g * g) * swish_slope(x),
+    "is of a detached factor": lambda g, x: g * torch.sigmoid(x),
+    "is that of another point": lambda g, x: g * swish_slope(x + 1e-6),
+    "is that of another sign": lambda g, x: g * swish_slope(-x),
+    "goes straight through": lambda g, x: g * 1.0,
+    "is nothing": lambda g, x: g * 0.0,
+    "masks": lambda g, x: g * (x > -100) * swish_slope(x),
+    "masks by where": lambda g, x: torch.where(x < 1e9, g, g * 2) * swish_slope(x),
+    "rounds": lambda g, x: (g * 64).round() / 64 * swish_slope(x),
+    "is of one sign": lambda g, x: g.abs() * swish_slope(x),
+    "writes": lambda g, x: g.mul_(1.0) * swish_slope(x),
+    "sorts": lambda g, x: g.sort(-1)[0] * swish_slope(x),
+    "turns rows": lambda g, x: g.flip(-1) * swish_slope(x),
+    "turns the tensor": lambda g, x: g.t().t() * swish_slope(x),
+    "widens": lambda g, x: g.double() * swish_slope(x),
+    "draws": lambda g, x: torch.dropout(g, 0.0, True) * swish_slope(x),
+}
+"""Backwards of a function whose forward is SiLU."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_backward_that_is_not_the_derivative_is_left_alone(name: str) -> None:
+    assert kernel(of_input(swish, HOSTILE[name])) == ""
+
+
+def test_a_forward_that_is_not_what_its_backward_says_is_left_alone() -> None:
+    back = lambda g, x: g * swish_slope(x)  # noqa: E731
+    assert kernel(of_input(lambda x: x * torch.sigmoid(1.0001 * x), back)) == ""
+    assert kernel(of_input(lambda x: swish(x).clamp(-100, 1e9), back)) == ""
+    assert kernel(of_input(swish, back)) == "silu"
+
+
+def test_a_number_that_was_kept_wrongly_is_found() -> None:
+    wrong = (keeps_its_sigmoid, lambda g, s, x: (g * (s + x * s * (1 - s)),))
+    assert kernel(wrong) == ""
+
+
+def test_numbers_are_a_second_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a proof they still refuse a backward that is another one in sum."""
+    silu = next(k for k in functions.KERNELS if k.name == "silu")
+    monkeypatch.setattr(functions, "_proved", lambda *bodies: silu)
+    for name in ("normalises", "squares", "averages", "limits", "is 1 % larger"):
+        assert kernel(of_input(swish, HOSTILE[name])) == ""
+    assert kernel(KNOWN["swish"][1]) == "silu"
