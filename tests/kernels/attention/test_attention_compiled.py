@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from tests.kernels.test_attention import HEADS, WIDTH, Attention, converted, seen, timm
-from tests.kernels.test_attention_gradients import SEEDS, SIZE, beside_autocast, tokens
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
@@ -21,6 +19,20 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.place.devices import Device
+from tests.kernels.attention.test_attention import (
+    HEADS,
+    WIDTH,
+    Attention,
+    converted,
+    seen,
+    timm,
+)
+from tests.kernels.attention_backward.test_gradients import (
+    SEEDS,
+    SIZE,
+    beside_autocast,
+    tokens,
+)
 from tests.quick import SLOW
 
 Backend = str | Callable[..., Any]

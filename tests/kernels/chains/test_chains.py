@@ -580,6 +580,16 @@ def test_a_custom_function_is_a_kernel_if_its_backward_is(
         assert relative_error(ours, theirs) < 0.02
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by Dynamo
+def test_a_kernel_reads_the_kernel_that_a_function_became() -> None:
+    model = Of(
+        lambda m, x: m.b(Swish.apply(Swish.apply(m.a(x)))),
+        a=nn.Linear(WIDTH, WIDTH),
+        b=nn.Linear(WIDTH, 8),
+    )
+    assert kernels(converted(model, X.clone().requires_grad_())) == ["silu", "silu"]
+
+
 class Seen(Between):
     """Something inside the chain is seen from outside it."""
 

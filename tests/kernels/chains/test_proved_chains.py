@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.kernels.test_kernels import SPELLINGS, WIDTH, tensors, traced
 from torch import Tensor, fx
 
 from autoamp.kernels.chains.chain import chains_in
@@ -24,6 +23,7 @@ from autoamp.kernels.chains.recognise import Recognised, recognised
 from autoamp.kernels.shared.proof.algebra import Algebra, UnknownError
 from autoamp.kernels.shared.proof.elementary import exp, log, root, row_sum, tanh
 from autoamp.kernels.shared.proof.literals import read
+from tests.kernels.chains.test_chains import SPELLINGS, WIDTH, tensors, traced
 
 SAMPLES = 400
 ATEN = torch.ops.aten
