@@ -582,8 +582,9 @@ def test_a_custom_function_is_a_kernel_if_its_backward_is(
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # by Dynamo
 def test_a_kernel_reads_the_kernel_that_a_function_became() -> None:
+    function = MemorySavingSwish.apply
     model = Of(
-        lambda m, x: m.b(Swish.apply(Swish.apply(m.a(x)))),
+        lambda m, x: m.b(function(function(m.a(x)))),
         a=nn.Linear(WIDTH, WIDTH),
         b=nn.Linear(WIDTH, 8),
     )
