@@ -78,7 +78,7 @@ def shake_hands(
 def _words(
     team: Team, scalings: Sequence[ModelScaling], params: Sequence[torch.Tensor]
 ) -> dict[str, str]:
-    """What a rank says of itself."""
+    """How this rank runs its models, in words that ranks compare."""
     each_once = [*dict.fromkeys(scalings)]
     scales = [type(each.domain.loss_scale).__name__ for each in each_once]
     guards = ["on" if each.ledger.guards else "off" for each in each_once]
@@ -91,7 +91,7 @@ def _words(
 
 
 def _wait(store: Any, keys: dict[int, str], whose: str) -> None:
-    """Waits until all of `keys`, by the ranks that set them, are in the store."""
+    """Waits until each rank has set its key of `keys` in the store."""
     patience = min(PATIENCE, store.timeout.total_seconds() / 2)
     start, said, waiting = time.monotonic(), False, dict(keys)
     while True:
@@ -101,8 +101,8 @@ def _wait(store: Any, keys: dict[int, str], whose: str) -> None:
         waited, names = time.monotonic() - start, ", ".join(map(str, waiting))
         if waited > patience:
             raise RankError(
-                f"rank {names} has not stepped an optimizer of {whose}, converted, "
-                f"within {patience:.0f} s of this rank's first step. Convert the model "
+                f"rank {names} has not stepped its converted {whose} {patience:.0f} s "
+                "after this rank's first step. Convert the model "
                 "on every rank, with the same options"
             )
         if waited > _FIRST_WORD and not said:

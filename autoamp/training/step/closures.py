@@ -1,4 +1,4 @@
-"""Steps of optimizers that write before all their gradients are known.
+"""Optimizers that change weights during a step: LBFGS, SAM.
 
 Torch's own optimizers evaluate a closure before anything else, so that autoamp can
 evaluate the closure before the step.  Other optimizers may read the gradients that are
