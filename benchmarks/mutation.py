@@ -45,9 +45,9 @@ TESTS = (
     "rewrite/test_casts.py",
     "rewrite/test_casts_rules.py",
     "rewrite/test_cleanup.py",
-    "rewrite/test_standin.py",
-    "rewrite/test_verify.py",
-    "rewrite/test_verify_rules.py",
+    "check/test_standin.py",
+    "check/test_verify.py",
+    "check/test_verify_rules.py",
     "rewrite/test_rewrite_api.py",
 )
 """Test files, in `tests/`, whose subject these layers are."""

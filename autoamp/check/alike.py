@@ -27,6 +27,7 @@ from autoamp import compat
 from autoamp.analyse.nodes import tensors_of
 from autoamp.check.differences import Region
 from autoamp.check.standin import where
+from autoamp.counted.saved import saved_bytes
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import VerificationError
 
@@ -120,12 +121,17 @@ def _kind(region: Region) -> Any:
 
 
 def _difference(region: Region, *, every: bool) -> str | None:
-    """What is wrong with the new side; None where nothing is found."""
-    told = False
+    """What is wrong with the new side; None where nothing is found.
+
+    A difference counts where it shows at the real sizes too.  A region that runs at no
+    size is one of which nothing is known, and that is wrong as well.
+    """
+    told, large = "", False
     for retell, keep in ((True, False), (False, False), (False, True)):
         sizes = {} if keep else _small_sizes(region, retell=retell)
         values = _Values(region, sizes, retell=retell)
         if values.count > MOST and not (every or (keep and told)):
+            large = True
             continue
         try:
             found = _compared(region, values)
@@ -133,21 +139,30 @@ def _difference(region: Region, *, every: bool) -> str | None:
             continue  # the calls do not run on tensors of another size
         if found is None:
             return None
-        told = True
-    return found if told else None
+        told = found
+    return told or (None if large else "cannot be run, and so cannot be compared")
 
 
 def _compared(region: Region, values: _Values) -> str | None:
     with compat.on_real_numbers(), torch.enable_grad():
-        truth = _run(region, 0, values, wide=True)
-        old = _run(region, 0, values, wide=False)
-        new = _run(region, 1, values, wide=False)
+        runs: list[dict[fx.Node, Any]] = []
+
+        def forward(side: int, *, wide: bool) -> list[Any]:
+            runs.append(_run(region, side, values, wide=wide))
+            return [runs[-1][pair[side]] for pair in region.results]
+
+        forward(0, wide=True)
+        was_kept = saved_bytes(lambda: forward(0, wide=False)).total
+        kept = saved_bytes(lambda: forward(1, wide=False)).total
+        truth, old, new = runs
         for side, (one, other) in enumerate(region.results):
             true, was, now = truth[one], old[one], new[other]
             values.expect(one, was)
             problem = _off(true, was, now, _coarsest(region))
             if problem is not None:
                 return f"result {side + 1} {problem}"
+        if kept > was_kept:
+            return f"keeps {kept} bytes for the backward, where {was_kept} were kept"
         return _gradients_differ(region, values, truth, old, new)
 
 

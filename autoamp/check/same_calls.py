@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from autoamp import compat
+from autoamp.analyse.nodes import tensors_of
 from autoamp.check.standin import where
 from autoamp.errors import VerificationError
 
@@ -37,7 +38,7 @@ def check_same_calls(before: fx.GraphModule, after: fx.GraphModule) -> None:
         operands = [n.meta.get("val") for n in old.all_input_nodes]
         key = (old.target, new.target, *_shown(old)[1:2], *map(_kind, operands))
         if key not in _KNOWN:
-            _KNOWN[key] = _calls(old) == _calls(new)
+            _KNOWN[key] = _calls(old) == (made := _calls(new)) and made is not None
         if not _KNOWN[key]:
             raise VerificationError(
                 f"{where(new)} does not call {old.target}", nodes=[old.name]
@@ -99,13 +100,5 @@ def _calls(node: fx.Node) -> list[Any] | None:
                 made = node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, NotImplementedError, TypeError):
         return None
-    kinds = [(t.dtype, t.shape, t.stride()) for t in _tensors(made)]
+    kinds = [(t.dtype, t.shape, t.stride()) for t in tensors_of(made)]
     return [*heard.ops, kinds]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for each in value for t in _tensors(each)]
-    return []

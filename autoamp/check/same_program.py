@@ -9,13 +9,13 @@ for, every call must read the operands that it read in the original.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.check.call_facts import has_effect, is_view, literals, operands
 from autoamp.check.standin import StandIns, dtypes_of, named, where
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import (
@@ -146,11 +146,11 @@ def _same_calls(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
     kept = [call for call in after if call[0] in names]
     present = set(kept)
     for name, target in before:
-        idle = not original_nodes[name].users and not _has_effect(target)
+        idle = not original_nodes[name].users and not has_effect(target)
         if (name, target) in present or idle:
             continue
         repeated = any(t is target for n, t in after if n not in names)
-        if not (repeated and (_is_view(target) or target is operator.getitem)):
+        if not (repeated and (is_view(target) or target is operator.getitem)):
             raise VerificationError(
                 f"{name} ({target}) got lost in the rewrite", nodes=[name]
             )
@@ -160,22 +160,6 @@ def _same_calls(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
         raise VerificationError(
             "the rewrite changed the order of the program", nodes=moved[:1]
         )
-
-
-def _has_effect(target: Any) -> bool:
-    """Whether a call writes or draws random numbers, and so matters even if unread."""
-    return isinstance(target, compat.OpOverload) and (
-        compat.schema(target).is_mutable
-        or torch.Tag.nondeterministic_seeded in target.tags
-    )
-
-
-def _is_view(target: Any) -> bool:
-    """Whether a result of `target` is a view of an operand, by the schema."""
-    return isinstance(target, compat.OpOverload) and any(
-        r.alias_info is not None and not r.alias_info.is_write
-        for r in compat.schema(target).returns
-    )
 
 
 def check_same_wiring(original: fx.GraphModule, rewritten: fx.GraphModule) -> None:
@@ -191,15 +175,15 @@ def check_same_wiring(original: fx.GraphModule, rewritten: fx.GraphModule) -> No
     views: dict[Any, str] = {}
     known: dict[str, str] = {}
     for node in original.graph.nodes:
-        key = _key(node, [known.get(n, n) for n in _operands(node)])
-        if _is_view(node.target) or node.target is operator.getitem:
+        key = _key(node, [known.get(n.name, n.name) for n in operands(node)])
+        if is_view(node.target) or node.target is operator.getitem:
             known[node.name] = views.setdefault(key, node.name)
     stands_for = dict(known)
     for node in rewritten.graph.nodes:
-        read = [stands_for.get(name, name) for name in _operands(node)]
+        read = [stands_for.get(n.name, n.name) for n in operands(node)]
         twin = before.get(node.name)
         if twin is not None:
-            wanted = [known.get(name, name) for name in _operands(twin)]
+            wanted = [known.get(n.name, n.name) for n in operands(twin)]
             if wanted != read:
                 raise VerificationError(
                     f"{where(node)} reads {', '.join(read)}, where it read "
@@ -219,9 +203,7 @@ def check_same_wiring(original: fx.GraphModule, rewritten: fx.GraphModule) -> No
 
 def _key(node: fx.Node, read: list[str]) -> Any:
     """The op, operands and literals that decide which elements a view shows."""
-    found = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
-    literals = [repr(value) for value in found if not isinstance(value, fx.Node)]
-    return (node.target, *read, *literals)
+    return (node.target, *read, *literals(node))
 
 
 def _passes_on(node: fx.Node) -> bool:
@@ -237,10 +219,3 @@ def _passes_on(node: fx.Node) -> bool:
     if not isinstance(node.target, compat.OpOverload):
         return False
     return compat.schema(node.target).name in ("aten::_to_copy", "aten::clone")
-
-
-def _operands(node: fx.Node) -> Iterator[str]:
-    """The names of the nodes among the arguments, as often as they occur."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return (n.name for n in found)

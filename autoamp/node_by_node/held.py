@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import source_line
+from autoamp.check.differences import differences
+from autoamp.check.may import May
+from autoamp.check.same_calls import check_same_calls
 from autoamp.dtypes import LOW_DTYPES, short_name
+from autoamp.errors import VerificationError
 from autoamp.graph_functions import dtypes_in, op_with_its_state, with_dtypes
 from autoamp.graph_functions.promises import Dtypes
 from autoamp.node_by_node.observer import Observer
@@ -27,6 +31,7 @@ from autoamp.op_names import base_name
 from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
 from autoamp.rewrite.bindings import with_bindings
+from autoamp.rewrite.copied import copied
 
 _LOW = frozenset(LOW_DTYPES.values())
 
@@ -88,35 +93,60 @@ def hold_first_run(
     Args:
         options: the options by which the user may keep an op in fp32.
         tell: called with a sentence about each result that has to be cast.
+
+    Raises:
+        VerificationError: under `strict`, a check found the graph with the casts to be
+            another program; elsewhere each run then goes on node by node.
     """
-    gm, plain, lock = prepared.gm, prepared.run, threading.Lock()
+    plain, lock = prepared.run, threading.Lock()
 
     def first(*args: Any) -> Any:
         nonlocal plain
-        held = Held()
-        results = Runner(gm, [held]).run(*args)
+        ran, held = prepared.gm, Held()
+        results = Runner(ran, [held]).run(*args)
         with lock:
-            # Another thread may have amended the same nodes meanwhile.
-            broken = {n: b for n, b in held.broken.items() if dtypes_of(n) != b.given}
-            for node, each in broken.items():
-                _cast_behind(node, each.given)
-            for module in {n.graph.owning_module for n in broken}:
-                assert module is not None, "a graph that runs belongs to a module"
-                module.graph.lint()
-                module.recompile()
-            if broken:
-                code = with_bindings(gm)
-                compat.make_code(code)
-                plain = code.forward
-                for each in broken.values():
-                    problem = each.told(options)
-                    prepared.notes += (problem,)
-                    tell(problem)
-            elif not held.broken:
+            if prepared.gm is not ran:
+                return results  # another thread has put casts in meanwhile
+            if not held.broken:
                 prepared.run = plain
+                return results
+            code = _amended(prepared, held.broken, strict=options.strict)
+            if code is None:
+                return results
+            plain = code.forward
+            for each in held.broken.values():
+                problem = each.told(options)
+                prepared.notes += (problem,)
+                tell(problem)
         return results
 
     prepared.run = first
+
+
+def _amended(
+    prepared: Prepared, broken: Mapping[fx.Node, Broken], *, strict: bool
+) -> fx.GraphModule | None:
+    """The code of the graph with casts behind the broken nodes, once they are checked.
+
+    Returns:
+        None where the check refuses the graph with the casts.
+    """
+    amended = _with_casts(prepared.gm, broken)
+    may = May(frozenset({with_dtypes}), redtyped=frozenset(n.name for n in broken))
+    try:
+        differences(prepared.gm, amended, may)
+        code = with_bindings(amended)
+        check_same_calls(amended, code)
+    except VerificationError as error:
+        if strict:
+            raise
+        told = f"results of its kernels are cast at every run, node by node: {error}"
+        if told not in prepared.notes:
+            prepared.notes += (told,)
+        return None
+    compat.make_code(code)
+    prepared.gm = amended
+    return code
 
 
 def dtypes_of(n: fx.Node) -> Dtypes:
@@ -160,6 +190,20 @@ def _broken(n: fx.Node, given: Dtypes, differ: Iterable[str]) -> Broken:
     at = f" (at {source})" if source else ""
     sentence = f"the kernel of {name}{at} gives {which}: autoamp casts its result"
     return Broken(given, sentence, name if _reads_low(n) else "")
+
+
+def _with_casts(gm: fx.GraphModule, broken: Mapping[fx.Node, Broken]) -> fx.GraphModule:
+    """A copy of `gm` in which broken nodes say what they give, and are cast."""
+    amended, copies = copied(gm)
+    for node, each in broken.items():
+        if node in copies:
+            _cast_behind(copies[node], each.given)
+    for name, body in gm.named_children():
+        if isinstance(body, fx.GraphModule):
+            setattr(amended, name, _with_casts(body, broken))
+    amended.graph.lint()
+    amended.recompile()
+    return amended
 
 
 def _cast_behind(node: fx.Node, given: Dtypes) -> None:

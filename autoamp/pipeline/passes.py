@@ -247,7 +247,7 @@ def _layouts(work: Work) -> Work:
 def _bindings(work: Work) -> Work:
     if not _is_eager(work.options):
         return work
-    return replace(work, code=with_bindings(work.gm))
+    return replace(work, code=with_bindings(work.gm, work.left))
 
 
 def _compilers(work: Work) -> Work:

@@ -7,7 +7,7 @@ has code for its own operands, takes less time, and calls the same op
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -72,11 +72,15 @@ _KEYWORDS = frozenset(
 """Arguments that ops and functions know by the same names."""
 
 
-def with_bindings(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of `gm` that calls torch's functions; only its root graph does."""
+def with_bindings(gm: fx.GraphModule, left: Collection[str] = ()) -> fx.GraphModule:
+    """A copy of `gm` that calls torch's functions; only its root graph does.
+
+    Args:
+        left: names of nodes that call their ops as in `gm`.
+    """
     bound, _ = copied(gm)
     for node in bound.graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and node.name not in left:
             node.target = _binding(node) or node.target
     return bound
 

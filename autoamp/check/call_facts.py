@@ -1,0 +1,59 @@
+"""The facts of a call that checks read from its arguments and its op's schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.graph_functions import checkpointed
+from autoamp.trace.control_flow import CONTROL_FLOW
+
+
+def operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes among the arguments, as often as they occur; bodies aside."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return iter(found)
+
+
+def literals(node: fx.Node) -> list[str]:
+    """The arguments that are no nodes, as text."""
+    found = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
+    return [repr(value) for value in found if not isinstance(value, fx.Node)]
+
+
+def calls_bodies(node: fx.Node) -> bool:
+    """Whether a call runs sub-graphs: a checkpoint, a branch, a loop."""
+    return node.target is checkpointed or node.target in CONTROL_FLOW
+
+
+def is_view(target: Any) -> bool:
+    """Whether a result of `target` is a view of an operand, by the schema."""
+    return isinstance(target, compat.OpOverload) and any(
+        r.alias_info is not None and not r.alias_info.is_write
+        for r in compat.schema(target).returns
+    )
+
+
+def gives_its_operand(node: fx.Node) -> bool:
+    """Whether a call writes to its first operand and returns that operand."""
+    if not isinstance(node.target, compat.OpOverload) or not node.all_input_nodes:
+        return False
+    schema = compat.schema(node.target)
+    first = schema.arguments[0].alias_info if schema.arguments else None
+    if first is None or not first.is_write or len(schema.returns) != 1:
+        return False
+    returned = schema.returns[0].alias_info
+    return returned is not None and returned.is_write
+
+
+def has_effect(target: Any) -> bool:
+    """Whether a call writes or draws random numbers, and so matters even if unread."""
+    return isinstance(target, compat.OpOverload) and (
+        compat.schema(target).is_mutable
+        or torch.Tag.nondeterministic_seeded in target.tags
+    )
