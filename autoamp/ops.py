@@ -58,6 +58,7 @@ MAYBE_ALIAS: dict[str, tuple[str, ...]] = {
 """
 
 
+@functools.lru_cache(maxsize=4096)
 def mutated_arguments(target: OpOverload) -> tuple[str, ...]:
     """The names of the arguments that `target` writes, declared or hidden."""
     declared = tuple(

@@ -5,6 +5,9 @@ Seconds of CPU that the first call of a model takes, converted and under
 them.  Both run in one process on one thread, in turn, after a call of another model has
 imported what either needs; the median of several pairs is kept, of more pairs where
 one takes little time.  Graphs are forgotten between.
+
+The last column is the part of a first call that the checks of all passes take, where
+the process has compared no region of any graph before.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import autoamp
+from autoamp.check import alike, same_calls
 
 from . import report
 from .capability import capability
@@ -56,7 +60,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """Median CPU seconds of one case, and the median ratio of the pairs."""
+    """Median CPU seconds of one case, and the median ratio of the pairs.
+
+    Args:
+        checks: the part of a first call that the checks take.
+    """
 
     name: str
     nodes: int
@@ -64,6 +72,7 @@ class Found:
     ours: float
     ratio: float
     limit: float
+    checks: float
 
 
 class Recurrent(nn.Module):
@@ -227,17 +236,25 @@ def measure(case: Case, repeats: int) -> Found:
         pairs.append((plain, first_calls(case, _ours)))
     plain, ours = (statistics.median(each) for each in zip(*pairs, strict=True))
     ratio = statistics.median(ours / plain for plain, ours in pairs)
-    return Found(case.name, _nodes(case), plain, ours, ratio, case.limit)
+    nodes, checks = _nodes_and_checks(case)
+    return Found(case.name, nodes, plain, ours, ratio, case.limit, checks)
 
 
-def _nodes(case: Case) -> int:
-    """How many nodes the ATen graphs of a case have."""
+def _nodes_and_checks(case: Case) -> tuple[int, float]:
+    """How many nodes the graphs of a case have, and the checks' part of its call."""
     torch._dynamo.reset()
+    alike.forget()
+    same_calls.forget()
     model = _ours(case.build())
     args, kwargs = case.batch()
+    begin = time.perf_counter()
     model(*args, **kwargs)
-    graphs = [g.rewritten for g in model._autoamp.engine.record.graphs]
-    return sum(len(g.before.graph.nodes) for g in graphs if g is not None)
+    taken = time.perf_counter() - begin
+    recorded = [g.rewritten for g in model._autoamp.engine.record.graphs]
+    graphs = [each for each in recorded if each is not None]
+    seconds = [pair for each in graphs for pair in each.seconds.items()]
+    checks = sum(s for name, s in seconds if name.startswith("check of "))
+    return sum(len(each.before.graph.nodes) for each in graphs), checks / taken
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -259,6 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "autoamp s",
         "ratio",
         "asked",
+        "checks",
     )
     rows = [
         (
@@ -268,6 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{f.ours:.3f}",
             f"{f.ratio:.2f}",
             f"{f.limit:.2f}",
+            f"{f.checks:.1%}",
         )
         for f in found
     ]

@@ -99,7 +99,8 @@ def written_values(node: fx.Node) -> list[fx.Node]:
         return list(node.all_input_nodes) if _may_write(node) else []
     if not isinstance(node.target, compat.OpOverload):
         return []
-    return operands_in(node, mutated_arguments(node.target))
+    names = mutated_arguments(node.target)
+    return operands_in(node, names) if names else []
 
 
 def operands_in(node: fx.Node, names: Collection[str]) -> list[fx.Node]:

@@ -73,6 +73,11 @@ def check_alike(regions: Sequence[Region], *, every: bool) -> None:
             )
 
 
+def forget() -> None:
+    """Forgets which kinds of regions have run, as in a new process."""
+    _KNOWN.clear()
+
+
 def _same_kinds(region: Region) -> None:
     """Checks that each result keeps its dtype, shape and strides."""
     for old, new in region.results:

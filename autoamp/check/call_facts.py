@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import fx
 from autoamp import compat
 from autoamp.graph_functions import checkpointed
 from autoamp.trace.control_flow import CONTROL_FLOW
+
+_OPS = 4096
+"""The ops whose facts are kept at most; a process calls fewer, as a rule."""
 
 
 def operands(node: fx.Node) -> Iterator[fx.Node]:
@@ -21,9 +25,20 @@ def operands(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def literals(node: fx.Node) -> list[str]:
-    """The arguments that are no nodes, as text."""
-    found = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
-    return [repr(value) for value in found if not isinstance(value, fx.Node)]
+    """The arguments that are no nodes, as text, in their order."""
+    found: list[str] = []
+    pending: list[Any] = [node.kwargs, node.args]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, (list, tuple)):
+            pending += reversed(value)
+        elif isinstance(value, dict):
+            pending += reversed([*value, *value.values()])
+        elif isinstance(value, slice):
+            pending += (value.step, value.stop, value.start)
+        elif not isinstance(value, fx.Node):
+            found.append(repr(value))
+    return found
 
 
 def calls_bodies(node: fx.Node) -> bool:
@@ -31,6 +46,7 @@ def calls_bodies(node: fx.Node) -> bool:
     return node.target is checkpointed or node.target in CONTROL_FLOW
 
 
+@lru_cache(maxsize=_OPS)
 def is_view(target: Any) -> bool:
     """Whether a result of `target` is a view of an operand, by the schema."""
     return isinstance(target, compat.OpOverload) and any(
@@ -51,6 +67,7 @@ def gives_its_operand(node: fx.Node) -> bool:
     return returned is not None and returned.is_write
 
 
+@lru_cache(maxsize=_OPS)
 def has_effect(target: Any) -> bool:
     """Whether a call writes or draws random numbers, and so matters even if unread."""
     return isinstance(target, compat.OpOverload) and (

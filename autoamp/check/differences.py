@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import networkx as nx
@@ -268,10 +269,7 @@ class _Comparison:
         No write to a value lies between the reads of it before and after, and no change
         of grad mode between calls that are differentiated.
         """
-        order = [
-            n for n in self.twins.gms[0].graph.nodes if n.name in self.twins.staying
-        ]
-        place = {**self._places(0), **self._places(1)}
+        place = self._places
         inside = {*old, *new}
         reads: dict[int, list[int]] = {}
         recorded: list[int] = []
@@ -286,15 +284,14 @@ class _Comparison:
                     storage = compat.storage_id(tensor)
                     reads.setdefault(storage, []).append(place[node])
         spans = {storage: (min(at), max(at)) for storage, at in reads.items()}
-        for at, node in enumerate(order):
-            modes = node.target in compat.MODE_CHANGES
-            if modes and recorded and min(recorded) <= at < max(recorded):
+        for at, node, storages in self._barriers:
+            changes_mode = node.target in compat.MODE_CHANGES
+            if changes_mode and recorded and min(recorded) <= at < max(recorded):
                 self._moved(new, node)
-            for value in written_values(node):
-                for tensor in tensors_of(value.meta.get("val")):
-                    first, last = spans.get(compat.storage_id(tensor), (0, 0))
-                    if first <= at < last:
-                        self._moved(new, node)
+            for storage in storages:
+                first, last = spans.get(storage, (0, 0))
+                if first <= at < last:
+                    self._moved(new, node)
 
     def _moved(self, new: list[fx.Node], past: fx.Node) -> None:
         raise VerificationError(
@@ -302,13 +299,32 @@ class _Comparison:
             nodes=[n.name for n in new],
         )
 
-    def _places(self, side: int) -> dict[fx.Node, int]:
-        """For each node how many nodes that stay come before it."""
+    @cached_property
+    def _places(self) -> dict[fx.Node, int]:
+        """For each node of both graphs how many nodes that stay come before it."""
         found: dict[fx.Node, int] = {}
-        count = 0
-        for node in self.twins.gms[side].graph.nodes:
-            found[node] = count
-            count += node.name in self.twins.staying
+        for gm in self.twins.gms:
+            count = 0
+            for node in gm.graph.nodes:
+                found[node] = count
+                count += node.name in self.twins.staying
+        return found
+
+    @cached_property
+    def _barriers(self) -> list[tuple[int, fx.Node, set[int]]]:
+        """The nodes that write, each with its place and the storages written to.
+
+        A change of grad mode is among them, and writes to none.
+        """
+        nodes = self.twins.gms[0].graph.nodes
+        order = [n for n in nodes if n.name in self.twins.staying]
+        found = []
+        for at, node in enumerate(order):
+            values = [
+                t for v in written_values(node) for t in tensors_of(v.meta.get("val"))
+            ]
+            if values or node.target in compat.MODE_CHANGES:
+                found.append((at, node, {compat.storage_id(t) for t in values}))
         return found
 
 

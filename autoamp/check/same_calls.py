@@ -45,6 +45,11 @@ def check_same_calls(before: fx.GraphModule, after: fx.GraphModule) -> None:
             )
 
 
+def forget() -> None:
+    """Forgets which calls were made, as in a new process."""
+    _KNOWN.clear()
+
+
 def _shown(node: fx.Node) -> tuple[Any, ...]:
     """The literals of a call, with the operands in the places where they stand."""
     names: list[str] = []

@@ -110,42 +110,38 @@ def hold_first_run(
             if not held.broken:
                 prepared.run = plain
                 return results
-            code = _amended(prepared, held.broken, strict=options.strict)
-            if code is None:
-                return results
-            plain = code.forward
-            for each in held.broken.values():
-                problem = each.told(options)
-                prepared.notes += (problem,)
-                tell(problem)
+            told = [each.told(options) for each in held.broken.values()]
+            try:
+                amended = _with_casts(ran, held.broken)
+                code = _checked(ran, amended, held.broken)
+            except VerificationError as error:
+                if options.strict:
+                    raise
+                told.append(f"they are cast node by node at every run: {error}")
+            else:
+                prepared.gm, plain = amended, code.forward
+            for problem in told:
+                if problem not in prepared.notes:
+                    prepared.notes += (problem,)
+                    tell(problem)
         return results
 
     prepared.run = first
 
 
-def _amended(
-    prepared: Prepared, broken: Mapping[fx.Node, Broken], *, strict: bool
-) -> fx.GraphModule | None:
-    """The code of the graph with casts behind the broken nodes, once they are checked.
+def _checked(
+    gm: fx.GraphModule, amended: fx.GraphModule, broken: Iterable[fx.Node]
+) -> fx.GraphModule:
+    """The code of `amended`, which may differ from `gm` in casts behind broken nodes.
 
-    Returns:
-        None where the check refuses the graph with the casts.
+    Raises:
+        VerificationError: `amended` or its code is another program.
     """
-    amended = _with_casts(prepared.gm, broken)
-    may = May(frozenset({with_dtypes}), redtyped=frozenset(n.name for n in broken))
-    try:
-        differences(prepared.gm, amended, may)
-        code = with_bindings(amended)
-        check_same_calls(amended, code)
-    except VerificationError as error:
-        if strict:
-            raise
-        told = f"results of its kernels are cast at every run, node by node: {error}"
-        if told not in prepared.notes:
-            prepared.notes += (told,)
-        return None
+    redtyped = frozenset(n.name for n in broken)
+    differences(gm, amended, May(frozenset({with_dtypes}), redtyped=redtyped))
+    code = with_bindings(amended)
+    check_same_calls(amended, code)
     compat.make_code(code)
-    prepared.gm = amended
     return code
 
 

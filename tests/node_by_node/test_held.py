@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp.errors import AutoampError
+from autoamp.node_by_node import held
 from tests.small_models import converted
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -100,6 +101,32 @@ def test_a_low_call_that_gives_fp32_is_cast_and_said(
         )
         denied(x)
     assert notes(denied) == []
+
+
+def test_casts_that_change_the_program_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A faulty graph with casts never runs; its results are cast node by node."""
+    real = held._cast_behind
+
+    def faulty(node: fx.Node, given: Any) -> None:
+        real(node, given)
+        (cast,) = node.users
+        (reader,) = cast.users
+        reader.args = (cast, *reader.args[1:-1], None)  # without its bias
+
+    monkeypatch.setattr(held, "_cast_behind", faulty)
+    model, x = Between(OPS.wide), torch.randn(4, 16)
+    with torch.no_grad():
+        expected = model(x)
+        converted(model, allow=["promised::wide"], strict=False)
+        given = [model(x) for _ in range(3)]
+    for each in given:
+        torch.testing.assert_close(each, expected, rtol=2**-5, atol=2**-5)
+    _, note = notes(model)
+    assert "node by node" in note
+    with torch.no_grad(), pytest.raises(AutoampError, match="reads"):
+        converted(Between(OPS.wide), allow=["promised::wide"], strict=True)(x)
 
 
 def test_fp32_that_is_low_is_widened_for_its_readers() -> None:

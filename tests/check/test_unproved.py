@@ -1,0 +1,104 @@
+"""What a check cannot prove is refused: the pass then leaves those calls alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from autoamp.check.alike import check_alike
+from autoamp.check.differences import differences
+from autoamp.check.may import May
+from autoamp.check.same_calls import check_same_calls
+from autoamp.errors import VerificationError
+
+ATEN = torch.ops.aten
+
+
+class Lavish(torch.autograd.Function):
+    """A sine whose backward is right, and which keeps its cosine beside its operand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[1]
+
+
+class Frugal(torch.autograd.Function):
+    """A sine that keeps its operand alone, as torch's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+def lavish(x: Tensor) -> Tensor:
+    return Lavish.apply(x)
+
+
+def frugal(x: Tensor) -> Tensor:
+    return Frugal.apply(x)
+
+
+def nowhere(x: Tensor) -> Tensor:
+    raise RuntimeError("no kernel")
+
+
+def nor_here(x: Tensor) -> Tensor:
+    raise RuntimeError("no kernel")
+
+
+def sine(target: Callable[..., Any]) -> fx.GraphModule:
+    """A graph of one call on a trained matrix."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.create_node("call_function", target, (x,), name="y")
+    graph.output((y,))
+    x.meta["val"] = torch.empty(4, 6, device="meta").requires_grad_()
+    y.meta["val"] = torch.empty(4, 6, device="meta").requires_grad_()
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def compare(target: Callable[..., Any]) -> None:
+    before, after = sine(ATEN.sin.default), sine(target)
+    check_alike(differences(before, after, May(replace=True)), every=True)
+
+
+def test_a_kernel_that_keeps_no_more_is_accepted() -> None:
+    compare(frugal)
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        (lavish, "keeps 192 bytes for the backward, where 96 were kept"),
+        (nowhere, "cannot be run, and so cannot be compared"),
+        (ATEN.cos.default, "is off by"),
+        (torch.square, "is off by"),
+    ],
+)
+def test_a_kernel_is_refused(target: Callable[..., Any], says: str) -> None:
+    with pytest.raises(VerificationError, match=says) as refused:
+        compare(target)
+    assert refused.value.nodes == ("y",)
+
+
+@pytest.mark.parametrize("new", [nowhere, nor_here])
+def test_calls_that_run_nowhere_are_no_proof(new: Callable[..., Any]) -> None:
+    for old in (ATEN.sin.default, nowhere):
+        if old is not new:
+            with pytest.raises(VerificationError, match="does not call"):
+                check_same_calls(sine(old), sine(new))
+    check_same_calls(sine(ATEN.sin.default), sine(torch.sin))
