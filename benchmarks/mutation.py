@@ -1,7 +1,7 @@
 """`python -m benchmarks.mutation`: which faults in the layers that decide go unnoticed.
 
-Every mutant of `autoamp/place` and `autoamp/rewrite` (or a sample of them) is put in
-place in a fork of one pytest session, which has torch imported and the tests collected;
+Every mutant of `place`, `rewrite`, `check` and `pipeline` (or a sample) is put in place
+in a fork of one pytest session, which has torch imported and the tests collected;
 there the tests that reach the changed line run until one fails: those of the file's
 own test file first, and fast ones before slow ones.
 """
@@ -35,22 +35,9 @@ from . import report
 from .mutants import Mutant, mutants, put_in_place, watch
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = ("autoamp/place", "autoamp/rewrite")
-TESTS = (
-    "place/test_mincut.py",
-    "place/test_policies.py",
-    "place/test_cost.py",
-    "place/test_assign.py",
-    "place/test_placement.py",
-    "rewrite/test_casts.py",
-    "rewrite/test_casts_rules.py",
-    "rewrite/test_cleanup.py",
-    "check/test_standin.py",
-    "check/test_verify.py",
-    "check/test_verify_rules.py",
-    "rewrite/test_rewrite_api.py",
-)
-"""Test files, in `tests/`, whose subject these layers are."""
+LAYERS = ("autoamp/place", "autoamp/rewrite", "autoamp/check", "autoamp/pipeline")
+TESTS = ("tests/place", "tests/rewrite", "tests/check", "tests/pipeline")
+"""The folders of the tests whose subject these layers are."""
 
 JUDGED = Path(__file__).parent / "survivors.toml"
 """What was found on looking at the mutants that survive."""
@@ -259,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--table", action="store_true", help="of what is known; no run")
     parser.add_argument("--out", type=Path, default=report.RESULTS / "mutation")
     options = parser.parse_args(arguments)
-    paths = [p for layer in LAYERS for p in sorted((ROOT / layer).glob("*.py"))]
+    paths = [p for layer in LAYERS for p in sorted((ROOT / layer).rglob("*.py"))]
     paths = [p for p in paths if options.only in str(p.relative_to(ROOT))]
     chosen, numbers = choose(options.share, paths)
     keep = options.again or options.table
@@ -283,11 +270,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if found.get(m.key, {}).get("outcome") not in ("killed", "timed out")
     ]
     todo.sort(key=lambda m: m.key not in found)  # those that survived before
-    files = [f for f in (f"tests/{t}" for t in TESTS) if (ROOT / f).exists()]
     silent = ("-p", "no:cacheprovider", "-p", "no:terminal", "-o", "timeout=0", "-s")
     wanted = ("-m", "not slow and not gpu", "-k", "not process")
     code = pytest.main(
-        [*silent, *wanted, *files], plugins=[Session(todo, options.budget, done)]
+        [*silent, *wanted, *TESTS], plugins=[Session(todo, options.budget, done)]
     )
     if code:
         return int(code)
