@@ -99,15 +99,20 @@ def _difference(before: str, after: str) -> str:
     return "\n".join(f"{x[0]} {x[1:].strip()}" for x in [*lines][2:] if x[0] != "@")
 
 
-def put_in_place(path: str, code: str | ast.Module) -> types.ModuleType:
+def put_in_place(path: str, code: str | ast.Module, **names: Any) -> types.ModuleType:
     """Gives every function of the module imported from `path` its code in `code`.
 
-    Functions stay the objects they are, so whoever imported them runs the new code.
+    Functions stay the objects they are, so that all importers run the new code.
+
+    Args:
+        **names: further globals of the module, which `code` may use.
     """
     name = path.removesuffix(".py").replace("/", ".")
     module = importlib.import_module(name)
     changed = types.ModuleType(name)
     changed.__file__ = module.__file__
+    vars(module).update(names)
+    vars(changed).update(names)
     exec(compile(code, path, "exec"), changed.__dict__)
     mine = dict(functions(vars(module), name))
     for key, new in functions(vars(changed), name):
@@ -150,8 +155,7 @@ def watch(path: Path, root: Path, hit: Callable[[int], object]) -> list[int]:
     watched = _Watched()
     tree = watched.visit(ast.parse(path.read_text()))
     assert isinstance(tree, ast.Module)
-    module = put_in_place(str(path.relative_to(root)), ast.fix_missing_locations(tree))
-    vars(module)["_hit"] = hit
+    put_in_place(str(path.relative_to(root)), ast.fix_missing_locations(tree), _hit=hit)
     return sorted(set(watched.lines))
 
 

@@ -70,6 +70,7 @@ from autoamp.compat.distributed.groups import (
 from autoamp.compat.dynamo.authored import traced_in_widening
 from autoamp.compat.dynamo.entry import CompiledEntry
 from autoamp.compat.dynamo.frames import Left, never_a_graph_by_itself, said_in_a_line
+from autoamp.compat.fp32_precision import tf32_kinds
 from autoamp.compat.gradients import (
     accumulate_in,
     any_not_finite,

@@ -201,7 +201,7 @@ def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> P
     if _is_free(node):
         return Parts(0.0, 0.0, 0.0)
     times: float = TRAINING_FACTOR if fact.requires_grad else 1
-    peak = device.high_flops_per_ns
+    peak = device.fp32_peak(kind_of_product(fact.base))
     if itemsize == 2 and _rows(node, fact) < device.least_rows:
         times, itemsize = times * FEW_ROWS, 4
     elif itemsize == 2:
@@ -210,6 +210,14 @@ def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> P
     return Parts(
         times * device.launch_ns, times * moved, times * flops_of(node, fact) / peak
     )
+
+
+def kind_of_product(op: str) -> str:
+    """The kind of the products in an op, as in `Device.tf32_kinds`."""
+    op = op.rstrip("_")
+    if op in family("convolution") or op in family("transposed_convolution"):
+        return "conv"
+    return "rnn" if op in family("recurrent") else "matmul"
 
 
 def _is_free(node: fx.Node) -> bool:

@@ -28,6 +28,9 @@ class Device:
         bytes_per_ns: memory bandwidth, GB/s.
         launch_ns: fixed cost of one op.
         high_flops_per_ns, low_flops_per_ns: matrix-product peaks, GFLOP/s.
+        tf32_flops_per_ns: the peak of fp32 products computed in TF32; 0 without TF32.
+        tf32_kinds: the kinds of products ("matmul", "conv", "rnn") that torch is set to
+            compute in TF32.
         pays: whether low precision can pay on the device at all.
         least_rows: rows below which a matrix product loses by low precision.
         type: the type of the device in torch.
@@ -43,6 +46,17 @@ class Device:
     least_rows: int = 1
     type: str = "cpu"
     channels_last: bool = False
+    tf32_flops_per_ns: float = 0.0
+    tf32_kinds: frozenset[str] = frozenset()
+
+    def fp32_peak(self, kind: str) -> float:
+        """The peak of fp32 products of a kind, in GFLOP/s.
+
+        Args:
+            kind: "matmul", "conv" or "rnn".
+        """
+        has_tf32 = kind in self.tf32_kinds and self.tf32_flops_per_ns
+        return self.tf32_flops_per_ns if has_tf32 else self.high_flops_per_ns
 
     @property
     def attends_by_products(self) -> bool:
@@ -103,6 +117,8 @@ def roofline(model: str, low: torch.dtype) -> Device:
         1 if peak is None else row.get("least_rows", 1),
         row["type"],
         peak is not None and row.get("channels_last", False),
+        float(row.get("tf32", 0.0)),
+        compat.tf32_kinds() if "tf32" in row else frozenset(),
     )
 
 

@@ -423,6 +423,22 @@ def no_sources(patch: pytest.MonkeyPatch) -> None:
     assert tracing.placeholder_sources(gm) == ["L['x']", ""]
 
 
+def no_fp32_precision(patch: pytest.MonkeyPatch) -> None:
+    """The older switches say which fp32 products are computed in TF32."""
+    assert hasattr(torch.backends.cudnn.conv, "fp32_precision")
+    older = "allow_tf32"
+    for matmul, cudnn in ((False, True), (True, False)):
+        matmul_switch = SimpleNamespace(**{older: matmul})
+        backends = SimpleNamespace(
+            cuda=SimpleNamespace(matmul=matmul_switch),
+            cudnn=SimpleNamespace(**{older: cudnn}),
+        )
+        patch.setattr("autoamp.compat.fp32_precision._BACKENDS", backends)
+        assert compat.tf32_kinds() == ({"matmul"} if matmul else {"conv", "rnn"})
+    patch.setattr("autoamp.compat.fp32_precision._BACKENDS", SimpleNamespace())
+    assert compat.tf32_kinds() == frozenset()
+
+
 def no_runs_of_nodes(patch: pytest.MonkeyPatch) -> None:
     """Numbers made on the meta device then break a graph, and nothing else."""
     patch.delattr(torch._dynamo.utils, "run_node")
@@ -613,6 +629,7 @@ ALONE = [
     no_hints,
     no_sources,
     no_runs_of_nodes,
+    no_fp32_precision,
 ]
 
 

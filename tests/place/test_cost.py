@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -396,6 +399,63 @@ def test_a_gpu_is_taken_for_the_newest_that_is_not_newer(
     )
     found = device_of(asked, low)
     assert (found.name, found.pays) == (name, pays)
+
+
+KINDS = ("matmul", "conv", "rnn")
+TF32_SCRIPTS: dict[str, tuple[str, set[str]]] = {
+    "as torch starts": ("", {"conv", "rnn"}),
+    "older switch of products": ("b.cuda.matmul.allow_tf32 = True", {*KINDS}),
+    "older switch of cudnn": ("b.cudnn.allow_tf32 = False", set()),
+    "all at once": ("b.fp32_precision = 'tf32'", {*KINDS}),
+    "all off": ("b.fp32_precision = 'ieee'", set()),
+    "products alone": (
+        "b.cuda.matmul.fp32_precision = 'tf32'; b.cudnn.conv.fp32_precision = 'ieee'",
+        {"matmul", "rnn"},
+    ),
+    "by name": ("torch.set_float32_matmul_precision('high')", {*KINDS}),
+}
+
+
+def test_prices_follow_torchs_switches_for_tf32() -> None:
+    """The switches hold for a whole process, so that each script has a process."""
+    program = """
+import json, os, sys
+import torch
+from autoamp.place.devices import named_device
+
+b = torch.backends
+for line in json.loads(sys.argv[1]):
+    if os.fork():
+        os.wait()
+        continue
+    exec(line)
+    device, older = (named_device(f"cuda:sm_{n}", torch.float16) for n in (80, 75))
+    peaks = [device.fp32_peak(kind) for kind in ("matmul", "conv", "rnn")]
+    print(json.dumps([*peaks, older.fp32_peak("conv")]), flush=True)
+    os._exit(0)
+"""
+    lines = json.dumps([line for line, _ in TF32_SCRIPTS.values()])
+    command = [sys.executable, "-c", program, lines]
+    printed = subprocess.check_output(command, text=True, timeout=120)
+    found = [json.loads(line) for line in printed.splitlines()]
+    assert dict(zip(TF32_SCRIPTS, found, strict=True)) == {
+        name: [*(156e3 if kind in kinds else 19.5e3 for kind in KINDS), 8.1e3]
+        for name, (_, kinds) in TF32_SCRIPTS.items()
+    }  # a T4, the last figure, has no TF32
+
+
+def test_products_in_tf32_are_priced_by_their_kind() -> None:
+    images, rows = torch.zeros(8, 64, 32, 32), torch.zeros(512, 512)
+    fast = replace(DEVICE, tf32_flops_per_ns=40.0, tf32_kinds=frozenset({"conv"}))
+
+    def high(function: Callable[..., Any], given: Tensor, device: Device) -> int:
+        size = (64, 64, 3, 3) if given is images else (512, 512)
+        found = priced(function, given, weight=size, device=device)
+        return sum(pair[0] for pair in found.prices.ops.values())
+
+    convolved = functional.conv2d
+    assert high(convolved, images, fast) < high(convolved, images, DEVICE) / 5
+    assert high(torch.matmul, rows, fast) == high(torch.matmul, rows, DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoamp.inspect.rows import Section
-from autoamp.place.cost import UNIT_NS
+from autoamp.place.cost import UNIT_NS, kind_of_product
 from autoamp.place.devices import NEUTRAL
 from autoamp.place.flops import flops_of
 from autoamp.rewrite.rewritten import Rewritten
@@ -120,8 +120,31 @@ def predict(sections: Sequence[Section]) -> Prediction | None:
         for title, (ops, fp32, placed, low) in totals.items()
     )
     _, all_high, ours, _ = map(sum, zip(*totals.values(), strict=True))
+    return Prediction(_hardware(sections), classes, all_high, ours)
+
+
+_KINDS = {
+    "matmul": "matrix products",
+    "conv": "convolutions",
+    "rnn": "recurrent layers",
+}
+
+
+def _hardware(sections: Sequence[Section]) -> str:
+    """The device of the prices, and the products that fp32 computes in TF32 there."""
     device = sections[0].rewritten.assignment.prices.device
-    return Prediction(device.name, classes, all_high, ours)
+    kinds = {
+        kind_of_product(fact.base)
+        for section in sections
+        for name in section.rewritten.assignment.decisions
+        if flops_of(section.before[name], fact := section.rewritten.facts.nodes[name])
+    }
+    found = [_KINDS[kind] for kind in _KINDS if kind in kinds & device.tf32_kinds]
+    return (
+        f"{device.name}, {' and '.join(found)} of fp32 in TF32"
+        if found
+        else device.name
+    )
 
 
 def has_times(section: Section) -> bool:

@@ -1,0 +1,40 @@
+"""The formats in which torch is allowed to multiply fp32 numbers."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+
+KINDS = ("matmul", "conv", "rnn")
+"""The kinds of products for which torch has a switch each."""
+
+_SWITCHES = {"matmul": "cuda.matmul", "conv": "cudnn.conv", "rnn": "cudnn.rnn"}
+"""The object in `torch.backends` that has `fp32_precision` for a kind of products."""
+
+_OLDER = {"matmul": "cuda.matmul", "conv": "cudnn", "rnn": "cudnn"}
+"""The object that has `allow_tf32` for it."""
+
+_BACKENDS: Any = torch.backends
+
+
+def tf32_kinds() -> frozenset[str]:
+    """The kinds of products that CUDA kernels may compute in TF32, as torch is set now.
+
+    The switches are read and never set; they can be read where there is no GPU.  Torch
+    leaves TF32 on for convolutions and recurrent layers, and off for matrix products
+    (https://docs.pytorch.org/docs/stable/notes/cuda.html, "TensorFloat-32").
+    """
+    return frozenset(kind for kind in KINDS if _allows_tf32(kind))
+
+
+def _allows_tf32(kind: str) -> bool:
+    precision = getattr(_at(_SWITCHES[kind]), "fp32_precision", None)
+    if precision is not None:
+        return bool(precision == "tf32")
+    return bool(getattr(_at(_OLDER[kind]), "allow_tf32", False))
+
+
+def _at(path: str) -> Any:
+    return reduce(lambda at, name: getattr(at, name, None), path.split("."), _BACKENDS)
