@@ -201,3 +201,13 @@ def test_numbers_made_on_the_meta_device_break_no_graph() -> None:
         for each in (found, on_cpu)
     ]
     assert products[0] == products[1] != []
+
+
+def test_fp32_in_tf32_is_said_and_priced() -> None:
+    """Torch computes fp32 convolutions in TF32 by default, and no matrix products."""
+    images, rows = torch.randn(2, 3, 16, 16), torch.randn(64, 64)
+    convolved = autoamp.explain(nn.Conv2d(3, 8, 3), images, device="cuda:sm_80")
+    assert "CUDA 8.0, fp32 convolutions in TF32" in str(convolved)
+    multiplied = autoamp.explain(nn.Linear(64, 64), rows, device="cuda:sm_80")
+    assert "CUDA 8.0" in str(multiplied)
+    assert "TF32" not in str(multiplied)

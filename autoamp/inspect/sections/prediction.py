@@ -140,11 +140,8 @@ def _hardware(sections: Sequence[Section]) -> str:
         if flops_of(section.before[name], fact := section.rewritten.facts.nodes[name])
     }
     found = [_KINDS[kind] for kind in _KINDS if kind in kinds & device.tf32_kinds]
-    return (
-        f"{device.name}, {' and '.join(found)} of fp32 in TF32"
-        if found
-        else device.name
-    )
+    told = f", fp32 {' and '.join(found)} in TF32" if found else ""
+    return device.name + told
 
 
 def has_times(section: Section) -> bool:
