@@ -41,7 +41,6 @@ class Costs:
     Attributes:
         placements: `OURS`, `ALL_FP32` or another policy's name, to its cost.
         optimal_cost: the least cost of any legal placement.
-        recounted: the cost of the emitted graph by an independent count.
         reward: the cost added by each allow op left in fp32; 0 with do_no_harm.
         in_bytes: whether the unit is bytes kept for the backward, not time.
         device: the device from whose figures the prices are computed.
@@ -49,7 +48,6 @@ class Costs:
 
     placements: Mapping[str, Placement]
     optimal_cost: int
-    recounted: int
     reward: int
     in_bytes: bool
     device: str
@@ -87,7 +85,6 @@ def costs_of(rewritten: Rewritten) -> Costs:
     return Costs(
         placements=placements,
         optimal_cost=assignment.optimal_cost,
-        recounted=rewritten.recounted,
         reward=prices.reward,
         in_bytes=prices.in_bytes,
         device=prices.device.name,

@@ -236,7 +236,6 @@ def _rewritten(work: Work) -> Rewritten:
         classified=work.classified,
         assignment=work.assignment,
         casts=work.casts,
-        recounted=work.assignment.cost,
         low=work.plan.low,
         seconds=work.seconds,
         given_up={**work.left_as_they_are, **left, **work.given_up},

@@ -34,7 +34,6 @@ class Rewritten:
         before: the ATen graph it was made from.
         classified, assignment: the facts with the verdicts, and the placement.
         casts: the casts inserted, in graph order.
-        recounted: the cost of the emitted graph by an independent count.
         low: the compute dtype.
         seconds: time taken by each pass.
         given_up: nodes that a failed check keeps in fp32, each to the reason.
@@ -49,7 +48,6 @@ class Rewritten:
     classified: Classified
     assignment: Assignment
     casts: tuple[Cast, ...]
-    recounted: int
     low: torch.dtype
     seconds: dict[str, float]
     given_up: Mapping[str, str] = field(default_factory=dict)

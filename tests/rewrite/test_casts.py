@@ -73,7 +73,6 @@ def test_no_value_is_cast_twice_in_one_place(
 ) -> None:
     low = torch.float16 if options["precision"] == "fp16" else torch.bfloat16
     found = rewrite_graph(capture(program), inputs(), Options(**options), low)
-    assert found.recounted == found.assignment.cost
     epochs: dict[str, set[tuple[int, int]]] = {}
     for fact in found.facts.nodes.values():
         for operand in fact.operands:

