@@ -14,10 +14,10 @@ from autoamp import compat
 from autoamp.ask.progress import told
 from autoamp.benchmark import energy, memory
 from autoamp.benchmark.clock import Length, in_rounds
-from autoamp.benchmark.closer import look_closer
 from autoamp.benchmark.evidence import evidence_of
 from autoamp.benchmark.figures import Figures, figures_of
 from autoamp.benchmark.largest import largest_batch, within_reach
+from autoamp.benchmark.little_gain import look_closer
 from autoamp.benchmark.record import Evidence, Row
 from autoamp.benchmark.result import Bench
 from autoamp.benchmark.rows import Entry, busy, disturbed, row_of

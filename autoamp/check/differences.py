@@ -20,9 +20,9 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import tensors_of, written_values
+from autoamp.check.allowed_changes import May
 from autoamp.check.bodies import copies_in, is_called
 from autoamp.check.call_facts import calls_bodies, has_effect, literals, operands
-from autoamp.check.may import May
 from autoamp.check.standin import named, where
 from autoamp.check.twins import Twins
 from autoamp.errors import VerificationError

@@ -17,6 +17,14 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import tensors_of, written_values
+from autoamp.check.allowed_changes import (
+    CASTS,
+    OWN_MEMORY,
+    RESHAPES,
+    SCALED_CASTS,
+    USES,
+    May,
+)
 from autoamp.check.call_facts import (
     calls_bodies,
     gives_its_operand,
@@ -24,7 +32,6 @@ from autoamp.check.call_facts import (
     literals,
     operands,
 )
-from autoamp.check.may import CASTS, OWN_MEMORY, RESHAPES, SCALED_CASTS, USES, May
 from autoamp.check.standin import named, where
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import (

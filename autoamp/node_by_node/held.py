@@ -18,8 +18,8 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import source_line
+from autoamp.check.allowed_changes import May
 from autoamp.check.differences import differences
-from autoamp.check.may import May
 from autoamp.check.same_calls import check_same_calls
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.errors import VerificationError

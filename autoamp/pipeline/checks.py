@@ -10,11 +10,11 @@ from typing import Any
 from torch import fx
 
 from autoamp import compat
-from autoamp.check import may as kinds
+from autoamp.check import allowed_changes as kinds
 from autoamp.check.alike import check_alike
+from autoamp.check.allowed_changes import May
 from autoamp.check.differences import differences
 from autoamp.check.gradient_units import check_scales, check_units
-from autoamp.check.may import May
 from autoamp.check.same_calls import check_same_calls
 from autoamp.check.strides import check_strides
 from autoamp.check.verify import Verifier

@@ -43,7 +43,7 @@ from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.copied import with_targets
 from autoamp.rewrite.edge.scale_edge import scale_edge
 from autoamp.rewrite.for_compilers import for_compilers
-from autoamp.rewrite.hoist import hoist_weight_casts
+from autoamp.rewrite.hoist_weight_casts import hoist_weight_casts
 from autoamp.rewrite.layouts import lay_out
 
 

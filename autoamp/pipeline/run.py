@@ -33,7 +33,7 @@ from autoamp.pipeline.retreat import RETRIES, LeaveOut, kept_for, wider
 from autoamp.pipeline.work import Plan, Setting, Work
 from autoamp.printable import printable_line
 from autoamp.rewrite.edge.scale_edge import scale_inputs
-from autoamp.rewrite.hoist import read_wide
+from autoamp.rewrite.hoist_weight_casts import read_wide
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
 from autoamp.trace.normalise import UNTRACED, Normalised, normalise

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from autoamp.check.alike import check_alike
+from autoamp.check.allowed_changes import May
 from autoamp.check.differences import differences
-from autoamp.check.may import May
 from autoamp.check.same_calls import check_same_calls
 from autoamp.errors import VerificationError
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.training.scale import climb
 from autoamp.training.step import kernel_flag, move
 from tests.training.steps import (
     HUGE,
@@ -47,7 +46,7 @@ STEPS = 4
 
 @pytest.fixture
 def as_on_gpu(monkeypatch) -> None:
-    for module in (move, kernel_flag, climb):
+    for module in (move, kernel_flag, by_gradient_size):
         monkeypatch.setattr(module, "free_to_read", lambda _: False)
 
 

@@ -26,9 +26,9 @@ from autoamp.capture.program import Program, program_for
 from autoamp.capture.thread import THREAD, tell_ranks, under_compilation
 from autoamp.errors import CaptureError
 from autoamp.messages import signs_of_life
-from autoamp.model.call.aside import INSTEAD, TRACED, ran_nothing
+from autoamp.model.call.bypassed import INSTEAD, TRACED, ran_nothing
+from autoamp.model.call.fp32_modes import Rest
 from autoamp.model.call.hooks import Hooks
-from autoamp.model.call.rest import Rest
 from autoamp.model.call.users_compile import (
     ONE_GRAPH,
     RUNS_OUR_PASS,

@@ -14,7 +14,7 @@ import torch
 from autoamp import compat
 from autoamp.errors import LossScaleError
 from autoamp.training.scale.base import INIT_SCALE, LossScale, count, positive, scalar
-from autoamp.training.scale.climb import FIELDS, Climb
+from autoamp.training.scale.by_gradient_size import FIELDS, Climb
 
 MIN_SCALE = 2.0**-14
 """The smallest normal number of fp16.  A gradient that overflows even at this scale is
