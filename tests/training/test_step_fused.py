@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp.training.scale import by_gradient_size
 from autoamp.training.step import kernel_flag, move
 from tests.training.steps import (
     HUGE,
