@@ -2,9 +2,9 @@
 
 `likeness` takes a model and the arguments of a call, and gives a key that is equal for
 models that are alike; Dynamo captures models with one key only once.  A difference that
-the key overlooks does no harm, because Dynamo guards what it reads and captures anew.
-Models that need graphs of their own get different keys, because they would fill each
-other's recompile limit.
+the key overlooks does no harm, because Dynamo guards all values that it reads, and
+captures anew.  Models that need graphs of their own get different keys, because they
+would fill each other's recompile limit.
 """
 
 from __future__ import annotations

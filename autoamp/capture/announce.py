@@ -1,4 +1,4 @@
-"""Log lines about a conversion: that it is made, that it is slow, what it came to."""
+"""Log lines about a conversion: that it is made, that it is slow, its outcome."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class Engine:
 
     @property
     def _switched_off(self) -> bool:
-        """Whether the model has switched autocast off where it calls what runs now."""
+        """Whether the model has switched autocast off around the code that runs now."""
         regions = self.local.regions
         return not compat.any_autocast() and compat.autocast_nesting() > regions
 

@@ -1,4 +1,4 @@
-"""Which modules of a model stay fp32: by `keep=`, and by what the model itself says."""
+"""Which modules of a model stay fp32: by `keep=`, and by the model's own word."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def inside_a_call() -> bool:
 
 
 def tell_ranks(model: nn.Module, scaling: ModelScaling) -> None:
-    """Tells of a call that begins: who reduces gradients, and which weights are shards.
+    """Tells ranks of a call: which code reduces gradients, which weights are shards.
 
     Ranks count the calls of a model, so that every call counts, whatever it runs.
     """

@@ -3,7 +3,7 @@
 Inside a graph whose loss is scaled a gradient is either true or scaled, as a length is
 in metres or in feet.  Backwards are linear, so the gradient of an op's result and those
 of its operands are in the same unit; the functions of the edge change the unit, each in
-one way; the gradients of what the graph returns and of what it is given are true.  The
+one way; the gradients of the graph's results and of its inputs are true.  The
 units of a graph either agree, or some gradient is scaled twice or never.
 """
 

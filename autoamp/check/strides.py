@@ -1,6 +1,6 @@
 """Finds the layouts that a graph's values really have, after layouts were changed.
 
-What a graph records of strides is what the graph before had.  Here the values that
+A graph records the strides that the graph before had.  Here the values that
 follow a changed layout are computed again on fake tensors, node by node.
 """
 

@@ -32,10 +32,12 @@ class Kernel:
     Attributes:
         name: the name by which `unfused=` switches the kernel off.
         op: the kernel.
-        meaning: what the kernel computes of the data, and of the epsilon if it takes
-            one, before weight and bias: a chain has to be proved to compute it too.
-        takes: what the kernel takes after the tensor: "dimension" (the last), "sizes"
-            (of the last dimension), "weight" and "bias" (both may be None), "epsilon".
+        meaning: the function that the kernel computes of the data (and of the epsilon,
+            if it takes one) before weight and bias: a chain has to be proved to
+            compute this function too.
+        takes: the arguments of the kernel after the tensor: "dimension" (the last),
+            "sizes" (of the last dimension), "weight" and "bias" (both may be None),
+            "epsilon".
         keywords: the keyword arguments.
         keeps_result: whether the backward needs the result, which therefore nobody may
             write to.

@@ -1,4 +1,4 @@
-"""The check of each pass: what the pass may change, and who proves that it kept to it.
+"""The check of each pass: the changes that the pass may make, and the proof of them.
 
 The proofs are in `check/`, which shares no code with the passes.
 """
@@ -45,7 +45,7 @@ _FORMS: dict[Any, tuple[Any, ...]] = {
 
 
 class Checks:
-    """The checks of one run of the passes, which share what they find out.
+    """The checks of one run of the passes, which share their findings.
 
     Each method is given the work before and after a pass, and raises
     `VerificationError` where the pass broke its word.

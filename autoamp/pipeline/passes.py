@@ -84,7 +84,7 @@ class Pass:
         check: raises where the pass broke its word; given the checks of this run, and
             the work before and after.  A pass that edits no graph has none.
         retreat: what happens where the pass or its check fails.
-        without: what a report says of a graph that goes without the pass.
+        without: the report's words about a graph that goes without the pass.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Pass:
     without: str = ""
 
 
-# -- the passes, each from what is known to what is known then ---------------------
+# -- the passes ----------------------------------------------------------------------
 
 
 def _kernels(work: Work) -> Work:
@@ -286,7 +286,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         *("casts", Phase.WRITE, _casts),
-        "every op reads the precision that was decided, and casts cost what was said",
+        "every op reads the precision decided, and casts cost what was planned",
         Checks.recounted,
         Retreat.REPLAN,
     ),

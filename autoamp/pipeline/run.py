@@ -192,7 +192,7 @@ def _run(
 
 
 def _passed(each: Pass, work: Work, checks: Checks) -> Work:
-    """The work after one pass and its check; the pass spares what its check names."""
+    """The work after one pass and its check; the pass spares the nodes named by it."""
     left: tuple[str, ...] = ()
     problem: Exception | None = None
     for _ in range(RETRIES + 1):
@@ -222,7 +222,7 @@ def _passed(each: Pass, work: Work, checks: Checks) -> Work:
 
 
 def _rewritten(work: Work) -> Rewritten:
-    """The record of what the passes found, decided and wrote."""
+    """The record of all that the passes found, decided and wrote."""
     assert work.before is not None
     assert work.classified is not None
     assert work.assignment is not None

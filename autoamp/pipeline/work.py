@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the passes are told, and never change.
+    """The options and the setting of one run of the passes, which no pass changes.
 
     Attributes:
         options: the options of the conversion.
@@ -67,7 +67,7 @@ class Work:
     order of the list.
 
     Attributes:
-        plan: what the passes are told.
+        plan: the options and the setting, which no pass changes.
         gm: the graph as it is now.
         fake_mode: the mode of the fake tensors in the graph's metadata.
         before: the ATen graph that facts and placement are about.
@@ -76,7 +76,7 @@ class Work:
         left_as_they_are: calls of sub-graphs that stay fp32, each to the reason.
         bodies: the records of sub-graphs (checkpointed regions, branches, loops).
         fused: whether kernels replaced something.
-        facts, classified, prices, assignment: what was found and decided.
+        facts, classified, prices, assignment: the findings and decisions so far.
         casts: the casts inserted, in graph order.
         rewritten: the record of all that, once the casts are in.
         weights: positions of the inputs that are weights with a copy.

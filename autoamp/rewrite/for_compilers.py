@@ -37,7 +37,8 @@ def for_compilers(
 
     Args:
         left: names of casts that stay as they are.
-        inductor: the compiler is inductor, which decides what is kept in memory.
+        inductor: whether the compiler is inductor, which itself decides which values
+            are kept in memory.
     """
     shared = [
         node

@@ -53,7 +53,7 @@ class ScaleDomain:
 
 @dataclass(frozen=True, eq=False)
 class ModelScaling:
-    """The loss scaling of one conversion: what is known when it is made.
+    """The loss scaling of one conversion, as far as it is settled at the conversion.
 
     Attributes:
         domain: the loss scale, shared with the models that backwards have joined.
@@ -67,7 +67,7 @@ class ModelScaling:
             that are compiled.
         on_remedy: the listeners that are told which remedy would cure an op that has
             overflowed at step after step; empty where the user did not ask to heal.
-        ledger: what has happened since.
+        ledger: the events since the conversion.
         skip_watch: watches the runs after a skipped step.
     """
 
@@ -118,7 +118,7 @@ class ModelScaling:
         return _UNSCALED if self.ledger.foreign else self.domain.loss_scale
 
     def edge_inputs(self, devices: Iterable[torch.device]) -> list[torch.Tensor]:
-        """Loss scale, inverse and flag for each device, by what is known already."""
+        """Loss scale, inverse and flag for each device, without a wait."""
         loss_scale = self.loss_scale
         if self.automatic and (not self.ledger.stepped or torch.is_anomaly_enabled()):
             loss_scale = _UNSCALED

@@ -29,7 +29,7 @@ PATIENCE = 300.0
 of the process group's own timeout where that is less."""
 
 _FIRST_WORD = 15.0
-"""Seconds after which a rank says whom it waits for."""
+"""Seconds after which a rank says for which ranks it waits."""
 
 _PAUSE = 0.01
 
@@ -117,7 +117,7 @@ def _wait(store: Any, keys: dict[int, str], whose: str) -> None:
 
 
 def _compare(words: dict[int, dict[str, str]], *, speaks: bool) -> None:
-    """Compares what ranks say of themselves.
+    """Compares the descriptions that ranks give of themselves.
 
     Args:
         speaks: whether this rank is the one that warns.

@@ -41,7 +41,7 @@ class Team:
         return any(map(_is_hooked, self.reducers))
 
     def recover(self, flag: torch.Tensor) -> None:
-        """Clears what communication hooks keep of an overflow (`flag` is not 0)."""
+        """Clears an overflow (`flag` is not 0) from communication hooks."""
         hooked = [*filter(_is_hooked, self.reducers)]
         if hooked and bool(flag):
             for each in hooked:

@@ -116,7 +116,7 @@ def _emitted(
     if flat:
         made = calls(_ATEN.squeeze.dim, made, 1)
     if not any_layout:
-        # The kernels lay heads beside each other; what follows may view the result.
+        # The kernels lay heads beside each other, and later calls may view the result.
         layout = torch.contiguous_format
         made = calls(_ATEN.clone.default, made, memory_format=layout)
     return calls.permuted(made, values.of_result)
@@ -138,7 +138,7 @@ def _storage(node: fx.Node) -> int:
 
 
 class _Calls:
-    """Inserts calls before a node, as parts of what it does."""
+    """Inserts calls before a node, as parts of the work of that node."""
 
     def __init__(
         self, graph: fx.Graph, before: fx.Node, mode: compat.FakeTensorMode

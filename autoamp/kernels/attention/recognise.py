@@ -3,7 +3,7 @@
 What lies between the product and the softmax is read as steps, in the order in which
 they were written (`function/scores.py`): factors, numbers that are added, fills.
 The op that takes the place of the calls, `autoamp::attention`, follows these steps to
-the letter, so that nothing has to be known of what a mask holds.  The op computes the
+the letter, so that nothing has to be known of a mask's elements.  The op computes the
 scores and their softmax in fp32, a block at a time, where the calls write both to
 memory and keep both for the backward.
 """
@@ -36,7 +36,7 @@ class WrittenAttention:
         nodes: the calls, in graph order; the last one makes the result.
         scores: the product of queries and keys.
         values: the product of weights and values.
-        steps: what becomes of the scores, in the order of the calls.
+        steps: the changes of the scores, in the order of the calls.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -52,8 +52,9 @@ class WrittenAttention:
 def written_attention(graph: fx.Graph) -> Iterator[WrittenAttention]:
     """The attentions of `graph` that `autoamp::attention` computes.
 
-    Left alone is what the op does not compute: active dropout (its mask would be
-    another one), weights that something else reads, numbers added that are trained.
+    Attention that the op does not compute is left alone: with active dropout (the op
+    would draw another mask), with weights that other calls read, and with trained
+    numbers added to the scores.
     """
     if compat.cpu_attention() is None:
         return
@@ -192,7 +193,7 @@ def _to_scores(
 
 
 def _shifting(node: fx.Node) -> list[fx.Node] | None:
-    """The calls that make what `x - x.amax(-1, keepdim=True)` subtracts.
+    """The calls that make the number that `x - x.amax(-1, keepdim=True)` subtracts.
 
     A softmax does not feel it.
     """

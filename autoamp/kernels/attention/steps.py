@@ -39,7 +39,7 @@ def fills(steps: Sequence[Written]) -> list[Written]:
 def step_of(
     node: fx.Node, trained: Collection[fx.Node]
 ) -> tuple[fx.Node, Written] | None:
-    """The scores that a call reads, and what the call does to them.
+    """The scores that a call reads, and the change that the call makes to them.
 
     Args:
         trained: the values that a gradient may flow through.

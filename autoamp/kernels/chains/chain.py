@@ -1,7 +1,8 @@
 """Finds the parts of a graph that may be one kernel: chains with one result.
 
 A chain reads one tensor, and besides it at most vectors along the last dimension (the
-weight and bias of a norm).  Nothing outside a chain reads what is made inside it.
+weight and bias of a norm).  No call outside a chain reads a value of the chain but its
+result.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _may_be_written(replacement: Replacement, exposed: set[int]) -> bool:
 def _candidates(
     graph: fx.Graph,
 ) -> Iterator[tuple[Chain, Callable[[], Recognised | None]]]:
-    """What a kernel might replace, each with what tells the kernel."""
+    """The chains that may be kernels, each with a way to find the kernel."""
     yield from functions_in(graph)
     for chain in itertools.chain.from_iterable(chains_in(graph)):
         yield chain, partial(recognised, chain)

@@ -1,10 +1,10 @@
-"""Finds custom autograd Functions that compute what torch has a kernel for.
+"""Finds custom autograd Functions for which torch has a kernel.
 
 Libraries write activations as custom Functions to keep less for the backward (BLOOM's
 GELU, memory-saving Swish and Mish).  Dynamo captures such a Function as one call with
 two graphs, its forward and its backward.  The forward has to be proved to be a kernel,
-and the backward to be its derivative times the gradient: what normalises, limits or
-averages the gradient is another function.  Both are then tried on numbers.
+and the backward to be its derivative times the gradient: a backward that normalises,
+limits or averages the gradient is another function.  Both are then tried on numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WIDTH = 40
 def functions_in(
     graph: fx.Graph,
 ) -> Iterator[tuple[Chain, Callable[[], Recognised | None]]]:
-    """The custom Functions of one tensor, each with what tells the kernel for it."""
+    """The custom Functions of one tensor, each with a function to find its kernel."""
     found: dict[str, Recognised | None] = {}
 
     def kernel(forward: fx.GraphModule, backward: fx.GraphModule) -> Recognised | None:
@@ -81,7 +81,7 @@ def _recognised(forward: fx.GraphModule, backward: fx.GraphModule) -> Recognised
         found = _proved(forward, backward)
         is_kernel = found is not None and _is_tried(found, forward, backward)
     except (UnknownError, RuntimeError, TypeError, ValueError):
-        return None  # the Function does not return what it is taken to return
+        return None  # the Function returns other values than a kernel's
     return Recognised(found) if found is not None and is_kernel else None
 
 

@@ -5,12 +5,12 @@ numbers (`shared/proof/`).  The chain is a kernel if the kernel's own quotient
 (`kernels/table.py`) is equal to it, multiplied out.  So one row of the table covers
 every way in which a function is written: `x.pow(3)`, `x * x * x`, constants cut off
 after ten digits, factors in any order.  `exp(x - c)` over its sum is softmax for every
-`c`; with a small number added to the sum it is none.  The epsilon of a norm is what is
-left under the root, and the kernel is given just that.
+`c`; with a small number added to the sum it is no softmax.  The epsilon of a norm is
+the number that is left under the root, and the kernel is given that number.
 
-What is proved is then tried: both run in float64 on the same numbers, and in fp32,
-where the kernel may not lose what the chain keeps (`trials.py`).
-Where either says no, or does not know, the chain stays as it is written.
+A proved chain is then tried: chain and kernel run in float64 on the same numbers, and
+in fp32, where the kernel may lose no digits that the chain keeps (`trials.py`).
+Where proof or trial says no, or does not know, the chain stays as it is written.
 """
 
 from __future__ import annotations

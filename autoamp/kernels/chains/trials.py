@@ -27,7 +27,7 @@ _SCALES = (1e-6, 1e-4, 1e-2, 1.0, 1.0, 30.0, 0.0, 1e-310, 1e-40, 1e-30, 1e30)
 also where it was left out."""
 
 _COARSE = 2.0**-12
-"""The same for what is computed in fp32, by ops that add up a row in any order."""
+"""The same for numbers computed in fp32, by ops that add up a row in any order."""
 
 _SHIFTS = (20.0, -20.0, 80.0, -80.0, 3e4, -3e4)
 """Means of rows that differ by a tenth of it: `mean(x * x) - mean(x)**2` then keeps
@@ -84,7 +84,7 @@ def agree(
 
     Args:
         found, expected: the results of the chain and of the kernel.
-        data: what both have read.
+        data: the tensor that both have read.
         size: the number of elements of a row; 0 for functions of each element.
         cancelled: numbers as large as those that may have cancelled; `data` by default,
             and none for rows.

@@ -84,7 +84,7 @@ def _turned(
 def widened(data: Tensor) -> Tensor:
     """`data` as the ops read it: an op of two dtypes would copy it each time on a CPU.
 
-    On GPUs such an op converts what it reads in registers.
+    On GPUs such an op converts its operands in registers.
     """
     return data.to(HIGH_DTYPE) if data.device.type == "cpu" else data
 

@@ -1,1 +1,1 @@
-"""What several kernels share: algebra, positions, constants, and what calls allow."""
+"""Code that several kernels share: algebra, positions, constants, conditions."""

@@ -61,7 +61,7 @@ def _written_operands(node: fx.Node) -> Iterator[fx.Node]:
 def _made_from_sizes(made: fx.Node) -> list[fx.Node] | None:
     """The calls that make a value, in order; None if they read an input or a weight.
 
-    A value that some other call writes to is not what these calls make.
+    Another call may write to the value: these calls alone then do not make it.
     """
     found: dict[fx.Node, None] = {}
     todo = [made]

@@ -66,7 +66,7 @@ class Backwards:
                 self.runs = _merged(self.runs[: MOST // 2]) + self.runs[MOST // 2 :]
 
     def _part(self, run: GraphRun) -> None:
-        """Keeps apart what an earlier backward over the same, retained graph found.
+        """Keeps the findings of an earlier backward over the same graph apart.
 
         The gradients of the earlier backward may be thrown away before the new backward
         fills them again.

@@ -28,7 +28,7 @@ class ModelLedger:
         runs_low: whether some graph of the model runs something in low precision.
         captured: each captured graph's low float ops, all its float ops, and the
             compute dtype.
-        leaves: what graphs that are not scaled were given to train, at their first run.
+        leaves: the trained tensors of graphs that are not scaled, at their first run.
         skips: the reason for each skipped step.
         in_a_row: how many steps have been skipped since the last step taken.
     """
@@ -51,11 +51,11 @@ class ModelLedger:
 
     @property
     def learnt(self) -> int:
-        """A number that grows with what is known of the weights the model trains."""
+        """A number that grows with each weight that the model is known to train."""
         return len(self.leaves) + self.runs_low
 
     def note_call(self) -> None:
-        """Notes who reduces the model's gradients, as a call of the model begins."""
+        """Notes by which code gradients are reduced, as a call of the model begins."""
         ddp = compat.active_ddp()
         if ddp is not None and all(ref() is not ddp for ref in self._reducers):
             self._reducers.append(weakref.ref(ddp))

@@ -32,7 +32,7 @@ class LossScale:
         self._skipped = scalar(0, torch.int64)
         self._given: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    # -- what a graph and an optimizer step need -----------------------------------
+    # -- for a graph and an optimizer step -----------------------------------------
 
     def tensors(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The scale and its inverse, 0-dim fp32 tensors on `device`.
@@ -103,7 +103,7 @@ class LossScale:
         """Whether the scale is one that moves, but can go no lower."""
         return False
 
-    # -- what a person reads -------------------------------------------------------
+    # -- for a person to read ------------------------------------------------------
 
     @property
     def scale(self) -> float:

@@ -1,4 +1,4 @@
-"""The boundary of an optimizer: what is remembered from one step to the next."""
+"""The boundary of an optimizer: its memory from one step to the next."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class _Guarded:
                 raise _Hopeless(loss)
 
     def put_back(self) -> None:
-        """Undoes what the step has written."""
+        """Undoes the writes of the step."""
         if self._before is not None:
             self._before.restore()
 

@@ -1,4 +1,4 @@
-"""Decides what becomes of a step, by the flag and by what the optimizer can do."""
+"""Decides about a step: by the flag, and by the abilities of the optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Way(Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a step, or of one evaluation of its closure.
+    """The decision about a step, or about one evaluation of its closure.
 
     Attributes:
         overflow: whether gradients overflow; None where the host does not know.

@@ -1,4 +1,4 @@
-"""Reads what a step goes by: the backwards since the last step, and their flags."""
+"""Reads the evidence for a step: the backwards since the last step, and their flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoamp.training.step.boundary import BOUNDARIES, OptimizerBoundary
 
 
 class Reading(NamedTuple):
-    """What one step goes by.
+    """The evidence for one step.
 
     Attributes:
         params: the tensors that the step would change.

@@ -73,9 +73,9 @@ def _forward(  # noqa: PLR0917 - as its schema
 ) -> Tensor:
     """Attention as it was written: by the kernel where the kernel computes just that.
 
-    The kernel hides what the model fills with a number.  That is the same if in every
-    row the filled scores are so far below the others that fp32 has no weight for them,
-    which the kernel's own logarithms of the sums tell.
+    The kernel hides the scores that the model fills with a number.  The result is the
+    same if in every row the filled scores are so far below the others that their weight
+    is 0 in fp32; the kernel's own logarithms of the sums tell whether they are.
     """
     assert KERNELS is not None
     steps = steps_of(tensors, kinds, numbers)

@@ -40,7 +40,7 @@ def written_out(
 
     Args:
         query, key, value: (batch, heads, queries or keys, width).
-        steps: what becomes of the scores.
+        steps: the changes of the scores.
         safe: whether a query that sees no key has weights of 0, and not NaN.
     """
     query, key, value = (t.to(HIGH_DTYPE) for t in (query, key, value))

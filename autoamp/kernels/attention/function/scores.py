@@ -41,7 +41,7 @@ class Step:
     """One step.
 
     Attributes:
-        kind: what the step does.
+        kind: the kind of change.
         number: the factor, or the number that is filled in.
         tensor: broadcasts to (batch, heads, queries, keys), with four dimensions.
     """
@@ -146,7 +146,8 @@ def hides_later_keys_alone(steps: Sequence[Step]) -> bool:
 def stepped_back_(slopes: Tensor, steps: Sequence[Step], first: int = 0) -> Tensor:
     """The gradient before all steps from the gradient after them, in place.
 
-    No gradient flows to what was filled in, NaN neither, of a query that sees no key.
+    No gradient flows to scores that were filled in, and no NaN of a query that sees no
+    key.
     If later keys alone are hidden, each query sees one, and the others have no weight.
     """
     if hides_later_keys_alone(steps):

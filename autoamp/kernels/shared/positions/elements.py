@@ -1,4 +1,4 @@
-"""What tensors made of sizes and numbers hold, and what ops make of it.
+"""The elements of tensors made of sizes and numbers, and how ops change these elements.
 
 An element is a number, a whole number that depends on the position, one of two numbers,
 or a statement for bools (`statements.py`).
@@ -34,11 +34,11 @@ _EXACT = (torch.int64, torch.int32, torch.float64, torch.float32)
 
 
 class UnknownError(Exception):
-    """A tensor holds what no statement here can say."""
+    """A tensor holds elements that no statement here describes."""
 
 
 def in_dtype(found: Element, dtype: torch.dtype) -> Element:
-    """What a tensor holds after a cast to `dtype`."""
+    """The element of a tensor after a cast to `dtype`."""
     if dtype == torch.bool:
         if isinstance(found, Choice):
             return chosen(found.where, bool(found.number), bool(found.otherwise))
@@ -74,7 +74,7 @@ def shown(
         rank: the dimensions of the tensor that is viewed.
         order: for each dimension of the view the dimension it shows; None for a
             dimension along which all is alike.
-        shift: by dimension of the tensor, what is added to the position.
+        shift: by dimension of the tensor, the number that is added to the position.
     """
     places = {d - rank: at - len(order) for at, d in enumerate(order) if d is not None}
     moved = {d - rank: by for d, by in (shift or {}).items()}

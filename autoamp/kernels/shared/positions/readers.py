@@ -227,4 +227,4 @@ READERS: dict[str, Reader] = {
     "where": _chosen_by,
     "diff": _diff,
 }
-"""The ops whose results are known, each with what tells the result."""
+"""The ops whose results are known, each with the function that tells the result."""

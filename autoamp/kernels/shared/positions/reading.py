@@ -1,4 +1,4 @@
-"""Reads what the tensors that a graph makes of sizes and numbers hold."""
+"""Reads the elements of tensors that a graph makes of sizes and numbers."""
 
 from __future__ import annotations
 

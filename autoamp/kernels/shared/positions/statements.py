@@ -23,7 +23,7 @@ class Whole:
 
     Attributes:
         factors: (dimension, factor) by dimension, without factors of 0.
-        number: what is added.
+        number: the number that is added.
     """
 
     factors: tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ class Whole:
         """With dimension d called `to(d)`, None where only position 0 is left.
 
         Args:
-            shift: what is added to the position of a dimension first.
+            shift: the number that is first added to the position of a dimension.
         """
         number, left = self.number, []
         for dimension, factor in self.factors:
@@ -112,7 +112,7 @@ def either(one: Statement, other: Statement) -> Statement:
 
 
 def simplified(statement: Statement, sizes: Sequence[Size]) -> Statement:
-    """The statement less what holds, or fails, at every position of a shape."""
+    """The statement without the parts that hold, or fail, at all positions."""
     if isinstance(statement, AtMostZero):
         least, most = _bounds(statement.whole, sizes)
         if most is not None and most <= 0:

@@ -152,4 +152,4 @@ VIEWS: dict[str, Reader] = {
     "select": _selected,
     "slice": _sliced,
 }
-"""The ops that show parts of a tensor, each with what tells what they show."""
+"""The ops that show parts of a tensor, each with the function that tells the part."""

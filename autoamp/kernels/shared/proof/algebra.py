@@ -4,8 +4,9 @@ A `Form` is a numerator and a denominator.  Each is a sum of products of *atoms*
 data, a vector, the exponential of a product, the sum over a row of a product, a root.
 Coefficients and exponents are exact fractions.  The rules that are applied hold for all
 real numbers, such as `exp(a + b) = exp(a) exp(b)`, and `a / b = c / d` is decided as
-`a d - c b = 0`, multiplied out: what is found to be equal is equal.  What the rules do
-not reach raises `UnknownError`, and so does what grows too large.
+`a d - c b = 0`, multiplied out: two forms that are found equal are equal.  A function
+that the rules do not reach raises `UnknownError`, and so does a form that grows too
+large.
 
 This is not sympy's job: sympy has no sums over the rows of a tensor, its `simplify`
 tries heuristics for seconds, and importing it costs the first call.
@@ -34,7 +35,7 @@ _ONE: Sum = {(): Fraction(1)}
 
 
 class UnknownError(Exception):
-    """Something is no sum of products of what is known here."""
+    """A value is no sum of products of the atoms that are known here."""
 
 
 class Atom(NamedTuple):
@@ -54,7 +55,7 @@ class Atom(NamedTuple):
 
 
 class Algebra:
-    """The atoms of one proof, numbered, and what products of them come to."""
+    """The atoms of one proof, numbered, and the results of their products."""
 
     def __init__(self, size: int) -> None:
         """`size` is the number of elements of a row; 0 where there are no rows."""

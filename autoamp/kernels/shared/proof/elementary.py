@@ -123,7 +123,7 @@ def sigmoid(value: Form) -> Form:
 
 
 def row_sum(value: Form) -> Form:
-    """The sum over a row: sums are summed by parts, and what is constant comes out."""
+    """The sum over a row: sums are summed by parts, and constant factors come out."""
     algebra = value.algebra
     if not algebra.size or any(algebra.varies(product) for product in value.below):
         raise UnknownError

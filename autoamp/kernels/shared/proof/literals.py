@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 _MOST_EXACT = 7
-"""The most digits of a number that means just what is written."""
+"""A number of so many digits at most is meant exactly as it is written."""
 
 _WRITTEN = 2
 """How far off a number is, in units of its last digit.  BLOOM's 0.1070322243 is a
