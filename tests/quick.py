@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,23 @@ def some_slow(values: Iterable[Any], is_slow: Callable[[Any], bool]) -> list[Any
     """
     marks = {True: [pytest.mark.slow], False: []}
     return [pytest.param(value, marks=marks[is_slow(value)]) for value in values]
+
+
+def each_with_one(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """All pairs as parameters; of each value, one pair runs with the quick tests.
+
+    The quick pairs take the others in turn, so that these are all sampled too.
+
+    Example:
+        >>> @pytest.mark.parametrize(("name", "low"), each_with_one(CASES, LOW))
+    """
+    return [
+        pytest.param(
+            value, other, marks=[] if i % len(others) == j else [pytest.mark.slow]
+        )
+        for i, value in enumerate(values)
+        for j, other in enumerate(others)
+    ]
 
 
 def explored(

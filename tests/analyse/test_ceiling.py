@@ -20,6 +20,7 @@ from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rewrite.uses import Uses
 from autoamp.rules import family
 from tests import small_models
+from tests.quick import each_with_one
 from tests.small_models import Of, rewriting
 from tests.strategies import Program, capture, choices, inputs, programs
 from tests.truth import MARGIN, errors, leaves
@@ -172,8 +173,7 @@ def recurrent(name: str) -> tuple[nn.Module, Tensor]:
     return Recurrent(RECURRENT[name]()), torch.randn(8, 8, WIDTH)
 
 
-@pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize(("name", "low"), each_with_one(RECURRENT, LOW))
 def test_a_state_is_as_wide_as_under_autocast(name: str, low: torch.dtype) -> None:
     model, x = recurrent(name)
     assert errors(model, (x,), low).worst() <= MARGIN

@@ -29,6 +29,7 @@ from autoamp.model.eligible import choose_precision
 from autoamp.options import Options
 from autoamp.training import first_step
 from tests.logs import warned
+from tests.processes import run_script
 from tests.small_models import BF16, WIDTH, Of, mlp
 
 VARIABLES = {"AUTOAMP_PRECISION": "bf16", "AUTOAMP_DO_NO_HARM": "0"}
@@ -430,15 +431,18 @@ if __name__ == "__main__":
 def test_processes(method: str, when: str, tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROCESSES)
-    done = subprocess.run(
-        [sys.executable, str(script), method, when],
-        # OpenMP's threads do not survive a fork: torch's own bf16 products hang there.
-        env={**os.environ, **VARIABLES, "AUTOAMP_ENABLE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=90,
-    )
+    variables = {**VARIABLES, "AUTOAMP_ENABLE": "1", "OMP_NUM_THREADS": "1"}
+    if method == "fork":
+        done = run_script(script, method, when, **variables)
+    else:
+        done = subprocess.run(
+            [sys.executable, str(script), method, when],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=90,
+        )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines == ["True 1"] * (1 if (method, when) == ("fork", "before") else 2)

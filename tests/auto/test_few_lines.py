@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from torch import nn
 import autoamp
 from autoamp.capture.announce import tell_progress
 from autoamp.model.conversion import conversion_of
+from tests.processes import run_script
 
 MODEL = """
 import torch
@@ -56,17 +53,10 @@ CONVERTS = {"AUTOAMP_PRECISION": "bf16", "AUTOAMP_DO_NO_HARM": "0"}
     ],
 )
 def test_lines_on_stderr(
-    script: str, variables: dict[str, str], most: int, text: str, tmp_path: Path
+    script: str, variables: dict[str, str], most: int, text: str
 ) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(MODEL + script)
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        env={**os.environ, "AUTOAMP_ENABLE": "1", **variables},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_script(MODEL + script, AUTOAMP_ENABLE="1", **variables)
+    assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert 1 <= len(lines) <= most, done.stderr
     assert text in done.stderr

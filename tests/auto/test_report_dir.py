@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.auto import report_dir
 from tests.logs import warned
+from tests.processes import run_script
 from tests.small_models import BF16
 
 pytestmark = pytest.mark.usefixtures("off_again")
@@ -217,23 +218,25 @@ if calls == 1:
 """
 
 
-def started(root: Path, calls: int) -> subprocess.Popen[bytes]:
-    environ = {
-        **os.environ,
+def reporting_to(root: Path) -> dict[str, str]:
+    return {
         "AUTOAMP_ENABLE": "1",
         "AUTOAMP_PRECISION": "bf16",
         "AUTOAMP_DO_NO_HARM": "0",
         "AUTOAMP_REPORT_DIR": str(root),
     }
+
+
+def started(root: Path, calls: int) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, **reporting_to(root)}
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(calls)], env=environ, stderr=subprocess.PIPE
     )
 
 
 def test_killed_process_leaves_what_it_captured(tmp_path) -> None:
-    process = started(tmp_path, 1)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    done = run_script(SCRIPT, "1", **reporting_to(tmp_path))
+    assert done.returncode == -signal.SIGKILL
     (folder,) = folders(tmp_path)
     assert {path.name for path in folder.iterdir()} == ONE_GRAPH
     whole(folder)
@@ -295,12 +298,7 @@ os._exit(0)  # nothing is written at exit
 
 @pytest.mark.parametrize("name", ["forward", "step"])
 def test_a_model_that_is_freed_leaves_its_final_report(name: str, tmp_path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FREED, str(tmp_path), name],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script(FREED, str(tmp_path), name)
     assert done.returncode == 0, done.stderr
     (folder,) = (f for f in folders(tmp_path) if f.name.startswith("Reached-"))
     assert whole(folder) == json.loads(done.stdout)

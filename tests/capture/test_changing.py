@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
+from tests.quick import each_with_one
 from tests.small_models import BF16
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -106,6 +107,8 @@ CASES = [
     (Counts, lambda: 0),
 ]
 
+CALLED = ["step", "forward"]
+
 
 def size(kept: Any) -> Any:
     if isinstance(kept, types.SimpleNamespace):
@@ -115,11 +118,11 @@ def size(kept: Any) -> Any:
     return kept if isinstance(kept, (int, float)) else len(kept)
 
 
-@pytest.mark.parametrize("name", ["step", "forward"])
-@pytest.mark.parametrize(("kind", "make"), CASES)
+@pytest.mark.parametrize(("case", "name"), each_with_one(CASES, CALLED))
 def test_every_call_stays_low_and_graphs_are_not_made_for_each(
-    kind: type[Changing], make: Any, name: str, caplog
+    case: tuple[type[Changing], Any], name: str, caplog
 ) -> None:
+    kind, make = case
     model, plain = kind(make()), kind(make())
     plain.load_state_dict(model.state_dict())
     autoamp.convert(model, **BF16)
@@ -182,8 +185,7 @@ def changed_outside(model: Changing, call: int) -> None:
         model.kept[f"key {call}"] = call
 
 
-@pytest.mark.parametrize("name", ["step", "forward"])
-@pytest.mark.parametrize("make", [float, dict])
+@pytest.mark.parametrize(("make", "name"), each_with_one([float, dict], CALLED))
 def test_past_the_recompile_limit_modules_stay_low(make: Any, name: str) -> None:
     model, plain = Scaled(make()), Scaled(make())
     plain.load_state_dict(model.state_dict())

@@ -14,7 +14,8 @@ from tests.metrics import (
     relative_error,
     training_step,
 )
-from tests.models import BY_NAME
+from tests.models import BY_NAME, LARGE
+from tests.quick import some_slow
 
 BF16 = torch.bfloat16
 
@@ -42,7 +43,7 @@ def test_a_missing_gradient_is_not_overlooked() -> None:
         output_and_grad_errors([part], [whole])
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME))
+@pytest.mark.parametrize("name", some_slow(sorted(BY_NAME), LARGE.__contains__))
 def test_every_case_is_a_function_of_its_seeds(name: str) -> None:
     case = BY_NAME[name]
     model = case.model()

@@ -10,10 +10,8 @@ import functools
 import itertools
 import json
 import logging
-import os
 import re
 import runpy
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -33,6 +31,7 @@ from autoamp.auto.candidates import inside
 from autoamp.counted.flops import flops_of
 from autoamp.inspect.report import Report
 from autoamp.model.reporting import report_of
+from tests.processes import run_script
 
 FOLDER = Path(__file__).resolve().parent
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -249,17 +248,10 @@ def in_a_process(
     name: str, arguments: tuple[str, ...], precision: str, folder: Path
 ) -> tuple[Seen, list[dict[str, Any]]]:
     """What a script showed that was run by itself, and the reports it left."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("AUTOAMP_")}
-    environ |= {"AUTOAMP_ENABLE": "1", "AUTOAMP_PRECISION": precision}
+    environ = {"AUTOAMP_ENABLE": "1", "AUTOAMP_PRECISION": precision}
     environ |= {"AUTOAMP_DO_NO_HARM": "0", "AUTOAMP_REPORT_DIR": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(FOLDER / f"{name}.py"), *arguments],
-        env={**environ, "OMP_NUM_THREADS": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script = str(FOLDER / f"{name}.py")
+    done = run_script(DRIVER, script, *arguments, cwd=folder, **environ)
     assert done.returncode == 0, done.stderr
     # On stderr there is nothing that is not said by autoamp.
     lines = done.stderr.splitlines()
