@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat
+from tests.quick import each_with_one
 
 X = torch.randn(4, 8)
 PRECISIONS = ("bf16", "fp16")
@@ -43,8 +44,9 @@ def looks(monkeypatch) -> list[nn.Module]:
     return found
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("training", "precision"), each_with_one([True, False], PRECISIONS)
+)
 def test_a_hook_is_called_from_when_it_is_put_there_until_it_is_taken_away(
     precision: str, training: bool
 ) -> None:

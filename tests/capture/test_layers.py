@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp.dtypes import parse_low_dtype
 from tests.metrics import count_ops, relative_error
+from tests.quick import some_slow
 
 WIDTH = 16
 PRODUCTS = 12
@@ -35,7 +36,7 @@ class Looping(nn.Module):
         return self.head(self.net(self.deep(x)))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", some_slow(["bf16", "fp16"], "bf16".__eq__))
 def test_layers_are_low_where_their_caller_is_left_to_python(precision: str) -> None:
     """No further off than a rounding for every product, forward and backward."""
     unit = torch.finfo(parse_low_dtype(precision)).eps / 2

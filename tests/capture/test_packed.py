@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import autoamp
+from tests.quick import each_with_one
 from tests.truth import MARGIN, relative
 
 WIDTH = 16
@@ -60,8 +61,7 @@ def low_ops(model: nn.Module) -> set[str]:
     return {row.op for row in autoamp.report(model).ops if row.is_low}
 
 
-@pytest.mark.parametrize("precision", LOW)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "precision"), each_with_one(LAYERS, [*LOW]))
 def test_no_less_true_than_autocast(name: str, precision: str) -> None:
     torch.manual_seed(0)
     model = Reader(LAYERS[name])
@@ -79,8 +79,7 @@ def test_no_less_true_than_autocast(name: str, precision: str) -> None:
 
 def test_batches_of_other_lengths_share_the_graphs() -> None:
     torch.manual_seed(0)
-    options = {"num_layers": 2, "bidirectional": True}
-    model = Reader(nn.GRU, **options)
+    model = Reader(nn.GRU, bidirectional=True)
     ours = autoamp.convert(copy.deepcopy(model), precision="bf16", do_no_harm=False)
     for seed in range(3):
         ours(*batch(seed, most=10 + seed, count=4 + seed))

@@ -152,7 +152,7 @@ TOLD = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarni
     "error", [StopError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)]
 )
 def test_an_error_in_a_capture_leaves_the_process_as_it_was(error, warm) -> None:
-    reached = [check(at, error, warm) for at in points_of(warm, 6)]
+    reached = [check(at, error, warm) for at in points_of(warm, 4)]
     assert sum(map(bool, reached)) > len(reached) / 2
 
 

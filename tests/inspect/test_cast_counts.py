@@ -11,6 +11,9 @@ from autoamp.inspect.sections.cast_counts import cast_counts
 from autoamp.model.conversion import conversion_of
 from autoamp.weights.sentinels import copies_of
 from tests.models import BY_NAME, LARGE
+from tests.quick import each_with_one
+
+PRECISIONS = ["bf16", "fp16"]
 
 INSIDE_TORCH = {("lstm", "bf16"): 1 - 8}
 """Casts of the backward that torch's own kernel adds or spares: the CPU's bf16 LSTM
@@ -47,12 +50,15 @@ def ran(model, step) -> tuple[Counts, tuple[int, int, int]]:
     return counts, tuple(said)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "precision"),
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else [])
-        for name in BY_NAME
+        *each_with_one(sorted(BY_NAME.keys() - LARGE), PRECISIONS),
+        *(
+            pytest.param(name, precision, marks=pytest.mark.slow)
+            for name in sorted(LARGE)
+            for precision in PRECISIONS
+        ),
     ],
 )
 def test_a_training_step(name, precision) -> None:

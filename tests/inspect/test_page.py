@@ -195,12 +195,22 @@ def test_a_module_of_many_nodes_is_drawn_in_parts() -> None:
     assert [g["is_part"] for g in groups] == [False, *[True] * (len(groups) - 1)]
 
 
-def test_statistics_and_counters_of_resnet50_are_plumbing() -> None:
-    (pair,) = pairs_of(explained(ResNet(), torch.randn(2, 3, 32, 32)))
+@pytest.mark.parametrize(
+    ("blocks", "count"),
+    [
+        ((1, 1, 1, 1), 51),
+        pytest.param((3, 4, 6, 3), 159, marks=pytest.mark.slow, id="resnet50"),
+    ],
+)
+def test_statistics_and_counters_of_a_resnet_are_plumbing(
+    blocks: tuple[int, ...], count: int
+) -> None:
+    model = ResNet(blocks)
+    (pair,) = pairs_of(explained(model, torch.randn(2, 3, 32, 32)))
     nodes = pair[1]["nodes"]
     hidden = {node["name"] for node in nodes if node["is_plumbing"]}
-    buffers = [n for n, _ in ResNet().named_buffers()]
-    assert len(buffers) == 159
+    buffers = [n for n, _ in model.named_buffers()]
+    assert len(buffers) == count
     assert {name.replace(".", "_") for name in buffers} <= hidden
     for node in nodes:
         assert not (node["is_plumbing"] and node["decision"])

@@ -21,6 +21,7 @@ from autoamp import compat
 from autoamp.training.ledger.backwards import BACKWARDS
 from autoamp.weights import copies
 from tests.metrics import relative_error
+from tests.quick import each_with_one
 from tests.weights.test_weights import (
     CLOSE,
     MODES,
@@ -293,8 +294,9 @@ def compare_training(change: Callable[[nn.Module], None], precision: str) -> Non
 
 
 @pytest.mark.usefixtures("swapping")
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("change", [moved, halved, loaded], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    ("change", "precision"), each_with_one([moved, halved, loaded], ["bf16", "fp16"])
+)
 def test_modules_that_swap_their_parameters(
     change: Callable[[nn.Module], None], precision: str
 ) -> None:
@@ -393,8 +395,10 @@ def offloaded_typed(model: nn.Module) -> None:
             p.copy_(0.5 * value)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("change", [offloaded, offloaded_typed])
+@pytest.mark.parametrize(
+    ("change", "precision"),
+    each_with_one([offloaded, offloaded_typed], ["bf16", "fp16"]),
+)
 def test_storages_emptied_and_filled(
     change: Callable[[nn.Module], None], precision: str
 ) -> None:
