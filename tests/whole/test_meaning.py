@@ -116,11 +116,12 @@ def test_factors_beyond_the_range_are_not_cut_off(factor: float) -> None:
 def test_the_gradient_of_a_piece_of_a_weight_used_often_is_exact() -> None:
     def often(mod: Of, x: Tensor) -> Tensor:
         piece, _ = mod.fc.weight.chunk(2)
-        return torch.stack([functional.linear(x, piece) for _ in range(600)]).sum()
+        # In bf16, 256 + 1 is 256.
+        return torch.stack([functional.linear(x, piece) for _ in range(300)]).sum()
 
     _, converted = pair(often)
     converted(torch.ones(1, WIDTH)).backward()
-    assert converted.fc.weight.grad[0].tolist() == [600.0] * WIDTH
+    assert converted.fc.weight.grad[0].tolist() == [300.0] * WIDTH
 
 
 def test_batch_norm_in_a_checkpoint_trains() -> None:
