@@ -110,7 +110,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> list[st
 @pytest.mark.usefixtures("quick", "on_a_device_that_pays")
 @pytest.mark.parametrize("fastest", [PREDICTED, MEASURED, AUTOCAST, FP32])
 def test_the_fastest_way_is_kept(fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Net(), image()
+    model, x = Net().train(fastest in (MEASURED, FP32)), image()
     ran = timed(monkeypatch, {fastest: 1.0})
     found = autoamp.tune(model, x)
     assert found.chosen == fastest
@@ -139,7 +139,7 @@ def test_the_fastest_way_is_kept(fastest: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("quick", "on_a_device_that_pays")
 def test_a_kernel_that_loses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Net()
+    model = Net().eval()
     timed(monkeypatch, {f"{MEASURED}, without gelu_tanh": 1.0})
     found = autoamp.tune(model, image())
     assert found.chosen == f"{MEASURED}, without gelu_tanh"
@@ -152,7 +152,7 @@ def test_a_kernel_that_loses_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_where_none_is_surely_faster_graphs_come_before_autocast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = Net()
+    model = Net().eval()
     timed(monkeypatch, {AUTOCAST: 1.0, PREDICTED: 1.001})
     assert autoamp.tune(model, image()).chosen == PREDICTED
 
@@ -187,7 +187,7 @@ def test_surely_is_a_sign_test(
 def test_autocast_is_not_kept_where_it_does_not_suffice(
     options: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = Net()
+    model = Net().train("scale" in why)
     timed(monkeypatch, {AUTOCAST: 1.0, PREDICTED: 2.0})
     found = autoamp.tune(model, image(), options=options)
     assert found.chosen == PREDICTED
@@ -201,7 +201,7 @@ def test_a_device_without_units_is_measured_too(
 ) -> None:
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
     ran = timed(monkeypatch, {MEASURED: 1.0})
-    found = autoamp.tune(Net(), image())
+    found = autoamp.tune(Net().eval(), image())
     assert found.chosen == MEASURED
     assert PREDICTED not in ran  # convert() would leave the model as it is
 
@@ -267,7 +267,7 @@ def test_a_tuned_model_trains_as_truly_as_a_converted_one(
 def test_a_call_of_another_size_is_placed_without_measuring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = Net()
+    model = Net().eval()
     timed(monkeypatch, {MEASURED: 1.0})
     autoamp.tune(model, image())
     monkeypatch.setattr(Specimen, "nanoseconds", None)  # a call would raise
@@ -292,7 +292,7 @@ def test_a_model_that_raises_is_left_as_it_was() -> None:
 
 @pytest.mark.usefixtures("quick", "on_a_device_that_pays")
 def test_a_way_that_fails_is_said_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, real = Net(), Runner.run
+    model, real = Net().eval(), Runner.run
 
     def run(self: Runner) -> float:
         if self.way.name == AUTOCAST:
