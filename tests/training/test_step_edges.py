@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp.training import first_step
-from tests.training.steps import BF16, HUGE, mlp
+from autoamp.training.step import kernel_flag, move
+from tests.training.steps import BF16, HUGE, mlp, scaling_of
 
 # Dynamo's own, of an input that others computed.
 pytestmark = [
@@ -42,6 +44,43 @@ def test_weights_before_a_converted_model_are_kept_from_its_overflows(
         assert unchanged == (factor != 1.0)
     assert skipped == [False, True, False]
     assert finite(first)
+    scale = scaling_of(critic).loss_scale
+    assert (scale.scale, scale.skipped_steps) == (2.0**14, 1)
+    assert scale.growth_tracker == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_generator_that_is_not_converted_lowers_its_critics_scale(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The critic throws these gradients away, and its own steps never overflow.
+
+    A fused generator's flag lies on a device, as on a GPU.
+    """
+    if fused:
+        for module in (move, kernel_flag):
+            monkeypatch.setattr(module, "free_to_read", lambda _: False)
+    first, critic = nn.Linear(8, 8), autoamp.convert(mlp(), **BF16)
+    g: Any = torch.optim.Adam(first.parameters(), fused=fused)
+    d: Any = torch.optim.SGD(critic.parameters(), 0.1)
+    scale, x = scaling_of(critic).loss_scale, torch.ones(1, 8)
+    skipped = []
+    # Times 2**15 this is infinite.  At 2**13 the sums of 4 and 8 products are finite,
+    # because weights are below 1 / sqrt(8).
+    high = 2.0**113
+    for factor in (1.0, 1.0, high, high, high):
+        g.zero_grad()
+        (critic(first(x)).sum() * factor).backward()
+        g.step()
+        d.zero_grad()
+        critic(x).sum().backward()
+        d.step()
+        assert not d.step_was_skipped
+        skipped.append(bool(g.step_was_skipped))
+    assert scale.skipped_steps == sum(skipped)
+    assert scale.scale == 2.0 ** (15 - sum(skipped))
+    assert skipped[:3] == [False, False, True]
+    assert not skipped[-1], "an endless skip"
 
 
 def test_an_unrelated_optimizer_steps_after_somebody_elses_overflow() -> None:

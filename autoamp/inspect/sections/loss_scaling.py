@@ -14,7 +14,8 @@ class LossScaleReport:
             alone has skipped steps.
         scale: the factor by which gradients are multiplied inside the graphs.
         growth_tracker: steps without an overflow since the scale last moved.
-        skipped_steps: number of steps skipped so far because of an overflow.
+        skipped_steps: number of optimizer steps skipped so far because of an overflow
+            in the model: two optimizers that skip after one backward count two.
         skips: for each skipped step, as far as known, which step it was and the op
             whose gradient overflowed.
         foreign: whether an enabled GradScaler steps the model's optimizer, so that

@@ -112,7 +112,7 @@ class LossScale:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped for an overflow so far; waits for the device."""
+        """Optimizer steps skipped for an overflow so far; waits for the device."""
         return int(self._skipped)
 
     @property

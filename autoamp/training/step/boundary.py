@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from autoamp.training.masters import Masters
 from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.optimizers import params_of
 from autoamp.training.scale import LossScale
+
+logger = logging.getLogger(__name__)
 
 Step = Callable[..., Any]
 
@@ -95,6 +98,11 @@ class OptimizerBoundary:
             if self.pending and scaling.enabled:
                 self._load([scaling.domain.loss_scale], self.pending)
             self.scalings.append(scaling)
+
+    def log(self, reason: str) -> None:
+        """Logs what was decided about a step, for debugging."""
+        name = type(self.optimizer).__name__
+        logger.debug("autoamp: step %d of %s: %s", self.steps, name, reason)
 
     def load(self, saved: list[Any]) -> None:
         """Loads saved loss scales into the models' own, in order, as models are met.

@@ -35,6 +35,7 @@ class Decision:
 
     Attributes:
         overflow: whether gradients overflow; None where the host does not know.
+        reason: a clause for the log.
         flag: the flag for the optimizer's kernel to read, or None.
     """
 
@@ -58,11 +59,15 @@ def decide(boundary: OptimizerBoundary, reading: Reading) -> Decision:
     if not takes_flag(boundary.optimizer, flag):
         return decide_begun(reading)
     overflow = bool(flag) if _host_looks(boundary, reading) else None
-    return Decision(Way.BY_KERNEL, overflow, "nothing waits for the device", flag)
+    return Decision(Way.BY_KERNEL, overflow, "the optimizer's kernel decides", flag)
 
 
 def decide_begun(reading: Reading) -> Decision:
-    """Decides about a step that has begun, so that no kernel can be given the flag."""
+    """Decides about a step that has begun, so that no kernel can be given the flag.
+
+    The host waits for the flag, and so knows of the overflow: the skipped step is
+    reported, and is an error at the lowest loss scale, whatever the optimizer is.
+    """
     return SKIP if bool(reading.flag) else STEP
 
 
@@ -86,5 +91,8 @@ def _host_looks(boundary: OptimizerBoundary, reading: Reading) -> bool:
     device: torch.device = boundary.params[0].device
     if compat.is_capturing(device):
         return False
-    watching = any(s.skip_watch.watching for s in reading.evidence.scalings)
-    return watching or (boundary.steps + 1) % _ASK_EVERY == 0
+    evidence = reading.evidence
+    watching = any(s.skip_watch.watching for s in evidence.scalings)
+    # An overflow that was passed on lowers a loss scale only where the host knows.
+    due = (boundary.steps + 1) % _ASK_EVERY == 0
+    return watching or due or bool(evidence.elsewhere)

@@ -48,7 +48,10 @@ def _has_state(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def given_flag(of: Optimizer, flag: torch.Tensor) -> Iterator[None]:
-    """A region in which the optimizer's kernel reads `flag`; hooks fire as ever."""
+    """A region in which the optimizer's kernel reads `flag`; hooks fire as ever.
+
+    At its end the optimizer shows whether the step was skipped, in a tensor.
+    """
     optimizer: Any = of
     # The flag is made 0-dim, as GradScaler's is: Adam subtracts it from its 0-dim step
     # counters.
@@ -57,3 +60,4 @@ def given_flag(of: Optimizer, flag: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         del optimizer.grad_scale, optimizer.found_inf
+        optimizer.step_was_skipped = flag.reshape(()) != 0

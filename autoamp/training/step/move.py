@@ -18,14 +18,17 @@ from autoamp.training.step.read import Reading
 
 
 def move(boundary: OptimizerBoundary, reading: Reading, decision: Decision) -> None:
-    """Moves loss scales and counters after a step, and marks the step on the optimizer.
+    """Moves loss scales and counters for a step, and marks the step on the optimizer.
+
+    A step that the kernel decides is marked after it: see `given_flag`.
 
     Raises:
         LossScaleError: gradients overflow at the lowest loss scale allowed.
     """
+    boundary.log(decision.reason)
     if reading.known:
-        _note(boundary, reading, decision)
-        update_scales(reading.evidence.runs, reading.flag, reading.sizes, retries=False)
+        runs = _note(boundary, reading, decision)
+        update_scales(runs, reading.flag, reading.sizes, retries=False)
         count_skips(reading.guards, reading.flag)
     if decision.way is not Way.BY_KERNEL:
         _mark(boundary, decision.way is Way.SKIP)
@@ -33,8 +36,6 @@ def move(boundary: OptimizerBoundary, reading: Reading, decision: Decision) -> N
     boundary.steps += 1
     boundary.skipped_before = False  # the host does not know: see `unsure`
     boundary.unsure = reading.evidence.live or boundary.unsure
-    optimizer: Any = boundary.optimizer
-    optimizer.step_was_skipped = reading.flag.reshape(()) != 0
 
 
 def move_evaluation(
@@ -47,13 +48,14 @@ def move_evaluation(
     Raises:
         LossScaleError: gradients overflow at the lowest loss scale allowed.
     """
+    boundary.log(decision.reason)
     if not reading.known:
         return
-    _note(boundary, reading, decision)
+    runs = _note(boundary, reading, decision)
     if decision.overflow:
-        update_scales(reading.evidence.runs, reading.flag, reading.sizes, retries=True)
+        update_scales(runs, reading.flag, reading.sizes, retries=True)
     else:
-        boundary.passed += reading.evidence.runs
+        boundary.passed += runs
         boundary.passed_sizes.append(reading.sizes)
 
 
@@ -70,17 +72,25 @@ def end_evaluations(boundary: OptimizerBoundary, skipped: bool = False) -> None:
     _mark(boundary, skipped)
 
 
-def _note(boundary: OptimizerBoundary, reading: Reading, decision: Decision) -> None:
-    """Says why a step is skipped, or ends the watch after earlier skipped steps."""
+def _note(
+    boundary: OptimizerBoundary, reading: Reading, decision: Decision
+) -> list[GraphRun]:
+    """Says why a step is skipped, or ends the watch after earlier skipped steps.
+
+    Returns:
+        The runs for which loss scales are to move.
+    """
     evidence, guards = reading.evidence, reading.guards
     if decision.overflow is False:
-        note_step([*evidence.scalings, *guards])
+        note_step([*evidence.scalings, *guards, *evidence.watched_elsewhere])
     elif decision.overflow:
+        evidence = evidence.blaming_elsewhere()
         try:
             note_skip(evidence, reading.params, boundary.steps, guards)
         except LossScaleError:
             _mark(boundary, True)
             raise
+    return evidence.runs
 
 
 def _mark(boundary: OptimizerBoundary, skipped: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -121,6 +121,22 @@ class Evidence:
     def runs(self) -> list[GraphRun]:
         return [*self.live, *self.doubtful]
 
+    @property
+    def watched_elsewhere(self) -> list[ModelScaling]:
+        """The watched models whose runs for other optimizers have passed nothing on."""
+        watched = [r for r in self.elsewhere if r.scaling.skip_watch.watching]
+        return [r.scaling for r in watched if not any(map(bool, r.found_inf))]
+
+    def blaming_elsewhere(self) -> Evidence:
+        """The evidence where gradients of this optimizer are known to overflow.
+
+        The runs that may have passed the overflow on count as this optimizer's own.
+        The optimizers that hold the weights of these runs may never lower the loss
+        scale: their own gradients may be thrown away before they step.
+        """
+        blamed = [r for r in self.elsewhere if any(map(bool, r.found_inf))]
+        return replace(self, doubtful=[*self.doubtful, *blamed], elsewhere=[])
+
 
 def gather(
     params: Sequence[torch.Tensor], since: int, met: Collection[ModelScaling] = ()
@@ -128,8 +144,9 @@ def gather(
     """The runs after number `since` whose backward filled gradients of `params`.
 
     A run that fills no gradients itself (a piece of a model between two graph breaks)
-    counts with the other runs of its backward.  A backward that fills no gradients at
-    all (through a frozen critic) is taken to be for the optimizer that steps next.
+    counts with the other runs of its backward.  A backward that fills no gradients of
+    any optimizer (through a frozen critic) is taken to be for the optimizer that steps
+    next.
 
     A run whose weights are gone, or moved, may have filled gradients of `params`, so
     that the gradients themselves have to tell.  Such a run counts only if it is of a
@@ -145,7 +162,6 @@ def gather(
     orphaned = {r.backward_id for r in mine if r.is_orphaned}
     live = [r for r in mine if r.backward_id not in orphaned and r.lives_in(held)]
     passes, living = {r.backward_id for r in mine}, {r.backward_id for r in live}
-    filling = {r.backward_id for r in runs if r.leaves.ids}
     pieces = [r for r in runs if not r.leaves.ids and r.backward_id in passes]
     live += [r for r in pieces if r.backward_id in living]
     voided = [r for r in (*mine, *pieces) if r not in live]
@@ -155,12 +171,19 @@ def gather(
         doubtful = _of_the_same_models([*voided, *others], held, met)
         return Evidence(live, doubtful, [], last, sharded=True)
     passing = [r for r in others if r.origin.passes_on and _may_concern(r, met)]
+    filling = _filling(runs) if passing else set()
     return Evidence(
         live,
         [*voided, *(r for r in passing if r.backward_id not in filling)],
         [r for r in passing if r.backward_id in filling],
         last,
     )
+
+
+def _filling(runs: Sequence[GraphRun]) -> set[int]:
+    """The backwards that fill gradients of tensors that some optimizer holds."""
+    held = {id(p) for boundary in list(BOUNDARIES) for p in boundary.params}
+    return {run.backward_id for run in runs if run.may_touch(held)}
 
 
 def _of_the_same_models(

@@ -50,6 +50,7 @@ def _decided(
         optimizer: Any = boundary.optimizer
         found = getattr(optimizer, "found_inf", None)
         optimizer.step_was_skipped = found is not None and found.reshape(()) != 0
+        boundary.log(LEFT_TO_SCALER.reason)
         return LEFT_TO_SCALER, None, args, kwargs
     loss, args, kwargs = evaluated(args, kwargs)
     reading = agree(boundary, read(boundary))
