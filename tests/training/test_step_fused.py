@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import autoamp
+from autoamp import LossScaleError
 from autoamp.training.scale import by_gradient_size
 from autoamp.training.step import kernel_flag, move
 from tests.training.steps import (
@@ -91,15 +92,48 @@ def test_a_skip_without_a_wait(base: nn.Module, label: str, bad: int) -> None:
 def test_hooks_fire_as_under_grad_scaler(base: nn.Module) -> None:
     model = fresh_copy(base)
     optimizer = make("Adam-fused", model)
-    fired: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: fired.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: fired.append("post"))
-    for factor in (1.0, HUGE):
+    fired: list[Any] = []
+    for when in ("pre", "post"):
+        register = getattr(optimizer, f"register_step_{when}_hook")
+        register(lambda o, *_, w=when: fired.append((w, bool(o.step_was_skipped))))
+    for factor in (1.0, HUGE, 1.0):
         loss_of(model, 0, factor).backward()
         optimizer.step()
-    assert fired == ["pre", "post"] * 2
+        assert bool(optimizer.step_was_skipped) == (factor != 1.0)
+        optimizer.zero_grad()
+    # A step is marked after the kernel: its hooks see how the step before it went.
+    assert fired == [(w, was) for was in (False, False, True) for w in ("pre", "post")]
     assert isinstance(optimizer.step_was_skipped, torch.Tensor)
-    assert optimizer.step_was_skipped
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("lowest", [False, True])
+def test_loaded_state_met_at_its_first_step(base: nn.Module, lowest: bool) -> None:
+    """The step has begun, so that no kernel can be given the flag: the host reads it.
+
+    So the skipped step is reported, and is an error at the lowest loss scale, as the
+    first step of any other optimizer is.
+    """
+    model = fresh_copy(base, min_scale=2.0**15 if lowest else 1.0)
+    other = make("Adam-fused", model)
+    loss_of(model, 0).backward()
+    other.step()
+    model.zero_grad()
+    scaling = scaling_of(model)
+    loss_of(model, 1, HUGE).backward()
+    optimizer: Any = OPTIMIZERS["Adam-fused"](model)
+    optimizer.load_state_dict(state_of(other))
+    before = weights_of(model), state_of(optimizer)
+    if lowest:
+        with pytest.raises(LossScaleError, match="at the lowest loss scale"):
+            optimizer.step()
+    else:
+        optimizer.step()
+        assert scaling.loss_scale.scale == 2.0**14
+        assert scaling.loss_scale.skipped_steps == 1
+    assert optimizer.step_was_skipped is True
+    assert_same((weights_of(model), state_of(optimizer)), before)
+    assert len(scaling.ledger.skips) == 1
 
 
 @pytest.mark.usefixtures("as_on_gpu")
