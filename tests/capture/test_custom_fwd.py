@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
+from tests.quick import each_with_one
 from tests.small_models import converted
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
@@ -107,12 +109,14 @@ def reason_of(model: nn.Module) -> str:
     return reason
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, None], ids=str)
-@pytest.mark.parametrize("body", BODIES)
+CASTS = itertools.product([BF16, FP16, FP32, None], BODIES)
+
+
+@pytest.mark.parametrize(("cast", "grad"), each_with_one(CASTS, [True, False]))
 def test_results_and_gradients_are_autocasts(
-    body: str, dtype: torch.dtype | None, grad: bool
+    cast: tuple[torch.dtype | None, str], grad: bool
 ) -> None:
+    dtype, body = cast
     applied = function(BODIES[body], CPU_FWD(cast_inputs=dtype))
     expected = by_autocast(Model(applied), grad=grad)
     model = converted(Model(applied))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -125,15 +126,20 @@ def test_a_compiler_is_not_given_them() -> None:
     assert "aten::gru.data" not in low_ops(ours)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("lengths", [(6, 6, 6), (6, 4, 1)])
-@pytest.mark.parametrize("options", [{}, {"proj_size": 5}, {"bidirectional": True}])
-@pytest.mark.parametrize("name", ["gru", "lstm"])
+PACKED = itertools.product(
+    ["gru", "lstm"],
+    [(6, 6, 6), (6, 4, 1)],
+    [{}, {"proj_size": 5}, {"bidirectional": True}],
+)
+
+
+@pytest.mark.parametrize(("case", "training"), each_with_one(PACKED, [True, False]))
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_results_have_the_dtypes_that_the_next_graph_was_told(
-    name: str, options: dict[str, Any], lengths: tuple[int, ...], training: bool
+    case: tuple[str, tuple[int, ...], dict[str, Any]], training: bool
 ) -> None:
     """Some results were low, those of equal lengths say, and the next graph failed."""
+    name, lengths, options = case
     if "proj_size" in options and name != "lstm":
         pytest.skip("only an LSTM has projections")
     layer = LAYERS[name](WIDTH, WIDTH, batch_first=True, **options).train(training)
