@@ -57,7 +57,7 @@ class GraphBackend:
     ) -> Callable[..., Any]:
         """The callable to run instead of `gm`."""
         if updates_weights(gm):
-            logger.debug("autoamp: %s updates weights: it is left as it is", self.label)
+            logger.debug("autoamp: %s updates weights: it is not changed", self.label)
             return compat.compile_with(self.options.backend, gm, example_inputs)
         with self._lock:
             if not self._asked:
@@ -104,8 +104,8 @@ def autoamp_backend(
 ) -> Callable[..., Any]:
     """Rewrites a graph for `torch.compile(model, backend="autoamp", options={...})`.
 
-    Inductor compiles the result unless `options` name another backend.  Models compiled
-    with equal options share one loss scale.
+    Inductor compiles the result unless `options` name another backend.  Models that are
+    compiled with equal options share one loss scale.
 
     Args:
         options: keyword arguments of `convert`; "eager" as `backend` runs the rewritten
@@ -118,6 +118,6 @@ def autoamp_backend(
     chosen = Options().replace(**given)
     try:
         known = _BACKENDS.setdefault(chosen, GraphBackend(chosen))
-    except TypeError:  # an option without a hash, such as somebody's loss scale
+    except TypeError:  # an option has no hash, such as a loss scale of the user's
         known = GraphBackend(chosen)
     return known(gm, example_inputs)

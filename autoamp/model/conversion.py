@@ -1,7 +1,7 @@
-"""The state that a converted model carries, found, copied and taken away.
+"""The state that a converted model carries: how it is found, copied and removed.
 
-All of the state stands in the instance's `__dict__`: the class, the parameters and the
-`state_dict` are as they were.
+All of the state stands in the instance's `__dict__`.  The class, the parameters and the
+`state_dict` are unchanged.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ OUR_ATTRIBUTES = (STATE, REPLICATE, PICKLE, REDUCE, COPY, SCRIPT)
 
 _REPLACED = (
     "its forward was replaced or deleted after it was converted, so that calls run in "
-    "fp32; call autoamp.convert(model) again to convert the new one"
+    "fp32; call autoamp.convert(model) again to convert the new forward"
 )
 
 
 class Conversion:
-    """The state that one converted or declined model carries.
+    """The state of one converted model, or of a model that was not converted.
 
     Attributes:
         call: the entry that the model's calls go through, shared by deep copies; None
-            where the model was declined, and once the model is reverted underneath a
-            wrapper that somebody put over our `forward`.
+            if the model was not converted, or was reverted while a wrapper of the
+            user's still held our `forward`.
         methods: names of the methods besides `forward` that we put on the instance.
         replaced: the instance's own attributes that ours have replaced, by name.
-        declined: why the model was left as it is.
+        declined: why the model was not converted.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class Conversion:
 
     @property
     def previous(self) -> Callable[..., Any] | None:
-        """The instance's own `forward` where somebody (accelerate, PEFT) had put one.
+        """The `forward` that another library (accelerate, PEFT) put on the instance.
 
-        Our `forward` calls this one.
+        Our `forward` calls it.  None where the instance had no `forward` of its own.
         """
         return self.replaced.get("forward")
 
     @property
     def bound(self) -> types.MethodType | None:
-        """Our `forward` on the model; None once nobody holds it."""
+        """Our `forward` on the model; None once it is freed."""
         return self._bound() if self._bound is not None else None
 
     def bind(self, bound: types.MethodType) -> None:
-        """Notes our `forward` on the model, which only the model is to hold.
+        """Notes our `forward` by a weak reference, since only the model may hold it.
 
         An assignment `model.forward = other` takes the model's calls away from us, and
-        the only sign of it is that our `forward` is freed.
+        the only sign of the assignment is that our `forward` is freed.
         """
         this = weakref.ref(self)
 
@@ -115,14 +115,14 @@ class Conversion:
 
 
 CONVERSIONS: weakref.WeakSet[Conversion] = weakref.WeakSet()
-"""The conversions of all models; deep copies share the `call` of theirs."""
+"""The conversions of all models; a model's deep copies share its `call`."""
 
 DECLINED = WeakIdKeyDictionary()
-"""Maps models left as they are to their state; nothing is written on those models."""
+"""Maps models that were not converted to their state, which is not written on them."""
 
 
 def own_methods(attributes: dict[str, Any], state: Conversion) -> list[str]:
-    """Names of our methods in a model's `__dict__`, where the user may have others."""
+    """Names of our methods that are still in a model's `__dict__`."""
     return [n for n in state.methods if getattr(attributes.get(n), MADE_HERE, False)]
 
 
@@ -145,7 +145,7 @@ def without_ours(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def uninstall(model: nn.Module) -> None:
-    """Takes away all that `install` has put on the instance."""
+    """Takes everything that `install` has put on the instance away again."""
     plain = without_ours(model.__dict__, model)
     model.__dict__.clear()
     model.__dict__.update(plain)
@@ -171,7 +171,7 @@ def models_of(engine: Engine) -> list[nn.Module]:
 
 
 def conversion_of(model: Any) -> Conversion | None:
-    """The state that `model` carries, also where the model was declined, or None."""
+    """The state of `model`, even if it was not converted; None if nobody tried."""
     if not isinstance(model, nn.Module):
         return None
     model = inside_wrappers(model)

@@ -67,8 +67,8 @@ def convert_model(
     """Converts `model` in place; see `autoamp.convert`.
 
     Args:
-        masters: parameters in half precision are trained with fp32 master weights.
-        automatic: nobody has named the model.
+        masters: whether half-precision parameters are trained with fp32 master weights.
+        automatic: whether the automatic mode found the model; no user named it.
         price, on_capture: as for `Engine`.
 
     Raises:
@@ -126,10 +126,10 @@ def convert_model(
 def _decline(
     model: nn.Module, label: str, why_not: str, notes: list[Skipped]
 ) -> nn.Module:
-    """Says why a model is not converted, and takes an earlier conversion away.
+    """Logs why a model is not converted, and reverts an earlier conversion.
 
     Args:
-        notes: what is done instead for a model in half precision; empty for others.
+        notes: how a half-precision model is trained instead; empty for other models.
     """
     if notes:
         logger.info("autoamp: %s %s", label, notes[0].why)
@@ -151,10 +151,10 @@ def _engines_of(scaling: ModelScaling) -> list[Engine]:
 
 
 def convert_again(scaling: ModelScaling, remedy: Remedy) -> None:
-    """Has the models of `scaling` captured again, at their next calls, with `remedy`.
+    """Captures the models of `scaling` again, at their next calls, under `remedy`.
 
-    The loss scale, the optimizers and the reasons for skipped steps are kept.  Graphs
-    that a backward has yet to run through live as long as that backward needs them.
+    The loss scale, the optimizers and the reasons for skipped steps are kept.  An old
+    graph lives until the last backward through it has run.
     """
     scaling.ledger.captured.clear()
     renewed: dict[Engine, Engine] = {}
@@ -177,13 +177,13 @@ def _under(remedy: Remedy, engine: Engine) -> Engine:
 
 
 def _with_fitting_lock(options: Options, label: str, why_not: str) -> Options:
-    """`options`, without their lock where it has been said not to fit the model.
+    """`options`, without the lock if the lock does not fit the model.
 
     Args:
         why_not: why the model stays in fp32; "" where it is converted.
 
     Raises:
-        LockError: the lock does not fit, under `strict`.
+        LockError: the lock does not fit the model, and `strict` is set.
     """
     lock = options.locked
     if lock is None:
@@ -199,8 +199,8 @@ def _with_fitting_lock(options: Options, label: str, why_not: str) -> Options:
 
 def _with_masters(own: torch.dtype) -> str:
     return (
-        f"what arrived in {short_name(own)} runs in {short_name(own)}; its optimizer "
-        "steps fp32 masters"
+        f"keeps its {short_name(own)} parameters; its optimizer steps fp32 master "
+        "weights"
     )
 
 
@@ -218,23 +218,27 @@ def _runs_as_it_is(options: Options, label: str) -> Options:
     """
     if options.backend != "eager":
         raise UnsupportedModelError(
-            f"{label} arrives in half precision. What {options.backend} compiles gives "
-            "its gradients in half precision too, where small ones are 0 once the loss "
-            f"scale is taken off; use {options.advice('backend', 'eager')}, or "
+            f"{label} has half-precision parameters. Graphs that {options.backend} "
+            "compiles return half-precision gradients, in which small numbers become 0 "
+            "when they are divided by the loss scale; use "
+            f"{options.advice('backend', 'eager')}, or "
             f"{options.advice('loss_scale', 'off')}"
         )
     return options.replace(keep=("*",), do_no_harm=True)
 
 
 def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
-    """Puts the call path back as it was; a model that is not converted is left alone.
+    """Restores the call path of a model; a model that is not converted is left alone.
 
-    Where somebody has wrapped our `forward`, the wrapper stays, and our `forward` under
-    it passes calls on unchanged.
+    If the user has wrapped our `forward`, the wrapper stays, and our `forward` inside
+    it passes calls on to the model's own code.
 
     Args:
-        optimizers: the model's optimizers are reverted too, which takes away the master
-            weights of half parameters.
+        optimizers: whether the model's optimizers are reverted too, which removes the
+            master weights of half-precision parameters.
+
+    Raises:
+        UnsupportedModelError: `model` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(

@@ -19,7 +19,7 @@ from autoamp.printable import class_name
 
 
 def parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `model`, also where its class redefines `parameters()`."""
+    """The parameters of `model`, even if its class overrides `parameters()`."""
     return _parameters_in(compat.modules_of(model))
 
 
@@ -45,15 +45,15 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
         )
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
-        return f"{name} is a TorchScript module; convert the model it was made from"
+        return f"{name} is a TorchScript module; convert the module it was made from"
     if compat.is_compiled_module(model):
         return (
             f"{name} is already compiled; convert the model inside it "
-            "(model._orig_mod) and compile that, or pass backend='inductor'"
+            "(model._orig_mod) and compile the result, or pass backend='inductor'"
         )
     has_forward = type(model).forward is not nn.Module.forward
     if not (has_forward or "forward" in model.__dict__ or computing_methods(model)):
-        return f"{name} has no forward; convert the module that calls what it holds"
+        return f"{name} has no forward; convert the module that calls its submodules"
     path = _on_meta(model) if needs_data else ""
     if path:
         return (
@@ -64,7 +64,7 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
 
 
 def _on_meta(model: nn.Module) -> str:
-    """The first parameter or buffer that is on the meta device, or ""."""
+    """The path of the first parameter or buffer on the meta device, or ""."""
     for module in compat.modules_of(model):
         for held in (compat.parameters_here(module), compat.buffers_here(module)):
             for tensor in held.values():
@@ -108,7 +108,7 @@ def required_precision(
 
     Args:
         device: as for `choose_precision`.
-        even_at_a_loss: whether to convert where low precision does not pay, too.
+        even_at_a_loss: whether to convert even where low precision does not pay.
 
     Raises:
         UnsupportedModelError: the model has nothing to convert.
@@ -125,7 +125,7 @@ def required_precision(
 
 
 def not_converted(model: nn.Module, why_not: str) -> str:
-    """What becomes of a model that is not converted, and why, after the model's name.
+    """Says that a model is not converted, and why; the text follows the model's name.
 
     Args:
         why_not: the reason that `choose_precision` gave.
@@ -153,14 +153,17 @@ def choose_device_precision(
     if options.do_no_harm and not profile.pays:
         return None, (
             f"{short_name(low)} {CANNOT_PAY} ({profile.name}): it would be slower "
-            f"than fp32. Give {options.advice('do_no_harm', False)} to convert all the "
-            "same"
+            f"than fp32. Use {options.advice('do_no_harm', False)} to convert it anyway"
         )
     return low, ""
 
 
 def _quantised(model: nn.Module, modules: Iterable[nn.Module]) -> str:
-    """Which of `modules`, all of `model`, is quantised, or ""."""
+    """Says which module of `model` is quantised, or "".
+
+    Args:
+        modules: all modules of `model`.
+    """
     if not any(map(_is_quantised, {type(module) for module in modules})):
         return ""
     every = model.named_modules()
@@ -176,7 +179,7 @@ def _is_quantised(kind: type) -> bool:
 
 
 def _nothing_to_convert(parameters: Sequence[nn.Parameter]) -> str:
-    """Why there is nothing to lower in a model with these parameters, or ""."""
+    """Says why a model with these parameters has nothing to lower, or ""."""
     floats = {p.dtype for p in parameters if p.is_floating_point()}
     half = floats & set(LOW_DTYPES.values())
     if half and torch.float32 not in floats:
@@ -194,10 +197,10 @@ def _nothing_to_convert(parameters: Sequence[nn.Parameter]) -> str:
 
 
 def own_precision(model: nn.Module) -> torch.dtype | None:
-    """The half dtype `model` has arrived in, as a whole or in part, or None.
+    """The half-precision dtype of the model's parameters, or of some of them, or None.
 
-    A model with parameters of both half dtypes gives fp16, which has the narrower
-    range.
+    If some parameters are bf16 and some fp16, the dtype is fp16, whose range is
+    narrower.
     """
     found = {p.dtype for p in parameters_of(model)}
     return next((d for d in LOW_DTYPES.values() if d in found), None)

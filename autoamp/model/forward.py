@@ -1,4 +1,4 @@
-"""Makes the `forward` and methods of a converted model, and the code they compile."""
+"""Makes the `forward` and methods of a converted model, and the code to compile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_forward(
         state: Any = self._autoamp
         call = state.call
         if existing is None and type(self).forward is not known:
-            # Somebody has given the class, or the model, another `forward`.
+            # The class has been given another `forward`, or the model another class.
             known = type(self).forward
             plain = plain_function(type(self), "forward", of_class=True)
             if call is not None:
@@ -50,7 +50,7 @@ def make_forward(
 
 
 def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
-    """The instance's new method `name`, converted like and together with `forward`."""
+    """The instance's new method `name`, which shares the conversion of `forward`."""
     plain = getattr(owner, name)
     entry = plain_function(owner, name, of_class=True)
 
@@ -62,11 +62,12 @@ def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         if under_compilation():
             return call.inlined(entry, self, args, kwargs, owner=owner, name=name)
-        if inside_a_call():  # the outer call's capture includes this
+        if inside_a_call():  # the outer call's graph includes this call
             return plain(self, *args, **kwargs)
         return call.of(owner, name)(self, args, kwargs)
 
-    # Where a `forward` is left to Python, the user's code is captured and not this.
+    # Where a `forward` is left to Python, Dynamo must capture the user's method, not
+    # this wrapper.
     compat.never_a_graph_by_itself(method)
     method.__name__ = name  # by which bound methods are copied and pickled
     method.__dict__[MADE_HERE] = True
@@ -95,14 +96,14 @@ def _keep_bound_signature(forward: Any, existing: Callable[..., Any]) -> None:
 def plain_function(
     owner: type[nn.Module], name: str, of_class: bool
 ) -> Callable[..., Any]:
-    """A method as it was before, as a function of the instance, to be compiled.
+    """The model's own method as a function of the instance, to be compiled.
 
     The instance is positional only, as everywhere on a call's path: the model's own
     keyword arguments may have any name.
 
     Args:
-        of_class: the function of class `owner` is meant, and not the `forward` that
-            somebody had put on the instance.
+        of_class: whether to take the function of class `owner`; if not, the `forward`
+            that another library had put on the instance.
     """
     if of_class:
         inner = _with_own_code(getattr(owner, name))

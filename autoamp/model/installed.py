@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 
 def install(model: nn.Module) -> Conversion:
-    """Puts our methods on the instance, which pass calls on until `call` is set."""
+    """Puts our methods on the instance.
+
+    The methods call the model's own code until `Conversion.call` is set.
+    """
     own = model.__dict__
     replaced = {name: own[name] for name in ("forward", *OUR_ATTRIBUTES) if name in own}
     bound = types.MethodType(make_forward(type(model), replaced.get("forward")), model)
@@ -67,7 +70,7 @@ def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
     return replica
 
 
-# A copy of a bound method is found again by these names, too.
+# Copies of bound methods are found again by these names, too.
 def __getstate__(self: nn.Module) -> Any:  # noqa: N807
     """The state for pickles and shallow copies: the model as it was before `convert`.
 
@@ -83,8 +86,8 @@ def _say_unconverted(model: nn.Module) -> None:
     engine = model.__dict__[STATE].engine
     if engine is not None and not engine.record.scaling.automatic:
         logger.warning(
-            "autoamp: a pickle or shallow copy of %s is made unconverted: it runs in "
-            "fp32 until you call autoamp.convert(copy)",
+            "autoamp: a pickle or shallow copy of %s is not converted: it runs in fp32 "
+            "until you call autoamp.convert(copy)",
             class_name(model),
         )
 
@@ -133,10 +136,10 @@ def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:  # noqa: N807
 
 
 def _copied_by_itself(model: nn.Module, memo: dict[int, Any]) -> Any:
-    """A copy made by the model's own `__deepcopy__`, which must see nothing of ours.
+    """A converted copy made by the model's own `__deepcopy__`.
 
-    The model's own `__deepcopy__` may copy the `__dict__`, and with the `__dict__` a
-    `forward` that runs the original.
+    The model's own `__deepcopy__` may copy the `__dict__`, in which our `forward` would
+    run the original.  So our attributes are taken away during the copy.
     """
     state: Conversion = model.__dict__[STATE]
     with _as_it_was(model):
@@ -154,7 +157,7 @@ def _copied_by_itself(model: nn.Module, memo: dict[int, Any]) -> Any:
 
 @contextlib.contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """A region in which the instance is what it was before `install`."""
+    """A region in which the instance is as it was before `install`."""
     converted = dict(model.__dict__)
     uninstall(model)
     plain = dict(model.__dict__)

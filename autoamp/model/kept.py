@@ -1,8 +1,8 @@
-"""Remembers all that a module holds, and puts it back after a call that was a question.
+"""Saves the state of a module, and restores it after a call made only to learn.
 
 A forward may append to a list of its own, fill a cache, count in a tensor or set an
-attribute.  Each object that the module's attributes lead to is remembered by what it
-holds, and is put back as the same object.
+attribute.  The contents of each object that the module's attributes lead to are saved,
+and are put back into the same object.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def left_as_it_is(model: nn.Module, *, weights: bool = False) -> Iterator[None]:
     """A region after which `model` and the random generators are as they were.
 
     Every attribute of every module, and every list, dict, tensor or other object that
-    an attribute leads to, is the same object with the same contents, after an error
+    an attribute leads to, is the same object with the same contents; after an error
     too.
 
     Args:
-        weights: parameters are put back too, which takes their memory again.
+        weights: whether parameters are restored too, which takes their memory again.
     """
     kept, drawn = Kept(model, weights=weights), compat.Generators()
     try:
@@ -66,13 +66,13 @@ def left_as_it_is(model: nn.Module, *, weights: bool = False) -> Iterator[None]:
 
 
 class Kept:
-    """What a module, and all that its attributes lead to, held when this was made."""
+    """The saved contents of a module and of all objects that its attributes lead to."""
 
     def __init__(self, model: nn.Module, *, weights: bool) -> None:
-        """Looks at everything once.
+        """Saves the contents.
 
         Args:
-            weights: parameters are copied too, which takes their memory again.
+            weights: whether parameters are saved too, which takes their memory again.
         """
         self._weights = weights
         self._seen: set[int] = set()
@@ -87,13 +87,13 @@ class Kept:
                 todo.extend(self._remember(value))
 
     def restore(self) -> None:
-        """Puts everything back that is not as it was."""
+        """Restores every object whose contents have changed."""
         with torch.no_grad():
             for restore in self._restores:
                 restore()
 
     def _remember(self, value: Any) -> Iterable[Any]:
-        """Remembers one object, and gives the objects that it leads to."""
+        """Saves the contents of one object; returns the objects that it leads to."""
         if isinstance(value, Tensor):
             if not isinstance(value, nn.Parameter) or self._weights:
                 self._restores.append(_tensor(value))
@@ -134,7 +134,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 def _dict(live: dict[Any, Any]) -> Restore:
     before = dict(live)
-    # The class's own methods may forbid a change, as those of a ModelOutput do.
+    # The class's own methods may forbid a change, as in a ModelOutput.
     base: Any = OrderedDict if isinstance(live, OrderedDict) else dict
 
     def restore() -> None:
@@ -174,7 +174,7 @@ def _array(live: Any) -> Restore:
 
 
 def _tensor(live: Tensor) -> Restore:
-    """How to put a tensor's numbers and its gradient back."""
+    """A function that restores a tensor's numbers and its gradient."""
     grad = live.grad if live.is_leaf else None
     empty = live.is_meta or isinstance(live, compat.FakeTensor)
     empty = empty or nn.parameter.is_lazy(live)

@@ -1,10 +1,10 @@
 """Finds methods besides `forward` that compute: `model.encode(x)`, a VAE's `sample`.
 
-A script calls such methods past `forward`, so modules called there would run in fp32.
-The source of a method tells: a method that calls a module of the model's own computes,
-unless the method also trains (`loss.backward()`), which is no work for a graph.  What
-the source calls is looked up on the model: `self.embedding.weight.numel()` calls a
-tensor.
+A script calls such methods without `forward`, so modules called there would run in
+fp32.  The source of a method decides: a method that calls a module of the model's own
+computes, unless the method also trains (`loss.backward()`), which no graph can do.  The
+called objects are looked up on the model: `self.embedding.weight.numel()` is the method
+of a tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def computing_methods(model: nn.Module) -> tuple[str, ...]:
     """The public methods of the model's class, `forward` apart, that call its modules.
 
     Methods of torch's own classes, generators, coroutines and methods without source
-    are not among them.
+    do not count.
     """
     children = frozenset(compat.children_here(model))
     if not children:
@@ -55,7 +55,7 @@ def computing_methods(model: nn.Module) -> tuple[str, ...]:
 def _methods_of(
     owner: Any, children: frozenset[str]
 ) -> tuple[tuple[str, tuple[ast.expr, ...]], ...]:
-    """The public methods of a class, each with what it calls that children hold."""
+    """The public methods of a class, each with its calls on child modules."""
     found: dict[str, tuple[ast.expr, ...]] = {}
     for base in owner.__mro__:
         if base.__module__.partition(".")[0] == "torch":
@@ -73,7 +73,7 @@ def _is_public(name: str) -> bool:
 
 
 def _called(function: types.FunctionType, children: frozenset[str]) -> list[ast.expr]:
-    """What a method calls that children hold; nothing where the method trains."""
+    """The functions of children that a method calls; none if the method trains."""
     plain: Any = inspect.unwrap(function)
     if not isinstance(plain, types.FunctionType):
         return []
@@ -163,7 +163,7 @@ def _is_computation(function: ast.expr, model: nn.Module) -> bool:
 
 
 def _held(value: ast.expr, model: nn.Module) -> list[Any]:
-    """The objects that an expression may stand for; none where that is not known."""
+    """The objects that an expression may stand for; empty where it is unknown."""
     if isinstance(value, ast.Name):
         return [model]
     if isinstance(value, ast.Subscript):
@@ -183,7 +183,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """What `owner` holds under a name; no code of the owner's is run to find it."""
+    """The object that `owner` holds under a name, found without running its code."""
     if not isinstance(owner, nn.Module):
         return None
     for held in (

@@ -23,7 +23,7 @@ def report_of(
     """The report so far on the conversion of a model or of a compiled function.
 
     Args:
-        model: the model, whose weights are looked at where fp16 may not hold them.
+        model: the model, whose weights are compared with the range of fp16.
         explained_for: the device that graphs were rewritten for without being run.
     """
     captured = [g for g in record.graphs if g.rewritten is not None]
@@ -42,7 +42,7 @@ def report_of(
 
 
 def report_on(model: nn.Module) -> Report | None:
-    """The report on a model; None where the model was never converted."""
+    """The report on a model; None if `convert` was never called on it."""
     state = conversion_of(model)
     if state is None:
         return None
@@ -68,9 +68,9 @@ def _coverage(record: Record) -> Coverage:
 
 
 def loss_scale_of(scaling: ModelScaling) -> LossScaleReport | None:
-    """The state of a model's loss scaling; None where there is none to tell of.
+    """The state of a model's loss scaling, for the report.
 
-    A model without loss scaling has something to tell once a step has been skipped.
+    None for a model without loss scaling, unless a step of it has been skipped.
     """
     if not scaling.enabled and not scaling.domain.loss_scale.skipped_steps:
         return None

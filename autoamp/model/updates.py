@@ -1,4 +1,4 @@
-"""Tells graphs that update weights, which are no part of a model, from other graphs.
+"""Recognises graphs that update weights, which are not part of a model's forward.
 
 A script may compile its optimizer's step, or a part of it (Muon's orthogonalisation,
 the update of an averaged model).  Such code computes in fp32 for the sake of the
@@ -33,8 +33,9 @@ _WRITES = {
 def updates_weights(gm: fx.GraphModule) -> bool:
     """Whether a graph that is being captured updates weights.
 
-    It does so where it writes to a parameter, and where an optimizer steps; a closure
-    that an optimizer calls computes a loss, with gradients recorded.
+    A graph updates weights if it writes to a parameter, or if it is captured inside an
+    optimizer's step without gradients recorded.  (A closure that an optimizer calls
+    records gradients: it computes a loss.)
     """
     return _writes_to_weights(gm) or (
         not torch.is_grad_enabled() and _in_a_step_of_an_optimizer()
@@ -72,7 +73,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _writes_in_place(node: fx.Node) -> bool:
-    """Whether a call is `add_` or the like: torch ends the names of such calls so."""
+    """Whether a call writes in place: `+=`, or a name that ends with `_` (`add_`)."""
     if node.op == "call_function" and node.target in _WRITES:
         return True
     name = node.target if node.op == "call_method" else _name_of(node.target)

@@ -12,7 +12,7 @@ from autoamp import compat
 from autoamp.node_by_node.observer import Observer
 
 Make = Callable[[fx.GraphModule], Callable[..., Any]]
-"""Gives a function that runs a body node by node."""
+"""Takes the graph of a body; returns a function that runs the graph node by node."""
 
 Observers = Sequence[Observer]
 
@@ -96,4 +96,7 @@ UNROLLED: Mapping[Any, Callable[..., Any]] = {
     compat.SCAN: _scan,
     compat.MAP: _map,
 }
-"""Runs each of these ops; called with `Make`, the observers and the op's arguments."""
+"""Each op, and the function that runs it.
+
+The function takes a `Make`, the observers, and then the arguments of the op.
+"""

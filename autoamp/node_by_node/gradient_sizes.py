@@ -1,7 +1,7 @@
-"""Notes how large the fp16 gradients inside a graph are, for the loss scale to fit.
+"""Notes how large the fp16 gradients inside a graph are, to choose the loss scale.
 
-The gradients that leave a graph do not tell: a gradient inside may overflow long before
-they do.
+The gradients that leave a graph are not enough: a gradient inside may overflow at a
+scale at which they do not.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class GradientSizes(Observer):
 
     Attributes:
         magnitudes: one 0-dim fp32 tensor for each gradient, in the order of the
-            backward, at the scale the graph ran with; infinite where the size cannot be
-            told.
+            backward, at the scale the graph ran with; infinite where the size is
+            unknown (inside `vmap`).
     """
 
     def __init__(self, magnitudes: list[torch.Tensor]) -> None:
         self.magnitudes = magnitudes
 
     def after(self, _: fx.Interpreter, n: fx.Node, value: Any) -> Any:
-        """The value, whose gradient is hooked, if that is fp16."""
+        """Returns the value; hooks its gradient where the value is fp16."""
         if (
             n.op == "call_function"
             and isinstance(value, torch.Tensor)

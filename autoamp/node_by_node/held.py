@@ -1,10 +1,11 @@
-"""Holds the results of a graph's calls to the dtypes that the graph says.
+"""Casts results whose dtype is not the dtype that the graph promises.
 
-The passes know results from stand-in tensors, and a kernel may give something else:
-that of a custom op whose `register_fake` names another dtype, or one of torch's that
-takes another path for some data.  The calls that follow would raise, or widen without a
-word.  So a graph is run node by node when it first runs, and each result is compared
-with its node; a result of another dtype is cast, in that run and in all later ones.
+The passes know dtypes from stand-in tensors, but a real kernel may return another
+dtype: the kernel of a custom op whose `register_fake` is wrong, or a kernel of torch's
+that takes another path for some data.  The calls after such a kernel would raise, or
+would silently run in fp32.  So the first run of a graph goes node by node and compares
+each result with its node; a result of another dtype is cast, in that run and in all
+later runs.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ _LOW = frozenset(LOW_DTYPES.values())
 
 
 class Broken(NamedTuple):
-    """A result of another dtype than its node says.
+    """A result whose dtype is not the dtype that its node promises.
 
     Attributes:
-        given: the dtypes that it has.
-        sentence: the op, where it stands, and what it gave.
-        denied: the op as a deny rule names it, which would have it read fp32; "" where
-            it does so already.
+        given: the dtypes of the result.
+        sentence: names the op, its source line and the dtypes.
+        denied: the op's name for `deny=`, which would keep the op in fp32; "" where the
+            op reads fp32 already.
     """
 
     given: Dtypes
     sentence: str
     denied: str
 
-    def told(self, options: Options) -> str:
+    def message(self, options: Options) -> str:
         """The sentence, with the option that keeps the op in fp32."""
         if not self.denied:
             return self.sentence
@@ -59,7 +60,7 @@ class Broken(NamedTuple):
 
 
 class Held(Observer):
-    """Gives each result the dtype that its node says.
+    """Casts each result to the dtype that its node promises.
 
     Attributes:
         broken: the nodes whose results had another dtype and were cast.
@@ -69,14 +70,14 @@ class Held(Observer):
         self.broken: dict[fx.Node, Broken] = {}
 
     def after(self, _: fx.Interpreter, n: fx.Node, value: Any) -> Any:
-        """The value, cast if it is not as its node says."""
+        """The value, cast if its dtype is not the dtype of its node."""
         if n.op != "call_function" or n.target is operator.getitem:
             return value
         said, given = dtypes_of(n), dtypes_in(value)
         if given == said:
             return value
         differ = _differences(said, given)
-        if not differ or _is_as_without_us(n):
+        if not differ or _is_returned_as_before(n):
             return value
         self.broken[n] = _broken(n, given, differ)
         return with_dtypes(value, said)
@@ -85,10 +86,10 @@ class Held(Observer):
 def hold_first_run(
     prepared: Prepared, options: Options, tell: Callable[[str], None]
 ) -> None:
-    """Has the first run of a graph hold its results to the graph's dtypes.
+    """Makes the first run of a graph check the dtypes of all results.
 
-    After a run that found results of other dtypes, casts behind their nodes are part of
-    the graph, and the next run checks the casts.
+    Where the run finds a result of another dtype, a cast is put into the graph behind
+    the result's node, and the next run checks the edited graph.
 
     Args:
         options: the options by which the user may keep an op in fp32.
@@ -110,14 +111,17 @@ def hold_first_run(
             if not held.broken:
                 prepared.run = plain
                 return results
-            told = [each.told(options) for each in held.broken.values()]
+            told = [each.message(options) for each in held.broken.values()]
             try:
                 amended = _with_casts(ran, held.broken)
                 code = _checked(ran, amended, held.broken)
             except VerificationError as error:
                 if options.strict:
                     raise
-                told.append(f"they are cast node by node at every run: {error}")
+                told.append(
+                    "the graph runs node by node at every call, to cast such results: "
+                    f"{error}"
+                )
             else:
                 prepared.gm, plain = amended, code.forward
             for problem in told:
@@ -146,17 +150,17 @@ def _checked(
 
 
 def dtypes_of(n: fx.Node) -> Dtypes:
-    """The dtypes that a node says its result has."""
+    """The dtypes that a node promises for its result."""
     return dtypes_in(n.meta.get("val"))
 
 
-def _is_as_without_us(n: fx.Node) -> bool:
-    """Whether a result is returned that the call gives without autoamp as well."""
+def _is_returned_as_before(n: fx.Node) -> bool:
+    """Whether the graph returns a result that the call gives without autoamp too."""
     return not _reads_low(n) and any(user.op == "output" for user in n.users)
 
 
 def _reads_low(n: fx.Node) -> bool:
-    """Whether a call is not as in the model: it reads a low value, or is ours."""
+    """Whether the pass changed a call: it reads a low value, or a function of ours."""
     if getattr(n.target, "__module__", "").startswith("autoamp."):
         return True
     read = [
@@ -166,7 +170,7 @@ def _reads_low(n: fx.Node) -> bool:
 
 
 def _differences(said: Dtypes, given: Dtypes) -> dict[str, None]:
-    """Each difference in words; a node that says no dtype for a part promises none."""
+    """Each difference in words; a part whose dtype the node leaves open is skipped."""
     if len(said) != len(given):
         return {}
     return {
@@ -184,12 +188,12 @@ def _broken(n: fx.Node, given: Dtypes, differ: Iterable[str]) -> Broken:
         name = base_name(op).removeprefix("aten::")
     source = source_line(n)
     at = f" (at {source})" if source else ""
-    sentence = f"the kernel of {name}{at} gives {which}: autoamp casts its result"
+    sentence = f"the kernel of {name}{at} returns {which}; autoamp casts the result"
     return Broken(given, sentence, name if _reads_low(n) else "")
 
 
 def _with_casts(gm: fx.GraphModule, broken: Mapping[fx.Node, Broken]) -> fx.GraphModule:
-    """A copy of `gm` in which broken nodes say what they give, and are cast."""
+    """A copy of `gm` in which the dtypes of broken nodes are corrected, and cast."""
     amended, copies = copied(gm)
     for node, each in broken.items():
         if node in copies:
@@ -203,7 +207,7 @@ def _with_casts(gm: fx.GraphModule, broken: Mapping[fx.Node, Broken]) -> fx.Grap
 
 
 def _cast_behind(node: fx.Node, given: Dtypes) -> None:
-    """Has a node say what it gives, and casts that for all that reads it."""
+    """Corrects the dtype that a node promises; its readers read a cast instead."""
     graph, said = node.graph, node.meta["val"]
     with graph.inserting_after(node):
         cast = graph.call_function(with_dtypes, (node, dtypes_in(said)))

@@ -1,4 +1,4 @@
-"""What may be given to a run node by node: an observer of its nodes and values."""
+"""The base class of observers, which see each node and value of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 
 class Observer:
-    """Observes one run of one graph, or of one body; by default nothing is done.
+    """Observes one run of one graph, or of one body; each method here does nothing.
 
     Attributes:
         unrolls: whether the bodies of branches and loops are to run node by node too.
@@ -18,10 +18,10 @@ class Observer:
     unrolls = False
 
     def before(self, run: fx.Interpreter, n: fx.Node) -> None:
-        """A node is about to run."""
+        """Called before a node runs."""
 
     def after(self, run: fx.Interpreter, n: fx.Node, value: Any) -> Any:  # noqa: ARG002
-        """A node has run; the result is taken for its value."""
+        """Called after a node has run; the result replaces the node's value."""
         return value
 
     def of_body(self, run: fx.Interpreter, gm: fx.GraphModule) -> Observer:  # noqa: ARG002
@@ -29,10 +29,10 @@ class Observer:
         return self
 
     def cut(self, part: Any, whole: Any) -> None:
-        """A loop has cut `part` out of `whole`."""
+        """Called when a loop has cut `part` out of `whole`."""
 
     def joined(self, whole: Any, parts: Sequence[Any]) -> None:
-        """A loop has stacked `parts` to `whole`."""
+        """Called when a loop has stacked `parts` to `whole`."""
 
     def ended(self, results: Any) -> None:
-        """The graph has run; results are None where it raised."""
+        """Called at the end of a run; `results` is None where the run raised."""

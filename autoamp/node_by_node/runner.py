@@ -1,4 +1,4 @@
-"""Runs a graph node by node, bodies included, while observers look on."""
+"""Runs a graph node by node, bodies included, and calls observers at each node."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Runner(fx.Interpreter):
         """Prepares a run.
 
         Args:
-            observers: each is given the value that the one before it has given.
+            observers: each observer gets the value that the observer before returned.
             keep_values: whether every value is kept to the end of the run.
+            is_body: whether `gm` is a body, whose end is not the end of the run.
         """
         super().__init__(gm, garbage_collect_values=not keep_values)
         self.extra_traceback = False  # an error of the user's reads as without autoamp
@@ -57,9 +58,9 @@ class Runner(fx.Interpreter):
         return value
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs one call; the body of a checkpointed region runs node by node as well.
+        """Runs one call; the body of a checkpointed region runs node by node too.
 
-        So do branches and loops, if an observer asks for that.
+        Bodies of branches and loops run node by node if an observer `unrolls` them.
         """
         if target is checkpointed:
             args = (self._body(args[0]), *args[1:])
@@ -79,7 +80,7 @@ class Runner(fx.Interpreter):
 
 
 def runs_every_op(gm: fx.GraphModule) -> bool:
-    """Whether every op of `gm` is run as a node: ops of branches and loops are not."""
+    """Whether every op of `gm` runs as a node: ops of branches and loops do not."""
     bodies = [n for n in gm.graph.nodes if n.op == "get_attr" and _graph_at(gm, n)]
     return all(
         user.target is checkpointed and runs_every_op(_graph_at(gm, node))

@@ -14,7 +14,7 @@ Key = tuple[bool, Location]
 
 
 def root_of(step: Step) -> Step:
-    """The step at which the infinity or NaN of `step` was born."""
+    """The step that first made the infinity or NaN which `step` shows."""
     while True:
         bad = [each for each in step.operands if not each.is_finite]
         if step.is_backward or not bad:
@@ -26,13 +26,13 @@ def root_of(step: Step) -> Step:
         if nans:
             step = nans[0]
             continue
-        # A NaN made of infinities, some of which may be meant, as those of a mask.
+        # The NaN comes from infinities; a mask's infinities are there on purpose.
         roots = [root_of(each) for each in bad]
         return next((root for root in roots if not root.literal), step)
 
 
 def harmful(trail: Trail, loss: Step | None = None) -> Step | None:
-    """The step that made the loss, an output or a gradient infinite or NaN, if any."""
+    """The step that made the loss, an output or a gradient infinite or NaN, or None."""
     ends = [*trail.outputs, *([loss] if loss is not None else [])]
     flows = (s for s in trail.steps if s.is_backward and not s.is_finite)
     first = next(flows, None)
@@ -70,10 +70,10 @@ def born(trail: Trail) -> list[Step]:
 def first_out_of_range(
     trail: Trail, loss: Step | None = None, known: Collection[Key] = ()
 ) -> Step | None:
-    """The step to blame, apart from steps with a key in `known`.
+    """The step to blame; steps whose key is in `known` are passed over.
 
-    That is the step that spoiled the loss or a gradient, else the first step that made
-    an infinity of finite numbers, though it did no harm.
+    The step that spoiled the loss or a gradient comes first; where there is none, the
+    first step that made an infinity of finite numbers, even if it did no harm.
     """
     step = harmful(trail, loss)
     if step is not None and step.key not in known:
@@ -84,7 +84,8 @@ def first_out_of_range(
 def nearest(trail: Trail) -> tuple[float, Step] | None:
     """The finite value nearest to its dtype's limit: limit over magnitude, and step.
 
-    A value of the very limit is a mask's, filled with `torch.finfo(dtype).min`.
+    Values exactly at the limit do not count: masks are filled with
+    `torch.finfo(dtype).min`.
     """
     found = [
         (largest(step.dtype) / step.largest, step)

@@ -78,7 +78,7 @@ def location_of(node: fx.Node) -> Location:
 def given_location(node: fx.Node, *, is_weight: bool) -> Location:
     """An input of a graph, by its path in the model or the name of the argument.
 
-    The copy of a weight goes by the weight's name.
+    The low copy of a weight has the weight's name.
     """
     copied = node.name.removesuffix("_copy")
     known = [n for n in node.graph.nodes if n.op == node.op and n.name == copied]

@@ -1,6 +1,7 @@
 """Names the op that an overflow came from, in a clause.
 
-Where the runs of a step left a trail, the trail tells; else only the gradients do.
+The op is found in the trail that the runs of a step left; without a trail, from the
+gradients alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def accused(step: Step, scale: float) -> str:
     if step.entered_bad:
         return (
             f"a gradient that enters the model at {where} is not finite: the loss, "
-            "or code outside of the model, made it so"
+            "or other code outside of the model, overflowed"
         )
     if step.is_backward:
         return f"the gradient of {where} overflowed in {dtype} at scale {scale:g}"
@@ -57,14 +58,14 @@ def last_bad_gradient(graph: fx.Graph, weights: Collection[fx.Node]) -> str:
     """A clause that names the last op of the forward whose gradient is not finite.
 
     A backward runs from the end of the forward to its beginning, and a gradient that is
-    not finite makes the gradients after it not finite either: so the overflow came from
-    the last such op.
+    not finite spoils all gradients computed from it: so the overflow came from the op
+    that stands last in the forward.
 
     Args:
         weights: the inputs of `graph` whose gradients are not finite.
 
     Returns:
-        "" where no op of the model reads one of them.
+        The clause; "" where no op of the model reads any of `weights`.
     """
     order = {node: at for at, node in enumerate(graph.nodes)}
     read = [(order[op], weight, op) for weight in weights for op in readers(weight)]
@@ -95,6 +96,6 @@ def names_of(models: Iterable[torch.nn.Module]) -> dict[int, str]:
 
 
 def with_bad_gradients(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of `params` whose gradient is not finite."""
+    """The members of `params` whose gradient is not finite."""
     given = [(p, p.grad) for p in params if p.grad is not None]
     return [p for p, g in given if bool(compat.any_not_finite([g]))]

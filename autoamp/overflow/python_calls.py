@@ -38,7 +38,7 @@ class Listening(TorchFunctionMode):
         given = [a for a in pytree.tree_leaves((args, kwargs)) if floats_in(a)]
         operands = [self._maker(value) for value in given]
         result = func(*args, **(kwargs or {}))
-        # `tensor.backward()` and the like give no tensor.
+        # Some calls return no tensor, such as `tensor.backward()`.
         tensors = [t for t in pytree.tree_leaves(result) if floats_in(t)]
         if tensors and not any(t is value for t in tensors for value in given):
             location = Location(OUTSIDE, op=_name(func), source=_line())

@@ -32,12 +32,12 @@ class Recorder(Observer):
     def __init__(
         self, trail: Trail, names: Names | None = None, *, exact: bool = False
     ) -> None:
-        """Begins anew.
+        """Makes a recorder.
 
         Args:
             names: better names for inputs than the graph has.
             exact: whether a value that leaves its range is computed in fp32 as well,
-                from the same operands, which waits for the device at each node.
+                from the same operands; this waits for the device at each node.
         """
         self.trail, self.names, self.exact = trail, names or {}, exact
         self.latest: dict[fx.Node, Step] = {}
@@ -55,7 +55,7 @@ class Recorder(Observer):
         self.trail.let_go()
 
     def before(self, run: fx.Interpreter, n: fx.Node) -> None:
-        """Keeps the operands that the node may write to."""
+        """Keeps copies of the operands if the node may write to them."""
         may_write = self.exact and n.op == "call_function" and bool(written_values(n))
         self._unwritten = None
         if may_write and not compat.inside_backward():
@@ -64,10 +64,10 @@ class Recorder(Observer):
     def after(self, run: fx.Interpreter, n: fx.Node, value: Any) -> Any:
         """Notes how large the value is."""
         tensors = floats_in(value)
-        # In a backward, a checkpointed region is run once more: nothing is new there.
+        # A backward runs a checkpointed region again, whose values are known already.
         if n.op == "output" or not tensors or compat.inside_backward():
             return value
-        # The nodes of a body have made the results of its call.
+        # The results of a call of a body were noted at the body's own nodes.
         passes_on = n.target is operator.getitem or _runs_bodies(n)
         known = self.trail.maker(tensors[0]) if passes_on else None
         if n.op in ("placeholder", "get_attr"):
@@ -79,11 +79,14 @@ class Recorder(Observer):
         return value
 
     def cut(self, part: Any, whole: Any) -> None:
-        """A part is of the step that made the whole."""
+        """Notes that `part` was made by the step that made `whole`."""
         self.trail.renew(part, self.trail.maker(whole))
 
     def joined(self, whole: Any, parts: Sequence[Any]) -> None:
-        """The whole is of the step that made its worst part."""
+        """Notes that `whole` was made by the step of its first part that overflowed.
+
+        Where no part overflowed, the step of the first part counts.
+        """
         makers = [self.trail.maker(part) for part in parts]
         worst = [m for m in makers if m is not None and not m.is_finite]
         self.trail.renew(whole, (worst or makers)[0])
@@ -131,7 +134,7 @@ class Recorder(Observer):
                 self.trail.renew(value, step)
 
     def _in_fp32(self, run: fx.Interpreter, n: fx.Node, step: Step) -> float | None:
-        """The magnitude of the result in fp32; None where the op cannot tell."""
+        """The magnitude of the result in fp32; None where fp32 cannot be computed."""
         if step.is_cast:
             return max((o.largest for o in step.operands), default=None)
         if n.op != "call_function" or not isinstance(n.target, compat.OpOverload):
@@ -140,7 +143,7 @@ class Recorder(Observer):
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
                 return float(largest_in(floats_in(n.target(*args, **kwargs))))
-            except RuntimeError:  # a kernel that takes one dtype only
+            except RuntimeError:  # the kernel takes one dtype only
                 return None
 
 
@@ -165,7 +168,7 @@ def _runs_bodies(n: fx.Node) -> bool:
 
 
 def _is_unset(n: fx.Node) -> bool:
-    """Whether a node makes memory that nothing was written to."""
+    """Whether a node allocates memory and writes nothing to it."""
     if not isinstance(n.target, compat.OpOverload):
         return False
     return "empty" in base_name(n.target)

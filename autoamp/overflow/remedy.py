@@ -33,7 +33,7 @@ class Remedy:
         return self.advice(by_variables=False)
 
     def advice(self, *, by_variables: bool) -> str:
-        """How the remedy is to be written, as keyword arguments or as variables."""
+        """The remedy as text: keyword arguments, or environment variables."""
         parts = [("deny", self.deny), ("keep", self.keep)]
         given = [(name, [*names]) for name, names in parts if names]
         each = [advice(name, names, by_variables=by_variables) for name, names in given]
@@ -46,7 +46,7 @@ class Remedy:
         )
 
     def on(self, options: Options) -> Options:
-        """`options` with this remedy added; ops leave other lists that name them."""
+        """`options` with this remedy; denied ops leave `allow`, `infer`, `clear`."""
         denied = set(map(parse_op_name, self.deny))
 
         def without(names: Sequence[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""Which op makes steps overflow: runs after a skipped step leave a trail of numbers.
+"""Finds the op that makes steps overflow: runs after a skipped step leave a trail.
 
-A run is watched only from a skipped step on, until a step is taken.  Nothing is done,
-and nothing is kept, in the steps of a training that does not overflow.
+Runs are watched from a skipped step until the next step that is taken.  A training that
+does not overflow is never watched, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST = 100_000
 ever taking a step."""
 
 REPEATED = 3
-"""So many watched steps in a row have to be skipped by one op for a remedy."""
+"""A remedy is proposed once one op overflowed in so many watched steps in a row."""
 
 
 _LOW_SCALE = 64.0
@@ -52,7 +52,7 @@ class SkipWatch:
         return trail
 
     def culprit(self) -> Step | None:
-        """The op to blame for a step to be skipped; None if no run was watched."""
+        """The op to blame for a skipped step; None if no run was watched."""
         trail = self._trail
         return None if trail is None or self._judged else harmful(trail)
 
@@ -60,8 +60,8 @@ class SkipWatch:
         """Watches the runs after a skipped step.
 
         Args:
-            culprit: what `culprit` gave for that step.
-            scale: the loss scale of that step.
+            culprit: the result of `culprit()` for the skipped step.
+            scale: the loss scale of the skipped step.
         """
         key = None if culprit is None else culprit.key
         same = key is not None and key == self._last
@@ -72,10 +72,10 @@ class SkipWatch:
     def remedy_for(
         self, culprit: Step | None, records: Iterable[Rewritten]
     ) -> Remedy | None:
-        """A remedy against an op that has made steps in a row overflow, given once.
+        """A remedy for an op that has made steps in a row overflow, proposed once.
 
-        There is none against an op that computes in fp32 already, nor against an op
-        whose gradient a lower loss scale is to cure.
+        None for an op that computes in fp32 already, and for a gradient that a lower
+        loss scale will bring back into range.
         """
         if culprit is None or self._times < REPEATED:
             return None
@@ -92,13 +92,13 @@ class SkipWatch:
     def end(self, scale: float) -> tuple[float, Step] | None:
         """Ends the watch after a step that is taken.
 
-        The result is the number that came nearest to its dtype's limit in that step,
-        with how many times below the limit it was, if that number tells of the overflow
-        before: at the loss scale then, it would have come near to the limit.  The
-        result is None where an op has been blamed already.
-
         Args:
-            scale: the loss scale of the step.
+            scale: the loss scale of the step that is taken.
+
+        Returns:
+            The limit over the magnitude, and the step, of the number that came nearest
+            to its dtype's limit; None if an op was blamed already, or if even at the
+            loss scale of the skipped step the number would have been small.
         """
         trail, known, judged = self._trail, self._last, self._judged
         self.watching, self._trail, self._judged = False, None, False

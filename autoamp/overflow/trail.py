@@ -1,6 +1,7 @@
 """The trail of one run: each value and each gradient, with its largest magnitude.
 
-Nothing here waits for a device: magnitudes are 0-dim tensors until somebody asks.
+Adding to a trail never waits for a device: magnitudes are 0-dim tensors until one is
+read.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class Step:
 
     Attributes:
         node: the node; None for code outside of graphs.
-        dtype: the dtype computed in.
+        dtype: the dtype of the value or gradient.
         operands: the steps that made the operands; for a backward, the step of the op's
             forward alone.
         entering: for a backward, the magnitude of the gradient that it was given.
         literal: whether an infinity is written in the call, as in a mask.
-        wide: the magnitude that the op gives in fp32, where that was asked for.
+        wide: the magnitude of the op's result in fp32, if it was computed; else None.
     """
 
     __slots__ = (
@@ -53,7 +54,7 @@ class Step:
         entering: torch.Tensor | None = None,
         location: Location | None = None,
     ) -> None:
-        """Args: `location` is needed without a node, or as a better name for it."""
+        """Args: `location` names the step; by default `node` does."""
         self.node = node
         self.dtype = dtype
         self.operands = tuple(operands)
@@ -140,15 +141,15 @@ class Trail:
             self._made_by[value] = step
 
     def begins(self, value: Any) -> None:
-        """Makes `value` an edge: the history before it belongs to nobody."""
+        """Starts the trail at `value`: autograd nodes before it belong to no step."""
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             self._claimed.add(value.grad_fn)
 
     def claim(self, step: Step, values: Iterable[torch.Tensor]) -> None:
-        """Hears the backward of everything that was recorded since for `values`.
+        """Hooks the autograd nodes behind `values` that no step has claimed yet.
 
-        Nodes of autograd's graph belong to the step that made them, also where one op
-        has several such nodes.
+        The hooks add the gradients of `step` to the trail.  One op may have several
+        autograd nodes.
         """
         pending: list[Any] = [v.grad_fn for v in values if v.requires_grad]
         while pending:
@@ -160,7 +161,7 @@ class Trail:
             pending += [before for before, _ in node.next_functions]
 
     def let_go(self) -> None:
-        """Ends the run: autograd's graph is kept alive no longer."""
+        """Ends the run, and no longer keeps autograd's graph alive."""
         self._claimed.clear()
 
     @compat.never_captured
@@ -190,7 +191,7 @@ def floats_in(value: Any) -> list[torch.Tensor]:
 
 
 def largest_in(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude in `values`, 0-dim fp64; NaN where one holds a NaN."""
+    """The largest magnitude in `values`, 0-dim fp64; NaN if any value holds a NaN."""
     found = [_largest(value) for value in values]
     if not found:
         return torch.zeros((), dtype=torch.float64)
@@ -223,5 +224,5 @@ def _writes_infinity(node: fx.Node) -> bool:
 
 
 def _fills_a_leaf(node: Any) -> bool:
-    """Whether a node adds to `.grad`: it lives as long as the leaf."""
+    """Whether an autograd node adds to `.grad`: it lives as long as its leaf."""
     return "AccumulateGrad" in node.name()

@@ -1,1 +1,1 @@
-"""Weights in two precisions: low copies for graphs, made anew after a step."""
+"""Low copies of fp32 weights, which graphs read; a step makes them stale."""

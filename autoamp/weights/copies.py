@@ -6,15 +6,15 @@ deep copies of a model share graphs, not weights.
 
 Beside each copy lives a *sentinel*, a copy-on-write clone of the weight.  While the
 sentinel lives, any write to the weight, through any tensor, moves the weight's data to
-a new address: so the copy is kept exactly until the next write, in training over all
-micro-batches of a step.  The move costs a copy of the weight; `before_write` spares
-this cost where a write is announced.  Weights have no sentinel where other code may
-hold a pointer to their memory.
+a new address.  So the copy is kept exactly until the next write: in training, over all
+micro-batches of a step.  The move costs a copy of the weight; `before_write` saves the
+cost where a write is announced.  A weight whose memory other code may point to has no
+sentinel.
 
-A stale copy is refreshed in place, unless a graph that has still to run backward, or a
-call in another thread, holds the copy.  Then the holder keeps the old memory as it is,
-and the copy gets new memory.  (The backward of such a graph raises where eager's would,
-because the weight itself was written to and not its `.data`.)
+A stale copy is refreshed in place, unless it is held by a graph whose backward has
+still to run, or by a call in another thread.  Then the holder keeps the old memory as
+it is, and the copy gets new memory.  (The backward of such a graph raises where eager
+PyTorch's would: where the weight itself was written to, and not its `.data`.)
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from autoamp.weights.sentinels import (
 )
 from autoamp.weights.shards import SHARDED
 
-# One thread refreshes at a time: a second one must see that the first one has moved the
-# version.
+# One thread refreshes at a time, so that a second thread sees the versions that the
+# first thread has moved.
 _lock = threading.Lock()
 
 
@@ -54,7 +54,7 @@ class WeightCopies:
     """The copies one graph needs, fresh at every call.
 
     Attributes:
-        layouts: the memory format of each copy; empty if all are the weights'.
+        layouts: the memory format of each copy; empty if each copy lies as its weight.
         kept: whether a copy is kept until its weight is written to; if not, each call
             refreshes all copies, and no weight has a sentinel.
         refreshed: how often a copy was made equal to its weight so far.
@@ -77,7 +77,7 @@ class WeightCopies:
         weakref.finalize(self, STEADY.pop, id(self), None)
 
     def fresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of `weights` (fp32, any shapes) in the low dtype, equal to them now.
+        """Up-to-date copies of `weights` (fp32, any shapes) in the low dtype.
 
         Stale copies are refreshed by one multi-tensor copy.  Memory that was handed out
         before is not written to while other code may still read it.
@@ -103,8 +103,8 @@ class WeightCopies:
     ) -> list[torch.Tensor]:
         """The same as `fresh`, where FSDP has sharded some of the weights.
 
-        The memory of such a weight is there for one forward or backward, and so is its
-        copy: a kept copy would be a whole model on every rank.
+        A sharded weight is whole for one forward or backward only, and so is its copy:
+        if copies were kept, every rank would hold a whole model.
         """
         layouts = self.layouts or (AS_THE_WEIGHT,) * len(weights)
         pairs = [*zip(weights, layouts, strict=True)]
@@ -156,9 +156,9 @@ class WeightCopies:
     def _find(self, weight: torch.Tensor, layout: torch.memory_format) -> Copy:
         """The copy of a weight; a new copy where the weight has none of its layout.
 
-        The copy found may have been made for another weight, which is gone and had the
-        same `id`.  This does no harm: a copy without a sentinel is refreshed, and a
-        sentinel is valid for one address only.
+        The copy may have been made for a freed weight that had the same `id`.  This
+        does no harm: a copy without a sentinel is refreshed, and a sentinel is valid
+        for one address only.
         """
         store, key = COPIES[self.low], key_of(weight, layout)
         copy = store.get(key)
@@ -188,7 +188,7 @@ class WeightCopies:
 def _is_laid_out(
     low: torch.Tensor, weight: torch.Tensor, layout: torch.memory_format
 ) -> bool:
-    """Whether a copy has the shape and device of `weight`, and lies as it should."""
+    """Whether a copy has the shape and device of `weight`, and the layout `layout`."""
     if low.shape != weight.shape or low.device != weight.device:
         return False
     if layout is AS_THE_WEIGHT and low.stride() == weight.stride():
@@ -198,7 +198,7 @@ def _is_laid_out(
 
 
 def before_write(parameters: Iterable[torch.Tensor]) -> None:
-    """Announces that a step is about to write to `parameters`, which spares a copy.
+    """Announces that a step is about to write to `parameters`, which saves a copy.
 
     Trained parameters lose their sentinels, so that the write does not move their data;
     the next call that needs their copies refreshes the copies.  Frozen parameters keep
@@ -230,8 +230,8 @@ def _capturing() -> bool:
 def _on_side_stream(device: torch.device) -> bool:
     """Whether `device` is a GPU and the current stream is not its default one.
 
-    A lazy clone is made real on the default stream, whichever stream is current; and a
-    CUDA graph, always captured on another stream, holds addresses.
+    On another stream a weight has no sentinel: a lazy clone is always made real on the
+    default stream, and a CUDA graph, captured on another stream, holds addresses.
     """
     if device.type != "cuda":
         return False

@@ -1,12 +1,12 @@
-"""Moves weights that a loader has left in memory of its own.
+"""Moves weights that a loader has left in the loader's memory.
 
-`from_pretrained` hands out tensors that lie in the buffer a file was read into.  Torch
-cannot watch such memory for writes, so copies of those weights could never be kept.  So
-the weights are moved into memory of torch's own, once.
+`from_pretrained` returns tensors that lie in the buffer a file was read into.  Torch
+cannot watch such memory for writes, so low copies of these weights could not be kept.
+The weights are therefore moved into memory of torch's own, once.
 
-Only models that say they were loaded are treated so: memory that a program has given to
-torch itself, by `torch.from_numpy` say, looks the same, and there a move would take
-away the program's way of writing to the weight.
+Only models whose config says that they were loaded are treated so.  Memory that a
+program shares with torch (`torch.from_numpy`) looks the same, but a move would cut the
+program off from the weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOADABLE = frozenset({"PreTrainedModel", "ModelMixin"})
 
 
 def own_loaded_weights(model: nn.Module) -> int:
-    """Moves the loaded weights of `model` into torch's own memory; gives their number.
+    """Moves the loaded weights of `model` into torch's own memory; returns how many.
 
     The parameters stay the same objects with the same values.
     """
@@ -50,7 +50,7 @@ def _loaded_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _is_loadable(kind: type) -> bool:
-    if not hasattr(kind, "from_pretrained"):  # most modules, and quickly told
+    if not hasattr(kind, "from_pretrained"):  # quick, and true of most modules
         return False
     return not _LOADABLE.isdisjoint(base.__name__ for base in kind.__mro__)
 
@@ -63,7 +63,7 @@ def _was_loaded(module: nn.Module) -> bool:
 
 
 def _outside_torch(parameter: torch.Tensor) -> bool:
-    """Whether torch did not allocate the memory, and only this tensor shows it."""
+    """Whether torch did not allocate the memory, and no other tensor lies in it."""
     return (
         parameter.dtype == HIGH_DTYPE
         and parameter.device.type == "cpu"

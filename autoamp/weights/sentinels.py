@@ -1,6 +1,6 @@
 """Notices writes to a weight, so that its low copies are refreshed.
 
-A sentinel is a copy-on-write clone that lives beside the copy: see `copies.py`.
+`copies.py` says what a sentinel is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
 
 CHANCES = 2
-"""Unannounced writes in training after which a weight's copy loses its sentinel."""
+"""After this many unannounced writes in training, a copy has no sentinel any more."""
 
 
 AS_THE_WEIGHT = torch.preserve_format
@@ -35,14 +35,14 @@ class Copy:
     Attributes:
         low: the copy.
         layout: the memory format of the copy.
-        memory: the weight's memory, with which the copy goes; None before the first
-            refresh.
+        memory: the weight's memory; the copy is dropped when the memory is freed; None
+            before the first refresh.
         version: the weight's version.
         address: the address of the weight's data.
         sentinel: a copy-on-write clone of the weight, which shows any write to the
             weight; None where the copy is stale.
         from_training: whether the sentinel was made where a gradient was recorded.
-        chances: unannounced writes left until there is no sentinel in training.
+        chances: unannounced writes that remain until the copy loses its sentinel.
         trainer: the thread that trains the weight; None where no thread has so far.
         captured: whether a CUDA graph holds the weight's address.
     """
@@ -83,8 +83,7 @@ class Copy:
 class Steady:
     """The copies that one graph was given last, while all their sentinels live.
 
-    While the sentinels live, an equal address is the same unwritten memory, whichever
-    tensor shows it.
+    While the sentinels live, a weight at an unchanged address has not been written to.
     """
 
     addresses: list[Hashable]
@@ -142,11 +141,12 @@ def note_captured(weights: Iterable[torch.Tensor]) -> None:
 
 
 def may_watch(copy: Copy, training: bool) -> bool:
-    """Whether a copy may have a sentinel, and may keep the one it has.
+    """Whether a copy may have, or keep, a sentinel.
 
-    A copy may not where its weight is trained and written to unannounced, because each
-    such write would cost a copy of the weight.  A copy may not either where several
-    threads train the weight: two that write at once would both make the clone real.
+    A copy has none where its weight is trained and written to unannounced, because each
+    such write would cost a copy of the weight.  A copy has none either where several
+    threads train the weight: two threads that write at once would both make the clone
+    real.
     """
     if training:
         thread = threading.get_ident()
@@ -171,7 +171,7 @@ def note_a_write(copy: Copy, weight: torch.Tensor) -> None:
 
 
 def drop(weight: torch.Tensor, copies: Sequence[Copy]) -> None:
-    """Takes a weight's sentinels away: its copies are then stale, its memory plain."""
+    """Takes a weight's sentinels away: its copies are stale, its memory is plain."""
     if any(copy.sentinel is not None for copy in copies):
         STEADY.clear()
         for copy in copies:
@@ -187,7 +187,7 @@ def refresh(stale: Sequence[Stale]) -> None:
     for copy, weight, *_ in stale:
         version = compat.version(weight)
         if copy.memory is not None and copy.is_held:
-            if version != copy.version:  # then the holder's backward raises, as eager's
+            if version != copy.version:  # the holder's backward must raise, as in eager
                 torch.autograd.graph.increment_version(copy.low)
             copy.take_memory(weight)
         copy.version = version

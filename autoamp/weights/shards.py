@@ -1,14 +1,14 @@
-"""Weights that FSDP2 shards: gathered in the low dtype where graphs read no other.
+"""Weights that FSDP2 shards: gathered in the low dtype if graphs read only that dtype.
 
 FSDP gathers a module's parameters before its forward, frees them after it, and gathers
 them again for the backward.  A weight that all graphs read through its low copy may as
 well be gathered in the low dtype, at half the traffic: the numbers that the graphs read
-are the same to the bit.  What was gathered then *is* the copy, so that no graph casts,
-and none keeps a copy of its own until its backward: FSDP frees and gathers that memory.
+are the same to the bit.  The gathered tensor then *is* the copy: no graph casts, and no
+graph keeps a copy until its backward, since FSDP frees that memory and gathers again.
 
 Ranks must gather alike, but one rank may capture a graph that others do not.  So ranks
-agree at calls 1, 2, 4, 8, ... of a model: a weight is gathered low once every rank has
-seen it read, and none has seen it read in fp32.
+agree at calls 1, 2, 4, 8, ... of a model: a weight is gathered low once graphs on every
+rank have read its low copy, and no graph on any rank has read the weight in fp32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shard:
     """One sharded parameter, and how graphs on this rank have read it.
 
     Attributes:
-        group, record: FSDP's own, which hold the parameter and its module; None once
+        group, record: FSDP's objects that hold the parameter and its module; None once
             the model is gone.
         low: the dtype of the copies that graphs read; None before the first such graph.
         wide: whether some graph reads the parameter in fp32.
@@ -53,7 +53,7 @@ class Shard:
 
     @property
     def may_be_low(self) -> bool:
-        """Whether this rank has nothing against gathering in the low dtype."""
+        """Whether this rank agrees to gather the parameter in the low dtype."""
         if self.wide or self.low is None:
             return False
         return self.is_low or compat.may_gather_low(self.group, self.record)
@@ -73,9 +73,9 @@ class Shard:
         """Notes that a graph reads the whole parameter in fp32."""
         if self.is_low and not self.wide:
             logger.warning(
-                "autoamp: a new graph reads a sharded weight of shape %s in fp32. No "
-                "graph did before, and the weight is gathered in %s: it is read "
-                "rounded until the ranks agree to gather it in fp32",
+                "autoamp: a new graph reads a sharded weight of shape %s in fp32, but "
+                "FSDP gathers the weight in %s. The graph reads rounded numbers until "
+                "the ranks agree to gather the weight in fp32",
                 tuple(weight.shape),
                 short_name(weight.dtype if self.low is None else self.low),
             )
@@ -89,7 +89,7 @@ class Sharded:
         self._by_whole: dict[int, Shard] = {}
         self._waiting: list[Shard] = []
         self._any = False
-        # By the model's id: a module may have no hash, or answer to any name.
+        # Keyed by the model's id, because a module may have no hash.
         self._of_model: dict[int, _Shards] = {}
 
     def __bool__(self) -> bool:
@@ -120,7 +120,7 @@ class Sharded:
                 shard.note_wide(weight)
 
     def note_call(self, model: nn.Module, in_call: Callable[[], bool]) -> None:
-        """Looks for shards, and has the ranks agree, in some of a model's calls.
+        """Looks for shards, or has ranks agree, at calls 1, 2, 4, 8, ... of a model.
 
         Args:
             in_call: whether this thread is in a call of a converted model.
@@ -164,7 +164,7 @@ class _Shards:
         self.calls = 0
 
     def agree(self, in_call: Callable[[], bool]) -> None:
-        """Gathers in the low dtype what no rank has anything against."""
+        """Has the ranks agree which weights are gathered in the low dtype."""
         stepped = [shard.record.sharded_param for shard in self.shards]
         groups = {id(g): g for g in compat.shard_groups(stepped)}.values()
         bits = torch.tensor([s.may_be_low for s in self.shards], dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Why a call went past the rewritten graphs, in words."""
+"""Says why a call ran no rewritten graph."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from autoamp import compat
 from autoamp.capture.program import Program
 
 TRACED = (
-    "torch.fx has traced it (symbolic_trace, make_fx), and what it traced is the "
-    "model's own code, in fp32; convert what the tracer returns, or let its "
-    "`is_leaf_module` say that this model is a leaf"
+    "torch.fx has traced it (symbolic_trace, make_fx): the trace holds the model's own "
+    "code, in fp32; convert the traced module, or let the tracer's `is_leaf_module` "
+    "return True for this model"
 )
 
 INSTEAD = "calls run under torch.autocast instead of rewritten graphs, because "
 
 
 def ran_nothing(method: str, program: Program | None, has_many: bool) -> str:
-    """Says that a call ran no rewritten graph, and the one reason.
+    """Says that a call ran no rewritten graph, and why.
 
     Args:
         method: the name of the method that was called.
-        program: the method, compiled as it was during the call.
-        has_many: whether Dynamo may make no more graphs of the method.
+        program: the compiled method during the call.
+        has_many: whether Dynamo makes no more graphs of the method.
     """
     why = _in_the_callers_hands() or _left_by_dynamo(program, has_many)
-    return f"a call of {method!r} ran no rewritten graph, so it was fp32: {why}"
+    return f"a call of {method!r} ran no rewritten graph, so it ran in fp32: {why}"
 
 
 def _in_the_callers_hands() -> str:
     if compat.transforms_active():
-        return "vmap, torch.func or forward-mode AD transforms it"
+        return "vmap, torch.func or forward-mode AD transforms the call"
     if compat.jit_tracing():
-        return "torch.jit.trace traces it"
+        return "torch.jit.trace traces the call"
     mode = compat.dispatch_mode()
     if mode:
         return f"it was called in the dispatch mode {mode}, where Dynamo steps aside"
@@ -44,17 +44,17 @@ def _left_by_dynamo(program: Program | None, has_many: bool) -> str:
         return (
             "Dynamo is at the recompile limit (torch._dynamo.config.recompile_limit), "
             "because each kind of call needs a graph of its own; TORCH_LOGS=recompiles "
-            "tells what differs"
+            "shows how the calls differ"
         )
     left = program.skipped if program is not None else []
     error = next((each.error for each in left if each.error), "")
     if error:
-        return f"Dynamo failed on its code: {error}"
+        return f"Dynamo failed to trace the method: {error}"
     if any(each.is_broken for each in left):
         return (
-            "Dynamo cannot go on after a graph break in its code (in a loop, a `with`, "
-            "a `try`); TORCH_LOGS=graph_breaks tells where"
+            "Dynamo cannot go on after a graph break in the method (in a loop, a "
+            "`with`, a `try`); TORCH_LOGS=graph_breaks tells where"
         )
     if any(each.is_empty for each in left):
-        return "it met no tensor op to capture"
+        return "Dynamo met no tensor op to capture"
     return "Dynamo captured nothing; TORCH_LOGS=graph_breaks,recompiles tells why"

@@ -41,7 +41,7 @@ from autoamp.model.forward import plain_function
 logger = logging.getLogger(__name__)
 
 _RECOMPILE_LIMIT = 8
-"""Dynamo's recompile limit per code object, which as many new graphs may have hit."""
+"""Dynamo's recompile limit per code object: after so many graphs it makes no more."""
 
 _MOST_COMPILATIONS = 8
 """How many compilations there may be before `_start_afresh` adds no more."""
@@ -124,7 +124,7 @@ class Entry:
     def _in_turn(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a call; the first in a mode alone, or each thread would capture it."""
+        """Runs a call; the first call in a mode holds the lock, so it captures once."""
         if self._hooks.are_new(model):
             self._guard_hooks()
         inference = torch.is_inference_mode_enabled()
@@ -155,7 +155,7 @@ class Entry:
         return result
 
     def _guard_hooks(self) -> None:
-        """Compiles anew where modules have hooks that no graph guards."""
+        """Compiles the code anew if modules have hooks that its graphs do not guard."""
         with self._lock:
             if self._hooks.guard():
                 self._modes.clear()
@@ -172,7 +172,7 @@ class Entry:
         """Runs a call through its graphs.
 
         Args:
-            drawn: the random generators before the call, where it is a first call.
+            drawn: at a first call, the random generators before the call.
         """
         engine, program = self.engine, self.program
         if program is None:
@@ -188,7 +188,7 @@ class Entry:
             result = program(model, *args, **kwargs)
         except Exception as caught:
             modes.restore()
-            if local.error is not None:  # our error, wrapped by Dynamo
+            if local.error is not None:  # our own error, which Dynamo has wrapped
                 error, local.error = local.error, None
                 raise error from error.__cause__
             traced = compat.other_tracing()
@@ -224,14 +224,14 @@ class Entry:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Makes a call again in which Dynamo itself failed, by the model's own code.
+        """Repeats a call in which Dynamo itself failed, with the model's own code.
 
-        A model that runs in fp32 must not fail because Dynamo does, and an error of the
-        model's own must be raised by the model's own code.
+        A model that runs in fp32 must not fail because Dynamo fails, and an error of
+        the model must be raised by the model's own code.
 
         Raises:
-            Exception: the model's own; under `strict` the error of Dynamo's, where the
-                model's own code raises none.
+            Exception: the error of the model's own code; where there is none, under
+                `strict`, Dynamo's error.
         """
         try:
             result = self.plain(model, *args, **kwargs)
@@ -249,7 +249,7 @@ class Entry:
     def _in_region(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the model's own code under autocast, where no graph of ours can run."""
+        """Runs the model's own code under autocast, as no rewritten graph can run."""
         engine = self.engine
         if engine.options.strict:
             said = ran_nothing(self.name, self.program, self.has_many)
@@ -262,7 +262,7 @@ class Entry:
         return under_autocast(model, self.plain, low, args, kwargs, cached=cached)
 
     def of(self, owner: type[nn.Module], name: str) -> Entry:
-        """The entry for calls of method `name`, which is this one for its own."""
+        """The entry for calls of method `name`; this entry if that is its own name."""
         if name == self.name:
             return self
         with self._lock:
@@ -347,8 +347,8 @@ class Entry:
     def _start_afresh(self) -> None:
         """Compiles the code anew, at most until `_MOST_COMPILATIONS` are made.
 
-        Dynamo never looks again at code it once stepped aside from: without new code,
-        one call under a FlopCounterMode would leave the model in fp32 for good.  At the
+        Dynamo never looks again at code that it once refused: without new code, one
+        call under a FlopCounterMode would leave the model in fp32 for good.  At the
         recompile limit nothing is compiled, because new code would only reach the limit
         again.
         """
@@ -368,10 +368,10 @@ class Entry:
     ) -> Any:
         """Makes a call that Dynamo traces as part of a larger graph.
 
-        In the graph of a converted parent, the parent decides.  In a compilation of the
-        user's own, the graph is broken here, and the model's graphs are rewritten, then
-        compiled by the user's backend.  Where the graph must not be broken
-        (`fullgraph=True`), our pass never runs, and autocast stands in for the pass.
+        Inside a converted parent, the call becomes a part of the parent's graph.  In a
+        compilation of the user's own, the graph is broken here; the model's graphs are
+        rewritten and then compiled by the user's backend.  Where the graph must not be
+        broken (`fullgraph=True`), our pass never runs, and autocast stands in for it.
         """
         if not under_compilation():  # reached from code that was compiled before
             return self.of(owner, name)(model, args, kwargs)
@@ -397,5 +397,5 @@ def _apart(
     owner: type[nn.Module],
     name: str,
 ) -> Any:
-    """Makes a call met in the user's compilation, whose graph is broken around it."""
+    """Makes a call from the user's compilation, whose graph is broken at the call."""
     return forward.compiled_by(backend).of(owner, name)(model, args, kwargs)

@@ -1,4 +1,4 @@
-"""Calls in modes in which nothing of a model runs low, which are left to the model."""
+"""Modes in which no op of a model runs low: their calls run the model's own code."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _LARGER = 4
 """A call with this many times the elements is captured: low precision may pay in it."""
 
 _LONGEST = 1023
-"""How many calls are passed on at most before one is looked at."""
+"""The size of a call is looked at after at most this many calls."""
 
 
 class Rest:
     """One mode of a model, after a capture in which all ops stayed fp32.
 
-    Calls then run the model's own code, without the guards of a graph.  The calls 1, 3,
-    7, 15, … after the capture are looked at; the others pay for one comparison.
+    Calls then run the model's own code, without the guards of a graph.  Only at calls
+    1, 3, 7, 15, … after the capture the size of the arguments is looked at.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -26,7 +26,7 @@ class Rest:
         self._left = self._since = 0
 
     def is_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments is to be captured."""
+        """Whether a call with these arguments should be captured anew."""
         if self._left:
             self._left -= 1
             return False

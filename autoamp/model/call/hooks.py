@@ -1,10 +1,10 @@
 """Notices hooks on the modules of a model that the model's graphs do not guard.
 
-Dynamo can guard that no module has a hook, but with several guards for each module.
-Therefore a model's modules are searched for hooks only if anybody has registered a hook
-on anything since the last call, and Dynamo guards hooks only once the search has found
-one.  A hook is missed if it was registered before the last call, on a module that has
-since taken the place of a module of the same class in the model.
+Dynamo can guard that no module has a hook, but at the price of several guards for each
+module.  Therefore a model's modules are searched for hooks only if a hook was
+registered on any module since the last call, and Dynamo guards hooks only once the
+search has found one.  A hook is missed if it was registered before the last call on a
+module that has since replaced a module of the same class in the model.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from autoamp import compat
 
 
 class Hooks:
-    """The state of the hooks that calls of one conversion's models meet.
+    """The hooks that calls of one conversion's models have met.
 
     Attributes:
-        guarded: Dynamo guards the hooks of modules in code compiled from now on.
+        guarded: whether code compiled from now on guards the hooks of modules.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Hooks:
         return False
 
     def guard(self) -> bool:
-        """Has hooks guarded from now on; returns whether that is new."""
+        """Guards hooks from now on; returns whether the code must be compiled anew."""
         everywhere = compat.hooks_everywhere()
         if self.guarded and self._everywhere == everywhere:
             return False  # another thread was first

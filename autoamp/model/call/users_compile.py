@@ -1,4 +1,4 @@
-"""Tells how to treat a converted model met in a compilation of the user's own.
+"""How to treat a converted model that is called in a compilation of the user's own.
 
 Each function is called while Dynamo traces, and its answer is a constant of the code
 that Dynamo makes.
@@ -23,9 +23,8 @@ logger = logging.getLogger(__name__)
 def traced_for_us() -> bool:
     """Whether Dynamo traces for a converted model now, and not for the user.
 
-    A question of the user's to Dynamo (`torch._dynamo.explain`) is about the model's
-    own code, and is answered with it.  The answer can be a constant, because only we
-    call the code that we compile.
+    True under `torch._dynamo.explain` too, with which users ask about the model's own
+    code.  The answer can be a constant, because only we call the code that we compile.
     """
     return inside_a_call() or THREAD.off > 0 or compat.is_asked_by_dynamo()
 
@@ -56,7 +55,7 @@ def users_backend() -> int:
         logger.warning(
             "autoamp: a converted model is called in a compilation with "
             "fullgraph=True, and torch.autocast stands in for its rewritten graphs; "
-            'give up fullgraph, or use torch.compile(..., backend="autoamp")'
+            'drop fullgraph=True, or use torch.compile(..., backend="autoamp")'
         )
         return ONE_GRAPH
     for index, known in enumerate(USERS_BACKENDS):
