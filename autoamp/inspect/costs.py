@@ -2,8 +2,8 @@
 
 Under `do_no_harm=False` the price of an allow op in fp32 includes a *reward* for
 converting the op, larger than all other prices together.  The certificate needs costs
-with rewards, because the solver minimised these; a person wants the predicted time.
-`Placement` keeps both, apart.
+with rewards, because the solver minimised these costs; a reader wants the predicted
+time.  `Placement` has both.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def costs_of(rewritten: Rewritten) -> Costs:
 
 
 def titles(costs: Costs) -> dict[str, str]:
-    """The title of each placement, in the order shown."""
+    """The title of each placement, in the order in which placements are shown."""
     known = {
         OURS: "this one",
         ALL_FP32: "all fp32",
@@ -111,7 +111,7 @@ def allow_in_fp32(rewritten: Rewritten, low: frozenset[str]) -> int:
 
 
 def amount(units: int, in_bytes: bool, *, signed: bool = False) -> str:
-    """`units` for a person: `1.25 ms`, `+310 ns`, `4.1 kB`."""
+    """`units` as text: `1.25 ms`, `+310 ns`, `4.1 kB`."""
     sign = "-" if units < 0 else "+" if signed else ""
     size = abs(units)
     if in_bytes:
@@ -129,10 +129,10 @@ def in_si(value: float, names: tuple[str, ...]) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time for a person."""
+    """A time as text: `1.25 ms`."""
     return in_si(seconds * 1e9, ("ns", "µs", "ms", "s"))
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes for a person."""
+    """A number of bytes as text: `4.1 kB`."""
     return in_si(count, ("B", "kB", "MB", "GB"))

@@ -19,7 +19,7 @@ class Coverage:
     Attributes:
         calls: calls of the converted model.
         calls_aside: calls that ran no rewritten graph.
-        calls_in_part: calls that ran both rewritten graphs and fp32 graphs, on which
+        calls_in_part: calls that ran rewritten graphs and also fp32 graphs, on which
             the pass failed.
         flops: flops of the matrix products, convolutions, attention and recurrent
             layers of the graphs, forward only, counted at each run of a graph.

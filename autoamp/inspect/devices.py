@@ -59,7 +59,7 @@ def _cuda(index: int) -> tuple[str, list[str]]:
         name += f"compute capability {major}.{minor}"
         where = torch.device("cuda", index)
         return name, [_on_cuda(row, where) for row in LOW_TABLE]
-    except Exception as error:  # noqa: BLE001 (this is what is asked when CUDA fails)
+    except Exception as error:  # noqa: BLE001 (users ask this because CUDA fails)
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         return f"cuda:{index}", [f"cannot be used: {problem}"]
 
@@ -69,7 +69,7 @@ def _on_cpu(low: LowDtype) -> str:
     if unit is None:
         return (
             f"{name} is slower than fp32: this CPU has no units that multiply it. "
-            "Nothing is converted to it unless do-no-harm is switched off"
+            f"No model is converted to {name} unless do-no-harm is switched off"
         )
     where = "matrix tiles" if unit.startswith("amx") else "vector instructions"
     return f"{name} pays for matrix products and convolutions ({where}, {unit})"
@@ -80,7 +80,8 @@ def _on_cuda(low: LowDtype, where: torch.device) -> str:
         return f"{low.name} pays: tensor cores"
     return (
         f"{low.name} will be slow: it needs compute capability {low.cuda_capability} "
-        "or higher. Nothing is converted to it unless do-no-harm is switched off"
+        f"or higher. No model is converted to {low.name} unless do-no-harm is switched "
+        "off"
     )
 
 

@@ -1,7 +1,7 @@
 """The report as one document: everything that the views of a report show.
 
 The text, the JSON, the page, Model Explorer and the graph exports are functions of a
-`Document`, so that they say the same number for the same thing.
+`Document`, so that all of them show the same figures.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class Document:
 
     @cached_property
     def weights(self) -> list[WeightRow]:
-        """One row per weight read in low precision: its shape, whether it fits."""
+        """One row per weight read in low precision: its shape, and whether it fits."""
         return weight_rows(self.sections, self.ranges)
 
     @cached_property
     def misfits(self) -> list[Misfit]:
-        """Sizes of low products on a GPU that tensor cores do not like."""
+        """Sizes of low products on a GPU that are no multiple for tensor cores."""
         return misfits_of(self.sections)
 
     @cached_property
@@ -112,7 +112,7 @@ class Document:
 
     @cached_property
     def bounds(self) -> Bounds | None:
-        """What bounds the predicted time; None where none is predicted."""
+        """What bounds the predicted time; None where no time is predicted."""
         if self.prediction is None:
             return None
         return bounds_of(self.sections, self.prediction.casts)
@@ -137,7 +137,7 @@ class Document:
         """The cost of the placement over all graphs, in units of 0.1 ns.
 
         Under `objective="memory"` the unit is bytes.  Under `do_no_harm=False` each
-        allow op left in fp32 adds a reward not received, larger than all other costs
+        allow op that is left in fp32 adds a penalty larger than all other costs
         together.
         """
         return sum(costs.ours.cost for costs in self.costs)

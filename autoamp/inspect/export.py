@@ -53,10 +53,7 @@ def to_json(document: Document) -> str:
 
 
 def saved_graph(section: Section) -> SavedGraph:
-    """A graph that is not saved yet, as it would be read back from the JSON.
-
-    The device and the casts are left out.
-    """
+    """A section of a report as `SavedGraph`, without the device and the casts."""
     names = [field.name for field in fields(SavedOp)]
     ops = (_op(row) for row in section.ops)
     return SavedGraph(
@@ -73,7 +70,7 @@ def to_networkx(document: Document) -> nx.DiGraph:
     A node is called "<graph>/<name>".  Attributes: `graph`, `name`, `kind` ("input",
     "op", "weight cast", "down cast", "up cast", "use", "output"), `op`, `precision` (of
     the result; "" if the result is no float), `category`, `reason`, `module` and
-    `source` ("" where there is none).
+    `source` ("" where unknown).
     """
     whole = nx.DiGraph()
     for section, nodes in zip(document.sections, document.nodes, strict=True):
@@ -139,7 +136,7 @@ def _attributes(node: Node, after: Side) -> dict[str, str]:
     if cast:
         kind, reason = f"{cast.kind} cast", f"{cast.value} is read in {cast.dtype}"
     elif kind == "use":
-        reason = "uses of a cast, so that gradients are summed in fp32"
+        reason = "joins the uses of a cast, so that gradients are summed in fp32"
     return {
         "name": node.name,
         "kind": "input" if kind in _INPUTS else kind,

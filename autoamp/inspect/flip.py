@@ -14,7 +14,7 @@ from autoamp.rewrite.rewritten import Rewritten
 
 @dataclass(frozen=True)
 class Flip:
-    """The best placement in which some nodes are held in a precision.
+    """The best placement in which some nodes are forced into a precision.
 
     Attributes:
         low: the nodes that would be low.
@@ -38,7 +38,7 @@ class Flip:
 
 
 def flip(rewritten: Rewritten, name: str) -> Flip:
-    """Solves the placement again with node `name` held in its other precision.
+    """Solves the placement again with node `name` forced into its other precision.
 
     Raises:
         PlacementError: the constraints forbid that; the message is their chain.
@@ -47,7 +47,7 @@ def flip(rewritten: Rewritten, name: str) -> Flip:
 
 
 class Flips:
-    """Flips of one graph, which share what its placement needs to be solved again."""
+    """Computes flips of one graph; all share the set-up of the graph's solver."""
 
     def __init__(self, rewritten: Rewritten) -> None:
         self._rewritten = rewritten
@@ -65,7 +65,7 @@ class Flips:
         return self.of_all((name,), low=name not in self._rewritten.assignment.low)
 
     def of_all(self, names: Collection[str], *, low: bool) -> Flip:
-        """Solves the placement again with all nodes `names` held in one precision.
+        """Solves the placement again with all nodes `names` forced into one precision.
 
         Raises:
             PlacementError: the constraints forbid that; the message is their chain.
@@ -94,6 +94,6 @@ class Flips:
 
 
 def contradiction(error: PlacementError) -> str:
-    """The chain of constraints that forbids a flip, without advice to its author."""
+    """The chain of constraints that forbids a flip, without advice to rule authors."""
     chain = str(error).removeprefix("contradictory constraints: ")
     return chain.removesuffix(" Drop one of the two.")

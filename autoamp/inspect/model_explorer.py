@@ -2,9 +2,9 @@
 
 The format is that of `GraphCollection` in `model_explorer/graph_builder.py` of the
 package ai-edge-model-explorer (0.1.34): `model-explorer FILE` opens the file, and so
-does the web page https://ai.google.dev/edge/model-explorer.  Each captured graph is
-there twice, after the pass and before; the two have the same node ids, so that the
-viewer's split view moves through both together.
+does the web page https://ai.google.dev/edge/model-explorer.  The file holds each
+captured graph twice, after the pass and before.  Both have the same node ids, so that
+the viewer's split view moves through both together.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _colour(node: Node, precision: str) -> str:
 
 
 def _attributes(node: Node, side: str) -> Iterator[tuple[str, str]]:
-    """The attributes of a node that has something to say, in the order shown."""
+    """The attributes of a node that are not empty, in the order shown."""
     row, cast = node.decision, node.cast
     found = [("name", node.name), ("kind", node.kind), ("op", node.op)]
     if row and side == "after":

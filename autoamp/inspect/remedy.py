@@ -1,4 +1,4 @@
-"""The options under which a node would be low: tried on the graph, not guessed."""
+"""Finds the options under which a node would be low, by trying them on the graph."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category
 
 _Change: TypeAlias = tuple[dict[str, Any], list[str]]
-"""Options to change, and how to say the change."""
+"""Options to change, and the words for the change."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Options under which the passes make one node low, and what that changes.
+    """Options under which the passes make one node low, and their effect.
 
     Attributes:
         words: the options, written as the present options were: keywords or variables.
-        extra: the predicted cost above the present one, without rewards.
+        extra: the predicted cost above that of the present placement, without rewards.
         in_bytes: whether the cost is in bytes, not in time.
         along: other nodes that would change precision too, in graph order.
     """
@@ -35,7 +35,7 @@ class Remedy:
 
 
 def remedy_for(rewritten: Rewritten, name: str) -> Remedy | None:
-    """The fewest options under which fp32 node `name` is low; None where none are."""
+    """The fewest options under which fp32 node `name` is low, or None."""
     verdicts, given = rewritten.classified.verdicts, rewritten.options
     if rewritten.again is None or given is None:
         return None
@@ -64,10 +64,10 @@ def _estimate(rewritten: Rewritten) -> int:
 
 
 def candidates(rewritten: Rewritten, options: Options, name: str) -> Iterator[_Change]:
-    """Options to try, the least changes first: what to change, and how to say it."""
+    """Options to try, the fewest changes first; each with the words for it."""
     fact = rewritten.facts.nodes[name]
     op = fact.base.removeprefix("aten::")
-    first: dict[str, Any] = {}  # else nothing that is allowed would help
+    first: dict[str, Any] = {}  # user options that hold the op in fp32 come off first
     said: list[str] = []
     for option, dropped in (
         ("keep", [k for k in options.keep if kept_by([k], fact.modules)]),
@@ -81,7 +81,7 @@ def candidates(rewritten: Rewritten, options: Options, name: str) -> Iterator[_C
     named: _Change = {"allow": tuple(allow)}, [options.advice("allow", allow)]
     forced: _Change = {"do_no_harm": False}, [options.advice("do_no_harm", False)]
     allowed = rewritten.classified.verdicts[name].category is Category.ALLOW
-    can_allow = bool(op) and not allowed  # a branch or a loop is no op to be listed
+    can_allow = bool(op) and not allowed  # `allow=` cannot name a branch or a loop
     steps: list[list[_Change]] = [[]] if first else []
     steps += [[named]] * can_allow
     if options.do_no_harm:

@@ -1,4 +1,4 @@
-"""`Report`: everything that was done to a model, to read, to query and to save."""
+"""`Report`: all changes to a model, to read, to query and to save."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Report(Document):
         runs: number of executions of rewritten graphs so far.
         unwatched: number of weights that are copied at every call, because torch cannot
             tell when their memory is written to.
-        loss_scale: the loss scaling; None where there is none, as for bf16.
+        loss_scale: the loss scaling; None without loss scaling, as for bf16.
         coverage: the shares of calls and of flops that were converted; None for a
             model that was not converted.
-        ranges: the magnitudes in the weights, by their paths; empty where they need
-            not be known.
+        ranges: the magnitudes in the weights, by their paths; empty unless the compute
+            dtype is fp16.
         explained_for: the device for which `explain` made the report; "" where the
             model is converted.
 
@@ -63,13 +63,23 @@ class Report(Document):
             graph: index of the graph, or "0/body_0" for a body in it.
 
         Raises:
-            OptionError: there is no such node or graph; the message lists close names.
+            OptionError: the report has no such node or graph; the message lists similar
+                names.
         """
         name = node.name if isinstance(node, fx.Node) else node
         return why.explain(why.find_section(self.sections, graph), name)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The report as JSON, deterministic to the byte; also written to `path`."""
+        """The report as JSON, deterministic to the byte.
+
+        docs/report-schema.md describes the keys.
+
+        Args:
+            path: a file that the JSON is written to as well, whole or not at all.
+
+        Raises:
+            OptionError: `path` cannot be written; an older file is left unchanged.
+        """
         return written(export.to_json(self), path)
 
     def to_html(self, path: str | Path | None = None) -> str:
@@ -82,7 +92,7 @@ class Report(Document):
             path: a file that the page is written to as well, whole or not at all.
 
         Raises:
-            OptionError: `path` cannot be written; an older file there is as it was.
+            OptionError: `path` cannot be written; an older file is left unchanged.
 
         Example:
             >>> import os, tempfile
@@ -93,7 +103,7 @@ class Report(Document):
         return written(page_of(data_of(self, self.advice)), path)
 
     def to_model_explorer(self, path: str | Path | None = None) -> str:
-        """The graphs for Model Explorer, a viewer of model graphs; as JSON.
+        """The graphs as JSON for Model Explorer, a viewer of model graphs.
 
         Modules are layers; colours are precisions; the graph before the casts and the
         graph after are side by side.  `model-explorer FILE` opens the file (of the

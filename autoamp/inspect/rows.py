@@ -1,7 +1,7 @@
 """The records of the pass as flat rows: one per float op, one per cast.
 
-The text, the page, the JSON and the graph exports of a report read only rows, so that
-the content of a row is decided once, here.
+The text, the page, the JSON and the graph exports of a report read only rows, whose
+content is decided here.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Section:
 
     @cached_property
     def costs(self) -> Costs:
-        """The cost of the placement, and of others."""
+        """The cost of the placement, and of other placements."""
         return costs_of(self.rewritten)
 
 
@@ -90,11 +90,11 @@ class OpRow:
         source: "file:line: code" of the user's line, "" where unknown.
         listed: whether any rule knows the op.
         bytes: fp32 bytes that the op reads and writes; 0 for a view.
-        heading: the reason without the details of this op, to group ops by.
+        heading: the reason without the details of this op; ops are grouped by it.
         kernel: the name of the kernel, where the op stands for a chain of the model's
             calls (`unfused=` takes its name), else "".
         calls: the number of the model's calls that the op stands for.
-        rule: the part of the reason that the category's rule gives.
+        rule: the part of the reason that comes from the rule for the op's category.
     """
 
     graph: int
@@ -120,7 +120,7 @@ class OpRow:
 
     @property
     def choice(self) -> str:
-        """The part of the reason that the placement gives, or ""."""
+        """The part of the reason that comes from the placement, or ""."""
         return self.reason.removeprefix(self.rule).removeprefix("; ")
 
 

@@ -34,18 +34,18 @@ def kernels_text(ops: Iterable[Any]) -> list[str]:
 
 
 CANNOT_PAY = "cannot pay here"
-"""Words of the reason for which a model stays fp32 on a device without fast units."""
+"""Part of the reason why a model stays in fp32 on a device without fast units."""
 
 NO_FLOAT_OP = "it has no float op"
 
 
 def all_high(float_ops: int) -> str:
-    """Why a graph was not changed: its ops, of which the report tells, are all fp32."""
+    """Why a graph was not changed: all of its ops, which the report lists, are fp32."""
     return f"all of its {counted(float_ops, 'float op')} stay fp32"
 
 
 def not_captured(skipped: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The skipped parts of which `Report.ops` tells nothing."""
+    """The skipped parts whose ops are not in `Report.ops`."""
     told = re.compile(rf"{NO_FLOAT_OP}|all of its [\d,]+ float ops? stay fp32")
     return [(what, why) for what, why in skipped if not told.fullmatch(why)]
 
@@ -75,8 +75,8 @@ def portable(text: str) -> str:
     """`text` as it reads on every machine and in every process.
 
     A path to a file becomes relative to `site-packages`, or else to the folder that
-    holds the outermost package of the file; a memory address, and a number that FX gave
-    to generated code, is left out.
+    holds the outermost package of the file.  Memory addresses, and the numbers that FX
+    gives to generated code, are left out.
     """
     return _FILE.sub(lambda found: _in_package(found[0]), _FLEETING.sub("", text))
 

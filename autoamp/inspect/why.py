@@ -21,7 +21,7 @@ FP32 = short_name(HIGH_DTYPE)
 MEANINGS = {
     "allow": "safe and worth it in low precision",
     "deny": "dangerous in low precision",
-    "infer": "may be low where what it reads is low",
+    "infer": "may be low where its operands are low",
     "clear": "no arithmetic; follows its neighbours",
 }
 _SHOWN = 6
@@ -58,7 +58,7 @@ def explain(section: Section, name: str) -> str:
             return (
                 f"{name}: {article} {cast.kind} cast of {cast.value} to {cast.dtype} "
                 f"({bytes_text(cast.bytes)}{kept}), read by {readers}.\n"
-                f"Its reason is the precision of those: try why({cast.value!r})."
+                f"The precision of the readers is its reason: try why({cast.value!r})."
             )
     if name not in section.rewritten.facts.nodes:
         raise OptionError(_unknown(section, name, list(rows)))
@@ -68,7 +68,7 @@ def explain(section: Section, name: str) -> str:
 
 
 def undecided(section: Section, name: str) -> str:
-    """Why a node without a decision has its precision: a sentence but its subject."""
+    """Why a node without a decision has its precision, as a predicate of the node."""
     facts = section.rewritten.facts
     if name in facts.constants:
         makes_floats = facts.nodes[name].makes_floats
@@ -76,8 +76,8 @@ def undecided(section: Section, name: str) -> str:
         return f"comes from outside the graph {dtype}; it is never changed."
     maker = element_of(section, name)
     if maker:
-        return f"is an element of {maker}, and is as precise."
-    return "neither reads nor makes fp32 tensors, so precision is no question."
+        return f"is an element of {maker}, and has the precision of {maker}."
+    return "neither reads nor makes fp32 tensors, so it has no precision to choose."
 
 
 def element_of(section: Section, name: str) -> str:
@@ -95,7 +95,7 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
     yield f"  decision   {row.precision}{why}"
     if row.kernel:
         calls = counted(row.calls, "op")
-        left = f"unfused={[row.kernel]!r} leaves them as they are"
+        left = f"unfused={[row.kernel]!r} keeps the model's ops"
         yield f"  stands for {calls} of the model, as one kernel ({left})"
     if _channels_last(section, row.name):
         yield "  layout     channels last, in which 16-bit convolutions are faster"
@@ -176,7 +176,7 @@ def _flipped(section: Section, row: OpRow) -> Iterator[str]:
 
 
 def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
-    """Which options would make an fp32 node low, or why none does; and the root."""
+    """The options that would make an fp32 node low, or why none would; and the root."""
     rewritten = section.rewritten
     verdict = rewritten.classified.verdicts[row.name]
     remedy = remedy_for(rewritten, row.name)
@@ -210,9 +210,9 @@ def _predicted(remedy: Remedy) -> str:
 
 
 def risk_of(verdict: Verdict) -> str:
-    """What speaks against an option that makes a node low, or ""."""
+    """The risk of an option that makes a node low, or ""."""
     if verdict.origin == CEILING:
-        return "it rounds what torch.autocast keeps in fp32"
+        return "it rounds values that torch.autocast keeps in fp32"
     if verdict.category is Category.DENY and not verdict.origin.endswith("="):
         return "its rule says what is at risk"
     return ""
@@ -224,7 +224,7 @@ def root_text(section: Section, root: Root) -> str:
     facts = classified.facts
     if root.source not in facts.constants:
         verdict, fact = classified.verdicts[root.source], facts.nodes[root.source]
-        reason = "it is made of nothing low"
+        reason = "none of its operands is low"
         if verdict.pinned:
             reason = verdict.reason
         elif fact.keeps_state:
@@ -246,7 +246,7 @@ def _price(change: Flip, low: str) -> str:
     if more > 0:
         text += (
             f", and {counted(more, 'more allow op')} in fp32 "
-            f"(do_no_harm=False wants those in {low} at any price)"
+            f"(do_no_harm=False puts allow ops in {low} at any price)"
         )
     elif more < 0:
         text += f", and {counted(-more, 'more allow op')} in {low}"

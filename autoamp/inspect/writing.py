@@ -17,13 +17,13 @@ def write_whole(path: str | Path, text: str) -> Path:
     so that a reader never meets half of the text.
 
     Raises:
-        OptionError: the file cannot be written; an older file is as it was.
+        OptionError: the file cannot be written; an older file is left unchanged.
     """
     try:
         target = Path(path).resolve()
         draft = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}")
     except (TypeError, ValueError, OSError, RuntimeError) as error:
-        raise OptionError(f"path={path!r} is not a path of a file: {error}") from error
+        raise OptionError(f"path={path!r} is not a file path: {error}") from error
     try:
         # `open` gives the file the permissions of the process (umask), unlike mkstemp.
         with draft.open("x", encoding="utf-8", newline="\n") as file:
@@ -34,8 +34,8 @@ def write_whole(path: str | Path, text: str) -> Path:
             draft.unlink()
         raise OptionError(
             f"path={str(path)!r}: the file cannot be written there: "
-            f"{error.strerror or error}. Pass a path in a folder that exists and may "
-            "be written to"
+            f"{error.strerror or error}. Pass a path in a folder that exists and is "
+            "writable"
         ) from error
     return target
 

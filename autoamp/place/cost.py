@@ -1,9 +1,9 @@
 """The price model: the cost of each op in each precision, and of each cast.
 
 The model is a roofline of the device: an op takes a launch plus the larger of its bytes
-over the bandwidth and its flops over the peak.  The figures are orders of magnitude,
-for ranking placements; measurements on the device at hand would replace them.  Prices
-are integers of 0.1 ns, because a min-cut needs exact sums.
+over the bandwidth and its flops over the peak.  The figures rank placements, and give
+orders of magnitude of times; `tune` replaces them by measured prices.  Prices are
+integers of 0.1 ns, because a min-cut needs exact sums.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.verdict import GAVE_UP, Verdict
+from autoamp.dtypes import HIGH_DTYPE
 from autoamp.errors import PassError
 from autoamp.place.devices import FEW_ROWS, NEUTRAL, Device
 from autoamp.place.flops import flops_of
@@ -57,7 +58,7 @@ class Prices:
 class PriceModel(Protocol):
     """A source of prices: a model of a device, or measurements on one.
 
-    The roofline of a device that is not here is
+    The roofline of a device that this machine lacks is
     `functools.partial(price_graph, device=Device(...))`.
     """
 
@@ -87,17 +88,20 @@ def price_graph(
     Args:
         objective: "time", or "memory" for bytes kept for the backward.
         do_no_harm: False adds `reward` to the fp32 cost of every allow op, more than
-            all the casts of the graph cost together, so that it is low wherever legal.
-        free_weights: weights cost nothing to cast, since cached copies are passed in.
+            all other prices of the graph together, so that the op is low wherever that
+            is legal.
+        free_weights: whether weights cost nothing to cast, because the graph is called
+            with low copies that are kept.
     """
+    low_itemsize = device.low_itemsize
     if not do_no_harm and not device.pays:
         device = NEUTRAL
     facts, verdicts = classified.facts, classified.verdicts
-    model = _Model(device, objective)
+    model = _Model(device, objective, low_itemsize)
     nodes = {n.name: n for n in gm.graph.nodes}
     ops = {n: model.priced(nodes[n], facts.nodes[n], v) for n, v in verdicts.items()}
     for name, verdict in verdicts.items():
-        # Such a node (the model's own cast to bf16) reads the same with either label.
+        # A node such as the model's own cast to bf16 is the same with either label.
         if not facts.nodes[name].makes_floats and set(verdict.modes) <= {"any", "high"}:
             ops[name] = (ops[name][0], ops[name][0])
     values = [f for f in facts.nodes.values() if f.is_value]
@@ -115,10 +119,10 @@ def price_graph(
 
 
 def as_authors_ask(prices: Prices, classified: Classified) -> Prices:
-    """The prices, changed so that calls whose authors ask for low are cheapest low.
+    """The prices, changed so that custom ops whose authors ask for low are low.
 
-    The cost of a custom op is not known.  Its author's word is taken for it: in fp32
-    the op costs more than in the low dtype with all its casts.
+    The cost of a custom op is unknown.  Where the author has registered autocast for
+    the op, its fp32 price becomes higher than its low price with all its casts.
     """
     facts, ops = classified.facts, dict(prices.ops)
     asked = [n for n, verdict in classified.verdicts.items() if verdict.asked]
@@ -137,9 +141,10 @@ def as_authors_ask(prices: Prices, classified: Classified) -> Prices:
 
 
 class _Model:
-    def __init__(self, device: Device, objective: str) -> None:
+    def __init__(self, device: Device, objective: str, low_itemsize: int) -> None:
         self.device = device
         self.by_memory = objective == "memory"
+        self.high, self.low = HIGH_DTYPE.itemsize, low_itemsize
 
     def priced(
         self, node: fx.Node, fact: NodeFacts, verdict: Verdict
@@ -153,7 +158,7 @@ class _Model:
             raise PassError.at(node.name, error) from error
 
     def op(self, node: fx.Node, fact: NodeFacts) -> tuple[int, int]:
-        return self._op(node, fact, 4), self._op(node, fact, 2)
+        return self._op(node, fact, self.high), self._op(node, fact, self.low)
 
     def _op(self, node: fx.Node, fact: NodeFacts, itemsize: int) -> int:
         if self.by_memory:
@@ -162,9 +167,10 @@ class _Model:
 
     def cast(self, fact: NodeFacts) -> int:
         if self.by_memory:
-            return 1 + (2 * fact.numel if fact.requires_grad else 0)
-        nanoseconds = self.device.launch_ns + 6 * fact.numel / self.device.bytes_per_ns
-        # Its backward casts the gradient the other way.
+            return 1 + (self.low * fact.numel if fact.requires_grad else 0)
+        moved = (self.high + self.low) * fact.numel
+        nanoseconds = self.device.launch_ns + moved / self.device.bytes_per_ns
+        # The backward of a cast casts the gradient the other way.
         return self._units(nanoseconds * (2 if fact.requires_grad else 1))
 
     @staticmethod
@@ -196,15 +202,16 @@ def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> P
     """The parts of an op's time on a device.
 
     Args:
-        itemsize: bytes of a number: 4 for fp32, 2 for a low dtype.
+        itemsize: bytes of one number in the op's precision.
     """
     if _is_free(node):
         return Parts(0.0, 0.0, 0.0)
     times: float = TRAINING_FACTOR if fact.requires_grad else 1
     peak = device.fp32_peak(kind_of_product(fact.base))
-    if itemsize == 2 and _rows(node, fact) < device.least_rows:
-        times, itemsize = times * FEW_ROWS, 4
-    elif itemsize == 2:
+    is_low = itemsize < HIGH_DTYPE.itemsize
+    if is_low and _rows(node, fact) < device.least_rows:
+        times, itemsize = times * FEW_ROWS, HIGH_DTYPE.itemsize
+    elif is_low:
         peak = device.low_flops_per_ns
     moved = itemsize * (fact.read_numel + fact.numel) / device.bytes_per_ns
     return Parts(
@@ -213,7 +220,7 @@ def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> P
 
 
 def kind_of_product(op: str) -> str:
-    """The kind of the products in an op, as in `Device.tf32_kinds`."""
+    """The kind of an op's products, a member of `Device.tf32_kinds`."""
     op = op.rstrip("_")
     if op in family("convolution") or op in family("transposed_convolution"):
         return "conv"

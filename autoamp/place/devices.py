@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.dtypes import LOW_DTYPES, short_name
+from autoamp.dtypes import LOW_DTYPES, NARROWEST, short_name
 from autoamp.errors import OptionError
 
 
@@ -31,10 +31,11 @@ class Device:
         tf32_flops_per_ns: the peak of fp32 products computed in TF32; 0 without TF32.
         tf32_kinds: the kinds of products ("matmul", "conv", "rnn") that torch is set to
             compute in TF32.
-        pays: whether low precision can pay on the device at all.
-        least_rows: rows below which a matrix product loses by low precision.
+        low_itemsize: bytes of one number of the low dtype.
+        pays: whether low precision can be faster than fp32 on the device.
+        least_rows: a matrix product of fewer rows is slower in low precision.
         type: the type of the device in torch.
-        channels_last: whether 16-bit convolutions are faster with the channels last.
+        channels_last: whether low convolutions are faster with the channels last.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Device:
     channels_last: bool = False
     tf32_flops_per_ns: float = 0.0
     tf32_kinds: frozenset[str] = frozenset()
+    low_itemsize: int = NARROWEST.itemsize
 
     def fp32_peak(self, kind: str) -> float:
         """The peak of fp32 products of a kind, in GFLOP/s.
@@ -60,11 +62,11 @@ class Device:
 
     @property
     def attends_by_products(self) -> bool:
-        """Whether attention is faster as it is written out than by torch's kernel.
+        """Whether attention written out as products is faster than torch's kernel.
 
-        CPUs with units for a dtype have fast products of whole matrices in it.  On one
-        with avx512_bf16, GPT-2 and BERT whose attention is written out trained in 0.92
-        and 1.00 of autocast's time, and with the kernel in 1.18 and 1.56 of it.
+        CPUs with units for a dtype are fast at products of whole matrices.  On a CPU
+        with avx512_bf16, GPT-2 and BERT with written-out attention trained in 0.92 and
+        1.00 of autocast's time, and with the kernel in 1.18 and 1.56 of that time.
         """
         return self.type == "cpu" and self.low_flops_per_ns > self.high_flops_per_ns
 
@@ -75,7 +77,7 @@ class Device:
 FEW_ROWS = 1.17
 
 EMULATED = 0.25
-"""The low peak of a CPU without units for the dtype, as a part of the fp32 peak."""
+"""The low peak of a CPU without units for the dtype, as a share of the fp32 peak."""
 
 NEUTRAL = Device(
     "bytes only, as if low precision paid", 15.0, 2000.0, 100.0, 200.0, True
@@ -106,6 +108,7 @@ def roofline(model: str, low: torch.dtype) -> Device:
             low_flops_per_ns=low_peak,
             pays=False,
             channels_last=False,
+            low_itemsize=low.itemsize,
         )
     return Device(
         row["name"],
@@ -119,6 +122,7 @@ def roofline(model: str, low: torch.dtype) -> Device:
         peak is not None and row.get("channels_last", False),
         float(row.get("tf32", 0.0)),
         compat.tf32_kinds() if "tf32" in row else frozenset(),
+        low.itemsize,
     )
 
 
@@ -128,32 +132,32 @@ def known_devices() -> list[str]:
 
 
 def named_device(name: str, low: torch.dtype) -> Device:
-    """The roofline of a device that need not be here, such as "cuda:sm_90".
+    """The roofline of a device that this machine may lack, such as "cuda:sm_90".
 
     "cpu" is this machine's CPU, and "cuda" its first GPU.
 
     Raises:
-        OptionError: no figures are known for the device, or it should be here and is
-            not.
+        OptionError: no figures are known for the device, or `name` is "cuda" and this
+            machine has no GPU.
     """
     kind, _, model = name.partition(":")
     if model in figures() and figures()[model]["type"] == kind:
         return roofline(model, low)
     if name == "cpu" or (name == "cuda" and torch.cuda.is_available()):
         return device_of(torch.device(name), low)
-    absent = "there is no GPU here; " if name == "cuda" else ""
+    absent = "this machine has no GPU; " if name == "cuda" else ""
     raise OptionError(
         f"device={name!r}: {absent}figures are known for {', '.join(known_devices())}"
     )
 
 
 def product_of(name: str) -> str:
-    """The product whose figures stand for "cuda:sm_90", say; "" where none is known."""
+    """The product whose figures stand for a name such as "cuda:sm_90", or ""."""
     return str(figures().get(name.partition(":")[2], {}).get("model", ""))
 
 
 def memory_of(name: str) -> int | None:
-    """Bytes of memory of the product of `product_of`; None where they are not known.
+    """Bytes of memory of the product that `product_of` names; None if unknown.
 
     "cuda" is the first GPU of this machine.
     """
@@ -181,7 +185,7 @@ def device_of(device: torch.device, low: torch.dtype) -> Device:
 
 
 def main_device(gm: fx.GraphModule) -> torch.device:
-    """The device most tensors of the graph live on."""
+    """The device that holds most tensors of the graph."""
     seen: dict[torch.device, int] = {}
     for node in gm.graph.nodes:
         value = node.meta.get("val")

@@ -149,7 +149,7 @@ def test_graphs_that_stayed_fp32_are_not_counted_as_rewritten(
     counts = (coverage.calls, coverage.calls_aside, coverage.calls_in_part)
     assert counts == (3, aside, in_part)
     said = f"{3 - aside} of 3 calls ran rewritten graphs"
-    beside = ", 3 of them beside graphs that stayed fp32" if in_part else "."
+    beside = ", 3 of them graphs that stayed fp32 as well" if in_part else "."
     assert said + beside in str(autoamp.report(model))
 
 

@@ -41,7 +41,7 @@ FAST = Parts(0, 1, 10)
 CASES = {
     "A larger batch": [op(Parts(90, 1, 10), Parts(90, 1, 5))],
     "A compiler": [op(Parts(1, 90, 10), Parts(1, 45, 5))],
-    "Taking back": [op(FAST, FAST, low=False), op(FAST, Parts(0, 1, 2), name="b")],
+    "Dropping": [op(FAST, FAST, low=False), op(FAST, Parts(0, 1, 2), name="b")],
     "Only less arithmetic": [op(FAST, Parts(0, 1, 5))],
 }
 

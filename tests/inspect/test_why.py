@@ -72,7 +72,7 @@ def test_the_option_that_is_named_makes_the_node_low(
 
 def test_a_node_above_the_ceiling_is_said_to_round_more_than_autocast() -> None:
     shown = report_of().why(node_of(report_of(), "layer_norm"))
-    assert "rounds what torch.autocast keeps in fp32" in shown
+    assert "rounds values that torch.autocast keeps in fp32" in shown
     assert "would change with it: layer_norm" in shown
 
 

@@ -139,6 +139,17 @@ def test_every_price_is_at_least_one_unit() -> None:
     assert prices.down["x0"] == prices.up["x0"] == 1
 
 
+def test_a_low_dtype_of_one_byte_moves_half_the_bytes_of_two() -> None:
+    x = torch.zeros(4, 8)
+    one = priced(relu, x, device=replace(DEVICE, low_itemsize=1)).prices
+    assert one.ops == {"relu": (2280, 1320)}
+    assert one.down["x0"] == one.up["x0"] == 1800
+    by_bytes = replace(DEVICE, low_itemsize=1)
+    kept = priced(relu, x.requires_grad_(), device=by_bytes, objective="memory").prices
+    assert kept.ops == {"relu": (128, 32)}
+    assert kept.down["x0"] == 1 + 32
+
+
 @pytest.mark.parametrize(
     ("modes", "low"),
     [

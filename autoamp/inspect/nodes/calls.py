@@ -1,7 +1,7 @@
 """Modules that are called several times, such as a relu that a block shares.
 
-One box for all calls would be read by what it reads: the drawing would have a loop
-where the model has none.  Each call then gets a box of its own.
+If all calls shared one box, the box could read its own results: the drawing would have
+a loop where the model has none.  In such a case each call gets a box of its own.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from itertools import groupby
 from operator import itemgetter
 
 CALL = "\0"
-"""What stands between the name of a module and the number of the call."""
+"""Separates the name of a module from the number of the call."""
 
 MOST_CALLS = 40
-"""A module that is called more often has one box all the same."""
+"""A module that is called more often than this has one box for all calls."""
 
 Path = tuple[str, ...]
 
@@ -71,7 +71,7 @@ def label_of(path: Path) -> str:
 def _loops(
     inside: Sequence[str], order: Sequence[str], operands: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Whether a node of `inside` reads, by way of other nodes, what `inside` makes."""
+    """Whether a node of `inside` reads, through other nodes, a result of `inside`."""
     members = set(inside)
     behind: set[str] = set()
     for name in order:

@@ -1,7 +1,7 @@
 """The module that each node is drawn in, and the tree of those modules.
 
-An op stands in the module that called the op.  A weight, a constant or a cast has no
-such module, and stands in the deepest module that holds all of its readers.
+An op is drawn in the module that called the op.  No module calls a weight, a constant
+or a cast; each of these is drawn in the deepest module that holds all of its readers.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def tree_of(
 def _place(
     names: list[str], here: int, groups: list[Group], group_of: dict[str, int]
 ) -> None:
-    """Puts nodes in box `here`, or in parts of it where they are many."""
+    """Puts nodes in box `here`; more than `MOST_NODES` are put in parts of the box."""
     if len(names) <= MOST_NODES:
         group_of.update(dict.fromkeys(names, here))
         return

@@ -1,4 +1,4 @@
-"""One entry per node of a section, with what it was before the pass and is after."""
+"""One entry per node of a section, as the node is before the pass and after it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Side:
     """A node in the graph before the pass, or in the graph after it.
 
     Attributes:
-        operands: the names of the nodes that it reads.
-        values: the tensors that it gives, as "bf16 [2, 8]".
-        precision: the short name of the dtype of the first float among them, or "".
+        operands: the names of the nodes that the node reads.
+        values: the tensors of the node's result, as "bf16 [2, 8]".
+        precision: the short name of the dtype of the first float tensor, or "".
     """
 
     operands: tuple[str, ...]
@@ -56,7 +56,8 @@ class Node:
         before, after: the node in each graph; None in a graph that lacks it.
         decision: the row of a float op.
         cast: the row of a cast.
-        note: a sentence without its subject on a node that is neither.
+        note: on a node that is neither a float op nor a cast, a sentence without its
+            subject, the node.
         body: the key of the body that the node names, or "".
         is_plumbing: whether the node is a running statistic or a counter.
     """
@@ -185,7 +186,7 @@ class Nodes:
         )
 
     def _operands(self) -> dict[str, list[str]]:
-        """What each node reads, before the pass and after."""
+        """The nodes that each node reads, before the pass and after."""
         found: dict[str, list[str]] = defaultdict(list)
         for nodes in (self._before, self._after):
             for node in nodes.values():
@@ -203,9 +204,9 @@ class Nodes:
 
     def _note(self, name: str) -> str:
         if self._kinds[name] == "use":
-            return "gathers the uses of a value: their gradients are summed in fp32."
+            return "joins the uses of a value, so that gradients are summed in fp32."
         if self._kinds[name] == "output":
-            return "returns the results of the graph, the floats in fp32 again."
+            return "returns the results of the graph; floats are cast back to fp32."
         if self._kinds[name] == "body":
             return "is a sub-graph that its reader calls."
         return undecided(self._section, name) if self._fact(name) else ""
@@ -223,7 +224,7 @@ class Nodes:
 
 
 def _merged(before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """The names of `after`, with those of `before` alone behind their predecessor."""
+    """The names of `after`; a name of `before` alone follows its predecessor."""
     known = set(after)
     behind: dict[str, list[str]] = defaultdict(list)
     last = ""

@@ -1,7 +1,7 @@
-"""Nodes that a reader of the page seldom asks for: running statistics and counters.
+"""Nodes that the page hides at first: running statistics and counters.
 
 A batch norm in training writes its running mean and variance, and counts its calls.
-ResNet-50 has 159 of such buffers, and none of them has a precision to be decided.
+ResNet-50 has 159 such buffers, none of which has a precision to be decided.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _STATISTICS = ("running_mean", "running_var")
 def plumbing_of(graph: fx.Graph, ops: Container[str]) -> frozenset[str]:
     """The nodes of `graph` that are plumbing.
 
-    They are the running statistics of normalizations, and the nodes (but float ops and
-    unread inputs) whose results reach neither a float op nor the output.
+    Plumbing is the running statistics of normalizations, and each node whose result
+    reaches neither a float op nor the output, except float ops and unread inputs.
 
     Args:
         ops: the names of the float ops.

@@ -5,7 +5,7 @@ The answers have the keys
 - `runs_low`: sentences on the ops in low precision, the casts and the graphs;
 - `gains`: null where nothing was converted, else `title`, `columns`, `rows` (a name and
   one text for each column), `sentence`, `footnote` ("" without rows) and `error`;
-- `figures`: for "before" and "after" the pass the largest figures, each with `value`,
+- `figures`: for "before" and "after" the pass the main figures, each with `value`,
   `title` and `note`;
 - `next`: sentences on what to do next.
 """

@@ -1,8 +1,9 @@
-"""The data of the page, which holds them as JSON.
+"""The data of the page, which the page holds as JSON.
 
 The data have the keys
 
 - `schema`, `version`, `model`, `compute_dtype`, `runs`, `explained_for`;
+- `dtypes`: the names of the dtypes, `high` ("fp32") and the list `low` ("fp16", ...);
 - `answers`: as `answers.py` describes them;
 - `skipped`: the parts that were not converted, each with `what` and `why`;
 - `graphs`: one entry per captured graph and per body, each with
@@ -19,8 +20,8 @@ The data have the keys
     heading, listed, bytes, `flip` as `flips.py` and `root` and `remedy` as `roots.py`
     describe them), `cast` (null, or kind, value, dtype, bytes, every_call), `note` (for
     a node without a decision, a sentence that begins behind its subject, the node),
-    `body` (the key of the body that the node names, or "") and `is_plumbing` (a running
-    statistic or a counter, hidden at first);
+    `body` (the key of the body that the node names, or "") and `is_plumbing` (whether
+    the node is a running statistic or a counter, which is hidden at first);
   - `islands`: connected fp32 ops, with `nodes`, `decided_by` (indices), `reasons`,
     `modules`, `bytes`, `casts` and `is_between`;
   - `tables`: as `tables.py` describes them.
@@ -32,6 +33,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES, short_name
 from autoamp.inspect.document import Document
 from autoamp.inspect.flip import Flips
 from autoamp.inspect.nodes.node import Node, Nodes, Side
@@ -51,14 +53,15 @@ SCHEMA_VERSION = 1
 def data_of(document: Document, advice: Sequence[str]) -> dict[str, Any]:
     """The data of the page, the same in every process."""
     nodes = sum(len(section.before) for section in document.sections)
-    # Each section gets its share of the solved placements, so that a report of many
-    # graphs takes as long as a report of one.
+    # Each section gets its share of the solved placements, so that a report on many
+    # graphs takes as long as a report on one graph.
     work = max(nodes, 1) * max(len(document.sections), 1)
     return {
         "schema": SCHEMA,
         "version": SCHEMA_VERSION,
         "model": document.label,
         "compute_dtype": document.compute_dtype,
+        "dtypes": {"high": short_name(HIGH_DTYPE), "low": list(LOW_DTYPES)},
         "runs": document.runs,
         "explained_for": document.explained_for,
         "answers": answers_of(document, advice),

@@ -1,8 +1,8 @@
-"""The cost of the other precision for every op of a section, as far as affordable.
+"""The cost of the other precision for every op of a section, exact or as a bound.
 
-The exact cost solves the placement again, so a graph of 3 000 nodes would take minutes.
-The ops that move most bytes get the exact cost; every other op gets an upper bound,
-the cost of changing that op alone.
+For an exact cost the placement is solved again: for all ops of a graph of 3 000 nodes
+that would take minutes.  So the ops that move most bytes get the exact cost; every
+other op gets an upper bound, the cost of changing that op alone.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from autoamp.place.two_sides import Group, Problem
 from autoamp.rules import Category
 
 MOST_WORK = 100_000
-"""Most placements solved again for one page, times the nodes of the graphs.
+"""The limit on the placements solved for one page, times the nodes of the graphs.
 
-One node of one placement takes about 11 microseconds, so these take about a second; the
-costs of modules take as much again.
+One node of one placement takes about 11 microseconds, so the limit is about a second;
+the costs of modules take as much again.
 """
 
 
@@ -74,7 +74,7 @@ def _exact(section: Section, solver: Flips, name: str) -> dict[str, Any]:
 
 
 class _Bounds:
-    """The cost of changing one op alone, by the terms that mention the op."""
+    """Computes the cost of changing one op alone, from the terms that name the op."""
 
     def __init__(self, section: Section) -> None:
         assignment = section.rewritten.assignment

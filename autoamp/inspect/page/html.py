@@ -1,9 +1,9 @@
 """Puts the page together: the template, style and script files, and the data.
 
 Names and source lines of users reach the page as JSON only.  No text inside the data
-can end the element that holds the data, because every `<` is written as an escape; and
-the page's policy lets run no script but the page's own, which the policy names by their
-hashes.
+can end the element that holds the data, because every `<` is written as an escape.  The
+page's content security policy names the page's own scripts by their hashes, so that no
+other script runs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""The predicted cost of each module, and of having all of it in one precision.
+"""The predicted cost of each module, and of all its ops in one precision.
 
 The costs of a module, in the unit of its section, have the keys
 
 - `fp32`, `placed`: the cost of its ops in fp32, and as placed with the casts before
   them;
-- `keep`: what it costs to hold all of its ops in fp32, null where none is low;
-- `lower`: what it costs to hold all of its ops low that are free, null where none is.
+- `keep`: the cost of all its ops in fp32; null where no op is low;
+- `lower`: the cost of all its ops low, but for ops that must be fp32; null where no op
+  would change.
 
-`keep` and `lower` have `extra`, the cost above the present one, the number of `ops`
-that change, and `why`, a reason where that cannot be (`extra` is then null).
+`keep` and `lower` have `extra`, the cost above the cost of the present placement, the
+number of `ops` that change, and `why`: the reason where the change is impossible
+(`extra` is then null).
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def _casts(section: Section, group_of: Mapping[str, int]) -> list[tuple[int, int
 
 
 def _held(section: Section, names: Sequence[str], *, low: bool) -> list[str]:
-    """The ops that would have to change, those left out that never can."""
+    """The ops that would have to change, without the ops that cannot change."""
     assignment = section.rewritten.assignment
     return [
         name

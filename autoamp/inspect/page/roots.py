@@ -3,16 +3,17 @@
 The keys are `root` and `remedy`.  `root` is null, or has
 
 - `node`: the index of the node at the root of the chain;
-- `said`: a sentence on it;
+- `said`: a sentence on that node;
 - `chain`: indices of the nodes from the root to the op.
 
 `remedy` is null where no option was tried, or has
 
 - `words`: the options, "" where no option makes the op low;
-- `tried`: the options that were tried in vain, where that is so;
-- `extra`: the predicted cost above the present one, in the unit of the section;
+- `tried`: where no option makes the op low, the options that were tried;
+- `extra`: the predicted cost above the cost of the present placement, in the unit of
+  the section;
 - `along`: the number of other nodes that would change;
-- `risk`: what speaks against it, or "".
+- `risk`: the risk of the options, or "".
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from autoamp.inspect.sections.prediction import in_fp32
 from autoamp.inspect.why import risk_of, root_text
 
 MOST_TRIES = 3_000
-"""Most runs of the pass for one page, times the nodes of the graphs.
+"""The limit on runs of the pass for one page, times the nodes of the graphs.
 
-One run takes about a millisecond for each node, so these take about 3 seconds.
+One run takes about a millisecond for each node, so the limit is about 3 seconds.
 """
 
 
@@ -62,10 +63,10 @@ def roots_of(
 
 
 def remedies_of(section: Section, most: int) -> dict[str, dict[str, Any]]:
-    """Each op in fp32 to what would lower it, with at most `most` runs of the pass.
+    """Each op in fp32 to the option that would lower it, by at most `most` pass runs.
 
-    Of each kind of op, the op whose time is longest comes first. An option that lowers
-    other ops of the same kind along with that op is their remedy too.
+    The op of each kind that takes most time is tried first.  An option that also lowers
+    other ops of the same kind is their remedy too.
     """
     rewritten = section.rewritten
     if rewritten.options is None:

@@ -1,1 +1,1 @@
-"""Parts of a report that are computed from its rows when somebody asks for them."""
+"""Parts of a report that are computed from its rows on demand."""

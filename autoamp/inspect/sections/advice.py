@@ -1,4 +1,4 @@
-"""What would help a model most: the option or the command, and why."""
+"""Advice on the option or command that would help a model most, with the reason."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from autoamp.inspect.text import CANNOT_PAY, counted, not_captured, one_name
 from autoamp.place.cost import UNIT_NS
 
 MOST = 2
-"""Pieces of advice that are given at once."""
+"""The most pieces of advice that one report gives."""
 
 LITTLE = 1.2
-"""A speed-up below which the reason of so little is told."""
+"""Below this predicted speed-up the report says why the model gains so little."""
 
 WORTH = 0.05
-"""The part of the predicted time from which on a change of options is proposed."""
+"""A change of options is proposed if it saves this share of the predicted time."""
 
 
 def advice_of(report: Document) -> tuple[str, ...]:
-    """At most `MOST` sentences; one that says so where nothing would help."""
+    """At most `MOST` sentences; where nothing would help, one sentence that says so."""
     if report.compute_dtype is None:
         return (_unconverted(report.skipped),)
     found = tuple(_found(report))[:MOST]
     return found or (
-        "Nothing. autoamp.compare(model, x) measures the error of rounding.",
+        "Nothing to change. autoamp.compare(model, x) measures the error of rounding.",
     )
 
 
 def _unconverted(skipped: Sequence[tuple[str, str]]) -> str:
     if any(CANNOT_PAY in why for _, why in skipped):
         ask = 'autoamp.explain(model, x, device="cuda:sm_80")'
-        return f"Nothing here. For a GPU: {ask}."
-    return "Nothing, unless the reason above names a way."
+        return f"Nothing on this device. For a GPU: {ask}."
+    return "Nothing, unless the reason above names an option."
 
 
 def _found(asked: Document) -> Iterator[str]:
@@ -92,23 +92,24 @@ def _calls(asked: Document) -> Iterator[str]:
     if asked.unwatched:
         yield (
             f"{counted(asked.unwatched, 'weight')} are copied at every call, because "
-            "something else holds their memory. For memory that nobody else needs: "
+            "other code may hold their memory. If no other code needs that memory: "
             "p.data = p.data.clone()."
         )
     if calls is not None and asked.runs > calls.calls - calls.calls_aside > 0:
         yield (
-            "A call runs several graphs, between which values are fp32, because code "
-            "between them cannot be captured: TORCH_LOGS=graph_breaks shows its lines."
+            "A call runs several graphs, because code between the graphs cannot be "
+            "captured; values between graphs are fp32. TORCH_LOGS=graph_breaks shows "
+            "the lines of that code."
         )
     if not_captured(asked.skipped):
         yield (
-            "The parts that were not captured run as they are; report.skipped names "
-            "their lines and the reasons."
+            "The parts that were not captured run in fp32; report.skipped names their "
+            "lines and the reasons."
         )
 
 
 def _own_options(asked: Document) -> Iterator[str]:
-    """The gain of taking back an option that keeps the costliest ops in fp32."""
+    """The gain of dropping an option that keeps the costliest ops in fp32."""
     total = asked.headline.seconds
     for group in asked.stayed:
         row = group.costliest
@@ -130,7 +131,7 @@ def _own_options(asked: Document) -> Iterator[str]:
 
 
 def is_users_choice(section: Section, row: OpRow) -> bool:
-    """Whether `keep=` or another list of the user's holds an op in fp32."""
+    """Whether `keep=` or another option of the user's holds an op in fp32."""
     options = section.rewritten.options
     if options is None:
         return False
@@ -140,7 +141,7 @@ def is_users_choice(section: Section, row: OpRow) -> bool:
 
 
 def _little(asked: Document) -> Iterator[str]:
-    """Why the model gains little, where it does."""
+    """Why the model gains little, if it gains little."""
     found = asked.headline
     if found.speed_up is None or found.speed_up >= LITTLE or not found.seconds_fp32:
         return
@@ -160,7 +161,7 @@ def _little(asked: Document) -> Iterator[str]:
 
 
 def _sizes(asked: Document) -> Iterator[str]:
-    """The size that tensor cores like least; a size below a multiple is an input's."""
+    """A size to pad to a multiple; sizes up to `MULTIPLE` itself belong to inputs."""
     for each in asked.misfits:
         if each.size <= MULTIPLE:
             continue

@@ -11,7 +11,7 @@ from autoamp.inspect.sections.headline import Headline
 from autoamp.inspect.text import op_title
 
 LARGER = 8
-"""The batch for which a speed-up is told where a larger one would help, in times."""
+"""Where a larger batch would help, the speed-up is given at so many times the batch."""
 
 
 def because_of(
@@ -22,10 +22,10 @@ def because_of(
     Args:
         bounds: the parts of the predicted time; None where none is predicted.
         found: the figures of the same report.
-        misfits: the sizes that tensor cores do not like.
+        misfits: the sizes that are no multiple for tensor cores.
 
     Returns:
-        Four sentences, or one where there is nothing to explain.
+        Up to four sentences; one sentence where no gain is predicted.
     """
     if not found.float_ops:
         return "No time is predicted, because no float op was captured."
@@ -53,7 +53,7 @@ def because_of(
 
 
 def _parts(bounds: Bounds) -> str:
-    """What the fp32 time waits for, the largest part first, and the time as placed."""
+    """The parts of the fp32 time, the largest first, and of the time as placed."""
     total, left = (bounds.seconds(placed=each) for each in (False, True))
     before, after = (bounds.shares(placed=each) for each in (False, True))
     words = {
@@ -91,7 +91,7 @@ def _named(op: OpTime) -> str:
 
 
 def _change(bounds: Bounds, misfits: Sequence[Misfit]) -> str:
-    """What would help most: it concerns the largest part of the time that is left."""
+    """The change that would help most: it shortens the largest part of the time."""
     parts = _left(bounds)
     largest = max(parts, key=lambda name: parts[name])
     size = (
@@ -109,12 +109,12 @@ def _change(bounds: Bounds, misfits: Sequence[Misfit]) -> str:
             )
         case "memory":
             return (
-                'A compiler (backend="inductor"), which joins ops so that less is '
-                f"moved, would help most, because memory takes {size}."
+                'A compiler (backend="inductor"), which joins ops so that they move '
+                f"less data, would help most, because memory takes {size}."
             )
         case "stayed":
             return (
-                "Taking back the rule or the option that keeps ops in fp32 would help "
+                "Dropping the rule or the option that keeps ops in fp32 would help "
                 f"most, because these ops take {size}: report.stayed has the reasons."
             )
         case "casts":

@@ -9,6 +9,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.facts import Facts, NodeFacts
+from autoamp.dtypes import HIGH_DTYPE
 from autoamp.inspect.rows import Section
 from autoamp.inspect.sections.dimensions import Misfit
 from autoamp.place.cost import Parts, parts_of
@@ -28,8 +29,8 @@ class OpTime:
         low: whether the op is placed low.
         high, placed: the parts of its time, in nanoseconds.
         flops: flops of its forward.
-        by_weights: the part of its bytes that are weights', 0 to 1; a larger batch
-            reads no more of them.
+        by_weights: the share of its bytes that belong to weights, 0 to 1; a larger
+            batch does not read more of them.
         kernel: the sizes of a convolution's kernel; () for another op.
     """
 
@@ -51,7 +52,7 @@ class OpTime:
         return self.graph, self.body, self.name
 
     def at(self, times: float, *, placed: bool) -> Parts:
-        """The parts at so many times the batch."""
+        """The parts at `times` times the batch."""
         parts = self.placed if placed else self.high
         grows = self.by_weights + (1 - self.by_weights) * times
         return Parts(parts.launch, parts.memory * grows, parts.arithmetic * times)
@@ -72,7 +73,7 @@ class Bounds:
     casts: float
 
     def seconds(self, *, placed: bool, times: float = 1.0) -> float:
-        """The predicted time at so many times the batch."""
+        """The predicted time at `times` times the batch."""
         total = sum(op.at(times, placed=placed).nanoseconds for op in self.ops)
         return total * 1e-9 + (self.casts * times if placed else 0.0)
 
@@ -106,12 +107,12 @@ class Bounds:
 
     @property
     def largest(self) -> OpTime | None:
-        """The op that takes most of the fp32 time."""
+        """The op that takes the largest part of the fp32 time."""
         return max(self.ops, key=lambda op: op.high.nanoseconds, default=None)
 
 
 def bounds_of(sections: Sequence[Section], casts: float) -> Bounds | None:
-    """What bounds the time of all sections; None where prices are of no device.
+    """What bounds the time of all sections; None where prices belong to no device.
 
     Args:
         casts: seconds of all casts.
@@ -138,8 +139,10 @@ def _op_times(section: Section, device: Device) -> Iterator[OpTime]:
             fact.base,
             fact.module,
             low,
-            parts_of(node, fact, 4, device),
-            parts_of(node, fact, 2 if low else 4, device),
+            parts_of(node, fact, HIGH_DTYPE.itemsize, device),
+            parts_of(
+                node, fact, (rewritten.low if low else HIGH_DTYPE).itemsize, device
+            ),
             flops_of(node, fact),
             _by_weights(rewritten.facts, fact),
             _kernel(node, fact),

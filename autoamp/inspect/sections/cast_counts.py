@@ -1,9 +1,9 @@
 """The number of casts that one forward and one backward over a graph run.
 
-A cast of the forward is a node.  A cast of the backward is no node: autograd makes it
-where a gradient meets the dtype of the value that the gradient belongs to.  The rules
-below say where; `tests/inspect/test_cast_counts.py` holds them against casts counted at
-torch's dispatcher while the models of the tests run.
+A cast of the forward is a node.  A cast of the backward is not: autograd makes it where
+the dtype of a gradient is not the dtype of the gradient's value.  The rules below say
+where; `tests/inspect/test_cast_counts.py` compares them with casts counted at torch's
+dispatcher while the models of the tests run.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ class CastCounts:
     as run once.
 
     Attributes:
-        forward: casts that run in each forward; copies kept between calls are not
-            among these.
+        forward: casts that run in each forward, without copies kept between calls.
         backward: casts of gradients, and casts that checkpointed regions run again.
         kept: weights with a low copy that is kept until the weight changes.
-        kept_bytes: the memory of these copies together, for all graphs; a copy whose
-            channels lie last is one beside the copy that lies as its weight does.
+        kept_bytes: the memory of all these copies; a weight may have two, one of them
+            with the channels last.
     """
 
     forward: int
@@ -90,8 +89,8 @@ def cast_counts(sections: Sequence[Section]) -> CastCounts:
 def _kept_copies(sections: Sequence[Section]) -> dict[tuple[str, bool | None], int]:
     """The bytes of each low copy that graphs are called with.
 
-    The key is the path of the weight and the layout of the copy: graphs of one model
-    share their copies, and the bodies of a graph get theirs from the graph.
+    The key is the path of the weight and the layout of the copy.  Graphs of one model
+    share copies, and a graph hands its copies to its bodies.
     """
     found = {}
     for section in sections:
@@ -142,10 +141,10 @@ def _is_low(node: object) -> bool:
 
 
 def _casts_the_gradient(cast: fx.Node, facts: Facts) -> bool:
-    """Whether the gradient of a cast is cast back, by the cast itself.
+    """Whether the gradient of a cast is cast back by the cast itself.
 
-    The gradient of a `scaled_result` is rounded by the kernel that scales it; that of
-    a value read by way of `low_uses` is summed in fp32 there.
+    The gradient of a `scaled_result` is rounded by the kernel that scales it; the
+    gradient of a value read through `low_uses` is summed in fp32 there.
     """
     if cast.target is scaled_result or all(u.target in USES for u in cast.users):
         return False
@@ -175,13 +174,13 @@ def _widened_operands(node: fx.Node, facts: Facts) -> int:
 
 
 def _needs_grad(node: object, facts: Facts) -> bool:
-    """Whether a gradient flows to a node; one that the pass has added has one."""
+    """Whether a gradient flows to a node; true for nodes that the pass has added."""
     assert isinstance(node, fx.Node)
     fact = facts.nodes.get(node.name)
     return fact is None or fact.requires_grad
 
 
 def _float_dtype(node: fx.Node) -> torch.dtype | None:
-    """The dtype of the first float that a node gives; None where there is none."""
+    """The dtype of the first float tensor of a node's result, or None."""
     found = tensors_of(node.meta.get("val"))
     return next((t.dtype for t in found if t.is_floating_point()), None)

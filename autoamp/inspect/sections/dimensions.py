@@ -77,7 +77,7 @@ def _in_section(section: Section) -> Iterator[Misfit]:
 def _sizes(node: fx.Node, fact: NodeFacts) -> Iterator[tuple[int, int]]:
     """The sizes of a product that matter, each with the place of its operand.
 
-    They are the last two of each matrix, and of a convolution its numbers of channels.
+    These are the last two sizes of each matrix, and a convolution's channel counts.
     """
     _, name, _ = split_key(fact.op)
     for place, value in enumerate(node.args):

@@ -1,4 +1,4 @@
-"""What low precision should gain, in the words that every view of a report uses.
+"""The predicted gains of low precision, in the words that every view of a report uses.
 
 `print(report)` and the page take names, units and rounding of the figures from here.
 """
@@ -30,7 +30,7 @@ class Gains:
 
     Attributes:
         title: the question that the table answers, and the device of the prediction.
-        rows: a name, and the figure of each of `WAYS`; none where nothing is predicted.
+        rows: a name, and a figure for each of `WAYS`; empty if nothing is predicted.
         sentence: the speed-ups, or why no time is predicted.
     """
 
@@ -62,7 +62,7 @@ def gains_of(found: Headline, low: str) -> Gains:
 
 
 def runs_low_sentence(found: Headline, low: str) -> str:
-    """How many ops run low, and the share of the time that they take in fp32."""
+    """How many ops run low, and their share of the fp32 time."""
     share = ""
     if found.share_of_time_low:
         share = f"; in fp32 they take {found.share_of_time_low:.0%} of the time"
@@ -79,6 +79,6 @@ def _sentence(found: Headline, low: str) -> str:
     if found.pays:
         return 'No time is predicted under objective="memory".'
     return (
-        f"No time: {low} is no faster than fp32 on this device, but "
-        "do_no_harm=False asks for it."
+        f"No time is predicted: {low} is no faster than fp32 on this device, and runs "
+        "only because of do_no_harm=False."
     )

@@ -1,7 +1,7 @@
-"""The figures that answer "what does mixed precision do to this model, and for what?".
+"""The main figures of a report: the ops that run low, and the gain in time and memory.
 
 `print(report)`, the page and the JSON read the figures from here, so that all of them
-say the same number for the same thing.
+show the same figures.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Headline:
         share_of_time_low: the share of the predicted fp32 time in the ops that run low,
             0 to 1; None where no time is predicted.
         trains: whether any op records gradients.
-        pays: whether 16 bits are faster than fp32 on the device; without it ops run low
-            only where `do_no_harm=False` asks for it, and no time is predicted.
-        device: the device whose figures the predicted times are from; "" without them.
+        pays: whether low precision is faster than fp32 on the device; if not, ops run
+            low only because of `do_no_harm=False`, and no time is predicted.
+        device: the device for which times are predicted; "" where no time is.
         seconds_fp32, seconds_autocast, seconds: the predicted time with every op in
             fp32, with the ops placed as `torch.autocast` would place them, and as
             placed; None where no time is predicted.
@@ -101,7 +101,7 @@ class Headline:
 
     @property
     def speed_up_over_autocast(self) -> float | None:
-        """How many times as fast as with autocast's placement, as for `speed_up`."""
+        """How many times as fast as with autocast's placement; None as `speed_up`."""
         return _ratio(self.seconds_autocast, self.seconds)
 
     def figures(self) -> dict[str, Any]:

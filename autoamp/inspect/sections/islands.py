@@ -1,4 +1,4 @@
-"""Islands: connected ops that run in fp32, with the ops that decided it."""
+"""Islands: connected ops that run in fp32, with the ops that must be fp32."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Island:
         graph, body: the section of the ops.
         ops: the names of the ops, in graph order.
         decided_by: the names of the ops that must be fp32; the other ops of the island
-            follow them, because casts would cost more.  Empty where all of the island
-            is fp32 for its price alone.
+            are fp32 because casts would cost more.  Empty where the whole island is
+            fp32 because of prices alone.
         reasons: the reasons of the ops `decided_by`, each once, the most frequent
-            first; where there are none, the reasons of all ops.
+            first; where `decided_by` is empty, the reasons of all ops.
         modules: the paths of the modules that call the ops, each once.
         bytes: fp32 bytes that the ops read and write.
         casts: casts between the island and low ops.
@@ -41,7 +41,7 @@ class Island:
 
 
 def islands_of(sections: Sequence[Section]) -> list[Island]:
-    """The islands of all sections, the one that reads and writes most bytes first."""
+    """The islands of all sections; the island that moves most bytes comes first."""
     found = [island for section in sections for island in _in_section(section)]
     return sorted(found, key=lambda island: -island.bytes)
 

@@ -16,8 +16,8 @@ class LossScaleReport:
         growth_tracker: steps without an overflow since the scale last moved.
         skipped_steps: number of optimizer steps skipped so far because of an overflow
             in the model: two optimizers that skip after one backward count two.
-        skips: for each skipped step, as far as known, which step it was and the op
-            whose gradient overflowed.
+        skips: for each skipped step that is known, its number and the op whose
+            gradient overflowed.
         foreign: whether an enabled GradScaler steps the model's optimizer, so that
             autoamp's loss scale is not in force.
     """

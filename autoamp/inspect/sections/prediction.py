@@ -1,10 +1,11 @@
-"""The predicted time of a step in fp32 and as placed, and why it is not less."""
+"""The predicted time of a step in fp32 and as placed, and the limit on the speed-up."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autoamp.dtypes import HIGH_DTYPE
 from autoamp.inspect.rows import Section
 from autoamp.place.cost import UNIT_NS, kind_of_product
 from autoamp.place.devices import NEUTRAL
@@ -46,9 +47,9 @@ class TimeOfClass:
 class Prediction:
     """Predicted times of one run of all graphs, forward, and backward where recorded.
 
-    The price model of `place/cost.py` predicts: a launch plus the larger of bytes over
-    bandwidth and flops over peak, for each op.  What surrounds the graphs (the
-    optimizer's step, the loading of data) is not in it.
+    The price model of `place/cost.py` gives each op a launch plus the larger of bytes
+    over bandwidth and flops over peak.  Work outside of graphs (the optimizer's step,
+    the loading of data) does not count.
 
     Attributes:
         device: the device whose figures are used.
@@ -96,12 +97,11 @@ class Prediction:
 
 
 def predict(sections: Sequence[Section]) -> Prediction | None:
-    """The prediction for all sections, if there are graphs, and prices in time.
+    """The prediction for all sections; a loop's body counts as run once.
 
-    None where low precision does not pay on the device and ops are converted all the
-    same (`do_no_harm=False`): the prices are then those of no device.
-
-    A body of a loop or checkpointed region is counted as run once.
+    None without graphs, under `objective="memory"`, and where low precision is slower
+    on the device but `do_no_harm=False` converts all the same: then the prices belong
+    to no device.
     """
     if not sections or not all(map(has_times, sections)):
         return None
@@ -155,11 +155,11 @@ def pays(section: Section) -> bool:
 
 
 def kept_for_backward(section: Section, low: frozenset[str]) -> int:
-    """Bytes of operands that the backward may read where the ops `low` run low."""
+    """Bytes of operands that the backward may read if the ops `low` run low."""
     rewritten = section.rewritten
     facts = ((n, rewritten.facts.nodes[n]) for n in rewritten.assignment.decisions)
     return sum(
-        (2 if name in low else 4) * fact.read_numel
+        (rewritten.low if name in low else HIGH_DTYPE).itemsize * fact.read_numel
         for name, fact in facts
         if fact.requires_grad
     )

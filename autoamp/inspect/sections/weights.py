@@ -45,8 +45,8 @@ class WeightRow:
         dtype: the short name of the low dtype.
         shape: the weight's shape, with hints for symbolic sizes.
         kept: whether the low copy is kept until the weight changes.
-        range: the magnitudes in the weight, where the low dtype is fp16 and the model
-            holds data; None elsewhere: bf16 has the range of fp32.
+        range: the magnitudes in the weight, if the low dtype is fp16 and the weight
+            holds data; else None (bf16 has the range of fp32).
     """
 
     graph: int
@@ -59,9 +59,9 @@ class WeightRow:
 
     @property
     def fits(self) -> bool:
-        """Whether the weight's copy has no error but that of rounding.
+        """Whether the error of the weight's copy is no larger than that of rounding.
 
-        A few numbers near 0 that become 0 make no such error.
+        A few numbers near 0 may become 0.
         """
         return self.range is None or self.range.error <= ROUNDING
 
@@ -86,7 +86,7 @@ def ranges_of(weights: Mapping[str, torch.Tensor]) -> dict[str, Range]:
 
 
 def _holds_data(weight: torch.Tensor) -> bool:
-    """Whether the elements may be read: an offloaded weight's memory is gone."""
+    """Whether the elements can be read; the memory of an offloaded weight is gone."""
     if weight.is_meta or not weight.numel():
         return False
     steps = zip(weight.shape, weight.stride(), strict=True)

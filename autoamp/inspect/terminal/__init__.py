@@ -1,1 +1,1 @@
-"""The report for a person at a terminal."""
+"""The report as text for a terminal."""

@@ -1,4 +1,4 @@
-"""Lists behind the summary: predicted times, casts, weights and sizes in the way."""
+"""Lists that follow the summary: predicted times, casts, weights, odd sizes."""
 
 from __future__ import annotations
 
@@ -39,20 +39,22 @@ def prediction(found: Prediction, headline: Headline) -> Iterator[RenderableType
     table.add_row("together", "", seconds_text(found.fp32), seconds_text(found.placed))
     yield Padding(table, (0, 0, 0, 2))
     share, limit = found.share_that_may_be_low, found.limit
-    bound = f": {limit:.1f} times if these took no time" if limit < 1000 else ""
+    bound = (
+        f"; if these took no time: {limit:.1f} times as fast" if limit < 1000 else ""
+    )
     yield _indented(
         f"{found.speed_up:.2f} times as fast as fp32. Of the fp32 time {share:.0%} is "
         f"in ops that may be low{bound}."
     )
     if headline.trains:
         yield _indented(
-            f"Operands of ops with a gradient: {bytes_text(headline.kept)} instead "
-            f"of {bytes_text(headline.kept_fp32)}."
+            f"Values kept for the backward: {bytes_text(headline.kept)} instead of "
+            f"{bytes_text(headline.kept_fp32)}."
         )
 
 
 def because(text: str) -> Padding:
-    """The paragraph on why the speed-up is what it is."""
+    """The paragraph that explains the speed-up."""
     return _indented(text)
 
 
@@ -111,7 +113,7 @@ def odd_sizes(misfits: Sequence[Misfit]) -> Iterator[RenderableType]:
 
 
 def _line(text: str) -> Padding:
-    """One line; what does not fit is cut."""
+    """One line, cut where it does not fit."""
     return Padding(Text(text, no_wrap=True, overflow="ellipsis"), (0, 0, 0, 2))
 
 

@@ -24,14 +24,14 @@ from autoamp.inspect.text import counted, kernels_text, op_title, shorten
 
 _LISTED = 8
 _REWARD_NOTE = (
-    "\nNote on do_no_harm=False: allow ops run in low precision wherever they may, "
-    "whatever it costs; only among such placements is the predicted time least.  Costs "
-    "count a reward for it, predicted times do not."
+    "\nNote on do_no_harm=False: allow ops run in low precision wherever they may, at "
+    "any cost; among such placements the predicted time is the least.  Costs include a "
+    "reward for each converted allow op, predicted times do not."
 )
 _MEANINGS = {
     "allow": "safe and worth it",
     "deny": "dangerous",
-    "infer": "as low as what it reads",
+    "infer": "as low as its operands",
     "clear": "no arithmetic",
 }
 
@@ -81,7 +81,7 @@ def _section(section: Section) -> Iterator[RenderableType]:
     title = f"{name}: {low} of {counted(len(ops), 'float op')} in {section.low}"
     yield Rule(Text(f"{title}, {counted(nodes, 'node')}", "bold"), align="left")
     if not ops:
-        yield Text("No float ops, so nothing to decide.")
+        yield Text("The graph has no float ops: there is nothing to decide.")
         return
     side_by_side = Table.grid(padding=(0, 4))
     side_by_side.add_row(_categories(section), _casts(section))

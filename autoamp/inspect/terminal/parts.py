@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 WIDTH = 80
-"""Columns of the summary, which has no terminal to ask for a width."""
+"""Columns of the summary where no terminal says how wide it is."""
 
 FULL_WIDTH = 100
 """Columns of lists with source lines."""

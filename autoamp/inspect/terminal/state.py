@@ -1,4 +1,4 @@
-"""What has happened in the calls and steps of a model so far, in sentences."""
+"""Sentences on the calls and steps of a model so far."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ def covered(shares: Coverage) -> str:
     ran = shares.calls - shares.calls_aside
     text = f"{ran:,} of {counted(shares.calls, 'call')} ran rewritten graphs"
     if shares.calls_in_part:
-        text += f", {shares.calls_in_part:,} of them beside graphs that stayed fp32"
+        text += f", {shares.calls_in_part:,} of them graphs that stayed fp32 as well"
     if shares.share_of_flops is not None:
-        text += f"; {shares.share_of_flops:.1%} of their flops in low precision"
+        text += f"; {shares.share_of_flops:.1%} of their flops ran in low precision"
     return f"{text}."
 
 
 def copied_anew(count: int) -> Text:
-    """Why a model copies weights at every call, and what the user can do about it."""
+    """Says why a model copies weights at every call, and how the user can avoid it."""
     weights = counted(count, "weight")
     lines = (
-        f"\nThe last call copied {weights} anew, and so will the next: something else",
-        "holds their memory (a NumPy array, a file, a state_dict, another tensor), or",
-        "they are written to unannounced.  For memory that nobody else needs:",
+        f"\nEach call copies {weights} to the low dtype again, because other code may",
+        "hold their memory (a NumPy array, a file, a state_dict, another tensor), or",
+        "writes to it between steps.  If no other code needs the memory:",
         "p.data = p.data.clone()",
     )
     return Text("\n".join(lines))
 
 
 def loss_scaling(state: LossScaleReport) -> str:
-    """The state of loss scaling, for people who wonder why steps were skipped."""
+    """The loss scale, and the number of skipped steps."""
     if state.foreign:
         return "Loss scaling is left to the GradScaler that steps the optimizer."
     were = "was" if state.skipped_steps == 1 else "were"
@@ -49,7 +49,7 @@ def loss_scaling(state: LossScaleReport) -> str:
 
 
 def skips(state: LossScaleReport) -> list[str]:
-    """Which steps were skipped last, and why."""
+    """The reasons of the steps that were skipped last."""
     if state.foreign:
         return []
     return [f"  {why}" for why in state.skips[-_LISTED:]]

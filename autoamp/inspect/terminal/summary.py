@@ -23,13 +23,13 @@ LISTED = 3
 """Entries of each list; the rest are counted."""
 
 LINE = 78
-"""Columns of a line behind its indentation, on a terminal of 80 columns."""
+"""Columns of a line after its indentation, on a terminal of 80 columns."""
 
 
 def runs_low(
     found: Headline, low: str, facts: Sequence[str]
 ) -> Iterator[Text | Padding]:
-    """What runs low.
+    """The ops that run low.
 
     Args:
         low: the short name of the compute dtype.
@@ -41,7 +41,7 @@ def runs_low(
 
 
 def gains(found: Headline, low: str) -> Iterator[RenderableType]:
-    """What low precision should gain here, beside fp32 and `torch.autocast`.
+    """The predicted gains, beside fp32 and `torch.autocast`.
 
     Args:
         low: the short name of the compute dtype.
@@ -64,7 +64,7 @@ def gains(found: Headline, low: str) -> Iterator[RenderableType]:
 def stayed(
     found: Headline, groups: Sequence[Stayed], left: Sequence[tuple[str, str]]
 ) -> Iterator[Text | Padding]:
-    """What stayed in fp32 and why, the costliest first.
+    """The ops that stayed in fp32, by reason, the costliest first.
 
     Args:
         left: the parts that were not captured, with the reasons.
@@ -103,13 +103,13 @@ def _group(group: Stayed) -> str:
 def not_converted(
     why: Sequence[tuple[str, str]], facts: Sequence[str]
 ) -> Iterator[Text | Padding]:
-    """The first three answers for a model that is left as it is.
+    """The first three answers for a model that is not converted.
 
     Args:
         facts: sentences on the calls.
     """
     yield _question("What runs low")
-    yield _line("Nothing: the model is not converted and runs as it is.")
+    yield _line("Nothing: the model is not converted and runs unchanged.")
     yield from map(_line, facts)
     yield _question("What it should gain here")
     yield _line("Nothing.")
@@ -121,7 +121,7 @@ def not_converted(
 
 
 def what_next(advice: Sequence[str]) -> Iterator[Text | Padding]:
-    """What to do next."""
+    """The advice."""
     yield _question("What to do next")
     yield from map(_line, advice)
 

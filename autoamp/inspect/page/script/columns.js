@@ -7,7 +7,7 @@ const TALL = 1500; // the least height of a group that is laid out in columns
 const WIDE = 1.3; // the wanted width of a group over its height
 const BAND = 28; // the height of the bands above and below the columns
 
-/** A settled layout with its rows in columns; the same layout where it is not tall. */
+/** A settled layout with its rows in columns; a layout that is not tall is unchanged. */
 function inColumns(layout) {
   const rows = rowsOf(layout.boxes);
   const count = Math.min(rows.length, Math.round(Math.sqrt((WIDE * layout.h) / Math.max(layout.w, 1))));
@@ -51,7 +51,7 @@ function rowsOf(boxes) {
   return [...found.values()].sort((a, b) => a.top - b.top);
 }
 
-/** At most `count` columns of rows, about as low as can be. */
+/** At most `count` columns of rows, about as low as possible. */
 function columnsOf(rows, height, count) {
   for (let most = height / count; ; most *= 1.05) {
     const columns = [];

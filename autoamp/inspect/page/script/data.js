@@ -61,7 +61,7 @@ function count(groups, counts, node, side, islandOf) {
     const here = counts[g];
     here.nodes += 1;
     if (CASTS.has(node.kind)) here.casts += 1;
-    if (node.decision) here[side === "after" && node.decision.precision !== "fp32" ? "low" : "fp32"] += 1;
+    if (node.decision) here[side === "after" && node.decision.precision !== report.dtypes.high ? "low" : "fp32"] += 1;
     if (islandOf.has(node.index)) here.islands.add(islandOf.get(node.index));
   }
 }
@@ -89,11 +89,11 @@ function itemOf(graph, id) {
   return id[0] === "g" ? graph.groups[index] : graph.nodes[index];
 }
 
-/** Colour class of a precision. */
+/** The colour class of a precision: "none", "fp32", "low" or "other". */
 function precisionClass(precision) {
   if (!precision) return "none";
-  if (precision === "fp32") return "fp32";
-  return precision === "bf16" || precision === "fp16" ? "low" : "other";
+  if (precision === report.dtypes.high) return "fp32";
+  return report.dtypes.low.includes(precision) ? "low" : "other";
 }
 
 // One format for all numbers, since `toLocaleString` makes a new one at each call.

@@ -1,4 +1,4 @@
-// Keys.
+// The keys of the page, and the actions that they start.
 
 const KEYS = [
   ["/", "search"], ["Arrows", "move between nodes and modules"],
@@ -10,12 +10,12 @@ const KEYS = [
   ["Wheel, drag", "move the graph; with Ctrl the wheel zooms"],
 ];
 
-/** The point from which the arrow keys measure: an open module is met at its header. */
+/** The point from which the arrow keys measure; for an open module, in its header. */
 function pointOf({ x, y, w, h, isOpen: open }) {
   return { x: open ? x + 40 : x + w / 2, y: y + (open ? SIZES.header / 2 : h / 2) };
 }
 
-/** The item next to the one at hand in a direction, or undefined. */
+/** The item next to the current item in a direction, or undefined. */
 function nextItem(key) {
   const here = pointOf(state.shown.get(state.at));
   const [dx, dy] = { ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] }[key];
@@ -80,7 +80,7 @@ function listenToKeys() {
   });
 }
 
-/** Light, then dark, whatever the system's own choice was. */
+/** Switches between light and dark; at first the system's choice is in force. */
 function switchTheme() {
   const { dataset } = document.documentElement;
   const isDark = dataset.theme ? dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;

@@ -1,7 +1,7 @@
 // Places the items of each group by dagre, with every group inside it closed.
 //
-// Such a layout is made once.  Where groups inside are open, `stretch.js` makes room for
-// them, so that opening a module moves the other boxes apart and never shuffles them.
+// The layout of a group is made once.  `stretch.js` makes room for groups that are opened
+// inside, so that opening a module moves the other boxes apart and never shuffles them.
 
 const FAR = 5; // an edge across more ranks than this takes the lane at the left
 
@@ -79,7 +79,7 @@ function farEdges(items, edges) {
     if (span(edge) > FAR) found.add(edge);
     else near.add(edge.from).add(edge.to);
   }
-  // An item with far edges only keeps the shortest of them, to be placed by.
+  // An item that has only far edges keeps the shortest, so that dagre can place the item.
   for (const edge of [...found].sort((a, b) => span(a) - span(b))) {
     if (near.has(edge.from) && near.has(edge.to)) continue;
     near.add(edge.from).add(edge.to);

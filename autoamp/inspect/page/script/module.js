@@ -1,5 +1,5 @@
-// The panel of a selected module: its ops, casts, islands and time, and what it would
-// cost to have all of it in one precision.
+// The panel of a selected module: its ops, casts, islands and time, and the cost of all its
+// ops in one precision.
 
 /** Whether a node stands in a group, at any depth. */
 function isInside(node, group) {
@@ -11,7 +11,7 @@ function isInside(node, group) {
 function moduleDetails(group) {
   const nodes = state.graph.nodes.filter((n) => isDrawn(n, state.side) && isInside(n, group));
   const isBefore = state.side === "before";
-  const high = isBefore ? [] : nodes.filter((n) => n.decision?.precision === "fp32");
+  const high = isBefore ? [] : nodes.filter((n) => n.decision?.precision === report.dtypes.high);
   const casts = nodes.filter((n) => n.cast);
   const list = (some) => nodeList(some.map((n) => n.index));
   return [
@@ -42,20 +42,20 @@ function moduleFigures(group, isBefore) {
   ];
 }
 
-/** What it costs to keep all ops of a module in fp32. */
+/** The cost of keeping all ops of a module in fp32. */
 function inFp32({ path, costs: { keep } }) {
   if (!keep) return "";
-  const option = path ? [h("p", { class: "note" }, h("code", {}, `keep=["${path}"]`), " does this. Ops behind the module that read its fp32 values may then stay in fp32 too.")] : [];
+  const option = path ? [h("p", { class: "note" }, h("code", {}, `keep=["${path}"]`), " keeps the module in fp32. Ops behind the module that read its fp32 values may then stay in fp32 too.")] : [];
   return part("All of it in fp32 instead", h("p", {}, held(keep)), ...option);
 }
 
-/** What it costs to lower all ops of a module that may be low. */
+/** The cost of lowering all ops of a module that may be low. */
 function inLow({ costs: { lower } }) {
   return lower ? part("All that may be in " + state.graph.raw.compute_dtype + " instead", h("p", {}, held(lower))) : "";
 }
 
 function held({ ops, extra, why }) {
-  if (extra === null) return "Cannot be: " + why + ".";
+  if (extra === null) return "Impossible: " + why + ".";
   const { unit } = state.graph.raw.tables;
   return amount(extra, unit, true) + " " + (unit === "bytes" ? "bytes kept for the backward" : "predicted time") +
     ", with " + plural(ops, "op") + " changed.";

@@ -67,7 +67,7 @@ function skipped() {
   return h("dl", {}, report.skipped.flatMap(({ what, why }) => [h("dt", {}, what), h("dd", {}, why)]));
 }
 
-/** Islands alike (a layer's, repeated) are one entry with a button for each place. */
+/** Equal islands (of repeated layers) are one entry with a button for each place. */
 function showReasons() {
   const panel = document.getElementById("reasons");
   const { islands, tables } = state.graph.raw;
@@ -83,7 +83,7 @@ function showReasons() {
     groups.set(key, [...(groups.get(key) ?? []), island]);
   }
   panel.append(part("Islands: fp32 between ops in low precision",
-    between.length ? "" : h("p", { class: "hint" }, "There are none: the ops in fp32 stand before or behind all ops in low precision."),
+    between.length ? "" : h("p", { class: "hint" }, "There are no islands: the ops in fp32 stand before or behind all ops in low precision."),
     ...[...groups.values()].map(islandEntry)));
   panel.append(part("All ops in fp32, by reason, the costliest first", ...tables.stayed.map(({ reason, nodes, cost }) =>
     h("details", {}, h("summary", {}, reason, h("small", {}, " " + plural(nodes.length, "op") + ", " + cost)), nodeList(nodes)))));

@@ -106,7 +106,7 @@ function showNode(node) {
 
 const MOST_LINKS = 6;
 
-/** The node that makes a node fp32, which is one click away, and the chain between them. */
+/** A link to the root node that makes a node fp32, and the chain between the two. */
 function rooted({ node: root, said, chain }) {
   const back = [...chain].reverse();
   const shown = back.length > MOST_LINKS ? [...back.slice(0, MOST_LINKS - 2), null, back.at(-1)] : back;
@@ -116,13 +116,13 @@ function rooted({ node: root, said, chain }) {
     chain.length > 1 ? h("p", { class: "chain" }, ...steps) : "");
 }
 
-/** The option that would make an fp32 node low, and what that costs. */
+/** The option that would make an fp32 node low, and its cost. */
 function remedied({ name, decision: { remedy, precision } }) {
-  if (precision !== "fp32") return "";
+  if (precision !== report.dtypes.high) return "";
   if (!remedy) {
-    return h("p", { class: "note" }, "report.why(" + JSON.stringify(name) + ") tries the options that would change it.");
+    return h("p", { class: "note" }, "report.why(" + JSON.stringify(name) + ") tries options that might make this op low.");
   }
-  if (!remedy.words) return h("p", {}, "No option makes it low. Tried: ", h("code", {}, remedy.tried.join("; ")), ".");
+  if (!remedy.words) return h("p", {}, "No option makes this op low. Tried: ", h("code", {}, remedy.tried.join("; ")), ".");
   const { unit } = state.graph.raw.tables;
   const kind = unit === "bytes" ? "bytes kept for the backward" : "predicted time";
   const along = remedy.along ? "; " + plural(remedy.along, "other op") + " would change too" : "";
@@ -174,9 +174,9 @@ function undecided(node) {
 function flipped(flip) {
   const { unit } = state.graph.raw.tables;
   const kind = unit === "bytes" ? "bytes kept for the backward" : "predicted time";
-  if (flip.kind === "never") return [h("p", {}, (flip.to === "fp32" ? "Cannot be: " : "Not under these options: ") + flip.why + ".")];
+  if (flip.kind === "never") return [h("p", {}, (flip.to === report.dtypes.high ? "Impossible: " : "Not under these options: ") + flip.why + ".")];
   if (flip.kind === "unknown") {
-    return [h("p", {}, "Other nodes would have to change with it. The cost takes long to compute in a graph of this size: ask report.why() for it.")];
+    return [h("p", {}, "Other nodes would have to change with this op. Their cost takes long to compute in a graph of this size; report.why() computes it.")];
   }
   const more = flip.more_allow_in_fp32;
   const { compute_dtype: low } = state.graph.raw;
@@ -187,7 +187,7 @@ function flipped(flip) {
   const casts = (list) => list.map(([value, dtype]) => value + " to " + dtype).join(", ");
   return [h("p", {}, text), facts(bound ? [] : [
     ["Casts added", casts(flip.appear)], ["Casts removed", casts(flip.vanish)],
-    ["Would follow", flip.along.slice(0, MOST_LISTED).join(", ") +
+    ["Would change too", flip.along.slice(0, MOST_LISTED).join(", ") +
       (flip.along.length > MOST_LISTED ? " and " + (flip.along.length - MOST_LISTED) + " more" : "")],
   ])];
 }

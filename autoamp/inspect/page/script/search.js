@@ -6,7 +6,7 @@ const foundList = document.getElementById("found");
 let hits = [];
 let chosen = -1;
 
-/** The rank of an item for some words, the lower the better; -1 where a word is missing. */
+/** The rank of an item for some words: lower is better; -1 where a word is missing. */
 function rankOf(item, words) {
   const name = (item.isGroup ? item.path : item.name).toLowerCase();
   const rest = item.isGroup ? "" : [item.op, item.module, item.source, item.decision?.heading ?? ""].join("\n").toLowerCase();

@@ -1,4 +1,4 @@
-// Fills the page and listens.
+// Fills the page and listens to the user.
 
 function start() {
   const title = document.getElementById("title");
@@ -15,7 +15,7 @@ function start() {
   showLegend();
 }
 
-/** A report without graphs: the reason, and nothing that could be switched. */
+/** Shows why a report has no graphs, and hides the controls of a graph. */
 function showEmpty() {
   const empty = document.getElementById("empty");
   empty.hidden = false;
@@ -56,7 +56,7 @@ function listen() {
       return;
     }
     const { item, isOpen: open } = state.shown.get(element.id);
-    // An open module closes by its header; a click on its ground is a click on nothing.
+    // A click on the header closes an open module; a click on its background does nothing.
     if (open && !event.target.closest(".header, .title, .chevron")) return;
     state.at = item.id;
     act(item);

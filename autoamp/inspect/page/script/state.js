@@ -1,4 +1,4 @@
-// What is shown at present, and the actions that change what is shown.
+// The state of the page, and the actions that change it.
 
 const MOST_AT_FIRST = 40; // items in the first view
 
@@ -63,8 +63,8 @@ function openAtFirst() {
 }
 
 /**
- * Opens the modules that hold modules, where all of a level is too much.  Of many modules
- * side by side (the layers of a model) either all are opened or none.
+ * Opens the modules that hold modules, where a whole level would be too much.  Of many
+ * modules side by side (the layers of a model) either all are opened or none is.
  */
 function openModules(level, items, open, shown) {
   for (const parent of level) {

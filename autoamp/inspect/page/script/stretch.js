@@ -80,7 +80,7 @@ class OpenLayouts {
     };
   }
 
-  /** Whether cast `n`, at an end of an edge, is drawn: all groups round it are open. */
+  /** Whether cast `n`, at an end of an edge, is drawn: all groups around it are open. */
   isShown(n, { from, to }) {
     for (let g = this.graph.nodes[n].group; ; g = this.graph.groups[g].parent) {
       const group = this.graph.groups[g];
@@ -117,7 +117,7 @@ function moved(rows, y) {
   return y + sum;
 }
 
-/** A function that gives the move aside of a point at (x, y) of the closed layout. */
+/** A function from a point (x, y) of the closed layout to the distance it moves aside. */
 function pushes(closed, boxes) {
   const byRow = new Map();
   for (const [id, box] of boxes) {

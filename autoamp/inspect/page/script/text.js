@@ -1,4 +1,4 @@
-// The texts of nodes and groups, and the sizes of the boxes round them.
+// The texts of nodes and groups, and the sizes of the boxes around them.
 
 const SIZES = { header: 30, pad: 14, line: 15, node: 44, small: 28, group: 62 };
 const TITLE_FONT = "600 13px system-ui, sans-serif";

@@ -1,4 +1,4 @@
-// Moving and zooming the graph; from far away, names of modules that stay readable.
+// Moves and zooms the graph; where the zoom is small, names the modules in readable size.
 
 const view = { x: 0, y: 0, k: 1 };
 const canvas = document.getElementById("canvas");
@@ -52,7 +52,7 @@ function zoomBy(factor, x = canvas.clientWidth / 2, y = canvas.clientHeight / 2)
   applyView();
 }
 
-/** Shows a rectangle of the graph whole, or from its top where that would be illegible. */
+/** Shows a whole rectangle of the graph, or its top where the whole would be illegible. */
 function fitTo({ x, y, w, h }, least = LEAST_ZOOM) {
   const [width, height] = [canvas.clientWidth, canvas.clientHeight];
   const [room, legend] = [28, 36]; // the legend covers the bottom
@@ -66,7 +66,7 @@ function fitTo({ x, y, w, h }, least = LEAST_ZOOM) {
   applyView();
 }
 
-/** Moves a box into the window, no farther than it takes; or to the middle on demand. */
+/** Moves a box into the window by the shortest way; with `middle`, to the middle. */
 function bringIn(box, { middle = false } = {}) {
   const [width, height] = [canvas.clientWidth, canvas.clientHeight];
   const [left, top] = [box.x * view.k + view.x, box.y * view.k + view.y];
