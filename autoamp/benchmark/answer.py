@@ -1,4 +1,4 @@
-"""The sentence that answers whether mixed precision helps a model here, and why."""
+"""The sentence that says whether mixed precision helps a model here, and why."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from autoamp.tuning.clock import surely_less
 _OURS = ("autoamp", "tuned")
 
 MOST = 0.5
-"""A cause is named where it takes this part of a step, or more: no other takes more."""
+"""A cause is named if it takes this share of a step, or more."""
 
 WORTH = 0.9
-"""A batch pays from this part of fp32's time on, for a reader who would change it."""
+"""A larger batch is proposed if autoamp then takes this share of fp32's time."""
 
 _LARGEST = 4096
-"""So many times the batch are looked at, by doubling, for one from which it pays."""
+"""The batch is doubled in search of one that pays, up to this many times its size."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Answer:
     """Whether autoamp helps, and the sentence that says so.
 
     Attributes:
-        helps: whether a step is surely shorter in mixed precision; None where the
-            times do not tell.
+        helps: whether a step is surely shorter in mixed precision; None where the times
+            leave this open.
         sentence: the answer, with its figure, its reason, and what to do.
     """
 
@@ -73,7 +73,7 @@ def _helps(base: Row, ours: Row, bench: Measured) -> bool | None:
 def _reasons(
     base: Row, ours: Row, bench: Measured, *, helps: bool | None
 ) -> Iterator[str]:
-    """The reasons that hold, the one that rules out all others first."""
+    """The reasons that hold; a reason that rules out all others comes first."""
     known, low = bench.evidence, bench.precision
     if known is not None:
         yield from _cannot(known, low)
@@ -116,7 +116,7 @@ def _ruled(known: Evidence) -> Iterator[str]:
         of = "the predicted time" if known.stayed is not None else "the float ops"
         yield (
             f"rules keep {known.ruled:.0%} of {of} in fp32 ({known.ruled_by}). "
-            "report.why(node) names the option to take back"
+            "report.why(node) names the option to drop"
         )
 
 
@@ -128,7 +128,7 @@ def _starts(base: Row, ours: Row, known: Evidence | None) -> Iterator[str]:
     ops = f"its {known.float_ops} ops" if known and known.float_ops > 1 else "ops"
     pays = _pays_from(base, ours)
     if pays is None:
-        more = "a larger batch would not change that by these figures"
+        more = "by these figures a larger batch would not help"
     else:
         more = f"from batch {pays} on it should pay"
     yield (
@@ -145,9 +145,9 @@ def _fixed_part(row: Row) -> float | None:
 
 
 def _pays_from(base: Row, ours: Row) -> int | None:
-    """The batch from which on autoamp takes `WORTH` of fp32's time, or less.
+    """The least batch at which autoamp takes `WORTH` of fp32's time, or less.
 
-    A step is taken to last a fixed time and a time for each sample.
+    The time of a step is assumed to be a constant plus a time for each sample.
     """
     if None in (base.doubled, ours.doubled, base.batch):
         return None
@@ -160,7 +160,7 @@ def _pays_from(base: Row, ours: Row) -> int | None:
 
 
 def _at(row: Row, times: int) -> float:
-    """The time of a step of so many times the batch."""
+    """The time of a step at `times` times the batch."""
     assert row.doubled is not None
     least = min(row.times)
     return least + max(0.0, row.doubled - least) * (times - 1)
@@ -169,16 +169,16 @@ def _at(row: Row, times: int) -> float:
 def _sizes(known: Evidence) -> Iterator[str]:
     if known.odd_flops >= MOST:
         yield (
-            f"{known.odd_flops:.0%} of its flops are in products with a size that "
-            f"tensor cores do not like. Pad {known.odd_size:,} in {known.odd_module} "
-            f"to {known.odd_next:,}"
+            f"{known.odd_flops:.0%} of its flops are in products with a size that is "
+            f"slow on tensor cores. Pad {known.odd_size:,} in {known.odd_module} to "
+            f"{known.odd_next:,}"
         )
 
 
 def _bound(
     base: Row, ours: Row, known: Evidence, low: str, *, helps: bool | None
 ) -> Iterator[str]:
-    """Which part of the work low precision shortens, or cannot."""
+    """The part of the work that low precision shortens, or cannot shorten."""
     stayed = known.stayed or 0.0
     if not helps and stayed >= MOST:
         yield (
@@ -186,8 +186,8 @@ def _bound(
             f"({known.stayed_because})"
         )
     elif (known.memory or 0.0) >= MOST:
-        said = f"most of its time moves memory{_moved(base, ours)}"
-        yield said if helps else f"{said}. A compiler moves fewer: try --compile"
+        said = f"most of its time goes to moving memory{_moved(base, ours)}"
+        yield said if helps else f"{said}. A compiler moves less: try --compile"
     elif not helps and (known.speed_up or 0.0) > 1 / WORTH:
         yield (
             f"by prediction it should be {known.speed_up:.2f} times as fast. "
@@ -211,7 +211,7 @@ def _moved(base: Row, ours: Row) -> str:
 
 
 def _surely_less(one: Row, other: Row, bench: Measured) -> bool:
-    """Whether chance alone would seldom make one way's times so often the shorter."""
+    """Whether one way's times are shorter so often that chance is unlikely."""
     count = min(len(one.times), len(other.times))
     if bench.interleaved:
         return surely_less(one.times[:count], other.times[:count])

@@ -1,4 +1,4 @@
-"""Checks what was asked for, and has it measured."""
+"""Checks the arguments of `autoamp.bench`, and measures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bench_model(
 
     Raises:
         AutoampError: the model, its arguments or an option cannot be used.
-        BenchInterrupted: by Ctrl-C, with what was measured so far.
+        BenchInterrupted: by Ctrl-C; holds the measurements so far.
     """
     if not isinstance(model, nn.Module):
         model, args, kwargs, data = made_by(model, args, kwargs, data)
@@ -50,8 +50,8 @@ def bench_model(
     _check_numbers(generate, rounds, seconds, steps)
     if (sweep or memory is not None) and data is not None:
         raise OptionError(
-            "sweep= and memory= resize the arguments of a call, and batches of data= "
-            "cannot be resized: give only one of the two"
+            "sweep= and memory= resize the arguments of a call, but batches of data= "
+            "cannot be resized: give data=, or sweep= and memory="
         )
     budget = None if memory is None else bytes_in(memory)
     call = (tuple(args), dict(kwargs))
@@ -74,7 +74,8 @@ def made_by(
     """The model, arguments and data that a factory returns.
 
     Raises:
-        UnsupportedModelError: it is no factory, or returns something else.
+        UnsupportedModelError: `factory` is not callable, or returns something else.
+        OptionError: arguments of the call are given as well.
     """
     if not callable(factory):
         raise UnsupportedModelError(
@@ -82,7 +83,9 @@ def made_by(
             f"args), not {type(factory).__name__}"
         )
     if args or kwargs:
-        raise OptionError("bench() takes the arguments of the call from the factory")
+        raise OptionError(
+            "the factory returns the arguments of the call; give bench() none"
+        )
     returned = factory()
     match returned:
         case (nn.Module() as model, tuple() as found):

@@ -1,4 +1,4 @@
-"""Times ways in turn, as often as it takes, and says how far the times lie apart."""
+"""Times the ways in turn until the times are precise enough, with their spread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoamp.benchmark.step.running import Running
 from autoamp.tuning.clock import finish
 
 FEWEST = 5
-"""Rounds; with fewer, no way could be surely faster than another (a sign test)."""
+"""The least rounds: with fewer, the sign test can prove no way faster than another."""
 
 _ENOUGH = 10
 """Rounds after which small spreads end the measurement."""
@@ -33,8 +33,8 @@ class Length:
     """How long to measure.
 
     Attributes:
-        rounds: exactly so many rounds; None to choose.
-        seconds: the time after which no round is begun, once there were `FEWEST`.
+        rounds: the exact number of rounds; None lets the spread of the times decide.
+        seconds: after this time no round begins, once there were `FEWEST`.
     """
 
     rounds: int | None = None
@@ -42,10 +42,11 @@ class Length:
 
 
 def in_rounds(runners: Sequence[Running], length: Length) -> Iterator[None]:
-    """Times a step of every way in each round, in another order in each, and yields.
+    """Times a step of every way in each round, and yields after each round.
 
-    The order is shuffled so that no way mostly follows the same other, whose memory it
-    finds in the cache or whose heat it finds in the clock; it is alike each time.
+    The order is shuffled in each round, with a fixed seed.  If one way always followed
+    the same other way, that way's data in the cache and heat in the chip would bias the
+    times.
     """
     order = random.Random(0)
     begun = time.perf_counter()
@@ -74,9 +75,9 @@ def timed(runner: Running) -> None:
 
 
 def least_of_steps(runner: Running | None, call: Call) -> float:
-    """The least time of `FEWEST` steps with these arguments, after two that settle.
+    """The least time of `FEWEST` steps with these arguments, after two untimed steps.
 
-    The least is the time that other programs disturb least.
+    The least time is the time that other programs have disturbed least.
     """
     assert runner is not None
     times = []
@@ -108,11 +109,11 @@ def _is_enough(
 def ratio(
     times: Sequence[float], base: Sequence[float], *, paired: bool
 ) -> tuple[float, float]:
-    """The ratio of times to those of the base, and its standard deviation.
+    """The ratio of times to the times of the base, and its standard deviation.
 
     Args:
-        paired: whether the n-th times are of one round: then the ratio is the median of
-            the rounds' ratios, and else the ratio of the medians.
+        paired: whether the n-th times belong to one round.  If so, the ratio is the
+            median of the rounds' ratios; if not, it is the ratio of the medians.
     """
     if paired:
         shares = [mine / its for mine, its in zip(times, base, strict=False)]
@@ -128,7 +129,7 @@ def sigma(values: Sequence[float]) -> float:
 
 
 def outliers(times: Sequence[float]) -> int:
-    """How many times lie so far from the median that something disturbed them."""
+    """How many times lie far from the median, which means that they were disturbed."""
     middle = statistics.median(times)
     deviation = statistics.median(abs(t - middle) for t in times)
     limit = _FAR * 1.4826 * deviation

@@ -1,4 +1,4 @@
-"""The energy of a step: read from a counter of the machine, else estimated."""
+"""The energy of a step: read from a counter of the machine, or estimated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoamp.tuning.clock import finish
 POWERCAP = Path("/sys/class/powercap")
 
 _LEAST_SECONDS = 1.0
-"""How long steps run between two readings: the counters move some times a second."""
+"""Steps run this long between two readings; counters move several times a second."""
 
 _PICO = 1e-12
 _HIGH_FLOP, _LOW_FLOP, _BYTE = 2.3 * _PICO, 0.75 * _PICO, 162.5 * _PICO
@@ -27,12 +27,12 @@ _HIGH_FLOP, _LOW_FLOP, _BYTE = 2.3 * _PICO, 0.75 * _PICO, 162.5 * _PICO
 
 M. Horowitz, "Computing's energy problem" (ISSCC 2014), table for 45 nm: half of a
 multiplication and an addition (3.7 + 0.9 pJ, 1.1 + 0.4 pJ), and an eighth of a read of
-64 bits from DRAM (1.3 to 2.6 nJ, of which the lower).
+64 bits from DRAM (1.3 to 2.6 nJ; we take 1.3).
 """
 
 _ESTIMATED = (
     "an estimate from flops and bytes, by Horowitz's figures for chips of 45 nm "
-    "(2014): good for comparing the ways alone"
+    "(2014): use it only to compare the ways"
 )
 
 
@@ -42,9 +42,9 @@ class Meter:
 
     Attributes:
         kind: "nvml" or "rapl".
-        how: what it counts, in words.
+        how: a description of what the counter counts.
         joules: reads the counter.
-        period: the joules after which the counter begins again; None if never.
+        period: the joules after which the counter restarts at 0; None if never.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Meter:
     period: float | None = None
 
     def of_a_step(self, running: Running) -> float:
-        """Joules of one step, of as many as run in a second."""
+        """Joules of one step: the mean over the steps that run in a second."""
         finish(running.device)
         start, before, steps = time.perf_counter(), self.joules(), 0
         while time.perf_counter() - start < _LEAST_SECONDS:
@@ -67,7 +67,7 @@ class Meter:
 
 
 def meter_for(device: torch.device) -> tuple[Meter | None, str]:
-    """The counter of the energy of a device; without one, why there is none."""
+    """The energy counter of a device; or None, and why the device has none."""
     try:
         if device.type == "cuda":
             return _nvml(device), ""
@@ -105,7 +105,7 @@ def _nvml(device: torch.device) -> Meter:
 
     Raises:
         ImportError: `nvidia-ml-py` (the extra `bench`) is not installed.
-        OSError: the driver does not tell.
+        OSError: the driver gives no energy.
     """
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -123,14 +123,15 @@ def _nvml(device: torch.device) -> Meter:
     def joules() -> float:
         return float(nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
 
-    return Meter("nvml", "the GPU's own counter (NVML), all that runs on it", joules)
+    how = "the GPU's own counter (NVML), which counts all programs on the GPU"
+    return Meter("nvml", how, joules)
 
 
 def _rapl() -> Meter:
     """The counters of this machine's processor packages.
 
     Raises:
-        OSError: there are none, or they cannot be read.
+        OSError: the machine has no counters, or they cannot be read.
     """
     folders = POWERCAP.iterdir() if POWERCAP.is_dir() else ()
     zones = [z for z in folders if re.fullmatch(r"intel-rapl:\d+", z.name)]
@@ -145,7 +146,8 @@ def _rapl() -> Meter:
         joules()
         ranges = [int((zone / "max_energy_range_uj").read_text()) for zone in zones]
     except PermissionError:
-        raise OSError(f"{files[0]} may be read by root alone") from None
-    # Several packages begin again one by one; the smallest range is then added.
-    how = "the processor's own counter (RAPL), all that runs on it"
+        raise OSError(f"only root may read {files[0]}") from None
+    # The counters of several packages restart one by one: a step down means that one
+    # has, and the smallest range is added.
+    how = "the processor's own counter (RAPL), which counts all programs on it"
     return Meter("rapl", how, joules, min(ranges) / 1e6)

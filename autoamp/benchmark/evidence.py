@@ -1,4 +1,4 @@
-"""What the report of a converted model tells about the times that were measured."""
+"""Figures from the report of a converted model that explain the measured times."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _part(rows: Sequence[OpRow], every: Sequence[OpRow]) -> float:
 
 
 def _costliest(rows: Sequence[OpRow], timed: dict[_Key, OpTime]) -> str:
-    """The reason of the op that takes most time, or moves most bytes."""
+    """The reason of the op that takes most time; without times, that moves most."""
     if not rows:
         return ""
 

@@ -1,4 +1,4 @@
-"""The figures of one way that are counted, and not timed."""
+"""Counts the figures of one way: memory, casts, flops, losses."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from autoamp.counted.traffic import TrafficMode
 from autoamp.tuning.clock import finish
 
 SEED = 0
-"""What the generators start from in each way, so that each drops out the same."""
+"""The seed of the random generators in each way, so that dropout masks are equal."""
 
 _WARM_UP = 2
-"""Steps before the counted one, at least: the first captures, the next settles."""
+"""The least steps before the counted step: the first captures, the second settles."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one way comes to; None where an instrument does not see it.
+    """The counted figures of one way; None where a figure cannot be counted.
 
     Attributes:
         first_call: seconds of the first step.
         losses: the loss of each of the first steps, where the steps train.
         peak: the most memory held at one time in a step, in bytes.
-        resident: the bytes of it that are held between steps.
+        resident: bytes of `peak` that are held between steps too.
         saved: bytes saved for the backward.
         moved: bytes that kernels of forward and backward read and write.
         casts: casts that forward and backward run.
         flops: flops of matrix products, convolutions and attention.
-        low_flops: those of them in fp16 or bf16.
+        low_flops: the part of `flops` in a low dtype.
     """
 
     first_call: float
@@ -50,13 +50,13 @@ class Figures:
 
 
 def figures_of(running: Running, held: Held, steps: int) -> Figures:
-    """Runs the first steps of a way, and counts what one more step does.
+    """Runs the first steps of a way, then counts one more step.
 
-    The optimizer's own kernels are not among the bytes and casts counted.
+    Bytes and casts of the optimizer's own kernels do not count.
 
     Args:
-        held: what was held before the way was prepared.
-        steps: how many losses are wanted.
+        held: the memory that was held before the way was set up.
+        steps: the number of losses to note.
     """
     torch.manual_seed(SEED)
     running.rewind()
@@ -101,6 +101,6 @@ def _counted(running: Running) -> tuple[int, int, int, int]:
 
 
 def _saved(running: Running) -> int:
-    """Bytes that one forward saves for its backward, weights left out."""
+    """Bytes that one forward saves for its backward, without weights."""
     forward = partial(running.forward, running.batch())
     return saved_bytes(forward, running.model.parameters()).total

@@ -24,14 +24,14 @@ _MOST = 2**20
 """No larger batch is tried."""
 
 _STEPS = 2
-"""Steps of each trial: the first makes the optimizer's state, which the next holds."""
+"""Steps of each trial: the first creates the optimizer's state, the next holds it."""
 
 
 def bytes_in(given: int | str) -> int:
     """The bytes of a number, or of a text such as "8GiB", "500 MB" or "2g".
 
     Raises:
-        OptionError: it is no amount of memory above 0.
+        OptionError: `given` is no amount of memory above 0.
     """
     text = str(given).strip().lower()
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text)
@@ -40,33 +40,35 @@ def bytes_in(given: int | str) -> int:
         units = _BINARY if found[3] else _UNITS
         amount = int(float(found[1]) * units[found[2]])
     if amount < 1:
-        raise OptionError(f"memory={given!r} is no amount of memory: write 8GiB, 500MB")
+        raise OptionError(
+            f"memory={given!r} is no amount of memory: write 8GiB or 500MB"
+        )
     return amount
 
 
 def within_reach(budget: int, device: torch.device) -> int:
-    """The budget, or what can be allocated on the device where that is less."""
+    """The budget, or the memory that can be allocated if that is less."""
     free = memory.available(device)
     return budget if free is None else min(budget, int(free * 0.9))
 
 
 def largest_batch(way: Way, model: nn.Module, task: Task, budget: int) -> int:
-    """The largest batch whose step holds at most `budget` bytes; 0 for none.
+    """The largest batch whose step holds at most `budget` bytes; 0 if none fits.
 
-    A trial that runs out of memory counts as one that does not fit.
+    A batch at which memory runs out does not fit.
     """
     return search(lambda size: _peak(way, model, task, size), budget)
 
 
 def search(peak: Callable[[int], int | None], budget: int) -> int:
-    """The largest size whose peak is within the budget, where peaks grow with sizes.
+    """The largest size whose peak is within the budget; peaks must grow with the size.
 
-    Peaks are nearly a line, so the next size to try is where the line through the two
-    latest reaches the budget; every third trial halves what is left instead, so that a
-    curve costs no more than bisection does.
+    Peaks grow almost linearly, so the next size to try is where the line through the
+    two latest peaks reaches the budget.  Every third trial bisects the remaining range
+    instead, which bounds the number of trials if peaks are not linear.
 
     Args:
-        peak: the bytes of a size; None where memory runs out.
+        peak: gives the peak of a size in bytes; None where memory runs out.
     """
     least, most = 0, _MOST + 1
     known: list[tuple[int, int]] = []

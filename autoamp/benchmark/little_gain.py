@@ -1,4 +1,4 @@
-"""A closer look at a model that gains little: does its step grow with the batch?"""
+"""Where a model gains little, measures whether its step grows with the batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from autoamp.tuning.clock import surely_less
 
 
 def look_closer(entries: Sequence[Entry], task: Task) -> None:
-    """Times twice the batch in fp32 and autoamp, where autoamp gains little.
+    """Times twice the batch in fp32 and autoamp, if autoamp gains little.
 
-    A batch that cannot be doubled, or that does not fit into memory, tells nothing.
+    Nothing is noted for a batch that cannot be doubled, or whose double does not fit
+    into memory.
     """
     base, ours = (_timed(entries, kind) for kind in ("fp32", "autoamp"))
     size = batch_size(task.call)
@@ -30,11 +31,11 @@ def look_closer(entries: Sequence[Entry], task: Task) -> None:
     for entry in told([base, ours], "timing twice the batch"):
         try:
             entry.doubled = least_of_steps(entry.runner, twice)
-        except Exception:  # noqa: BLE001 (the model may take its own batch alone)
+        except Exception:  # noqa: BLE001 (the model may take one batch size only)
             return
 
 
 def _timed(entries: Sequence[Entry], kind: str) -> Entry | None:
-    """The entry of a way that was timed and is still held."""
+    """The entry of a way that was timed and whose copy is still held."""
     found = (e for e in entries if e.way.kind == kind and not e.way.compiled)
     return next((e for e in found if e.runner is not None and e.times), None)

@@ -1,4 +1,4 @@
-"""Sets the ways up on copies of the model, times them in turn, and gathers the rows."""
+"""Sets up the ways on copies of the model, times them in turn, and makes the rows."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from autoamp.inspect.devices import device_name
 from autoamp.printable import class_name, printable_line
 
 _ROOM = 0.9
-"""The part of the available memory that the ways may fill together."""
+"""The share of the available memory that all ways together may fill."""
 
 
 class BenchInterrupted(KeyboardInterrupt):
     """The measurement was interrupted.
 
     Attributes:
-        bench: what was measured so far.
+        bench: the measurements so far.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -48,16 +48,17 @@ class BenchInterrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be measured.
+    """The plan of a measurement.
 
     Attributes:
         ways: the ways, fp32 first.
-        task: what a step is.
+        task: the work of a step.
         length: how long to time.
-        steps: how many losses are wanted.
-        sweep: batch sizes; empty for that of the arguments.
-        memory: bytes that the largest batch may hold; None: it is not looked for.
-        grams_per_kwh: grams of CO2 of a kilowatt-hour; None: CO2 is not shown.
+        steps: the number of losses to note.
+        sweep: batch sizes; empty for the batch of the arguments alone.
+        memory: bytes that the largest batch may hold; None if no largest batch is
+            sought.
+        grams_per_kwh: grams of CO2 of a kilowatt-hour; None if no CO2 is shown.
     """
 
     ways: Sequence[Way]
@@ -70,7 +71,7 @@ class Plan:
 
 
 class Measurement:
-    """One benchmark of one model; `run` measures, `bench` is what there is so far."""
+    """One benchmark of one model: `run` measures, `bench` gives the results so far."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
@@ -89,7 +90,7 @@ class Measurement:
         """Measures everything.
 
         Raises:
-            BenchInterrupted: by Ctrl-C; it holds what was measured so far.
+            BenchInterrupted: by Ctrl-C; holds the measurements so far.
             OptionError: the first batch does not fit into memory.
         """
         try:
@@ -105,7 +106,7 @@ class Measurement:
         return self.bench(complete=True)
 
     def bench(self, *, complete: bool) -> Bench:
-        """What was measured so far."""
+        """The measurements so far."""
         low = self.plan.ways[0].low
         return Bench(
             label=class_name(self.model),
@@ -147,7 +148,7 @@ class Measurement:
         self._gather()
 
     def _enter(self, entry: Entry) -> None:
-        """Sets a way up and counts it; a way that fails has an error instead."""
+        """Sets up a way and counts its figures; a way that fails notes its error."""
         held = memory.Held(self.device)
         try:
             runner = Running(entry.way, self.model, self.task)
@@ -177,7 +178,7 @@ class Measurement:
                 self._go_apart()
 
     def _fit_together(self, first: Figures) -> bool:
-        """Whether all ways can be held at once, as far as the first lets foresee."""
+        """Whether all ways can be held at once, judged by the first way."""
         free = memory.available(self.device)
         if free is None or first.peak is None:
             return True
@@ -185,11 +186,11 @@ class Measurement:
         return more <= free * _ROOM
 
     def _go_apart(self) -> None:
-        """From here on, one way is measured after the other."""
+        """Measures one way after the other from now on."""
         self.apart = True
         self.notes.append(
             "The ways do not fit into memory together, so they were timed one after "
-            "the other, and ratios are those of medians"
+            "the other, and ratios are ratios of medians"
         )
         for entry in self.entries:
             if entry.runner is not None and entry.figures is not None:
@@ -198,7 +199,7 @@ class Measurement:
                 entry.close()
 
     def _time(self, entries: Sequence[Entry]) -> None:
-        """Times these ways in turn, and leaves out those that fail in it."""
+        """Times these ways in turn."""
         runners = [e.runner for e in entries if e.runner is not None]
         if not runners:
             return
@@ -222,7 +223,7 @@ class Measurement:
         budget = within_reach(self.plan.memory, self.device)
         if budget < self.plan.memory:
             self.notes.append(
-                f"The budget of the largest batch was {budget / 1e6:,.0f} MB, because "
+                f"The budget for the largest batch was {budget / 1e6:,.0f} MB, because "
                 "no more memory is free"
             )
         last = self.rows[-1].batch
@@ -240,7 +241,7 @@ class Measurement:
                 self.rows[place] = replace(self.rows[place], largest_batch=found)
 
     def _gather(self) -> None:
-        """Makes rows of the ways that were entered."""
+        """Makes a row of each way that was set up."""
         for entry in self.entries:
             entry.take()
         found = [entry for entry in self.entries if entry.error or entry.times]

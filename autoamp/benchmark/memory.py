@@ -1,4 +1,4 @@
-"""The memory of a step: what a way holds between steps, and the most at one time."""
+"""The memory of a step: the bytes held between steps, and the most at one time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from torch import Tensor
 
 from autoamp import compat
 
-ON_CUDA = "the most that torch's allocator held in a step, less what was there before"
+ON_CUDA = (
+    "the most that torch's allocator held in a step, less the bytes held before the "
+    "way was set up"
+)
 ON_CPU = (
-    "weights, optimizer state and low copies, and on top of them the most that torch's "
-    "profiler saw allocated in a step"
+    "weights, optimizer state and low copies, plus the most that torch's profiler saw "
+    "allocated in a step"
 )
 NOWHERE = "not measured on this device"
 
@@ -32,7 +35,7 @@ def measured_how(device: torch.device) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory left."""
+    """Whether an error says that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     said = str(error).lower()
@@ -40,7 +43,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def available(device: torch.device) -> int | None:
-    """Bytes that can still be allocated; None where nobody can say."""
+    """Bytes that can still be allocated; None where this is unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
@@ -59,7 +62,7 @@ _STDERR = 2
 
 
 class Held:
-    """What was held on a device when this object was made."""
+    """The memory that was held on a device when this object was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +71,7 @@ class Held:
         self._cpu = _living() if device.type == "cpu" else {}
 
     def more(self) -> int:
-        """Bytes held now that were not held then."""
+        """Bytes held now that were not held when this object was made."""
         gc.collect()
         if self._device.type == "cuda":
             return self._allocated() - self._cuda
@@ -76,9 +79,10 @@ class Held:
         return sum(n for key, n in now.items() if key not in self._cpu)
 
     def peak(self, step: Callable[[], Any]) -> int | None:
-        """The most that was held at one time during `step()`, less what was held then.
+        """The most bytes held at one time during `step()`.
 
-        None on a device on which that cannot be measured.
+        Bytes that were held when this object was made do not count.  None on a device
+        on which the memory cannot be measured.
         """
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -95,7 +99,7 @@ class Held:
 
 
 def _living() -> dict[int, int]:
-    """The memory of all tensors on the CPU: address to bytes, each memory once."""
+    """The memory of all tensors on the CPU: address to bytes, each storage once."""
     found: dict[int, int] = {}
     for each in gc.get_objects():
         if not issubclass(type(each), Tensor) or isinstance(each, compat.FakeTensor):
@@ -132,13 +136,13 @@ def _most_allocated(step: Callable[[], Any]) -> int:
 
 @contextmanager
 def _mute() -> Iterator[None]:
-    """Nothing is written to stderr meanwhile, by compiled code either.
+    """A region in which nothing is written to stderr, not even by compiled code.
 
     Torch's profiler writes two lines of its own whenever it starts and stops.
     """
     try:
         kept = os.dup(_STDERR)
-    except OSError:  # there is none
+    except OSError:  # the process has no stderr
         yield
         return
     with open(os.devnull, "wb") as nowhere:

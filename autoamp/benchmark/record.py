@@ -1,4 +1,4 @@
-"""What was measured of each way, as plain data."""
+"""The measurements of each way, as plain data."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Row:
-    """One way to run the model at one batch size.  None: not measured.
+    """One way to run the model at one batch size.  None stands for "not measured".
 
     Attributes:
         way: the name of the way: "fp32", "autocast", "autoamp", ".bfloat16()", ...
         kind: "fp32", "tf32", "autocast", "autoamp", "tuned" or "half".
-        compiled: whether inductor compiled what was run.
+        compiled: whether inductor compiled the way.
         batch: the number of samples in a step.
-        error: the first line of the error that the way failed with; "" where it ran.
+        error: the first line of the error at which the way failed; "" if it ran.
         seconds: the median time of a step.
         sigma: the standard deviation of the times, in seconds.
-        ratio: the time as a part of fp32's, the median over the rounds.
+        ratio: the time over fp32's time, the median over the rounds.
         ratio_sigma: the standard deviation of the rounds' ratios.
         times: the time of each timed step, in seconds.
         data_seconds: the median of the part of a step that waited for data, in seconds.
@@ -29,10 +29,10 @@ class Row:
         moved: bytes that the kernels of forward and backward read and write.
         casts: casts that forward and backward run.
         flops: flops of matrix products, convolutions and attention.
-        low_flops: those of them that run in fp16 or bf16.
+        low_flops: the part of `flops` in fp16 or bf16.
         losses: the loss of each of the first steps.
-        doubled: the least time of a step of twice the batch, in seconds; measured for
-            fp32 and autoamp alone, where autoamp gains little.
+        doubled: the least time of a step of twice the batch, in seconds; measured only
+            for fp32 and autoamp, if autoamp gains little.
         joules: energy of a step.
         energy_from: "nvml", "rapl", or "estimate" from bytes and flops; "" for none.
         co2_grams: CO2 of 1,000 steps, in grams.
@@ -74,24 +74,24 @@ class Row:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the report of the converted model tells about its times.
+    """Figures from the report of the converted model that explain its times.
 
-    Shares are of the predicted time in fp32, 0 to 1, and None where no time is
-    predicted; the optimizer's step is not part of it.
+    Shares are of the predicted fp32 time of forward and backward, 0 to 1, and None
+    where no time is predicted.
 
     Attributes:
         pays: whether the device computes faster in the compute dtype than in fp32.
         units: the name of the device's figures.
         arrived: the half dtype in which most of the model's weights arrived, or "".
-        float_ops, low_ops: the number of float ops, and of those that run low.
+        float_ops, low_ops: the number of float ops, and of float ops that run low.
         ruled: the share in ops that the user's own rules keep in fp32; where no time
-            is predicted, their part of all float ops.
-        ruled_by: the reason of the costliest of them.
+            is predicted, the share of these ops among all float ops.
+        ruled_by: the reason of the costliest of these ops.
         stayed: the share in all ops that stay in fp32.
-        stayed_because: the reason of the costliest of them.
+        stayed_because: the reason of the costliest op that stays in fp32.
         launches, memory, arithmetic: the shares of starting ops, of moving bytes, and
             of computing products.
-        speed_up: how many times as fast as fp32 the graphs should be; None as above.
+        speed_up: how many times as fast as fp32 the graphs are predicted to be.
         odd_flops: the share of the low products' flops in which a size is no multiple
             of 8; 0 where the device has no tensor cores.
         odd_size, odd_next, odd_module: the size of the largest of these products, the
@@ -119,7 +119,7 @@ class Evidence:
 
 @dataclass(frozen=True, repr=False)
 class Measured:
-    """What was measured: the ways, and on what machine.
+    """The measurements: the ways, and the machine.
 
     Attributes:
         label: the model's class name.
@@ -133,10 +133,10 @@ class Measured:
         interleaved: whether all ways of a batch size were timed in turn.
         memory_how: how the peak memory was measured.
         energy_how: how the energy was measured, or why it was not.
-        evidence: what the report of the converted model tells about the times; None
-            where autoamp did not run.
-        notes: what else is to be known of the figures.
-        complete: False where the measurement was interrupted.
+        evidence: figures from the report of the converted model that explain the times;
+            None if autoamp did not run.
+        notes: sentences that qualify the figures.
+        complete: False if the measurement was interrupted.
         measured_seconds: how long the measurement took.
     """
 
@@ -157,7 +157,10 @@ class Measured:
     measured_seconds: float = 0.0
 
     def row(self, way: str, batch: int | None = None) -> Row:
-        """The row of a way, at a batch size where there were several.
+        """The row of a way.
+
+        Args:
+            batch: the batch size; by default the first that was measured.
 
         Raises:
             KeyError: there is no such row.

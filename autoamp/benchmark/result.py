@@ -14,15 +14,15 @@ from autoamp.benchmark.record import Evidence, Measured, Row
 from autoamp.benchmark.shown import plot, table
 
 SCHEMA = 1
-"""The version of the JSON; it grows when a field changes its meaning or goes."""
+"""The version of the JSON; raised when a field changes its meaning or is removed."""
 
 
 @dataclass(frozen=True, repr=False)
 class Bench(Measured):
-    """What `autoamp.bench` measured.  `print(bench)` shows it.
+    """The measurements of `autoamp.bench`; `print(bench)` shows them.
 
     The figures are the attributes of `Measured`: `bench.rows` holds one row for each
-    way, fp32 first, and `bench.row("autoamp").ratio` is one of them.
+    way, fp32 first, and `bench.row("autoamp").ratio` is one figure of a row.
     """
 
     @property
@@ -59,11 +59,11 @@ def from_json(text: str) -> Bench:
     """The `Bench` that `Bench.to_json` wrote.
 
     Raises:
-        ValueError: the text is of another schema, or no such document.
+        ValueError: the text has another schema, or is no such document.
     """
     document = json.loads(text)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise ValueError(f"this is no autoamp bench of schema {SCHEMA}")
+        raise ValueError(f"the text is not an autoamp bench of schema {SCHEMA}")
     known = {each.name for each in fields(Bench)}
     given = {key: value for key, value in document.items() if key in known}
     rows = [{k: _tuple(v) for k, v in row.items()} for row in given.pop("rows")]
@@ -80,7 +80,7 @@ def _tuple(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value with null for every number that JSON does not have: NaN, infinity."""
+    """The value with null for each number that JSON lacks: NaN and infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The row of a way, made of its times and its figures."""
+"""Makes the row of a way from its times and its figures."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Entry:
     data_times: list[float] = field(default_factory=list)
 
     def take(self) -> None:
-        """Takes the times over from the copy that was timed."""
+        """Takes the times from the copy that was timed."""
         if self.runner is not None:
             self.times = self.runner.seconds
             self.data_times = self.runner.data_seconds
 
     def close(self) -> None:
-        """Lets go of the copy."""
+        """Releases the copy."""
         if self.runner is not None:
             self.take()
             self.runner.close()
@@ -61,7 +61,7 @@ def row_of(
 
     Args:
         base: the times of fp32.
-        paired: whether the n-th times of both are of one round.
+        paired: whether the n-th times of both belong to one round.
         grams_per_kwh: grams of CO2 of a kilowatt-hour.
     """
     way, loads = entry.way, task.data is not None
@@ -107,18 +107,18 @@ def row_of(
 
 
 def disturbed(row: Row) -> list[str]:
-    """A note where some times of a row lie far from the others."""
+    """A note if some times of a row lie far from the others."""
     far = outliers(row.times) if row.times else 0
     if not far:
         return []
     said = f"{far} of {len(row.times)} times of {row.way} lie far from its median"
-    return [f"{said}: something else was running; {_AGAIN}"]
+    return [f"{said}: another program was running; {_AGAIN}"]
 
 
 def busy() -> list[str]:
-    """A note where other programs ask for more cores than this machine has."""
+    """A note if other programs use more cores than this machine has."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load <= cores:
         return []
     said = f"The machine was busy already (load {load:.1f} on {cores} cores)"
-    return [f"{said}, so the times are not to be trusted; {_AGAIN}"]
+    return [f"{said}, so the times are unreliable; {_AGAIN}"]

@@ -186,7 +186,7 @@ def test_markdown_has_a_line_for_each_way(trained) -> None:
     ("wrong", "said"),
     [
         ({"rounds": 0}, "rounds=0 is too small"),
-        ({"sweep": [0]}, "0 is no batch size"),
+        ({"sweep": [0]}, "batch size 0 is too small"),
         ({"ways": ["fastest"]}, "'fastest' is not a way"),
         ({"generate": 4}, "has no method `generate`"),
         ({"data": []}, "data= has no batch"),

@@ -281,7 +281,7 @@ def test_what_pays_on_this_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert result.exit_code == 0
     found = sections(result.output)
     fp16, bf16 = found["cpu"]
-    slow = "is slower than fp32: this CPU has no units that multiply it. Nothing is"
+    slow = "is slower than fp32: this CPU has no units that multiply it. No model is"
     assert fp16.startswith("fp16 pays for matrix" if kind == "amx" else f"fp16 {slow}")
     assert bf16.startswith(f"bf16 {slow}" if kind == "none" else "bf16 pays for matrix")
     if kind == "avx":

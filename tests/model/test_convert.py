@@ -553,7 +553,7 @@ def under_jit_trace(model: nn.Module, x: Tensor) -> Any:
 STEPPED_ASIDE = [under_a_dispatch_mode, under_jit_trace]
 CAUSES = {
     under_a_dispatch_mode: "in the dispatch mode Quiet, where Dynamo steps aside",
-    under_jit_trace: "torch.jit.trace traces it",
+    under_jit_trace: "torch.jit.trace traces the call",
 }
 jit_is_old = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
@@ -640,7 +640,7 @@ def test_a_model_that_dynamo_captures_nothing_of_is_told(x: Tensor, caplog) -> N
         assert is_rounded(model(x), exact)
     first, second = warned(caplog)
     assert "'forward' ran no rewritten graph" in first
-    assert "Dynamo cannot go on after a graph break in its code" in first
+    assert "Dynamo cannot go on after a graph break in the method" in first
     assert "vmap" not in first
     assert "under torch.autocast" in second
     assert runs(model) == 0

@@ -151,7 +151,7 @@ def test_the_report_says_so(dtype: torch.dtype) -> None:
     autoamp.convert(model, optim.SGD(model.parameters(), lr=0.1))
     loss_of(model, batch(dtype))
     report = autoamp.report(model)
-    assert "its optimizer steps fp32 masters" in str(report.skipped)
+    assert "its optimizer steps fp32 master weights" in str(report.skipped)
     # bf16 has fp32's range: nothing to scale, so nothing to capture.
     assert autoamp.is_converted(model) == (dtype == FP16)
     assert (report.loss_scale is not None) == (dtype == FP16)
@@ -784,7 +784,7 @@ def test_a_model_half_of_which_is_half(precision: str) -> None:
     assert model.head.weight not in masters_of(optimizer)
     assert len(masters_of(optimizer)) == 6
     optimizer.load_state_dict(saved(optimizer))
-    assert "steps fp32 masters" in str(autoamp.report(model).skipped)
+    assert "steps fp32 master weights" in str(autoamp.report(model).skipped)
 
 
 def test_compilers_are_refused_where_gradients_would_be_lost() -> None:

@@ -1,4 +1,4 @@
-"""A `Bench` as a bar plot in SVG: the time of each way as a part of fp32's."""
+"""A `Bench` as a bar plot in SVG: the time of each way over fp32's time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLE = "<style>text{font:13px sans-serif;fill:#333}</style>"
 
 
 def svg(bench: Measured) -> str:
-    """The plot: a bar for each way that ran, its length its time, fp32 = 1."""
+    """The plot: a bar for each way that ran, as long as its time, with fp32 = 1."""
     rows = [row for row in bench.rows if row.ratio is not None]
     longest = max((_end(row) for row in rows), default=1.0)
     scale = _BARS / max(longest, 1.0)

@@ -89,7 +89,7 @@ TABLES = (TIMES, COSTS, OTHERS)
 
 
 def parts(bench: Measured) -> Iterator[RenderableType]:
-    """The pieces of `print(bench)`: the answer, the tables, and what they rest on."""
+    """The parts of `print(bench)`: the answer, the tables, and the small print."""
     yield Text(f"autoamp bench: {_headline(bench)}", "bold")
     sentence = answer(bench).sentence
     yield Text(f"{sentence[0].upper()}{sentence[1:]}.\n")
@@ -112,7 +112,7 @@ def parts(bench: Measured) -> Iterator[RenderableType]:
 
 
 def text(bench: Measured) -> str:
-    """What `print(bench)` shows, without colours, 80 columns wide."""
+    """The text of `print(bench)`, without colours, 80 columns wide."""
     file = io.StringIO()
     console = Console(
         file=file,
@@ -152,7 +152,7 @@ def _headline(bench: Measured) -> str:
 
 
 def _groups(bench: Measured) -> Iterator[tuple[str, list[Row]]]:
-    """The rows of each batch size, below a title where there are several sizes."""
+    """The rows of each batch size, with a title if there are several sizes."""
     for batch in bench.batches:
         title = f"batch {batch}" if len(bench.batches) > 1 else ""
         yield title, [row for row in bench.rows if row.batch == batch]
@@ -161,7 +161,7 @@ def _groups(bench: Measured) -> Iterator[tuple[str, list[Row]]]:
 def _table(
     rows: Sequence[Row], cells: dict[str, Cell]
 ) -> tuple[list[str], list[list[str]]] | None:
-    """The header and lines of a table, without columns that nothing is in."""
+    """The header and lines of a table, without empty columns."""
     ran = [row for row in rows if row.seconds is not None]
     columns = {
         name: found
@@ -192,7 +192,7 @@ def _small_print(bench: Measured) -> Iterator[str]:
 
 
 def _three(value: float) -> str:
-    """Three digits, or all before the point: 0.0123, 26.3, 2,630."""
+    """Three digits, or all digits before the point: 0.0123, 26.3, 2,630."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

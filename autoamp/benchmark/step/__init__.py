@@ -1,1 +1,1 @@
-"""One step of a model: the work, the ways to run it, and a copy that runs one."""
+"""One step of a model: its work, the ways to run it, a copy that runs one way."""

@@ -1,4 +1,4 @@
-"""The batch dimension of a call's arguments: its size, and other sizes of it."""
+"""Finds and changes the batch size of a call's arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoamp.errors import OptionError
 
 
 def batch_size(call: Call) -> int | None:
-    """The size of dimension 0 of the first tensor that has one; None without any."""
+    """The size of dimension 0 of the first tensor that has one, or None."""
     for leaf in pytree.tree_leaves(call):
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.shape[0]
@@ -29,7 +29,7 @@ def token_count(call: Call) -> int | None:
 
 
 def resized(call: Call, size: int) -> Call:
-    """The arguments with another number of samples: their own, over and over.
+    """The arguments with another number of samples; their samples are repeated.
 
     Every tensor whose dimension 0 has the size of the batch is resized.
 
@@ -40,7 +40,7 @@ def resized(call: Call, size: int) -> Call:
     if not now:
         raise OptionError("no argument of the call is a tensor with a batch dimension")
     if size < 1:
-        raise OptionError(f"{size} is no batch size: give a number above 0")
+        raise OptionError(f"batch size {size} is too small: give a number above 0")
 
     def resize(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != now:

@@ -23,23 +23,23 @@ from autoamp.tuning.tune import tune_model
 
 
 class Running:
-    """A deep copy of a model, prepared to run one way; the model is not touched.
+    """A deep copy of a model, set up to run one way; the model is not changed.
 
     Attributes:
         way: the way.
         model: the copy.
-        device: where the copy is.
+        device: the device of the copy.
         seconds: the time of each timed step so far.
         data_seconds: the part of each of these that waited for data.
         loss_from: how the loss was made, in words.
     """
 
     def __init__(self, way: Way, model: nn.Module, task: Task) -> None:
-        """Copies and prepares the model.
+        """Copies the model and sets up the copy.
 
         Raises:
             UnsupportedModelError: the model cannot be copied.
-            OptionError: there is nothing to train, or no `generate`.
+            OptionError: the model has no weight to train, or no method `generate`.
         """
         self.way, self.task = way, task
         self.model = copy_of(model).train(task.trains)
@@ -65,7 +65,7 @@ class Running:
                 self._scaler = torch.amp.GradScaler(self.device.type)
 
     def _prepared(self) -> Any:
-        """Has the copy run this way; what is to be called."""
+        """Sets up the copy for this way; returns the callable of a step."""
         way = self.way
         options = way.options.replace(precision=way.low)
         if way.kind == "autoamp":
@@ -86,15 +86,15 @@ class Running:
         return loss
 
     def rewind(self) -> None:
-        """Has the data begin anew."""
+        """Starts the data again from its first batch."""
         self._feed = Feed(self.task, self.device)
 
     def batch(self) -> Call:
-        """The arguments of the next call, as this way takes them."""
+        """The arguments of the next call, in the dtype of this way."""
         return self.as_taken(self._feed.next())
 
     def as_taken(self, call: Call) -> Call:
-        """A copy of the arguments of a call, as this way takes them."""
+        """A copy of the arguments of a call, in the dtype of this way."""
         call = copied(call)
         if self.way.kind != "half":
             return call
@@ -106,7 +106,7 @@ class Running:
         return low
 
     def forward(self, batch: Call) -> Any:
-        """The output of one call; the loss comes before it in training."""
+        """The output of one call; in training, the loss and the output."""
         args, kwargs = batch
         with (
             _tf32(self.way.kind, self.device),
@@ -119,7 +119,7 @@ class Running:
             return (self._loss(output), output) if self.task.trains else output
 
     def _generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Exactly so many tokens in each way, whatever the numbers are.
+        # The same number of tokens in each way, whatever the model generates.
         number = self.task.tokens
         wanted = {"max_new_tokens": number, "min_new_tokens": number}
         generating: Any = self.model
@@ -131,7 +131,7 @@ class Running:
         return contextlib.nullcontext()
 
     def backward(self, batch: Call) -> float | None:
-        """A forward, and a backward where the step trains; the loss."""
+        """Runs a forward and, in training, a backward; returns the loss or None."""
         output = self.forward(batch)
         if not self.task.trains:
             return None
@@ -141,7 +141,7 @@ class Running:
         return loss.detach()  # type: ignore[no-any-return]
 
     def update(self) -> None:
-        """The optimizer's part of a step."""
+        """Steps the optimizer and drops the gradients."""
         if self._optimizer is None:
             return
         if self._scaler is None:
@@ -157,13 +157,13 @@ class Running:
             self._optimizer.zero_grad(set_to_none=True)
 
     def step(self, batch: Call) -> Any:
-        """One step; its loss."""
+        """Runs one step; returns its loss, or None."""
         loss = self.backward(batch)
         self.update()
         return loss
 
     def close(self) -> None:
-        """Takes the conversion of the copy away, and lets go of its memory."""
+        """Reverts the copy, and releases its memory."""
         revert_model(self.model)
         self._called = self.model = nn.Module()
         self._optimizer = self._scaler = None
@@ -186,14 +186,14 @@ def copy_of(model: nn.Module) -> nn.Module:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model's weights are."""
+    """The device of the model's weights."""
     found = next((p.device for p in parameters_of(model)), None)
     return found or torch.device("cpu")
 
 
 @contextlib.contextmanager
 def _tf32(kind: str, device: torch.device) -> Iterator[None]:
-    """Switches TF32 on or off for the two fp32 ways; the others run as torch is set."""
+    """Switches TF32 on or off for the fp32 ways; other ways keep torch's setting."""
     if device.type != "cuda" or kind not in ("fp32", "tf32"):
         yield
         return

@@ -25,23 +25,24 @@ ADAMW = "AdamW, lr=1e-4"
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of a training step where the caller gives none."""
+    """The default optimizer of a training step."""
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one step is.
+    """The work of one step.
 
     Attributes:
         kind: "training" (forward, loss, backward, optimizer), "inference" (forward), or
             "generate" (the model's own `generate`).
         call: the arguments of a call.
         tokens: how many tokens a generation makes.
-        loss_fn: gives the loss from the output; None for `loss_of`'s own choice.
+        loss_fn: gives the loss from the output; None lets `loss_of` choose.
         make_optimizer: makes the optimizer of a list of parameters.
-        data: batches to draw the arguments of each call from; None where every step
+        data: batches from which the arguments of each call come; None if every step
             gets `call`.
+        targets: the random numbers that outputs without a loss are compared with.
     """
 
     kind: str
@@ -65,8 +66,8 @@ class Task:
         """The loss of an output, and how the loss was made, in words.
 
         Raises:
-            OptionError: `loss_fn` gives no tensor of one element, or there is no float
-                in the output to make a loss of.
+            OptionError: `loss_fn` gives no tensor of one element, or the output has no
+                float tensor to make a loss of.
         """
         if self.loss_fn is not None:
             return _scalar(self.loss_fn(output)), "loss_fn"
@@ -105,10 +106,10 @@ class Feed:
         self._left: Iterator[Any] = iter(())
 
     def next(self) -> Call:
-        """The arguments of the next call; data begins anew where it ends.
+        """The arguments of the next call; data starts again at its end.
 
         Raises:
-            OptionError: there is no batch, or a batch is no arguments of a call.
+            OptionError: `data` has no batch.
         """
         data = self._task.data
         if data is None:
@@ -129,8 +130,9 @@ class Feed:
 def arguments_of(batch: Any) -> Call:
     """The arguments of the call that a batch of `data=` stands for.
 
-    A tuple `(args, kwargs)` of a tuple and a dict is both; another tuple, or a list, is
-    positional arguments; a dict is keyword arguments; anything else is one argument.
+    A tuple `(args, kwargs)` of a tuple and a dict gives both kinds of arguments.
+    Another tuple, or a list, gives positional arguments; a dict gives keyword
+    arguments; any other object is the only argument.
     """
     match batch:
         case (tuple() as args, dict() as kwargs):

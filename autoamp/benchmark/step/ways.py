@@ -1,4 +1,4 @@
-"""The ways to run a model that are set side by side."""
+"""The ways to run a model that a benchmark compares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoamp.options import Options
 from autoamp.printable import class_name
 
 KINDS = ("fp32", "tf32", "autocast", "autoamp", "tuned", "half")
-"""What `ways=` may name, in the order in which the ways are shown."""
+"""The kinds of ways that `ways=` may name, in the order in which they are shown."""
 
 FP32 = "fp32"
 AS_IT_IS = "as it is"
@@ -33,7 +33,7 @@ class Way:
         kind: one of `KINDS`.
         low: the compute dtype of the ways that have one.
         options: the options of a conversion.
-        compiled: whether inductor compiles what is run.
+        compiled: whether inductor compiles the way.
         arrived: the half dtype that most of the model's weights are in already, or "".
     """
 
@@ -45,7 +45,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """What the table calls the way."""
+        """The name of the way in the table."""
         half = f".{row_of(self.low).method}()"
         name = half if self.kind == "half" else _NAMES.get(self.kind, self.kind)
         name = AS_IT_IS if self.kind == FP32 and self.arrived else name
@@ -63,7 +63,7 @@ def ways_for(
     """The ways that `kinds` names, fp32 first; without TF32 where a device has none.
 
     Raises:
-        OptionError: there is no such kind of way.
+        OptionError: a kind is not in `KINDS`.
     """
     asked = [FP32, *kinds]
     if wrong := next((kind for kind in asked if kind not in KINDS), None):
@@ -83,7 +83,7 @@ def ways_for(
 
 
 def arrived(model: nn.Module) -> str:
-    """The half dtype that most elements of the model's weights are in, or ""."""
+    """The half dtype of most elements of the model's weights, or ""."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in parameters_of(model):
         sizes[parameter.dtype] += parameter.numel()
@@ -92,15 +92,19 @@ def arrived(model: nn.Module) -> str:
 
 
 def has_tf32(device: torch.device) -> bool:
-    """Whether a device multiplies fp32 matrices in TF32 when it is allowed to."""
+    """Whether a device can multiply fp32 matrices in TF32."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def precision_for(model: nn.Module, options: Options) -> torch.dtype:
-    """The compute dtype of the low ways: what `convert` takes, else what it could take.
+    """The compute dtype of the low ways.
+
+    This is the dtype that `convert` would choose.  Where `convert` would leave the
+    model as it is, the dtype of half-precision weights is taken, else the dtype under
+    `do_no_harm=False`, else the dtype of `precision=`.
 
     Raises:
-        UnsupportedModelError: there is nothing in the model that could run low.
+        UnsupportedModelError: nothing in the model could run low.
     """
     low, _ = choose_precision(model, options)
     low = low or LOW_DTYPES.get(arrived(model))
