@@ -45,7 +45,7 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
         )
     name = type(model).__name__
     if isinstance(model, torch.jit.ScriptModule):
-        return f"{name} is a TorchScript module; convert the module it was made from"
+        return f"{name} is a TorchScript module; convert the model it was made from"
     if compat.is_compiled_module(model):
         return (
             f"{name} is already compiled; convert the model inside it "

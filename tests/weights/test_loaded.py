@@ -74,7 +74,7 @@ def test_the_report_says_what_is_copied_at_every_call() -> None:
         model(torch.eye(4))
     assert autoamp.report(model).unwatched == 1
     report = autoamp.report(model)
-    assert "copied 1 weight anew" in report.full()
+    assert "copies 1 weight to the low dtype again" in report.full()
     assert "other code may hold" in " ".join(str(report).split())
     model.weight.data = model.weight.data.clone()
     with torch.no_grad():
