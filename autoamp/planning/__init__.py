@@ -1,1 +1,1 @@
-"""`plan`: the time and the memory of a model's step, without its weights."""
+"""`plan`: predicts the time and the memory of a step, without data for the weights."""

@@ -1,4 +1,4 @@
-"""`plan`: predicts the time and the memory of a step, on no data."""
+"""`plan`: predicts the time and the memory of a step on tensors without data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autoamp.planning.ways import AUTOAMP, AUTOCAST, FP32, memory_of_ways
 from autoamp.printable import class_name, printable_line
 
 ELSEWHERE = "cuda:sm_80"
-"""The device that is planned for where none is named and no GPU is here."""
+"""The default device of a plan on a machine without a GPU."""
 
 
 def plan(
@@ -81,11 +81,13 @@ def plan(
         (67125248, 134250504)
     """
     if batch < 1 or (sequence is not None and sequence < 1):
-        raise OptionError("batch and sequence are numbers above 0")
+        raise OptionError("batch and sequence must be numbers above 0")
     with telling() as tell:
         if isinstance(model, str):
             if args or kwargs:
-                raise OptionError("a named model makes its own arguments; give none")
+                raise OptionError(
+                    "plan() makes the arguments of a named model itself; give none"
+                )
             tell(f"making {model}")
             made = named_model(model, batch=batch, sequence=sequence, trains=not infer)
             model, args, kwargs = made.model, (), made.kwargs
@@ -128,9 +130,9 @@ def _planned(
         said = printable_line(f"{type(error).__name__}: {error}", 300)
         raise UnsupportedModelError(
             f"{class_name(model)} cannot be run on tensors without data: {said}. A "
-            "model that reads a tensor's value, or takes other inputs than were given, "
-            "cannot be planned so: give a model and the arguments of its call, or "
-            "MODULE:FACTORY on the command line"
+            "model that reads a tensor's value cannot be planned. If the inputs are "
+            "wrong, give a model and the arguments of its call, or MODULE:FACTORY on "
+            "the command line"
         ) from error
     ways = _ways(model, memory, report, cost, asked.bytes_per_ns, trains=trains)
     return Plan(
@@ -165,8 +167,9 @@ def _ways(
     seconds = _seconds(report)
     ways = []
     for name, each in memory.items():
-        # Of a weight 4 bytes are read and 2 written: by autocast at every call, and by
-        # autoamp after every step.  `explain` leaves that out, in both.
+        # A weight's cast reads 4 bytes and writes 2 for each element: under autocast at
+        # every call, with autoamp after every step.  The times of `explain` leave these
+        # casts out.
         casts = 3 * each.copies if trains or name == AUTOCAST else 0
         told = seconds[name]
         more = (cost.moved + casts) / bytes_per_ns * 1e-9
@@ -186,7 +189,7 @@ def _ways(
 
 
 def _seconds(report: Report) -> dict[str, float | None]:
-    """The predicted times of forward and backward; none where no graph was captured."""
+    """The predicted times of forward and backward; None if no graph was captured."""
     found = report.headline
     times = (found.seconds_fp32, found.seconds_autocast, found.seconds)
     return dict(zip((FP32, AUTOCAST, AUTOAMP), times, strict=True))
@@ -196,8 +199,8 @@ def _notes(report: Report) -> Iterator[str]:
     left = [what for what, why in report.skipped if not what.startswith("graph ")]
     if left:
         yield (
-            f"{counted(len(left), 'part')} of the model cannot be captured, and the "
-            "predicted time leaves that out: autoamp.explain names the lines."
+            f"{counted(len(left), 'part')} of the model cannot be captured and does "
+            "not count in the predicted time: autoamp.explain names the lines."
         )
     if not report.graphs:
         yield "No graph was captured, so no time is predicted."

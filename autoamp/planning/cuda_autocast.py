@@ -1,8 +1,8 @@
-"""`torch.autocast` of GPUs, on tensors of the CPU.
+"""`torch.autocast` as on a GPU, for tensors on the CPU.
 
 The lists of ops differ: on GPUs autocast runs norms, exponentials and losses in fp32,
-which on CPUs run in the dtype of what they read.  A build of torch for CPUs has no
-tensors of a GPU, fake or not, that could be trained.
+on CPUs in the dtype of their operands.  A build of torch for CPUs cannot train tensors
+of a GPU, not even fake ones.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ IN_FP32 = frozenset(
         "rms_norm",
     }
 )
-"""The functions that autocast runs in fp32 on GPUs, as torch's documentation has it."""
+"""The functions that autocast runs in fp32 on GPUs, by torch's documentation."""
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Inside autocast of the CPU: what autocast of a GPU runs in fp32 runs so."""
+    """Inside autocast of the CPU, runs the functions `IN_FP32` in fp32."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

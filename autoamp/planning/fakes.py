@@ -1,7 +1,7 @@
-"""A model and a call whose tensors take no memory, and can be run all the same.
+"""Lets a model and its call run on fake tensors, which take no memory.
 
 Fake tensors of the CPU stand in for weights, buffers and arguments.  Tensors of the
-meta device would not do: `torch.autocast` leaves them alone, and attention on them
+meta device cannot be used: `torch.autocast` does not cast them, and attention on them
 keeps the matrix of scores, which torch's kernels for CPUs and GPUs do not keep.
 """
 
@@ -21,12 +21,13 @@ from autoamp.ask.stand_in import Call
 
 @contextlib.contextmanager
 def without_memory(model: nn.Module, call: Call) -> Iterator[Call]:
-    """A region where `model` has fake weights and buffers; gives `call`, fake too.
+    """A region where `model` has fake weights and buffers; yields `call`, fake too.
 
     A tensor that stands in several places, such as a tied weight, is one fake tensor.
     """
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the real ones: ids stay theirs
+    # Real tensors are kept as well, so that no `id` is given to another tensor.
+    made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def fake(real: Tensor) -> Tensor:
         if id(real) not in made:
@@ -64,7 +65,7 @@ def _like(real: Tensor, mode: compat.FakeTensorMode) -> Tensor:
 
 
 def bytes_of(tensors: Any) -> int:
-    """Bytes of the distinct storages of tensors, such as those of a model."""
+    """Bytes of the distinct storages of tensors, which may be nested."""
     sizes = {
         compat.storage_id(each): each.untyped_storage().nbytes()
         for each in pytree.tree_leaves(tensors)

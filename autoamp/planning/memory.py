@@ -1,4 +1,4 @@
-"""The memory of one step, counted on tensors that have none."""
+"""Counts the memory of one step on fake tensors, which take no memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of one step, weights left out.
+    """Bytes of one step, without weights.
 
     Attributes:
-        saved: what is kept for the backward, without weights and their low copies.
+        saved: tensors kept for the backward, without weights and their low copies.
         copies: low copies of weights at the end of the forward.
-        most: the most that is held at one time, low copies and gradients with it.
+        most: the most held at one time, including low copies and gradients.
     """
 
     saved: int
@@ -44,14 +44,14 @@ def step_memory(
     *,
     trains: bool,
 ) -> StepMemory:
-    """The memory of a forward, and of the backward from its result where it trains.
+    """The memory of a forward and, if `trains`, its backward.
 
     Args:
         forward: gives the loss.
         region: the region, such as autocast's, that the forward runs in.
-        weights: weights and buffers, which are there before.
-        given: the arguments of the call, which are there before.
-        copies: low copies that are there before.
+        weights: weights and buffers, which exist before the step.
+        given: the arguments of the call, which exist before the step.
+        copies: low copies of weights that exist before the step.
     """
     counted = _Allocated(weights, given, copies)
     saved: dict[_Key, int] = {}
@@ -61,13 +61,13 @@ def step_memory(
 
     def pack(tensor: Tensor) -> Tensor:
         note(tensor)
-        return tensor.detach()  # an op's own result would hold the op, and itself
+        return tensor.detach()  # an op that saved its own result would hold itself
 
     with counted, torch.set_grad_enabled(trains):
         with region:
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 loss = forward()
-            low = dict(counted.copies)  # autocast drops its own at the region's end
+            low = dict(counted.copies)  # autocast drops its copies at the region's end
         for tensor in kept_by_functions(loss):
             note(tensor)
         if trains:
@@ -81,13 +81,13 @@ def step_memory(
 
 
 class _Allocated(compat.CountingDispatch):
-    """Follows the storages that ops make, until nothing holds them any more.
+    """Follows the storages that ops allocate, until they are freed.
 
     Attributes:
         weights: the storages of weights.
-        before: the storages that were there before, those of weights with them.
+        before: the storages that existed before, including those of weights.
         copies: bytes of the storages of low copies of weights that are held now.
-        most: the most bytes that were held at one time, low copies with it.
+        most: the most bytes that were held at one time, including low copies.
     """
 
     def __init__(

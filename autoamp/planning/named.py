@@ -28,7 +28,7 @@ _HEADS = (
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
     "MODEL_MAPPING",
 )
-"""The tables of heads, the first that knows a configuration wins."""
+"""The tables of heads; the first table that knows a configuration gives the head."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Named:
 
 
 def names_a_model(name: str) -> bool:
-    """Whether a name is one that `named_model` knows, and no MODULE:FACTORY."""
+    """Whether a name is for `named_model`, not a MODULE:FACTORY."""
     return name.startswith(f"{LIBRARY}:") or name.endswith(".json")
 
 
@@ -48,8 +48,8 @@ def named_model(name: str, *, batch: int, sequence: int | None, trains: bool) ->
     """The model of a name, in fp32 on the meta device, and a call of it.
 
     Raises:
-        OptionError: there is no such model, transformers is not installed, or the model
-            takes inputs that cannot be made from its configuration.
+        OptionError: there is no such model, transformers is not installed, or the
+            inputs of the model cannot be made from its configuration.
     """
     if not names_a_model(name):
         raise OptionError(
@@ -116,13 +116,13 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
     found = {}
     for each in tree.keywords:
         if each.arg is None:
-            raise OptionError(f"{text!r}: ** is not taken; write the keywords out")
+            raise OptionError(f"{text!r}: ** is not allowed; write the keywords out")
         try:
             found[each.arg] = ast.literal_eval(each.value)
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             raise OptionError(
                 f"{text!r}: {each.arg}={ast.unparse(each.value)} is no literal: give a "
-                "number, a string, True, False, None, or a list or dict of such"
+                "number, a string, True, False, None, or a list or dict of literals"
             ) from None
     return tree.func.id, found
 
@@ -141,7 +141,7 @@ def _from_file(library: Any, path: str) -> Any:
             f"{library.__version__} does not know; {_FACTORY}"
         )
     rest = {key: value for key, value in data.items() if key != "model_type"}
-    rest.pop("quantization_config", None)  # fp32 is planned, which it would not be
+    rest.pop("quantization_config", None)  # the plan is for the model in fp32
     return _made(library.CONFIG_MAPPING[kind], rest, path)
 
 
@@ -150,11 +150,13 @@ def _made(kind: Any, arguments: dict[str, Any], name: str) -> Any:
         return kind(**arguments)
     except Exception as error:
         said = printable_line(f"{type(error).__name__}: {error}", 300)
-        raise OptionError(f"{name}: {kind.__name__} refuses this: {said}") from error
+        raise OptionError(
+            f"{name}: {kind.__name__} refuses these arguments: {said}"
+        ) from error
 
 
 def _class_for(library: Any, config: Any, name: str) -> Any:
-    """The class of model that a configuration names, or the first fitting head."""
+    """The class that a configuration names, or the first head that fits."""
     for each in config.architectures or ():
         kind = getattr(library, each, None)
         if isinstance(kind, type) and issubclass(kind, nn.Module):
@@ -164,7 +166,9 @@ def _class_for(library: Any, config: Any, name: str) -> Any:
         if mapping is not None and type(config) in mapping:
             kind = mapping[type(config)]
             return kind[0] if isinstance(kind, tuple) else kind
-    raise OptionError(f"{name}: no model goes with {class_name(config)}; {_FACTORY}")
+    raise OptionError(
+        f"{name}: transformers has no model for {class_name(config)}; {_FACTORY}"
+    )
 
 
 def _call(
@@ -176,7 +180,7 @@ def _call(
     *,
     trains: bool,
 ) -> dict[str, Any]:
-    """The keyword arguments of a call; labels where the head has a loss to train."""
+    """The keyword arguments of a call; with labels if the head computes a loss."""
     main = model.main_input_name
     labelled = "labels" in inspect.signature(model.forward).parameters
     if main == "input_ids":
@@ -191,13 +195,15 @@ def _call(
         getattr(config, "image_size", None), int
     ):
         if sequence is not None:
-            raise OptionError(f"{name}: {class_name(model)} takes images; no sequence")
+            raise OptionError(
+                f"{name}: {class_name(model)} takes images; leave out the sequence"
+            )
         side, channels = config.image_size, getattr(config, "num_channels", 3)
         call = {main: torch.zeros(batch, channels, side, side)}
         labels = torch.zeros(batch, dtype=torch.long)
     else:
         raise OptionError(
-            f"{name}: {class_name(model)} takes {main}, whose shape its configuration "
-            f"does not tell; {_FACTORY}"
+            f"{name}: {class_name(model)} takes {main}, whose shape is not in its "
+            f"configuration; {_FACTORY}"
         )
     return {**call, "labels": labels} if labelled and trains else call

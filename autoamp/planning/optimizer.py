@@ -1,4 +1,4 @@
-"""The state that an optimizer keeps, found out by a step on the meta device."""
+"""Finds the state that an optimizer keeps, by a step on the meta device."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, Make | None] = {"adamw": _adamw, "sgd": _sgd, "none": None}
-"""What `optimizer=` may name; "sgd" has momentum."""
+"""The names that `optimizer=` takes; "sgd" has momentum."""
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """What an optimizer costs.
+    """The cost of an optimizer.
 
     Attributes:
-        name: its class, or "no optimizer".
+        name: the optimizer's class, or "no optimizer".
         state: bytes of the state that it keeps between steps.
         moved: bytes that a step reads and writes: each weight and each state twice,
             each gradient once.
@@ -46,15 +46,19 @@ class OptimizerCost:
 def optimizer_cost(
     parameters: Sequence[nn.Parameter], optimizer: str | Make
 ) -> OptimizerCost:
-    """The cost of an optimizer, by name or of a function that makes one of parameters.
+    """The cost of an optimizer.
+
+    Args:
+        optimizer: a name in `OPTIMIZERS`, or a function from a list of parameters to an
+            optimizer.
 
     Raises:
         OptionError: there is no such optimizer, or it cannot step on the meta device.
     """
     if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
         raise OptionError(
-            f"optimizer={optimizer!r} is none of {', '.join(OPTIMIZERS)}; or give a "
-            "function that makes an optimizer of a list of parameters"
+            f"optimizer={optimizer!r} is not one of {', '.join(OPTIMIZERS)}; give one "
+            "of these, or a function from a list of parameters to an optimizer"
         )
     make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     trained = [_on_meta(each) for each in parameters if each.requires_grad]
@@ -66,8 +70,8 @@ def optimizer_cost(
     except Exception as error:
         said = printable_line(f"{type(error).__name__}: {error}", 300)
         raise OptionError(
-            f"the optimizer takes no step on the meta device: {said}; give "
-            'optimizer="none", or one with foreach=False and fused=False'
+            f"the optimizer cannot step on the meta device: {said}; give "
+            'optimizer="none", or an optimizer with foreach=False and fused=False'
         ) from error
     state = bytes_of(list(made.state.values()))
     size = bytes_of(trained)

@@ -1,4 +1,4 @@
-"""A line on stderr that tells what a long plan is doing."""
+"""Lines on stderr that say what a long plan is doing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 QUIET = 2.0
-"""Seconds before a line is shown."""
+"""Seconds after which lines are shown."""
 
 
 @contextlib.contextmanager
 def telling() -> Iterator[Callable[[str], None]]:
-    """Gives a function that tells what is being done now; quick work says nothing."""
+    """Yields a function that says what is being done; quick work prints nothing."""
     doing, late = "", False
 
     def say() -> None:

@@ -17,8 +17,9 @@ class PlannedWay:
         optimizer: bytes of the state that the optimizer keeps between steps.
         saved: bytes of activations that the forward keeps for the backward.
         copies: bytes of low copies of weights.
-        peak: the most bytes held at one time in a step.  Activations go while
-            gradients come, and values of a moment are in it: it is no sum of the rest.
+        peak: the most bytes held at one time in a step.  It is not the sum of the
+            figures above: activations are freed while gradients are made, and
+            temporary values count.
     """
 
     name: str
@@ -33,22 +34,22 @@ class PlannedWay:
 
 @dataclass(frozen=True)
 class Planned:
-    """Predicted time and memory of a step, for a device that need not be here.
+    """Predicted time and memory of a step, for a device that this machine may lack.
 
     Attributes:
         model: the class of the model.
         device: the device that times are predicted for, "cuda:sm_80".
         hardware: the hardware whose figures are used, "A100 SXM4 80 GB"; or the
             device's description where the table names no product.
-        memory: bytes of memory of the hardware; None where they are not known.
+        memory: bytes of memory of the hardware; None if unknown.
         precision: the compute dtype of `torch.autocast` and autoamp.
         trains: whether a step has a backward and an optimizer.
         optimizer: the class of the optimizer, or "no optimizer".
         parameters: the number of elements of all weights.
-        samples, tokens: samples and tokens of a step; None where there are none.
-        graphs: how many graphs were captured; the predicted time covers these.
+        samples, tokens: samples and tokens of a step; None if the call has none.
+        graphs: how many graphs were captured; the predicted time covers only these.
         ways: fp32, torch.autocast and autoamp, in this order.
-        notes: sentences on figures that do not cover everything.
+        notes: sentences on parts of the model that the figures leave out.
     """
 
     model: str
@@ -70,11 +71,11 @@ class Planned:
         return next(each for each in self.ways if each.name == name)
 
     def fits(self, way: PlannedWay) -> bool | None:
-        """Whether the peak of a way fits the memory; None where that is unknown."""
+        """Whether the peak of a way fits the memory; None if the memory is unknown."""
         return None if self.memory is None else way.peak <= self.memory
 
     def per_second(self, way: PlannedWay) -> float | None:
-        """Tokens a second of a way, or samples where there are no tokens."""
+        """Tokens a second of a way; samples a second if a step has no tokens."""
         count = self.tokens or self.samples
         if not count or not way.seconds:
             return None

@@ -1,4 +1,4 @@
-"""What `plan` answers."""
+"""`Plan`, the answer of `autoamp.plan`."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from autoamp.inspect.terminal.parts import WIDTH, as_text, plain_table
 from autoamp.planning.record import Planned, PlannedWay
 
 PEAK = (
-    "The peak is the most that is held at one time. Activations go while gradients "
-    "come, and values of a moment count, so the peak is no sum of the lines above it. "
-    "What the optimizer holds for a moment, the libraries of the device and the "
-    "allocator's reserves are not in it."
+    "The peak is the most memory held at one time. It is not the sum of the lines "
+    "above: activations are freed while gradients are made, and temporary values "
+    "count. It leaves out temporary values of the optimizer, the libraries of the "
+    "device and the allocator's reserves."
 )
 
 _SIZES: dict[str, Callable[[PlannedWay], int]] = {

@@ -40,10 +40,10 @@ def memory_of_ways(
     trains: bool,
     tell: Tell,
 ) -> tuple[Mapping[str, StepMemory], Report]:
-    """The memory of each way, and the report of what `convert` would do.
+    """The memory of each way, and the report on what `convert` would do.
 
     Args:
-        tell: is called with what is being done.
+        tell: called with a description of each stage as it begins.
     """
     with left_as_it_is(model), without_memory(model, call) as (args, kwargs):
         model.train(trains)
@@ -73,7 +73,7 @@ def memory_of_ways(
         tell("counting the memory of a step under torch.autocast")
         found[AUTOCAST] = memory(model, _autocast(low, device))
         tell("capturing the model")
-        # Loss scaling adds a few numbers to a graph's inputs, which are left out here.
+        # The few numbers that loss scaling adds to a graph's inputs are left out.
         unscaled = options.replace(loss_scale="off")
         with examined(model, unscaled, low, device) as (twin, engine):
             copies = _Copies(low)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 _BATCH = 1e-3
-"""Seconds that a batch of calls is to take: many readings of the clock."""
+"""Seconds that a batch of calls should take: many times the clock's resolution."""
 
 _BATCHES = 5
 _ENOUGH = 0.05
@@ -20,9 +20,10 @@ _CHANCE = 0.05
 
 
 def surely_less(mine: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether chance would make so many of the paired times less once in 20, or less.
+    """Whether paired times are less so often that chance has a probability below 5 %.
 
-    The sign test of paired observations, which assumes no distribution of times.
+    This is the sign test of paired observations, which assumes no distribution of
+    times.
     """
     less = sum(a < b for a, b in zip(mine, others, strict=True))
     rounds = len(mine)
@@ -31,13 +32,13 @@ def surely_less(mine: Sequence[float], others: Sequence[float]) -> bool:
 
 
 def finish(device: torch.device) -> None:
-    """Waits until all that was asked of `device` is done."""
+    """Waits until `device` has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Wall-clock seconds from the begin of one call to the end of its work."""
+    """Wall-clock seconds from the start of one call to the end of its work."""
     finish(device)
     start = time.perf_counter()
     call()
@@ -50,11 +51,11 @@ def least_seconds(
 ) -> float:
     """The seconds of one call: the least of several readings.
 
-    All that disturbs a reading makes it longer, hence the least and no mean, as the
-    documentation of Python's `timeit` recommends.
+    Disturbances only make a reading longer, so the least is taken and not the mean, as
+    the documentation of Python's `timeit` recommends.
 
     Args:
-        call: is called once before it is timed.
+        call: the function, which is called once before it is timed.
         batches: whether many short calls may be timed together.
     """
     call()

@@ -25,21 +25,21 @@ from autoamp.tuning.store import Store
 logger = logging.getLogger(__name__)
 
 Wanted = Mapping[tuple[str, str], Specimen]
-"""What is to be measured: ("high", "low", "down" or "up", the node), to a specimen."""
+"""("high", "low", "down" or "up", the node's name) to the specimen to be measured."""
 
 
 @dataclass(eq=False)
 class MeasuredPrices:
-    """A `PriceModel` whose prices were measured, on operands like the graph's.
+    """A `PriceModel` whose prices are measured, on operands like the graph's.
 
-    An op that cannot be called by itself has the roofline's price, corrected by how far
-    the measured prices of the same dtype are from the roofline's.
+    An op that cannot be called by itself gets the roofline's price, multiplied by the
+    mean ratio of measured prices to the roofline's prices in the same precision.
 
     Attributes:
         low: the compute dtype.
         store: the times measured so far.
-        measures: whether times not known yet are measured; else they are estimated.
-        measured, remembered: how many times were measured and found in the store.
+        measures: whether unknown times are measured; if not, they are estimated.
+        measured, remembered: how many times were measured, and found in the store.
     """
 
     low: torch.dtype
@@ -60,11 +60,12 @@ class MeasuredPrices:
         do_no_harm: bool,
         free_weights: bool,
     ) -> Prices:
-        """The prices of a graph; nothing is rewarded, since what pays is known.
+        """The prices of a graph; no op has a reward, because its gain is measured.
 
         Args:
             gm, classified, free_weights: as for `price_graph`.
-            objective, do_no_harm: "time" and anything.
+            objective: "time".
+            do_no_harm: ignored.
         """
         del do_no_harm
         device = main_device(gm)
@@ -102,7 +103,7 @@ class MeasuredPrices:
             for side, dtypes in _CASTS.items():
                 casts = roofline.down if side == "down" else roofline.up
                 if not casts.get(name) or (side == "up" and node.op == "placeholder"):
-                    continue  # a weight whose copy is kept; an input, which is fp32
+                    continue  # a weight with a kept copy, or an input, which is fp32
                 before, after = (d or self.low for d in dtypes)
                 grad = classified.facts.nodes[name].requires_grad
                 value = node.meta["val"]
@@ -110,7 +111,7 @@ class MeasuredPrices:
         return found
 
     def _measure(self, specimens: Iterable[Specimen], device: torch.device) -> None:
-        """Measures what is not known, and keeps it."""
+        """Measures the unknown times, and stores them."""
         every = {each.key: each for each in specimens}
         new = {k: v for k, v in every.items() if k not in self._met}
         self._met.update(new)
@@ -133,14 +134,14 @@ _CASTS = {"down": (HIGH_DTYPE, None), "up": (None, HIGH_DTYPE)}
 
 @contextlib.contextmanager
 def _measuring(device: torch.device) -> Iterator[None]:
-    """A region in which ops run for their time alone."""
+    """A region for timing ops: modes are off, and random generators are restored."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), compat.on_real_numbers():
         yield
 
 
 def _replaced(roofline: Prices, found: Mapping[tuple[str, str], float]) -> Prices:
-    """The prices of a roofline, replaced by measured ones or corrected by them."""
+    """A roofline's prices, each replaced by a measured price or scaled to fit them."""
     tables = {
         "high": {name: pair[0] for name, pair in roofline.ops.items()},
         "low": {name: pair[1] for name, pair in roofline.ops.items()},
@@ -165,7 +166,7 @@ def _replaced(roofline: Prices, found: Mapping[tuple[str, str], float]) -> Price
     ops = {}
     for name, (high, low) in roofline.ops.items():
         ops[name] = price("high", name), price("low", name)
-        if high == low:  # either label stands for the same call
+        if high == low:  # the call is the same with either label
             ops[name] = (ops[name][0],) * 2
     return replace(
         roofline,

@@ -1,7 +1,7 @@
 """One op with operands like a graph's, to be timed by itself.
 
-Operands have the shapes, strides and dtypes that they have in the graph, and numbers of
-no meaning: floats between 0.5 and 1.5, zeros for integers and booleans.
+Operands have the shapes, strides and dtypes of the graph, and arbitrary numbers: floats
+between 0.5 and 1.5, zeros for integers and booleans.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoamp.kernels.cpu_norms.condition import own_norm
 from autoamp.tuning.clock import least_seconds
 
 
-@dataclass(frozen=True)  # a named tuple would be a pytree of its fields
+@dataclass(frozen=True)  # pytree would take a named tuple apart
 class Operand:
     """A tensor that a specimen reads.
 
@@ -37,7 +37,7 @@ class Operand:
     grad: bool
 
     def made(self, device: torch.device) -> torch.Tensor:
-        """Such a tensor."""
+        """A tensor with this shape, strides and dtype."""
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         many = 1 + last if all(self.shape) else 0
         if self.dtype.is_floating_point or self.dtype.is_complex:
@@ -64,7 +64,7 @@ class Specimen:
 
     @property
     def key(self) -> str:
-        """Equal for specimens that take equally long on one device."""
+        """A key that is equal for specimens that take equally long on one device."""
         own = getattr(self.target, "__qualname__", "autoamp")
         name = str(self.target) if isinstance(self.target, compat.OpOverload) else own
         text = repr((name, self.args, sorted(self.kwargs.items())))
@@ -75,7 +75,7 @@ class Specimen:
         """The time of the call and its backward.
 
         Raises:
-            Exception: whatever the op raises on such operands.
+            Exception: any error that the op raises on these operands.
         """
         writes = isinstance(self.target, compat.OpOverload) and (
             compat.schema(self.target).is_mutable
@@ -113,7 +113,7 @@ def _with_gradient(results: Any) -> Iterator[torch.Tensor]:
 def op_specimen(
     node: fx.Node, classified: Classified, low: torch.dtype | None
 ) -> Specimen | None:
-    """A call like that of `node`; None for a node that is no single op of torch.
+    """A call like the call of `node`; None if `node` is no single op of torch.
 
     Args:
         low: the dtype of a low call; None for a call in fp32.

@@ -1,8 +1,8 @@
 """Keeps measured times on disk, for the next process.
 
-A file holds one line per time, `["key", nanoseconds]`, and lines are only ever added,
-each in one write: two processes that write at once lose nothing, and a line that was
-cut off is one line that cannot be read.  Whatever is no such line is passed over.
+A file holds one line per time, `["key", nanoseconds]`.  Lines are only appended, each
+batch in one write, so that two processes that write at once lose nothing.  A reader
+skips every line that it cannot parse, such as a line that was cut off.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FOLDER = "AUTOAMP_CACHE_DIR"
 """The environment variable that names another folder for measured times."""
 
 _MOST_BYTES = 2**25
-"""How much of a file is read: some 300 000 times."""
+"""The most bytes read of a file: about 300,000 times."""
 
 _LONGEST = 200
-"""Characters of a key."""
+"""The most characters of a key."""
 
 _MOST_NS = 1e12
-"""No op takes a quarter of an hour."""
+"""Longer times (a quarter of an hour) are taken for damaged lines."""
 
 
 def folder() -> Path:
@@ -59,7 +59,7 @@ class Store:
         self.known = _read(self.path)
 
     def add(self, times: Mapping[str, float]) -> None:
-        """Keeps `times`, in nanoseconds; where the disk refuses, for this process."""
+        """Stores `times`, in nanoseconds; if the disk fails, for this process only."""
         self.known.update(times)
         if not times:
             return
@@ -67,13 +67,13 @@ class Store:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _opened(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
-                # An empty line first: what is cut off above spoils none of these.
+                # The first newline ends a line that another process left cut off.
                 os.write(file, f"\n{lines}".encode())
         except OSError as error:
             log_once(
                 logger,
                 logging.WARNING,
-                f"autoamp: measured times are not kept on disk: {error}",
+                f"autoamp: measured times cannot be stored on disk: {error}",
             )
 
 
@@ -108,12 +108,12 @@ def _content(file: int) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int):  # type: ignore[no-untyped-def]
-    """A descriptor of a regular file: a pipe would never end, or block at once."""
+    """The descriptor of a regular file; raises for a pipe, which might block."""
     nonblocking = getattr(os, "O_NONBLOCK", 0)
     file = os.open(path, flags | nonblocking, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(f"{path} is no regular file")
+            raise OSError(f"{path} is not a regular file")
         yield file
     finally:
         os.close(file)

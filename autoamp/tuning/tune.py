@@ -1,4 +1,4 @@
-"""`tune`: places by measured prices, times whole steps, and keeps the fastest way."""
+"""`tune`: places ops by measured prices, times whole calls, keeps the fastest way."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from autoamp.tuning.ways import AUTOCAST, FP32, Runner, Way
 PREDICTED, MEASURED = "autoamp, predicted prices", "autoamp, measured prices"
 
 _BUDGET = 10.0
-"""Seconds that the rounds may take, unless there were too few of them."""
+"""Seconds that the rounds may take; at least `_FEWEST` rounds are made."""
 
 _FEWEST, _MOST = 5, 31
-"""Rounds; with fewer than five, no way could be surely faster than another."""
+"""Bounds on the rounds: with fewer than five, the sign test can prove nothing."""
 
 _WARM_UP = 2
 
@@ -55,7 +55,7 @@ def tune_model(
 
     Raises:
         UnsupportedModelError: the model cannot be captured, or has nothing to convert.
-        OptionError: an option leaves nothing to choose, or the loss is no scalar.
+        OptionError: an option fixes the choice already, or the loss is no scalar.
     """
     begun = time.perf_counter()
     model = checked_model(model)
@@ -105,33 +105,34 @@ def tune_model(
 
 
 def _check(options: Options) -> None:
-    """Raises where an option leaves nothing to measure.
+    """Refuses options under which times of torch's kernels decide nothing.
 
     Raises:
-        OptionError: see above.
+        OptionError: such an option is given.
     """
     wanted = {"backend": "eager", "placement": "optimal", "objective": "time"}
     for name, value in wanted.items():
         given = getattr(options, name)
         if given != value:
             raise OptionError(
-                f"tune() chooses by the times of torch's own kernels, and {name}="
-                f"{given!r} does not: leave {name} at {value!r}, or use convert()"
+                f"tune() chooses by the times of torch's own kernels, which do not "
+                f"count under {name}={given!r}: leave {name} at {value!r}, or use "
+                "convert()"
             )
 
 
 def _autocast(model: nn.Module, options: Options, low: torch.dtype) -> Way:
-    """The way of autocast, which is not to be kept where autocast does not suffice."""
+    """The way of autocast, and why it cannot be kept, if it cannot."""
     why_not = ""
     if needs_loss_scale(low) and model.training:
         why_not = "nothing would scale its loss"
     elif options.strict:
-        why_not = "strict=True wants rewritten graphs"
+        why_not = "strict=True requires rewritten graphs"
     return Way(AUTOCAST, options, by_autocast=True, low=low, why_not=why_not)
 
 
 def _without(kernel: str, way: Way) -> Way:
-    """The same way with one kernel less."""
+    """The same way without one kernel."""
     assert way.options is not None
     unfused = (*way.options.kernels_off, kernel)
     name = f"{way.name}, without {kernel}"
@@ -154,7 +155,11 @@ class _Contest(ExitStack):
         self.order = random.Random(0)
 
     def enter(self, way: Way) -> Runner:
-        """Has a way take part, unless the model fails so; in fp32 it must not fail."""
+        """Adds a way to the contest; a way in which the model fails is only noted.
+
+        Raises:
+            Exception: the model fails in fp32.
+        """
         runner = Runner(way, self.model, self.inputs, self.loss_fn)
         self.callback(runner.close)
         try:
@@ -179,10 +184,10 @@ class _Contest(ExitStack):
                 runner.seconds.append(runner.run())
 
     def kept(self) -> Way:
-        """The way to keep: of those that none is surely faster than, the truest.
+        """The way to keep: the fastest, or a way that is not surely slower.
 
-        Rewritten graphs sum gradients of weights in fp32 and can be asked, so they
-        come before autocast where neither is surely faster.
+        Rewritten graphs sum gradients of weights in fp32 and have a report, so they are
+        preferred to autocast if neither is surely faster.
         """
         able = [runner for runner in self.runners if not runner.way.why_not]
         fastest = min(able, key=lambda runner: runner.share_of(self.runners[0]))
@@ -190,7 +195,7 @@ class _Contest(ExitStack):
         return min(equal, key=lambda runner: runner.engine is None).way
 
     def result(self) -> Sequence[Timed]:
-        """The times of all ways, and why a way has none."""
+        """The times of all ways; a way that failed has its error instead."""
         fp32 = self.runners[0]
         found = [
             Timed(

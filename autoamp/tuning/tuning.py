@@ -20,11 +20,11 @@ class Timed:
 
     Attributes:
         name: the way.
-        seconds: the median time of a call, with its backward in training mode; None
-            where the model fails so.
-        share: the median over all rounds of its time divided by that of fp32.
-        note: why the way could not be kept; "" where it could.
-        times: its time in each round.
+        seconds: the median time of a call, with its backward in training mode; None if
+            the model fails in this way.
+        share: the median over all rounds of the way's time over fp32's time.
+        note: why the way could not be kept; "" if it could.
+        times: the way's time in each round.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Timed:
     times: tuple[float, ...] = ()
 
     def scattered(self) -> str:
-        """The way with its time, and how far its times lie apart."""
+        """The name of the way with its median, least and largest time."""
         assert self.seconds is not None
         said = f"{self.name} ({_milliseconds(self.seconds)} ms"
         if not self.times:
@@ -45,18 +45,18 @@ class Timed:
 
 @dataclass(frozen=True, repr=False)
 class Tuning:
-    """What `autoamp.tune` measured and kept.  `print(tuning)` shows it.
+    """The measurements of `autoamp.tune` and the way it kept; `print(tuning)` shows it.
 
     Attributes:
         label: the model's class name.
         precision: the compute dtype.
         device: the hardware.
-        training: whether a call's backward was timed with it.
-        chosen: the way that was kept.
-        ways: all ways, the first of them fp32.
+        training: whether each call was timed with its backward.
+        chosen: the name of the way that was kept.
+        ways: all ways, fp32 first.
         measured: how many times of ops and casts were measured.
-        remembered: how many were known from an earlier tuning.
-        seconds: how long it took.
+        remembered: how many times of ops and casts an earlier tuning had stored.
+        seconds: how long the tuning took.
     """
 
     label: str
@@ -71,7 +71,7 @@ class Tuning:
 
     @property
     def share(self) -> float:
-        """The time of the way that was kept, as a part of that of fp32."""
+        """The time of the way that was kept, over fp32's time."""
         return self._kept.share or 1.0
 
     @property
@@ -80,7 +80,7 @@ class Tuning:
         return next(w for w in self.ways if w.name == self.chosen)
 
     def sentence(self) -> str:
-        """What was kept, and how it compares."""
+        """Says which way was kept, and how its time compares."""
         others = [w for w in self.ways if w.share is not None and w.name != self.chosen]
         shares = [f"{self.share / w.share:.2f} of {w.name}" for w in others if w.share]
         kept = self._kept
@@ -92,8 +92,8 @@ class Tuning:
             times = " or ".join(w.scattered() for w in (kept, *rivals))
             said += (
                 f"{len(kept.times)} rounds could not tell which is faster, {times}. "
-                "If the times lie far apart, something else was running: tune again "
-                "when nothing else runs"
+                "If the times lie far apart, another program was running: tune again "
+                "when no other program runs"
             )
         elif any(w.note and w.share and w.share < self.share for w in others):
             said += "no way that can be kept is faster"
@@ -138,6 +138,6 @@ class Tuning:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Three digits or all before the point: 0.0123, 26.3, 2630."""
+    """Three digits, or all digits before the point: 0.0123, 26.3, 2630."""
     value = 1e3 * seconds
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

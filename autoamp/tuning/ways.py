@@ -39,11 +39,11 @@ class Way:
 
     Attributes:
         name: the way, for the report.
-        options: the options of its conversion; None where it is not converted.
-        price: the prices of its placement; None for those of a roofline.
-        by_autocast: its calls run under `torch.autocast`.
+        options: the options of the conversion; None if the model is not converted.
+        price: the prices for the placement; None for the roofline's prices.
+        by_autocast: whether calls run under `torch.autocast`.
         low: the compute dtype of autocast.
-        why_not: why the way cannot be kept; "" where it can.
+        why_not: why the way cannot be kept; "" if it can.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Way:
     why_not: str = ""
 
     def set_up(self, model: nn.Module) -> None:
-        """Has `model` run this way."""
+        """Makes `model` run this way."""
         if self.options is None:
             revert_model(model)
             return
         convert_model(model, self.options, price=self.price)
         state = conversion_of(model)
         assert state is not None
-        # Of a model that cannot be converted the report says so.
+        # A model that cannot be converted has no entry, and its report says why.
         if state.call is not None and self.by_autocast:
             state.call.leave_to_autocast(BY_AUTOCAST)
 
@@ -95,7 +95,7 @@ class Runner:
     def run(self) -> float:
         """The seconds of one call and, in training mode, its backward.
 
-        A call in training mode finds its weights written to, as after a step.
+        In training mode the weights count as written to, as after a step.
         """
         inputs, trains = copied(self.inputs), self.model.training
         if trains:
@@ -115,15 +115,15 @@ class Runner:
 
     @property
     def median(self) -> float:
-        """The median of its seconds."""
+        """The median time of a call, in seconds."""
         return statistics.median(self.seconds)
 
     def surely_faster_than(self, other: Runner) -> bool:
-        """Whether chance would make it faster in so many rounds once in 20, or less."""
+        """Whether this way is faster in so many rounds that chance is unlikely."""
         return surely_less(self.seconds, other.seconds)
 
     def share_of(self, other: Runner) -> float:
-        """The median over the rounds of its time as a part of another's."""
+        """The median over the rounds of this way's time over another's."""
         pairs = zip(self.seconds, other.seconds, strict=True)
         return statistics.median(mine / its for mine, its in pairs)
 
@@ -134,7 +134,7 @@ class Runner:
         return state.engine if state is not None else None
 
     def kernels(self) -> list[str]:
-        """The names of kernels and layouts that its graphs have, to be left out."""
+        """The names of the kernels and layouts in its graphs, for `unfused=`."""
         if self.engine is None:
             return []
         report = report_of(self.engine.record)

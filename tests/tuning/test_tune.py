@@ -181,7 +181,7 @@ def test_surely_is_a_sign_test(
     ("options", "why"),
     [
         ({"precision": "fp16", "do_no_harm": False}, "nothing would scale its loss"),
-        ({"strict": True}, "strict=True wants rewritten graphs"),
+        ({"strict": True}, "strict=True requires rewritten graphs"),
     ],
 )
 def test_autocast_is_not_kept_where_it_does_not_suffice(
@@ -608,7 +608,7 @@ def test_a_file_that_is_none_is_said_and_done_without(
     store = Store("blocked")
     store.add({"key": 1.0})
     assert store.known == {"key": 1.0}
-    assert "not kept on disk" in caplog.text
+    assert "cannot be stored on disk" in caplog.text
     assert Store("blocked").known == {}
 
 
