@@ -1,4 +1,4 @@
-"""The public functions, each a few lines over the layers below."""
+"""The public functions on models and graphs: `convert`, `report`, `rewrite`, ..."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def convert(
         precision: "auto", "fp16", "bf16" or the torch dtype.  "auto" is fp16 on a GPU
             and bf16 on a CPU with bf16 units; otherwise a warning says that the model
             is not converted.
-        rules: the path of a rules file, which is laid over the built-in one; a `Rules`,
-            which is used as it is, without the built-in one, and is refused where it
-            allows none of the ops that the built-in one allows; or one of the complete
-            sets "torch-cuda", "torch-cpu", "tensorflow".
+        rules: the path of a rules file, whose rules are added to the built-in rules;
+            one of the complete sets "torch-cuda", "torch-cpu", "tensorflow"; or a
+            `Rules`, which replaces the built-in rules and must allow at least one op
+            that these allow.
         allow, deny, infer, clear: op names moved to that list ("linear", "aten::exp").
         keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*"), beside
             the modules that the model itself names (`_keep_in_fp32_modules` of
@@ -94,7 +94,7 @@ def convert(
             that the report does not have.
         heal: whether an op that makes step after step overflow is kept in fp32 from the
             next call on: the model is captured again with one more `deny=` or `keep=`,
-            and a log line says which.
+            which a log line names.
         guard: whether steps with infinite or NaN gradients are skipped, in bf16 too.
         fuse: whether a chain of calls that torch has one kernel for runs as that kernel
             (a GELU or a norm written out), which computes in fp32 inside.
@@ -107,6 +107,14 @@ def convert(
 
     Raises:
         AutoampError: the model or an option cannot be used; nothing was changed.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+        >>> model = autoamp.convert(model, precision="bf16", do_no_harm=False)
+        >>> model(torch.randn(8, 64)).dtype
+        torch.float32
+        >>> autoamp.report(model).ops[0].precision
+        'bf16'
     """
     options = Options(
         precision=precision,
@@ -136,7 +144,7 @@ def convert(
         try:
             for boundary in boundaries:
                 _introduce(boundary, model, options)
-        except BaseException:  # say, state loaded by the optimizer does not fit
+        except BaseException:  # such as a loaded state that does not fit
             if fresh:
                 revert_model(model)
             raise
@@ -144,7 +152,16 @@ def convert(
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes `convert`: `model` runs in fp32 again, bit for bit as before."""
+    """Undoes `convert`: `model` runs in fp32 again, bit for bit as before.
+
+    Raises:
+        UnsupportedModelError: `model` is not a `torch.nn.Module`.
+
+    Example:
+        >>> model = autoamp.convert(torch.nn.Linear(8, 8), do_no_harm=False)
+        >>> autoamp.is_converted(model), autoamp.is_converted(autoamp.revert(model))
+        (True, False)
+    """
     revert_model(model)
     return model
 
@@ -188,6 +205,13 @@ def rewrite(
 
     Raises:
         AutoampError: the graph or an option cannot be used, or a pass failed.
+
+    Example:
+        >>> gm = torch.fx.symbolic_trace(torch.nn.Linear(64, 64))
+        >>> options = {"precision": "bf16", "do_no_harm": False}
+        >>> low = autoamp.rewrite(gm, (torch.randn(8, 64),), **options)
+        >>> low(torch.randn(8, 64)).dtype
+        torch.float32
     """
     for_models = {"backend", "guard", "heal", "lock", "loss_scale", "weight_copies"}
     refused = sorted(options.keys() & for_models)
@@ -215,7 +239,7 @@ def rewrite(
 
 
 def _introduce(boundary: OptimizerBoundary, model: nn.Module, options: Options) -> None:
-    """Lets the boundary of an optimizer know the model that the optimizer trains."""
+    """Links the boundary of an optimizer to the model that the optimizer trains."""
     give_masters(boundary, model)
     state = conversion_of(model)
     if state is not None and state.engine is not None:
@@ -225,7 +249,11 @@ def _introduce(boundary: OptimizerBoundary, model: nn.Module, options: Options) 
 
 
 def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers given, each of which holds some weight of `model`."""
+    """The optimizers given.
+
+    Raises:
+        OptionError: one of them is not an optimizer, or holds no weight of `model`.
+    """
     if optimizer is None:
         return []
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -250,7 +278,7 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
 
 
 def _as_option(given: Any) -> str:
-    """How to write what was given in the place of the optimizer, as far as is known."""
+    """The call in which an object that was given as the optimizer is an option."""
     if isinstance(given, Mapping):
         return "convert(model, **options)"
     if parse_low_dtype(given) is not None or given == "auto":

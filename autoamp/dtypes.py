@@ -11,7 +11,7 @@ import torch
 
 
 class LowDtype(NamedTuple):
-    """What autoamp knows of one low dtype; its range and epsilon are torch's.
+    """The facts about one low dtype; its range, epsilon and width are torch's.
 
     Attributes:
         dtype: torch's dtype.
@@ -21,7 +21,7 @@ class LowDtype(NamedTuple):
             is narrower than fp32's.
         has_masters: whether an optimizer steps fp32 masters of weights that arrive in
             the dtype.
-        cuda_capability: the compute capability from which GPUs multiply the dtype.
+        cuda_capability: the least compute capability of GPUs that multiply the dtype.
         cpu_units: the units of CPUs that multiply the dtype, the fastest first.
         usual_on: the devices on which `precision="auto"` chooses the dtype.
     """
@@ -54,7 +54,7 @@ LOW_TABLE = (
         usual_on="others",
     ),
 )
-"""The low dtypes, the one with the narrowest range first."""
+"""The low dtypes; the dtype with the narrowest range comes first."""
 
 LOW_DTYPES: dict[str, torch.dtype] = {row.name: row.dtype for row in LOW_TABLE}
 """Short name (as in `precision=` and in the names of rules files) to torch dtype."""
@@ -92,7 +92,7 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def parse_low_dtype(value: object) -> torch.dtype | None:
-    """The low dtype meant by `value` (a name or a dtype), or None if there is none."""
+    """The low dtype that `value`, a name or a dtype, means; None for other values."""
     if isinstance(value, torch.dtype):
         return value if value in LOW_DTYPES.values() else None
     return _BY_NAME.get(value.strip().lower()) if isinstance(value, str) else None

@@ -11,7 +11,7 @@ _MOST = 4000
 
 
 class AutoampError(Exception):
-    """Base of every error raised on purpose by autoamp.
+    """The base class of every error that autoamp raises on purpose.
 
     The message says what went wrong, where (module path, op, source line) and what
     to do about it.  The message may quote anything that a user or a file holds.
@@ -37,7 +37,7 @@ class RulesError(AutoampError, ValueError):
 
 
 class UnsupportedModelError(AutoampError, TypeError):
-    """The object given cannot be converted (not a module, quantised, meta, ...)."""
+    """The given object cannot be converted: no module, quantised, on meta, ..."""
 
 
 class CaptureError(AutoampError, RuntimeError):
@@ -49,7 +49,7 @@ class PlacementError(AutoampError, RuntimeError):
 
 
 class VerificationError(AutoampError, RuntimeError):
-    """A rewritten graph is not legal, or does not cost what was promised."""
+    """A rewritten graph is not legal, or its cost is not the predicted cost."""
 
 
 class PassError(AutoampError, RuntimeError):
@@ -65,7 +65,7 @@ class PassError(AutoampError, RuntimeError):
 
 
 class LockError(AutoampError, RuntimeError):
-    """A model is not placed as its lock, a committed report, says."""
+    """The placement of a model differs from its lock, which is a committed report."""
 
 
 class LossScaleError(AutoampError, ValueError):
@@ -77,4 +77,4 @@ class RankError(AutoampError, RuntimeError):
 
 
 class CheckpointError(AutoampError, ValueError):
-    """The saved state of an optimizer does not fit the one it is loaded into."""
+    """The saved state of an optimizer does not fit the optimizer that loads it."""

@@ -1,4 +1,4 @@
-"""Messages to a person while models are converted: each text once, and in time."""
+"""Log messages: texts logged once, advice on options, signs of life."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def log_left_to_autocast(logger: logging.Logger, label: str) -> None:
     """Says, once for each label, that a model's precision is the script's own choice.
 
     Args:
-        label: the class name of the model, or the name of the code, that is left alone.
+        label: the class name of the model, or the name of the function.
     """
     text = (
         f"autoamp: {label} is left to the script's own autocast, which chooses the "
-        "precision of each op itself; without it (no torch.autocast, bf16=False, "
-        'mixed_precision="no") autoamp chooses'
+        "precision of each op; switch that autocast off (bf16=False, "
+        'mixed_precision="no") to let autoamp choose'
     )
     log_once(logger, logging.INFO, text)
 
@@ -44,8 +44,8 @@ def advice(option: str, value: object, *, by_variables: bool) -> str:
     Args:
         option: an option of `convert`.
         value: the value to give; a sequence of names for lists and `keep`.
-        by_variables: the options were read from environment variables, so the reader
-            may have no line of code that names an option.
+        by_variables: whether environment variables gave the options, so that there may
+            be no line of code that names an option.
     """
     names = [str(each) for each in value] if isinstance(value, list | tuple) else []
     listed = "[" + ", ".join(f'"{each}"' for each in names) + "]"
@@ -65,7 +65,7 @@ def advice(option: str, value: object, *, by_variables: bool) -> str:
 def signs_of_life(
     say: Callable[[float], None], *, every: float = 2.0
 ) -> Iterator[None]:
-    """Calls `say` with the seconds gone by, again and again, while the block runs.
+    """Calls `say` with the seconds since the start, repeatedly, while the block runs.
 
     Each wait is twice as long as the wait before.
 

@@ -1,4 +1,4 @@
-"""Names of torch ops, as rules and people write them."""
+"""Names of torch's ops, as rules files and users write them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def exists(key: str) -> bool:
 
 
 def close_names(key: str, limit: int = 3) -> list[str]:
-    """Existing ops whose names look like `key`, best first, to put in a message."""
+    """Existing ops with names like `key`, the most similar first, for a message."""
     namespace, name, overload = split_key(key)
     if overload and (siblings := overloads(f"{namespace}::{name}")):
         names = [op_name(sibling) for sibling in siblings]

@@ -178,8 +178,8 @@ def has_effect(node: fx.Node) -> bool:
 def drop_dead(graph: fx.Graph) -> None:
     """Erases nodes that nothing reads and that have no effect.
 
-    FX's own elimination would not do: it goes on into sub-graphs with rules that take a
-    method call like `x.mul_(2)` for dead.
+    FX's own elimination is not used, because in sub-graphs it erases method calls such
+    as `x.mul_(2)`.
     """
     for node in reversed(graph.nodes):
         if node.op in ("placeholder", "output") or node.users:

@@ -1,4 +1,4 @@
-"""The options of `convert` and `rewrite`: one frozen value, checked when made."""
+"""The options of `convert` and `rewrite`, in one frozen object that checks them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Options:
     """The options a user chose, with the names and defaults of `autoamp.convert`.
 
     Attributes:
-        lock: the report that placements are held to; a path is read when given.
+        lock: the report that placements must match; a path is read at once.
         fuse: whether kernels replace chains of calls.
         unfused: the names of kernels to switch off.
         unlist: (category, op) pairs to take out of the rules.  Only the environment
@@ -43,11 +43,11 @@ class Options:
             the model sets this field.
         by_variables: whether environment variables gave the options, so that messages
             name variables.  Only the automatic mode sets this field.
-        unmet: the patterns of `keep` that have fitted no model yet, where the options
-            hold for all models of a process.  Only `enable` sets this field.
+        unmet: the patterns of `keep` that have matched no model yet, if the options are
+            for all models of a process.  Only `enable` sets this field.
 
     Raises:
-        OptionError: a value is unusable; the message lists the valid ones.
+        OptionError: a value is unusable; the message lists the valid values.
         LossScaleError: `loss_scale` is unusable.
         RulesError: `rules` or an op name is unusable.
     """
@@ -113,10 +113,13 @@ class Options:
         object.__setattr__(self, "unfused", unfused)
 
     def _check_rules(self) -> None:
-        """Raises for a wrong rule here, not later.
+        """Checks the rules at once, and not only when a model is captured.
 
-        Under precision "auto" the rules may be valid for only one of the low dtypes,
-        because a rules file may be written for one of them.
+        Under precision "auto" it is enough that the rules are valid for one low dtype,
+        because a rules file may be written for one dtype.
+
+        Raises:
+            RulesError, OptionError: the rules are unusable.
         """
         if self.rules is None and not (
             self.allow or self.deny or self.infer or self.clear or self.unlist
@@ -141,12 +144,12 @@ class Options:
 
     @property
     def locked(self) -> SavedReport | None:
-        """The report that placements are held to, if there is one."""
+        """The report that placements must match, or None."""
         return self.lock if isinstance(self.lock, SavedReport) else None
 
     @property
     def kernels_off(self) -> tuple[str, ...]:
-        """The names of the kernels that replace no chain.
+        """The names of the kernels that are switched off.
 
         All kernels are off where TensorFlow's lists decide, since TensorFlow's pass
         replaces nothing.
@@ -163,7 +166,7 @@ class Options:
         for name in changes:
             if name not in OPTION_NAMES:
                 there = ", ".join(sorted(OPTION_NAMES))
-                raise OptionError(f"unknown option {name!r}; there are {there}")
+                raise OptionError(f"unknown option {name!r}; the options are {there}")
         return dataclasses.replace(self, **changes)
 
     @property
@@ -174,7 +177,7 @@ class Options:
 
     @property
     def is_tensorflows(self) -> bool:
-        """Whether lists (the user's additions aside) and placement are TensorFlow's."""
+        """Whether placement and lists are TensorFlow's, apart from the user's rules."""
         name = self.rules.name if isinstance(self.rules, Rules) else str(self.rules)
         lists = name.partition(" + ")[0] in TENSORFLOW.values()
         return lists and self.placement == "tensorflow"
@@ -209,10 +212,13 @@ OPTION_NAMES = frozenset(f.name for f in dataclasses.fields(Options)) - {
 
 
 def _check_whole(rules: Rules, builtin: Rules, name: str) -> None:
-    """Raises where a `Rules` holds only a user's changes, so that nothing runs low.
+    """Refuses a `Rules` that holds only a user's changes, so that no op would run low.
 
     Rules that list every op that the built-in rules allow count as complete, even if
     they deny all of these ops.
+
+    Raises:
+        OptionError: the rules are not complete.
     """
     ours = set(builtin.names(Category.ALLOW))
     if ours & set(rules.names(Category.ALLOW)) or ours <= rules.table.keys():
@@ -256,7 +262,7 @@ def _kernels(value: Any) -> tuple[str, ...]:
 
 
 def _depth_of_caller() -> int:
-    """How many frames above the function that asks the code of a user stands."""
+    """The number of frames between the caller of this function and the user's code."""
     depth, frame = 1, sys._getframe(1)
     ours = (__name__.partition(".")[0], dataclasses.__name__)
     while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ours:
@@ -265,7 +271,7 @@ def _depth_of_caller() -> int:
 
 
 def _report(value: Any) -> SavedReport | None:
-    """The report that `lock` names, read once: later changes have no effect."""
+    """The report that `lock` names; later changes of the file have no effect."""
     if value is None or isinstance(value, SavedReport):
         return value
     if not isinstance(value, str | os.PathLike):

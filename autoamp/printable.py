@@ -1,7 +1,7 @@
-"""Makes text from other people's names and values safe to show.
+"""Makes names and values from users and files safe to show.
 
-Class names, paths and fields of a checkpoint may hold anything: escape sequences of a
-terminal, marks that turn the direction of writing, a megabyte of text.  This module
+Class names, paths and fields of a checkpoint may hold anything: a terminal's escape
+sequences, marks that change the direction of writing, a megabyte of text.  This module
 imports nothing.
 """
 

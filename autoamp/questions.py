@@ -1,4 +1,4 @@
-"""The public questions, asked of a model and the inputs of one call."""
+"""The public questions about a model: `explain`, `compare`, `tune` and others."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def explain(
     device: str | None = None,
     **kwargs: Any,
 ) -> Report:
-    """The report of what `convert` would do to `model`, which is not changed.
+    """Reports what `convert` would do to `model`, which is not changed.
 
-    The model is called once, in fp32, on the arguments given.  A model on the meta
-    device is explained without its weights.
+    The model is called once, in fp32, on the given arguments.  A model on the meta
+    device needs no weights.
 
     Args:
         model: any `torch.nn.Module`, converted or not.
         *args: the arguments of a call of the model.
         options: keyword arguments of `convert`; by default those that the model was
             converted with.
-        device: the device to explain for, which need not be here: "cuda:sm_90", or
+        device: the device to explain for, which this machine may lack: "cuda:sm_90", or
             sm_70, sm_75, sm_80, sm_86, sm_89 or sm_100, "cpu:amx", "cpu:avx512_bf16",
-            "cpu:plain", and "cpu" and "cuda" for this machine's.  By default, the
-            device that the model is on.
+            "cpu:plain", or "cpu" or "cuda" for this machine's own device.  By default,
+            the device of the model.
         **kwargs: keyword arguments of the call.
 
     Raises:
@@ -66,7 +66,7 @@ def compare(
     tolerance: float | None = None,
     **kwargs: Any,
 ) -> Comparison:
-    """How far mixed precision is from fp32 on one call, node by node, and why.
+    """Measures the errors of mixed precision on one call, by node and by module.
 
     The model is called on copies of the arguments, in fp32 and as rewritten, with the
     same random numbers, and is not changed.  In training mode the backward runs too.
@@ -79,8 +79,8 @@ def compare(
             converted with.
         loss_fn: gives a tensor of one element from the model's output; by default the
             output's `loss`, or the sum of the output's float tensors.
-        tolerance: the largest relative error that outputs and gradients may have: the
-            result then names a minimal set of modules to keep in fp32 for that.
+        tolerance: the largest relative error that outputs and gradients may have.  The
+            result then names a minimal set of modules to keep in fp32 to reach it.
         **kwargs: keyword arguments of the call.
 
     Raises:
@@ -108,13 +108,13 @@ def find_overflow(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Overflow:
-    """The first number, forward or backward, that leaves the range of its dtype.
+    """Finds the first number, forward or backward, that leaves its dtype's range.
 
     The model is called on copies of the arguments, as rewritten, node by node.  In
     training mode, or with a `loss_fn`, the backward runs too, at the loss scale in
-    force.  Where a number leaves its range, remedies (`deny=`, `keep=`) are tried until
-    one works.  The model is left as it was, bit for bit; a copy of its weights is held
-    meanwhile, and the model's own hooks are called.
+    force.  If a number leaves its range, remedies (`deny=`, `keep=`) are tried until
+    one works.  The model is not changed by a bit; the call needs memory for a copy of
+    its weights, and calls the model's own hooks.
 
     Args:
         model: any `torch.nn.Module`, converted or not.
@@ -122,16 +122,17 @@ def find_overflow(
         loss_fn: gives a tensor of one element from the model's output; by default the
             output's `loss`, or the sum of the output's float tensors.
         options: keyword arguments of `convert`; by default those that the model was
-            converted with, and fp16 where it was not.
+            converted with, or fp16 if it was not converted.
         **kwargs: keyword arguments of the call.
 
     Returns:
-        The number that left its range, its place, its size, and the remedy.  Where no
-        number left its range, the result is falsy and tells which number came nearest.
+        The number that left its range, its place, its size, and the remedy.  If no
+        number left its range, the result is falsy and names the number that came
+        nearest.
 
     Raises:
         AutoampError: the model, an argument or an option cannot be used, or the loss is
-            no tensor of one element.
+            not a tensor of one element.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
@@ -152,7 +153,7 @@ def tune(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Tuning:
-    """Converts `model` in place in the way that is measured to be fastest here.
+    """Measures which way to run `model` is fastest here, and converts it in place.
 
     Each op and cast of the model's graphs is timed in both precisions, on operands like
     the model's.  Whole calls are then timed in turn: in fp32, under `torch.autocast`,
@@ -160,14 +161,15 @@ def tune(
     measured times, and with one kernel after the other switched off.  The fastest way
     is kept, even if that is fp32.  No way rounds a number that autocast does not round.
 
-    In training mode the backward is timed as well, and each call is timed as the first
-    one after an optimizer step.  Weights, gradients, buffers, random state and
+    In training mode the backward is timed as well, and each call is timed like the
+    first call after an optimizer step.  Weights, gradients, buffers, random state and
     arguments stay as they were.  Times of ops are kept in `~/.cache/autoamp`, or in the
     folder that `AUTOAMP_CACHE_DIR` names; a later tuning measures only other ops.
 
     Args:
-        model: any `torch.nn.Module`, converted or not, in the mode it is to be used in.
-        *args: the arguments of a call of the model, of the sizes to be used.
+        model: any `torch.nn.Module`, converted or not, in the mode (training or eval)
+            in which it will be used.
+        *args: the arguments of a call of the model, with the sizes of later calls.
         loss_fn: gives a tensor of one element from the model's output; by default the
             output's `loss`, or the sum of the output's float tensors.
         options: keyword arguments of `convert`; by default those that the model was
@@ -175,7 +177,7 @@ def tune(
         **kwargs: keyword arguments of the call.
 
     Returns:
-        The ways with their times, and which of them was kept.
+        The ways with their times, and the way that was kept.
 
     Raises:
         AutoampError: the model or an option cannot be used; nothing was changed.
@@ -209,11 +211,11 @@ def bench(
     grams_per_kwh: float | None = None,
     **kwargs: Any,
 ) -> Bench:
-    """Measures whether mixed precision helps a model here: time, memory, bytes, losses.
+    """Measures whether mixed precision helps a model: time, memory, bytes and losses.
 
     Each way to run the model gets a deep copy; the model is not changed.  A step is a
     forward, a backward and an optimizer step in training mode.  The ways are timed in
-    turn, in one process, where memory allows.  A way that fails costs only its row.
+    turn, in one process, if memory allows.  A way that fails only loses its row.
 
     Args:
         model: any `torch.nn.Module`, or a function without arguments that returns
@@ -225,8 +227,8 @@ def bench(
             the output's float tensors from fixed random numbers.
         optimizer: makes an optimizer of a list of parameters; AdamW by default.
         data: batches, each the arguments of a call: a tuple or list of positional
-            ones, a dict of keyword ones, or a tuple of both.  The time of drawing a
-            batch is measured too.  The data must be iterable more than once.
+            arguments, a dict of keyword arguments, or a tuple of both.  The wait for a
+            batch is timed too.  The data must be iterable more than once.
         infer: whether a step is a call in eval mode, without a backward.
         generate: how many tokens a step generates by `model.generate`; 0 for a call.
         ways: any of "fp32" (always measured), "tf32", "autocast", "autoamp", "tuned"
@@ -235,10 +237,10 @@ def bench(
         rounds: how many steps are timed; by default at least 5, until `seconds` have
             passed or the spread of the ratios is small.
         seconds: the time after which no further round begins.
-        steps: over how many steps the losses are compared.
+        steps: the number of steps after which losses are compared.
         sweep: batch sizes to measure; the samples of the arguments are repeated.
-        memory: an amount of memory, in bytes or as a text such as "8GiB": the result
-            then has the largest batch of each way that fits into it.
+        memory: an amount of memory, in bytes or as a text such as "8GiB".  The result
+            then has the largest batch of each way that fits into this memory.
         grams_per_kwh: grams of CO2 per kilowatt-hour, to show CO2 beside the energy.
         **kwargs: keyword arguments of the call.
 

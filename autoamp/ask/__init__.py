@@ -1,1 +1,1 @@
-"""Questions about a model, answered on inputs of the model, which is not changed."""
+"""Answers questions about a model by running it on inputs, without changing it."""

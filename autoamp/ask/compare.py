@@ -2,8 +2,8 @@
 
 A stand-in of the model is called twice on the same inputs with the same random numbers:
 its graphs run once in fp32 and once as rewritten, node by node, with the real rounding.
-Then each region (the low ops of one module) is put back into fp32 by itself, to see how
-much error goes away.
+Then each region (the low ops of one module) is put back into fp32 by itself, to see by
+how much the error falls.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from autoamp.pipeline.prepared import Prepared
 from autoamp.printable import class_name
 
 FP16_SCALE = 2.0**15
-"""The largest factor on the loss while fp16 gradients are compared, so that small ones
-are not lost; gradients are divided by the factor before they are compared."""
+"""The largest loss scale while fp16 gradients are compared, so that small gradients are
+not lost; gradients are divided by the scale before they are compared."""
 
 
 def compare_model(
@@ -76,7 +76,8 @@ def compare_model(
         bench.find_scale(fp32)
         mixed = bench.trial(fp32, hears=True)
         errors = errors_of(mixed, fp32)
-        rows = report_of(engine.record).ops  # with graphs of branches that mixed took
+        # The report includes graphs of branches that only the mixed run took.
+        rows = report_of(engine.record).ops
         lows = _low_ops(rows)
         nodes = node_errors(rows, fp32, mixed)
         del mixed
@@ -96,7 +97,7 @@ def compare_model(
 
 
 class _Bench(StandIn):
-    """A stand-in whose calls are heard node by node.
+    """A stand-in whose calls run node by node, with every value noted.
 
     Attributes:
         scale: the loss scale of calls in low precision.
@@ -115,7 +116,7 @@ class _Bench(StandIn):
         """One call and its backward, in fp32 or as rewritten.
 
         Args:
-            exact: the call in fp32; without it, this is that call.
+            exact: the call in fp32; None if this call is the one in fp32.
             keep: modules that stay in fp32.
             hears: whether the values of nodes are kept.
         """
@@ -148,7 +149,7 @@ class _Bench(StandIn):
         return errors_of(self.trial(fp32, keep, hears=False), fp32)
 
     def find_scale(self, fp32: Heard) -> None:
-        """Finds the loss scale of fp16: a large one at which no gradient overflows."""
+        """Finds a large loss scale for fp16 at which no gradient overflows."""
         if not needs_loss_scale(self.engine.record.low):
             return
         self.scale = FP16_SCALE
@@ -188,7 +189,7 @@ class _Bench(StandIn):
     def regions(
         self, lows: Mapping[str, int], fp32: Heard, errors: Errors
     ) -> list[RegionError]:
-        """Each module put back into fp32 by itself, the best first."""
+        """Each module put back into fp32 by itself; the largest gain comes first."""
         found = []
         for module, count in told(lows.items(), "putting modules back into fp32"):
             there = self.errors([module], fp32)
@@ -201,8 +202,8 @@ class _Bench(StandIn):
     ) -> tuple[str, ...] | None:
         """A minimal set of modules in fp32 whose error is within `tolerance`.
 
-        Modules are added in `order` until the error is small enough; then each that can
-        be left out is.  None where all modules together do not suffice.
+        Modules are added in `order` until the error is small enough; then each module
+        that can be left out is left out.  None if all modules together do not suffice.
         """
 
         def suffices(modules: Collection[str]) -> bool:
@@ -245,9 +246,9 @@ def _keep(
 
 
 def _low_ops(rows: Sequence[OpRow]) -> dict[str, int]:
-    """How many low ops each module that calls one has, modules in it included.
+    """Each module that calls a low op, to the number of low ops in and below it.
 
-    `keep=` takes a module with all that is in it, too.
+    `keep=` keeps a module with all modules below it, too.
     """
     low = [row.module for row in rows if row.is_low]
     return {

@@ -29,8 +29,8 @@ class Errors:
 
     Attributes:
         output: the error of the output's float tensors together.
-        gradients: the error of the gradients of all parameters together; 0 where the
-            model is in eval mode or has none.
+        gradients: the error of the gradients of all parameters together; 0 if the model
+            is in eval mode or has no gradients.
     """
 
     output: float
@@ -50,11 +50,11 @@ class NodeError:
     Attributes:
         graph, body, name: the op's node.
         op, precision, module, source: as in `OpRow`.
-        error: the relative error of the result, with the errors of its operands.
+        error: the relative error of the result, including errors of its operands.
         added: the relative error that the op itself adds: the error of its result on
             exact operands, rounded to the dtype the op reads.  0 for an fp32 op, and
             for an op that draws random numbers.
-        gradient: the relative error of the gradient of the result; 0 without one.
+        gradient: the relative error of the result's gradient; 0 if it has none.
     """
 
     graph: int
@@ -98,13 +98,14 @@ class Comparison:
         errors: the errors of the model as converted.
         autocast: the errors under `torch.autocast` in the same dtype; None where
             autocast raises on the model.
-        nodes: each float op, the one that adds most error first.
-        regions: each module with low ops, the one that gives most error back first.
+        nodes: each float op; the op that adds most error comes first.
+        regions: each module with low ops; the module whose return to fp32 removes most
+            error comes first.
         tolerance: the error asked for, or None.
-        keep: the modules to keep in fp32 for `tolerance`: a minimal set, of which none
-            can be left out.  None where no set reaches the tolerance.
-        kept_errors: the errors of the model converted with `keep`; None where there is
-            nothing to keep.
+        keep: the modules to keep in fp32 for `tolerance`: a minimal set, from which no
+            module can be left out.  None if no set reaches the tolerance.
+        kept_errors: the errors of the model converted with `keep`; None if `keep` is
+            empty or None.
     """
 
     label: str
@@ -123,19 +124,19 @@ class Comparison:
         tolerance: float,
         errors: Errors | None = None,
     ) -> Comparison:
-        """The same, with the set found for a tolerance, and the errors it leaves."""
+        """A copy with the set found for a tolerance, and the errors that remain."""
         return replace(self, keep=keep, tolerance=tolerance, kept_errors=errors)
 
     def to_rules(self, path: str | Path) -> Path:
         """Writes `keep` as a rules file: `convert(model, rules=path)`.
 
         Raises:
-            OptionError: no tolerance was given, or no set reaches it.
+            OptionError: no tolerance was given, or no set of modules reaches it.
         """
         if self.tolerance is None or self.keep is None:
             raise OptionError(
-                "there are no modules to write: give compare() a tolerance, one that "
-                "can be reached"
+                "there are no modules to write: give compare() a tolerance that some "
+                "set of modules reaches"
             )
         lines = [
             "[meta]",
@@ -216,12 +217,14 @@ class Comparison:
         if self.keep is None:
             yield Text(f"{wanted}: no set of modules kept in fp32 is enough.")
         elif not self.keep:
-            yield Text(f"{wanted}: nothing need be kept in fp32.")
+            yield Text(f"{wanted}: no module needs to be kept in fp32.")
         else:
             yield Text(f"{wanted}: keep={list(self.keep)!r}, or to_rules(path).")
             if self.kept_errors is not None:
                 output, gradients = _pair(self.kept_errors)
-                yield Text(f"So converted: output {output}, gradients {gradients}.")
+                yield Text(
+                    f"Errors with keep=: {output} output, {gradients} gradients."
+                )
 
 
 def _pair(errors: Errors) -> tuple[str, str]:
@@ -229,6 +232,6 @@ def _pair(errors: Errors) -> tuple[str, str]:
 
 
 def _line_of(source: str) -> str:
-    """`file.py:12` of a source line: the folder and the code are left out."""
+    """`file.py:12` of a source line, without the folder and the code."""
     place = shorten(source).partition(": ")[0]
     return place.rpartition("/")[2]

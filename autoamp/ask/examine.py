@@ -1,8 +1,8 @@
-"""Captures a stand-in of a model, and has its graphs run in a way of the asker's own.
+"""Captures a stand-in of a model, whose graphs a question runs in its own way.
 
 The stand-in is a module of the same class that shares the model's modules and weights.
-It is converted as `convert` converts, but no weight copies are made, no optimizer is
-met, and no graph is shared with other models.
+It is converted as by `convert`, but without weight copies, without optimizers, and
+without graphs shared with other models.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from autoamp.training.first_step import end_scaling, new_scaling
 from autoamp.training.scale import resolve_loss_scale
 
 Play = Callable[[Prepared, tuple[Any, ...]], Any]
-"""Runs a graph on the arguments of a call, and gives its results."""
+"""Runs a graph on the arguments of a call, and returns its results."""
 
 
 def checked_model(model: Any) -> nn.Module:
     """The module to ask about, inside any wrapper that only distributes calls.
 
     Raises:
-        UnsupportedModelError: it is no module, or cannot be captured.
+        UnsupportedModelError: `model` is no module, or cannot be captured.
     """
     model = inside_wrappers(model)
     reason = unsupported(model, needs_data=False)
@@ -53,12 +53,11 @@ def checked_model(model: Any) -> nn.Module:
 
 
 def refuse_options(question: str, model: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses an option of `convert` among keyword arguments for the model.
-
-    A keyword that the model's forward takes is the model's.
+    """Refuses keyword arguments for the model that are options of `convert`.
 
     Raises:
-        OptionError: the forward does not take a keyword that is an option's name.
+        OptionError: a keyword is the name of an option, and the model's forward does
+            not take it.
     """
     found = [name for name in kwargs if name in OPTION_NAMES]
     if not found or not isinstance(model, nn.Module):
@@ -74,14 +73,18 @@ def refuse_options(question: str, model: Any, kwargs: Mapping[str, Any]) -> None
         meant = ", ".join(f'"{name}": {kwargs[name]!r}' for name in wrong)
         raise OptionError(
             f"{question}() passes {', '.join(wrong)} on to {class_name(model)}, whose "
-            f"forward does not take that; write options={{{meant}}}"
+            f"forward does not take {'it' if len(wrong) == 1 else 'them'}; write "
+            f"options={{{meant}}}"
         )
 
 
 def options_for(
     model: Any, given: Mapping[str, Any] | None, default: Options | None = None
 ) -> Options:
-    """The options given, over those of the model's conversion, or over `default`."""
+    """The options `given`, added to the options of the model's conversion.
+
+    Where the model is not converted, they are added to `default`.
+    """
     state = conversion_of(model)
     engine = state.engine if state is not None else None
     own = engine.options if engine is not None else None
@@ -96,7 +99,7 @@ def twin_of(model: nn.Module) -> nn.Module:
 
 
 def on_the_models_device(model: nn.Module, values: Any) -> Any:
-    """`values` with every tensor on the meta device, where the model is on it."""
+    """`values`; if the model is on the meta device, with every tensor moved there."""
     if not any(parameter.is_meta for parameter in parameters_of(model)):
         return values
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), values)
@@ -110,7 +113,7 @@ def examined(
 
     Args:
         low: the compute dtype.
-        device: the device that graphs are made for; by default the one they are on.
+        device: the device that graphs are made for; by default the graphs' own device.
     """
     options = for_model(model, options)
     twin = twin_of(model)
@@ -128,20 +131,20 @@ def examined(
 
 @dataclass(eq=False)
 class Examiner(Engine):
-    """Has graphs rewritten for the record, and runs each as `play` says.
+    """Rewrites graphs for the record, and runs each through `play`.
 
     Attributes:
         play: runs a rewritten graph; None runs the graph as it was captured, in fp32.
     """
 
-    shares_graphs = False  # the graphs of models that are alike are run otherwise
+    shares_graphs = False  # models that are alike run their graphs in another way
 
     play: Play | None = None
     _plain: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
 
     def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
         found = super().prepared(gm, example_inputs)
-        # Only now, because it has the bodies in `gm` run as Python does.
+        # This comes last, because it changes how the bodies in `gm` run.
         self._plain[found] = as_it_is(gm, example_inputs, self.options, "").run
         return found
 

@@ -1,6 +1,6 @@
-"""`explain`: the report of what `convert` would do, for this machine or another one.
+"""`explain`: reports what `convert` would do, on this machine or on another device.
 
-A stand-in of the model is captured as a converted model is.  The captured graphs go
+A stand-in of the model is captured like a converted model.  The captured graphs go
 through the pass, and the call runs the graphs as they were captured, in fp32.
 """
 
@@ -29,7 +29,7 @@ def explain_model(
     options: Options,
     device: str | None = None,
 ) -> Report:
-    """The report of what `convert` would do to `model`; see `autoamp.explain`.
+    """The report on what `convert` would do to `model`; see `autoamp.explain`.
 
     Args:
         args, kwargs: the arguments of one call.

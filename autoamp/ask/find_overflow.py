@@ -1,8 +1,8 @@
 """`find_overflow`: the first node that left its dtype's range, and the remedy.
 
 A stand-in of the model is captured once.  Its rewritten graphs run node by node, with
-the real rounding; where a number leaves its range, the graphs run in fp32 as well, to
-see if that number is the model's own fault, and then under one remedy after another.
+the real rounding.  If a number leaves its range, the graphs also run in fp32, to see
+whether fp32 fails there too, and then under one remedy after another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from autoamp.overflow.trail import Step
 from autoamp.printable import class_name
 
 ROUNDS = 4
-"""The most remedies that one cure is made of."""
+"""The most remedies that may be added to one another."""
 
 
 def find_overflow_model(
@@ -47,21 +47,23 @@ def find_overflow_model(
     """The first number that leaves its range; see `autoamp.find_overflow`.
 
     Args:
-        given: options of `convert`, over those of the model's own conversion.
+        given: options of `convert`, added to those of the model's own conversion.
 
     Raises:
-        UnsupportedModelError: the model cannot be captured, or its inputs are not where
-            the model is.
+        UnsupportedModelError: the model cannot be captured, or its inputs are on
+            another device.
         OptionError: an option is unusable, or the loss is no scalar.
     """
     model = checked_model(model)
     if loss_fn is not None and not callable(loss_fn):
-        raise OptionError(f"loss_fn={loss_fn!r} is no function of the model's output")
+        raise OptionError(
+            f"loss_fn={loss_fn!r} is not a function of the model's output"
+        )
     if given is not None and not isinstance(given, Mapping):
-        raise OptionError(f"options={given!r} is no dict of options of convert()")
+        raise OptionError(f"options={given!r} is not a dict of options of convert()")
     call: Call = (args, dict(kwargs))
     _check_devices(model, call)
-    # A model that is not converted is examined as on a device where fp16 pays.
+    # By default a model that is not converted is examined in fp16.
     options = options_for(model, given, Options(precision=short_name(NARROWEST)))
     low, options = required_precision(model, options, even_at_a_loss=True)
     trains = model.training or loss_fn is not None
@@ -91,7 +93,7 @@ class _Search:
         self.own_fault: Step | None = None
 
     def answer(self, call: RecordedCall) -> Overflow:
-        """What to say of a call under the options of the question."""
+        """The answer for a call under the options of the question."""
         step = first_out_of_range(call.trail, call.loss)
         if step is None:
             return self._nothing(call)
@@ -101,7 +103,7 @@ class _Search:
         step = self._blamed(call)
         if step is None and self.own_fault is not None:
             return replace(self._at(self.own_fault), in_fp32=True)
-        if step is None:  # infinities that fp32 has as well, and that do no harm
+        if step is None:  # fp32 has the same infinities, and they do no harm
             return self._nothing(call)
         step.wide = self._size(step)
         found = self._at(step)
@@ -148,7 +150,7 @@ class _Search:
         return None
 
     def _cure(self, step: Step) -> Remedy | None:
-        """A narrow remedy under which a call blames nothing, if there is one."""
+        """A narrow remedy under which no step of a call is to blame, or None."""
         remedy = Remedy()
         for _ in range(ROUNDS):
             records = self.stand_in.records(remedy.on(self.options))
@@ -175,7 +177,7 @@ class _Search:
 
 
 def _loss_scale(model: nn.Module, engine: Engine) -> float:
-    """The loss scale that training is at, or would begin at."""
+    """The present loss scale of the training, or the scale that it would begin with."""
     state = conversion_of(model)
     own = state.engine if state is not None else None
     if own is None or own.record.low != engine.record.low:
@@ -185,10 +187,11 @@ def _loss_scale(model: nn.Module, engine: Engine) -> float:
 
 
 def _check_devices(model: nn.Module, call: Call) -> None:
-    """Raises where the model, or an argument, has no data on the model's devices.
+    """Checks that the model holds data, and that arguments are on its devices.
 
     Raises:
-        UnsupportedModelError: see above.
+        UnsupportedModelError: the model is on the meta device, or an argument is on a
+            device where the model is not.
     """
     homes = {p.device for p in (*parameters_of(model), *model.buffers())}
     if any(home.type == "meta" for home in homes):
@@ -208,7 +211,7 @@ def _check_devices(model: nn.Module, call: Call) -> None:
 
 
 def _run_plainly(model: nn.Module, call: Call, *, trains: bool) -> None:
-    """Calls the model's own code, in fp32; an error of the model's own is raised."""
+    """Calls the model's own code, in fp32, so that it raises its own error."""
     twin = twin_of(model)
     with untouched(twin, trains=trains):
         args, kwargs = copied(call)

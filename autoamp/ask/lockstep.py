@@ -1,7 +1,6 @@
-"""Runs a graph node by node, in fp32 or as rewritten, and hears every value of it.
+"""Runs a graph node by node, in fp32 or as rewritten, and reports every value.
 
-The rewrite keeps the names of nodes, so that the values of both runs are found by the
-same key.
+The rewrite keeps the names of nodes, so the values of both runs have the same keys.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from autoamp.rewrite.emitted import stands_for
 from autoamp.rewrite.rewritten import Rewritten
 
 Hear = Callable[["Key", fx.Node, torch.Tensor, Callable[..., Any]], None]
-"""Is called with each float tensor that a float op makes, and with a function that
-gives the op's result on the values of the fp32 run, rounded for the op."""
+"""Called with a key, a float op, its result, and a function.  The function gives the
+op's result on the operands of the fp32 run, rounded to the dtypes that the op reads."""
 
 
 class Key(NamedTuple):
@@ -36,7 +35,7 @@ class Key(NamedTuple):
         graph: number of the captured graph.
         body: "" or the path of the body inside the graph.
         name: the node's name.
-        run: how often the graph, or the body, had run before.
+        run: how many times the graph, or the body, had run before.
     """
 
     graph: int
@@ -50,10 +49,10 @@ class Score:
     """How the graphs of one call are run.
 
     Attributes:
-        is_low: whether the rewritten graphs run, or the graphs before the rewrite.
+        is_low: whether the rewritten graphs run; if not, the graphs before the rewrite.
         hear: called for each op's result.
-        numbers: the number of each graph; a graph met first in this run, on a branch
-            that no run took before, gets the next number.
+        numbers: the number of each graph; a graph that first runs in this call, on a
+            branch that no call took before, gets the next number.
         record: gives the record of a graph that is run.
     """
 
@@ -87,7 +86,7 @@ class Score:
 
 @dataclass
 class Listener(Observer):
-    """Hears each result of one run of one graph, or of one body."""
+    """Passes each result of one run of a graph or body to `Score.hear`."""
 
     score: Score
     rewritten: Rewritten
@@ -96,7 +95,7 @@ class Listener(Observer):
     number: int
 
     def after(self, run: fx.Interpreter, n: fx.Node, value: Any) -> Any:
-        """The value, which is heard where the node is an op of the model."""
+        """The value, which is reported if the node is a float op of the model."""
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         if is_float and n.name in self.rewritten.assignment.decisions:
             rounded = functools.partial(self._rounded, run, n)
@@ -118,7 +117,7 @@ class Listener(Observer):
     def _rounded(
         self, run: fx.Interpreter, node: fx.Node, exact: Mapping[Key, torch.Tensor]
     ) -> Any:
-        """The result of a low node on exact operands, which are rounded for it.
+        """The result of a low node on the operands of the fp32 run, rounded.
 
         Args:
             exact: the values of the fp32 run.

@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
-    """What a monitor writes to, such as `torch.utils.tensorboard.SummaryWriter`.
+    """The target of a monitor, such as `torch.utils.tensorboard.SummaryWriter`.
 
-    A writer that has `add_text` as well is told the reason of each skipped step.
+    A writer that also has `add_text` gets the reason of each skipped step.
     """
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
@@ -28,26 +28,25 @@ class Writer(Protocol):
 
 
 class Monitor:
-    """Writes how the loss scaling of a model goes, after each step.
+    """Writes the state of a model's loss scaling after each step.
 
-    One object serves a plain loop, which calls `step` after the optimizer's step, and
-    is a callback for the `Trainer` of Hugging Face and of Lightning.  For each
-    converted model it writes these curves, in a group `autoamp`, or `autoamp/<path>`
-    for a converted module inside the model:
+    A plain loop calls `step` after the optimizer's step; the same object is a callback
+    for the `Trainer` of Hugging Face and of Lightning.  For each converted model it
+    writes these curves, in a group `autoamp`, or `autoamp/<path>` for a converted
+    module inside the model:
 
     - `loss_scale`: the factor by which gradients are multiplied inside the graphs;
     - `skipped_steps`: the number of steps skipped so far for an overflow;
     - `captured_graphs`: the number of graphs; a number that keeps rising shows a model
       that is captured again and again;
 
-    and as a text, `skipped`, the op that is blamed for each skipped step.  In bf16
-    there is no loss scaling, so that only `captured_graphs` is written.
+    and a text `skipped`, the op that is blamed for each skipped step.  bf16 has no loss
+    scaling, so that only `captured_graphs` is written.
 
     Args:
         writer: an object with `add_scalar(tag, value, step)`, such as a TensorBoard
-            `SummaryWriter`.  Under Lightning the trainer's own loggers serve where no
-            writer is given.
-        model: the model that trains.  A trainer tells its model by itself.
+            `SummaryWriter`.  By default, under Lightning, the trainer's own loggers.
+        model: the model that trains.  Trainers pass their model themselves.
         every: the number of steps from one write to the next, at least 1.
 
     Raises:
@@ -80,7 +79,7 @@ class Monitor:
         *,
         every: int = 1,
     ) -> None:
-        """Begins before the first step."""
+        """Makes a monitor, before the first step."""
         if writer is not None and not callable(getattr(writer, "add_scalar", None)):
             raise OptionError(
                 f"writer={writer!r} has no method add_scalar(tag, value, step); pass a "
@@ -96,7 +95,7 @@ class Monitor:
         self._warned = False
 
     def step(self, step: int | None = None) -> None:
-        """Writes the state after a step; to be called after the optimizer's step.
+        """Writes the state after a step; call it after the optimizer's step.
 
         Args:
             step: the number of the step; by default steps are counted from 1.
@@ -116,10 +115,14 @@ class Monitor:
     # -- as a callback of Hugging Face's Trainer -----------------------------------
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Refuses to be silent: Hugging Face's Trainer lends no writer."""
+        """Checks that there is a writer, since Hugging Face's Trainer gives none.
+
+        Raises:
+            OptionError: the monitor has no writer.
+        """
         if self.writer is None:
             raise OptionError(
-                "Hugging Face's Trainer lends its callbacks no writer; pass one: "
+                "Hugging Face's Trainer gives its callbacks no writer; pass one: "
                 "autoamp.Monitor(torch.utils.tensorboard.SummaryWriter(folder))"
             )
 
@@ -145,7 +148,7 @@ class Monitor:
         for each in trainer.loggers:
             self._write(model, _Logger(each), step)
         if not trainer.loggers:
-            self._warn("neither the monitor has a writer nor the trainer a logger")
+            self._warn("the monitor has no writer, and the trainer has no logger")
 
     def setup(self, *_: Any, **__: Any) -> None:
         """Does nothing; Lightning calls it."""
@@ -154,11 +157,11 @@ class Monitor:
         """Does nothing; Lightning calls it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives nothing to save: the state is the model's and the optimizer's."""
+        """Empty: the model and the optimizer hold the state."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes nothing from a checkpoint."""
+        """Does nothing: a monitor has no state of its own."""
 
     @property
     def state_key(self) -> str:
@@ -166,7 +169,7 @@ class Monitor:
         return f"autoamp.Monitor.{id(self)}"
 
     def __getattr__(self, name: str) -> Any:
-        """Ignores the other events of a trainer, whichever the trainer has."""
+        """Ignores all other events of a trainer."""
         if name.startswith("on_"):
             return _ignored
         raise AttributeError(f"autoamp.Monitor has no attribute {name!r}")
@@ -192,7 +195,7 @@ class Monitor:
     def _tell(
         self, group: str, state: LossScaleReport, writer: Writer, step: int
     ) -> None:
-        """Writes the reasons that are new, or that are known better than before."""
+        """Writes the reasons of skipped steps that are new or have changed."""
         add_text = getattr(writer, "add_text", None)
         known = self._told.get(group, ())
         self._told[group] = state.skips
@@ -234,4 +237,4 @@ def _converted_in(
 
 
 def _ignored(*_: Any, **__: Any) -> None:
-    """An event that a monitor has no use for."""
+    """Ignores an event."""

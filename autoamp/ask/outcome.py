@@ -1,4 +1,4 @@
-"""Values and gradients of one call, node by node, and how far two calls are apart."""
+"""Values and gradients of one call, node by node, and the errors between two calls."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def errors_of(heard: Heard, fp32: Heard) -> Errors:
 
 
 def relative_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """||found - wanted|| / ||wanted|| in fp64; NaN where a NaN is in either.
+    """||found - wanted|| / ||wanted|| in fp64; NaN if either holds a NaN.
 
-    Infinity where the tensors have other shapes, because another branch made them.
+    Infinity if the shapes differ, because the two calls took different branches.
     """
     if [t.shape for t in found] != [t.shape for t in wanted]:
         return math.inf
@@ -64,7 +64,7 @@ def relative_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def node_errors(rows: Sequence[OpRow], fp32: Heard, mixed: Heard) -> list[NodeError]:
-    """The errors of each op in its worst run, the one that adds most first."""
+    """The errors of each op in its worst run; the op that adds most comes first."""
     keys: dict[Node, list[Key]] = defaultdict(list)
     for key in mixed.values.keys() & fp32.values.keys():
         keys[key[:3]].append(key)

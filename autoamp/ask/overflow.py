@@ -1,4 +1,4 @@
-"""`Overflow`: the node at which a number left its range, and the rule that cures it."""
+"""`Overflow`: the node at which a number left its range, and the remedy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from autoamp.overflow.trail import Step
 
 @dataclass(frozen=True, repr=False)
 class Overflow:
-    """The first number that left the range of its dtype; falsy where none did.
+    """The first number that left the range of its dtype; falsy if no number did.
 
     `print(overflow)` shows it.
 
     Attributes:
         label: the model's class name.
         precision: the compute dtype.
-        found: whether a number left its range.  If not, the other attributes are about
+        found: whether a number left its range.  If not, the other attributes describe
             the number that came nearest to its limit.
         direction: "forward" or "backward".
         kind: "op", "input", "weight", or "outside" for code outside of the model's
@@ -35,15 +35,15 @@ class Overflow:
         name: the name of the input or weight; "" for an op.
         module: the path of the module; "" for the model itself.
         source: the line of source, `model.py:12: x = self.fc(x)`, or "".
-        reader: the op that reads the value in `dtype`, where the value itself is in
-            range in the dtype that it was computed in; or "".
-        largest: the largest magnitude, as fp32 computes it; infinite or NaN where fp32
-            gives that too, or cannot tell.
+        reader: the op that reads the value in `dtype`, if the value was computed in
+            another dtype, in whose range it is; else "".
+        largest: the largest magnitude, as fp32 computes it; infinite or NaN if fp32
+            gives that too, or cannot compute it.
         dtype: the dtype whose range counts.
-        loss_scale: the loss scale in force; 1 where there is none.
-        in_fp32: whether fp32 gives an infinity or NaN too: no rule cures that.
-        harmless: whether the loss and all gradients are finite all the same.
-        rule: the options of `convert` that cure it, or None.
+        loss_scale: the loss scale in force; 1 without loss scaling.
+        in_fp32: whether fp32 gives an infinity or NaN too, which no option can cure.
+        harmless: whether the loss and all gradients are finite in spite of it.
+        rule: the options of `convert` that keep the number in range, or None.
     """
 
     label: str
@@ -70,7 +70,7 @@ class Overflow:
 
     @property
     def proposal(self) -> str:
-        """The rule as it is written in a call of `convert`; "" where there is none."""
+        """`rule` as it is written in a call of `convert`; "" without a rule."""
         return "" if self.rule is None else str(self.rule)
 
     def __bool__(self) -> bool:
@@ -84,7 +84,7 @@ class Overflow:
 
     @property
     def headline(self) -> str:
-        """One sentence."""
+        """The answer in one sentence."""
         if not self.found:
             return self._nothing()
         what = self._what()
@@ -127,11 +127,11 @@ class Overflow:
 
     def _nothing(self) -> str:
         if not self.kind:
-            return "nothing left its range: the call computed no float values"
+            return "no number left its range: the call computed no float values"
         gradient = "the gradient of " if self.direction == "backward" else ""
         times = self.limit / self.largest if self.largest else math.inf
         return (
-            f"nothing left its range; nearest is {gradient}{self._what()} with "
+            f"no number left its range; nearest is {gradient}{self._what()} with "
             f"magnitude {self.largest:.4g} in {short_name(self.dtype)}, "
             f"{times:.3g} times below the limit {self.limit:g}"
         )
@@ -139,23 +139,23 @@ class Overflow:
     def _advice(self) -> list[str]:
         found = []
         if self.in_fp32:
-            found.append("fp32 gives an infinity or NaN there too: no rule cures that")
+            found.append("fp32 gives an infinity or NaN there too: no option cures it")
         elif self.rule is not None:
             found.append(
-                f"cure    autoamp.convert(model, {self.rule}) - tried: it cures"
+                f"cure    autoamp.convert(model, {self.rule}) - tried: it works"
             )
         else:
-            found.append("no rule was found that cures it")
+            found.append("no option was found that cures it")
         if self.direction == "backward" and self.loss_scale != 1 and not self.in_fp32:
             lower = self._lower_scale()
             scale = f"loss scale {self.loss_scale:g}"
             found.append(
-                f"at {scale}; a loss scale of {lower:g} would do as well"
+                f"at {scale}; a loss scale of {lower:g} would work as well"
                 if lower
                 else f"at {scale}"
             )
         if self.harmless:
-            found.append("the loss and all gradients are finite all the same")
+            found.append("nevertheless the loss and all gradients are finite")
         return found
 
     def _lower_scale(self) -> float:
@@ -170,7 +170,7 @@ class Overflow:
 def overflow_at(
     step: Step, label: str, precision: torch.dtype, *, found: bool, scale: float
 ) -> Overflow:
-    """The facts about one step as an `Overflow`, still without a rule."""
+    """The facts about one step as an `Overflow`, without a remedy."""
     location: Location = step.location
     size = step.wide if step.wide is not None else step.largest
     return Overflow(

@@ -17,7 +17,7 @@ QUIET = 2.0
 
 
 def told(items: Collection[_T], doing: str) -> Iterator[_T]:
-    """Yields `items`; a bar says how many are done, if that takes a while.
+    """Yields `items`; after `QUIET` seconds a bar shows how many are done.
 
     Args:
         items: may grow while they are yielded.
@@ -25,7 +25,7 @@ def told(items: Collection[_T], doing: str) -> Iterator[_T]:
     """
     start = time.monotonic()
     console = Console(stderr=True)
-    silent = not console.is_terminal  # or a file gets a blank line for each bar
+    silent = not console.is_terminal  # a file would get a blank line for each bar
     with Progress(
         console=console, transient=True, auto_refresh=False, disable=silent
     ) as bar:

@@ -1,4 +1,4 @@
-"""A call of a stand-in and its backward, which leave a trail of all their numbers."""
+"""Runs a call of a stand-in and its backward, and records a trail of all numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RecordedCall:
 
     Attributes:
         trail: the values and gradients of the call.
-        loss: the step that made the loss; None where there was no backward.
+        loss: the step that made the loss; None without a backward.
     """
 
     trail: Trail
@@ -43,11 +43,11 @@ class Recording(StandIn):
         """One call and its backward.
 
         Args:
-            options: place the graphs.
+            options: the options under which the graphs are placed.
             scale: the loss scale.
         """
         trail, shadows = Trail(), dict[int, Tensor]()
-        self.records(options)  # now, because autograd is slow in the region below
+        self.records(options)  # before the region below, in which autograd is slow
         call = copied(self.call)
         names = self._names(*call)
 
@@ -87,7 +87,7 @@ class Recording(StandIn):
 
 
 def _shadow(value: Any, shadows: dict[int, Tensor], names: dict[int, Location]) -> Any:
-    """A leaf that stands for the leaf `value`, whose hooks and `.grad` stay out."""
+    """A leaf in place of the leaf `value`, to leave its hooks and `.grad` alone."""
     if not (isinstance(value, Tensor) and value.is_leaf and value.requires_grad):
         return value
     if id(value) not in shadows:

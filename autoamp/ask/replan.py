@@ -1,4 +1,4 @@
-"""Places captured graphs anew under other options, without capturing them again."""
+"""Places captured graphs again under other options, without a new capture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoamp.trace.normalise import Normalised
 def replanned(rewritten: Rewritten, options: Options) -> Rewritten:
     """The record of the same graph, rewritten under `options`.
 
-    The caller is in the grad mode that the graph was captured in.
+    The caller must be in the grad mode of the capture.
     """
     before = before_rewrite(rewritten)
     values = [node.meta.get("val") for node in before.graph.nodes]
@@ -26,7 +26,7 @@ def replanned(rewritten: Rewritten, options: Options) -> Rewritten:
     setting = Setting(free_weights=True, own_kernels=rewritten.facts.own_kernels)
     graph = Normalised(before, (), mode)
     found = rewrite_normalised(graph, options, rewritten.low, setting, {})
-    # Bodies are found in `before` by identity, and the pass has put new ones into it.
+    # Bodies are found in `before` by identity, and the pass has put new bodies into it.
     return replace(found, before=before)
 
 

@@ -25,7 +25,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Outcome(NamedTuple):
-    """The results of one call; without a backward, the output alone.
+    """The results of one call; without a backward, only the output.
 
     Attributes:
         gradients: the gradient of each leaf that was asked for, times the scale.
@@ -49,12 +49,12 @@ def outcome_of(
     """Calls `model` once; if it trains, makes a loss and runs the backward.
 
     Args:
-        leaves: the tensors to find gradients of, known once the loss is.
+        leaves: the tensors whose gradients are computed; read after the loss is made.
         scale: a factor on the loss.
         around_loss: a region in which the loss is made.
 
     Raises:
-        OptionError: the loss is no tensor of one element.
+        OptionError: the loss is not a tensor of one element.
     """
     args, kwargs = call
     with torch.set_grad_enabled(trains):
@@ -87,11 +87,11 @@ class StandIn:
         *,
         trains: bool,
     ) -> None:
-        """Captures the stand-in, in fp32.
+        """Captures the stand-in by a call in fp32.
 
         Args:
             call: the arguments of each call.
-            trains: whether the backward is run.
+            trains: whether the backward runs too.
         """
         self.twin, self.engine, self.call, self.trains = twin, engine, call, trains
         self.loss_fn = loss_fn or default_loss
@@ -102,12 +102,12 @@ class StandIn:
 
     @property
     def graphs(self) -> list[Prepared]:
-        """The rewritten graphs met so far."""
+        """The rewritten graphs so far."""
         graphs = self.engine.record.graphs
         return [graph.prepared for graph in graphs if graph.rewritten is not None]
 
     def record(self, prepared: Prepared, options: Options) -> Rewritten:
-        """The record of one graph, as the pass would place it under `options`."""
+        """The record of one graph under `options`."""
         assert prepared.rewritten is not None, "the pass failed on this graph"
         if options == self.engine.options:
             return prepared.rewritten
@@ -119,7 +119,7 @@ class StandIn:
         return self._records[prepared]
 
     def records(self, options: Options) -> list[Rewritten]:
-        """The record of each graph met so far."""
+        """The record of each graph so far, under `options`."""
         return [self.record(prepared, options) for prepared in self.graphs]
 
 
@@ -127,13 +127,13 @@ def check_loss(loss: object) -> None:
     """Refuses a loss that cannot be differentiated.
 
     Raises:
-        OptionError: it is no tensor of one element.
+        OptionError: `loss` is not a tensor of one element.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = tuple(loss.shape) if isinstance(loss, Tensor) else class_name(loss)
         raise OptionError(
-            f"loss_fn is to give a tensor of one element, and gives {given}; "
-            "reduce that, as by .mean()"
+            f"loss_fn must return a tensor of one element, but it returns {given}; "
+            "reduce the result, for example by .mean()"
         )
 
 
@@ -154,7 +154,7 @@ def floats_for_loss(output: Any) -> list[Tensor]:
     """The float tensors of an output.
 
     Raises:
-        OptionError: there are none.
+        OptionError: the output has no float tensor.
     """
     floats = floats_of(output)
     if not floats:
@@ -189,7 +189,7 @@ def copied(call: Call) -> Call:
             return value.detach().clone().requires_grad_(value.requires_grad)
         try:
             return copy.deepcopy(value)
-        except (TypeError, RuntimeError, copy.Error):  # say, an open file
+        except (TypeError, RuntimeError, copy.Error):  # such as an open file
             return value
 
     return pytree.tree_map(copy_of, call)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Chooses which modules a script calls are converted, and which are left alone."""
+"""Decides which of the modules that a script calls are converted."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from autoamp.model.methods import computing_methods
 
 
 class Choice(NamedTuple):
-    """The decision on a module that was called from outside any other.
+    """The decision on a module that was called from outside all other modules.
 
     Attributes:
-        target: the module to convert: the called one or, for a wrapper, the one inside;
-            or None.
-        only_if_it_pays: the target is converted under do-no-harm, whatever the options.
-        transparent: the module owns nothing to convert; modules that it calls are
-            looked at in turn.
-        final: the decision will be the same at the next call.
+        target: the module to convert, which is the called module or, for a wrapper, the
+            module inside; or None.
+        only_if_it_pays: whether the target is converted under do-no-harm even if the
+            options switch that off.
+        transparent: whether the module has no weights to convert, so that a decision is
+            made on each module that it calls.
+        final: whether the decision holds for later calls.
     """
 
     target: nn.Module | None = None
@@ -52,7 +53,7 @@ def choose(module: nn.Module) -> Choice:
 
 def inside(module: nn.Module) -> nn.Module:
     """The module inside all wrappers of `module`."""
-    # Looked up, not imported: where nobody has imported FSDP no model is sharded.
+    # FSDP is looked up and not imported: without an import no model is sharded.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     while True:
         held: Any = inside_wrappers(module)
@@ -72,8 +73,8 @@ _DEEPEST = 16
 def caller_of(module: nn.Module) -> nn.Module | None:
     """The model whose `forward`, or other method that computes, calls its `module`.
 
-    A script that calls `model.encode(x)` or `model.forward(x)` makes no call of the
-    model itself; the outermost such model on Python's stack is the one it called.
+    A script that calls `model.encode(x)` or `model.forward(x)` does not call the model
+    itself; the script called the outermost such model on Python's stack.
     """
     found = None
     frame: types.FrameType | None = sys._getframe(1)
@@ -93,9 +94,9 @@ def caller_of(module: nn.Module) -> nn.Module | None:
 
 
 def _is_asynchronous(module: nn.Module) -> bool:
-    """Whether a call of `module` only begins its work.
+    """Whether a call of `module` only starts its work (a coroutine or generator).
 
-    Modules that the work calls later are looked at by themselves.
+    A decision is made on each module that the work calls later.
     """
     forward = getattr(type(module), "forward", None)  # TorchScript has none
     return (
@@ -108,8 +109,8 @@ def _is_asynchronous(module: nn.Module) -> bool:
 def _is_lone_layer(module: nn.Module) -> bool:
     """Whether `module` is one of torch's own layers.
 
-    A lone layer is called by a plain function or method, with fp32 in, fp32 out and a
-    graph of its own, so its conversion mostly does not pay.
+    A plain function or method calls such a layer, so that the layer has a graph of its
+    own, with fp32 inputs and outputs: its conversion seldom pays.
     """
     alone = len(compat.modules_of(module)) == 1
     return alone and type(module).__module__.startswith("torch.nn.")

@@ -1,8 +1,8 @@
-"""Lets norms of skipped steps through `clip_grad_norm_(error_if_nonfinite=True)`.
+"""Keeps `clip_grad_norm_(error_if_nonfinite=True)` from raising for skipped steps.
 
 In fp32 an infinite gradient is a fault, and the script rightly raises.  In fp16 the
-cause may be a loss scale that is still too high: the step is skipped, the loss scale is
-lowered and all is well.  A script that asked for none of this must not fail here.
+cause may be a loss scale that is still too high: then the step is skipped and the loss
+scale is lowered.  A script that did not ask for loss scaling must not fail for it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Norm = Callable[..., Any]
 
 
 def tolerating(original: Norm) -> Norm:
-    """`torch.nn.utils.get_total_norm`, which lets a norm through whose step is skipped.
+    """`torch.nn.utils.get_total_norm`, without its error for a step that is skipped.
 
-    An infinite norm passes where backwards since the last step have overflowed under a
-    loss scale.  A loss that is infinite by itself is reported when the loss scale has
+    No error is raised if a backward since the last step has overflowed under a loss
+    scale.  A loss that is infinite in itself is reported when the loss scale has
     reached its floor.
     """
 

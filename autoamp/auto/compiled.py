@@ -1,7 +1,8 @@
 """Rewrites the graphs of functions that the script compiles itself.
 
-A compiled module needs none of this code: it is converted like any other, and its call
-inside the user's compilation goes through graphs that the user's backend compiles.
+A compiled module does not need this code: it is converted like any other module, and
+its call inside the user's compilation goes through graphs that the user's backend
+compiles.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Compiled(Protocol):
 def compiling_with(
     in_force: Callable[[], Compiled | None],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A function that makes `torch.compile` put the pass before the script's backend.
+    """Makes a `torch.compile` that runs the pass before the script's backend.
 
     Args:
         in_force: gives the mode that is on, or None.

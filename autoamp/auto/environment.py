@@ -1,4 +1,4 @@
-"""Reads the environment variables, checks them and gives them as options."""
+"""Reads and checks the environment variables, and makes options of them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ HOT = "AUTOAMP_HOT"
 _PREFIX = "AUTOAMP_"
 _LISTS = ("allow", "deny", "infer", "clear")
 _OLD_LISTS = {"WHITE": "ALLOW", "GRAY": "INFER", "GREY": "INFER", "BLACK": "DENY"}
-"""TensorFlow's names of its lists before 2.4, with the names since."""
+"""TensorFlow's names of its lists before 2.4, each to the name since."""
 
 _LEVEL, _RULES, _FUSE = "AUTOAMP_LEVEL", "AUTOAMP_RULES", "AUTOAMP_FUSE"
 _GIVE_A_FOLDER = "give a directory that can be written"
 _SHOWN, _TOLD = 100, 1000
-"""How many characters of a value, and of its problem, a message holds."""
+"""The most characters of a value, and of its problem, in a message."""
 
 _Given = Mapping[str, str]
 _Parse = Callable[[str, Options, _Given], dict[str, Any]]
-"""A function that gives the options a variable's value stands for.
+"""A function that gives the options which a variable's value stands for.
 
-It takes the value, the options from the variables read before, and all variables."""
+Its arguments are the value, the options from the variables read before, and all
+variables."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Settings:
 
     Attributes:
         options: the options of `convert`.
-        report_dir: where graphs and reports are written; None for nowhere.
-        hot: models are captured when they are hot; False for at their first call.
+        report_dir: the directory for graphs and reports; None writes none.
+        hot: whether models are captured only when they are hot, and not at their first
+            call.
     """
 
     options: Options
@@ -92,7 +94,7 @@ def read(environ: Mapping[str, str]) -> Settings:
 
 
 def _all_told(problems: _Given, given: _Given, others: list[str]) -> str:
-    """One line about every variable that cannot be used.
+    """One line about all variables that cannot be used.
 
     Args:
         problems: each such variable, and why it cannot be used.
@@ -110,7 +112,7 @@ def _told(name: str, value: str, problem: str, room: int = _TOLD) -> str:
 
 
 def remarks(environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable that has no effect, or is written otherwise now."""
+    """A sentence for each variable that has no effect, or has a new spelling."""
     known = sorted({ENABLE, REPORT_DIR, HOT, _CACHE_DIR, *_VARIABLES})
     found = []
     enable = environ.get(ENABLE, "")
@@ -132,8 +134,8 @@ def _hint(name: str, known: list[str]) -> str:
     """A hint at the variable to write instead of an unknown one."""
     if name == _LEVEL:
         return (
-            "docs/automatic-mode.md says what stands for each of TensorFlow's levels, "
-            "as AUTOAMP_PLACEMENT=forced for TENSOR_CORES_ONLY"
+            "docs/automatic-mode.md lists what to write for each of TensorFlow's "
+            "levels, such as AUTOAMP_PLACEMENT=forced for TENSOR_CORES_ONLY"
         )
     meant = name.upper()
     for old, new in _OLD_LISTS.items():
@@ -189,7 +191,7 @@ def _switch(option: str) -> _Parse:
 
 
 def _fuse(value: str, options: Options, given: _Given) -> dict[str, Any]:
-    if _names_kernels(value):  # as in 0.1; `remarks` says how it is written now
+    if _names_kernels(value):  # the spelling of 0.1; `remarks` gives the new spelling
         return _unfused(value, options)
     return _switch("fuse")(value, options, given)
 
@@ -204,7 +206,7 @@ def _unfused(value: str, options: Options, *_: Any) -> dict[str, Any]:
 
 def _add(category: str) -> _Parse:
     def parse(value: str, _: Options, given: _Given) -> dict[str, Any]:
-        """As in TensorFlow, a list gets the ops added to it less the ops removed."""
+        """As in TensorFlow, ops that are both added and removed are not added."""
         kept = _kept(category, value, given)
         for other in _LISTS[: _LISTS.index(category)]:
             there = _kept(other, given.get(_variable(other, "ADD"), ""), given)
@@ -254,9 +256,9 @@ def _variable(category: str, change: str) -> str:
 
 
 def _rules_in_force(options: Options) -> list[Rules]:
-    """The rules for each precision that may be chosen, if there are any for it.
+    """The rules for each precision that may be chosen.
 
-    A rules file may be for one precision only.
+    A precision for which the rules file is unusable is left out.
     """
     chosen = parse_low_dtype(options.precision)
     found = []
@@ -271,7 +273,7 @@ def _names(value: str) -> tuple[str, ...]:
 
 
 def writable(value: str) -> Path:
-    """The report directory of `enable(report_dir=value)`, made if it is missing.
+    """The directory of `enable(report_dir=value)`, created if it is missing.
 
     Raises:
         OptionError: the directory cannot be written to.
@@ -300,7 +302,8 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_UNFUSED": _unfused,
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
 }
-"""The variables in reading order: lists are checked against the precision."""
+"""The variables in reading order: the precision comes before the lists, whose check
+needs it."""
 
 _READ_RULES = frozenset(_variable(category, "REMOVE") for category in _LISTS)
-"""Variables that cannot be checked where the rules file cannot be read."""
+"""Variables that cannot be checked if the rules file cannot be read."""

@@ -37,14 +37,14 @@ Call = Callable[..., Any]
 
 
 class _Known:
-    """The decision on one module that is called from outside any other.
+    """The decision on one module that is called from outside all other modules.
 
     Attributes:
-        module: the module that is called.
-        converted: the module, or the one inside it, was converted.
-        transparent: modules that the module calls are looked at in turn.
-        declined_on: the device on which the module could not be converted; None where
-            it was converted, or was not to be.
+        module: a weak reference to the module that is called.
+        converted: whether the module, or the module inside a wrapper, was converted.
+        transparent: whether a decision is made on each module that the module calls.
+        declined_on: the device on which the module could not be converted; None if it
+            was converted, or no conversion was tried.
         modes: the modes in which the module was hot, and runs its graphs.
     """
 
@@ -72,7 +72,7 @@ class _Known:
         this = module()
         first = next(nn.Module.parameters(this), None) if declined and this else None
         if first is not None:
-            # Every call of a declined model asks where the model is.
+            # Every call of a declined model checks whether the model has moved.
             self._parameter = weakref.ref(first)
             self.declined_on = first.device
 
@@ -91,7 +91,7 @@ def _say_left(module: nn.Module, error: Exception) -> None:
 
 
 def _with_own_lock(options: Options, target: nn.Module) -> Options:
-    """`options`, without a lock of another class: a script may have several models."""
+    """`options`, without a lock for another class: a script may have several models."""
     lock, label = options.locked, class_name(target)
     if lock is None or lock.model == label:
         return options
@@ -131,14 +131,14 @@ class AutomaticMode:
         if known is not None and known.transparent:
             return original(module, *args, **kwargs)
         if known is not None and known.converted:
-            if compat.any_autocast():  # the user's own region decides
+            if compat.any_autocast():  # the user's own region chooses precisions
                 tell_of_own_autocast(module)
                 original = _in_fp32(original)
             else:
                 mode = mode_of(module)
                 if mode not in known.modes:
                     fp32 = _in_fp32(original)
-                    if compat.inside_backward():  # it runs as its forward ran
+                    if compat.inside_backward():  # a recomputation, as in the forward
                         return fp32(module, *args, **kwargs)
                     result = self.heat.call(fp32, module, args, kwargs)
                     if result is not HOT:
@@ -171,7 +171,7 @@ class AutomaticMode:
     def _decided(
         self, module: nn.Module, decide: Callable[[nn.Module], _Known | None]
     ) -> _Known | None:
-        """The decision on a module; one that cannot be inspected stays as it is."""
+        """The decision on a module; a module that cannot be inspected is left alone."""
         try:
             return decide(module)
         except Exception as error:  # a script must not fail because of autoamp
@@ -186,8 +186,8 @@ class AutomaticMode:
         return weakref.ref(module, lambda ref: self._forget(key, ref))
 
     def _decide(self, module: nn.Module) -> _Known | None:
-        """Decides on a module; None where it is too early to decide."""
-        # A region recomputed by a backward must run as its forward did; a call in an
+        """Decides on a module; None if it is too early to decide."""
+        # A region that a backward recomputes must run as in the forward; a call in an
         # autocast region of the user's is left to that region.
         if compat.inside_backward() or compat.hides_calls():
             return None
@@ -201,9 +201,9 @@ class AutomaticMode:
             if module not in self._waiting:
                 owner = caller_of(module)
                 if owner is not None and self._decide(owner) and self._ours(owner):
-                    # The owner's next call runs `module` in its graphs.  A call that
-                    # then still comes past our `forward` (`forward = model.forward`,
-                    # taken before) ends the wait.
+                    # The owner's next call runs `module` in its graphs.  A later call
+                    # that still bypasses our `forward` (through a `model.forward` taken
+                    # before the conversion) ends the wait.
                     self._waiting[module] = True
                     return None
             disown(module)
@@ -226,7 +226,7 @@ class AutomaticMode:
 
     def _decide_again(self, module: nn.Module) -> _Known | None:
         with self._lock:
-            revert_model(inside(module))  # forgets why it was declined
+            revert_model(inside(module))  # drops the reason why it was declined
             self._known.pop(id(module), None)
         return self._decide(module)
 
@@ -268,7 +268,7 @@ class AutomaticMode:
 
 
 def _in_fp32(original: Call) -> Call:
-    """`original`, in whose calls converted models run in fp32."""
+    """`original`, with all converted models in fp32 during its calls."""
 
     def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         with disabled():

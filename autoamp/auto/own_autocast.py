@@ -15,13 +15,13 @@ from autoamp.printable import class_name
 logger = logging.getLogger(__name__)
 
 _seen = WeakIdKeyDictionary()
-"""The modules that were called in a region of the script's own, and judged already."""
+"""The modules that were called in an autocast region of the script's own so far."""
 
 
 def tell_of_own_autocast(module: nn.Module) -> None:
-    """Says why a call of `module`, in a region of the script's own, is left alone.
+    """Says why a call of `module` in an autocast region of the script's is left alone.
 
-    Nothing is said of a module that would not be converted outside the region either.
+    Nothing is logged for a module that would not be converted anyway.
     """
     if module in _seen:
         return
@@ -33,6 +33,6 @@ def tell_of_own_autocast(module: nn.Module) -> None:
         choice = choose(owner)
         if choice.target is None or choice.only_if_it_pays:
             return
-    elif state.engine is None:  # the model was declined, and a line has said why
+    elif state.engine is None:  # the model was declined, and a warning has said why
         return
     log_left_to_autocast(logger, class_name(target))

@@ -10,9 +10,9 @@ class Patch:
     """Replaces `owner.name` by `make(original)`, until `undo`.
 
     Args:
-        stand_in: a function that stood in for the attribute so far, and the original.
-            The function is replaced; where somebody has patched over it, it stays and
-            calls `ours` itself.
+        stand_in: a function that has replaced the attribute before, and the original.
+            The function is replaced by ours; if other code has patched over it, it
+            stays, and calls `ours` itself.
     """
 
     def __init__(
@@ -29,6 +29,6 @@ class Patch:
             setattr(owner, name, self.ours)
 
     def undo(self) -> None:
-        """Puts the original back; where somebody has patched over ours, ours stays."""
+        """Restores the original, unless other code has patched over ours."""
         if getattr(self.owner, self.name) is self.ours:
             setattr(self.owner, self.name, self.original)

@@ -1,9 +1,8 @@
 """Writes captured graphs, before and after the pass, and reports: `AUTOAMP_REPORT_DIR`.
 
-Graphs and reports are written at each capture, so that a killed process leaves them
-too.  A report is written once more, with the final counts, when its model is freed or
-the process ends.
-Each model of each process has a directory.
+Graphs and reports are written at each capture, so that they exist even if the process
+is killed.  A report is written once more, with the final counts, when its model is
+freed or the process ends.  Each model of each process has its own directory.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class Recorder:
         atexit.register(self._at_exit)
 
     def write(self, engine: Engine) -> None:
-        """Writes the graphs that are new, and the report anew; never raises."""
+        """Writes new graphs, and the report again; never raises."""
         if os.getpid() != self._pid:  # a forked process has folders of its own
             self._begin_anew()
         if engine.record not in self._folders:
-            # The record keeps no model alive, and outlives the engine by this call.
+            # The record keeps no model alive; this call keeps the record until then.
             last = weakref.finalize(engine, self._write_freed, engine.record)
             last.atexit = False  # `_at_exit` writes then
         self._write_safely(engine.record)
@@ -88,7 +87,7 @@ class Recorder:
         _put(folder / "report.txt", f"{made}\n\n{made.full()}\n")
 
     def finish(self) -> None:
-        """Writes the reports a last time; nothing is written at exit any more."""
+        """Writes the reports for the last time, now and not at exit."""
         atexit.unregister(self._at_exit)
         self._at_exit()
 
@@ -123,7 +122,7 @@ def _named(code: str) -> str:
 
 
 def _new_folder(root: Path, name: str) -> Path:
-    """Makes a folder that no other run has.
+    """Creates a folder that no other run uses.
 
     In a container every run may have the same host name and process id.
     """
@@ -148,13 +147,13 @@ def _put(path: Path, text: str) -> None:
 
 
 def written_to(value: str) -> Path:
-    """The report directory `value`, made if it is missing.
+    """The report directory `value`, created if it is missing.
 
     Raises:
         OSError, RuntimeError, ValueError: the directory cannot be written to.
     """
     path = Path(value).expanduser()  # a RuntimeError where there is no such home
     path.mkdir(parents=True, exist_ok=True)
-    # Permission bits would not tell: root may always write, even in /proc.
+    # Permission bits are not enough: they let root write everywhere, even in /proc.
     with tempfile.TemporaryFile(dir=path):
         return path.resolve()

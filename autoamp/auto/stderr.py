@@ -1,4 +1,4 @@
-"""Writes the messages of the automatic mode to stderr if nobody configured logging."""
+"""Writes the messages of the automatic mode to stderr if logging is not configured."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ class _Fallback(logging.Handler):
     """Writes to stderr unless the script has handlers of its own at the root.
 
     A script that was never changed does not know our logger.  A script that sets up its
-    own logging gets every line there, once.
-    Of several ranks the first speaks for all; the others say only what is a warning,
-    and which rank they are.
+    own logging gets every line there, once.  Rank 0 writes all messages; other ranks
+    write only warnings, with the number of the rank.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -27,8 +26,8 @@ class _Fallback(logging.Handler):
         if rank and record.levelno < logging.WARNING:
             return
         where = f"rank {rank}: " if rank else ""
-        # stderr may be closed, or a pipe nobody reads: a call of a model must not fail
-        # because of a message about it.
+        # stderr may be closed, or be a broken pipe: no call of a model may fail because
+        # of a message.
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{where}{self.format(record)}\n")
             sys.stderr.flush()
@@ -38,7 +37,7 @@ _handler: list[logging.Handler] = []
 
 
 def speak_up() -> None:
-    """Lets messages of level INFO through; a level that somebody set stays."""
+    """Shows messages of level INFO, unless the script has set another level."""
     if _handler:
         return
     _handler.append(_Fallback())

@@ -1,4 +1,4 @@
-"""`enable` and `disable`: the automatic mode of this process, on and off."""
+"""`enable` and `disable` switch the automatic mode of this process on and off."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _switch = threading.RLock()
 def enable(
     *, report_dir: str | Path | None = None, hot: bool = True, **options: Any
 ) -> None:
-    """Converts every model of this process when it is hot, from now on.
+    """Converts every model of this process from now on, once the model is hot.
 
     `AUTOAMP_ENABLE=1` does the same.  Optimizers are found at their first step.  A
-    second call reverts the models converted so far, and its options hold for models
-    called from then on.
+    second call reverts the models that were converted so far; its options apply to
+    models that are called afterwards.
 
     Args:
-        report_dir: where each captured graph and report is written.
-        hot: a model is captured when its calls are worth a capture; False captures
-            each model at its first call, and so does `do_no_harm=False`.
+        report_dir: the directory to which captured graphs and reports are written.
+        hot: whether a model is captured only when its calls are worth a capture.  False
+            captures each model at its first call, and so does `do_no_harm=False`.
         **options: as for `convert`.
 
     Raises:
@@ -67,12 +67,12 @@ def enable_from_environment(
     """`enable` with the settings in the environment variables.
 
     Args:
-        *stand_ins: the functions that wait in the place of `nn.Module.__call__` and
-            `torch.compile`, each with the original.
-        heat: how warm the modules are that have been called so far.
+        *stand_ins: the functions that replace `nn.Module.__call__` and `torch.compile`
+            until now, each with the original.
+        heat: the counts of the calls so far.
 
     Returns:
-        Our functions that take the place of the two from now on.
+        The functions that replace these two from now on.
 
     Raises:
         AutoampError: a variable is unusable; nothing was changed.
@@ -85,9 +85,9 @@ def enable_from_environment(
 
 
 def disable() -> None:
-    """Undoes `enable`: reverts models and optimizers, and leaves new ones alone.
+    """Undoes `enable`: reverts models and optimizers, and converts no more models.
 
-    The call has no effect where the automatic mode is off.
+    The call has no effect if the automatic mode is off.
     """
     global _mode
     _disarm()
@@ -103,7 +103,7 @@ def disable() -> None:
 
 
 def _tell_of_unmet(mode: AutomaticMode) -> None:
-    """Says which patterns of `keep=` have fitted no module of any model."""
+    """Warns of patterns of `keep=` that have matched no module of any model."""
     unmet = mode.options.unmet
     for pattern in sorted(unmet or ()):
         logger.warning(
@@ -173,8 +173,8 @@ def _watching(original: Call) -> Call:
             return original(self, *args, **kwargs)
         return mode.call(original, self, args, kwargs)
 
-    # After a graph break every module comes through here, but each must have recompile
-    # limits of its own.
+    # After a graph break every module is called through these functions, but each
+    # module must have a recompile limit of its own.
     for each in (__call__, passed_on, Heat.call, Heat.counted, AutomaticMode.call):
         compat.never_a_graph_by_itself(each)
     return __call__

@@ -1,11 +1,11 @@
 """Flops of matmul, convolution, attention and fused recurrent layers.
 
-The formulas are torch's own registry, plus the operators of a CPU that it leaves out.
-Products of a vector with a vector or a matrix are not counted: they are sums that read
-each number once, and take as long as the reading in any precision's units.
+The formulas are torch's own, plus formulas for operators of CPUs that torch leaves out.
+Products of a vector with a vector or a matrix do not count: they read each number once,
+so that reading takes all their time in any precision.
 """
 
-# ruff: noqa: ARG001 - a formula has the parameters of its operator, used or not
+# ruff: noqa: ARG001 - a formula has all parameters of its operator
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _attention_backward(
 
 
 def _with_heads_of(q: torch.Size, kv: torch.Size) -> torch.Size:
-    """Keys or values as the kernel meets them; torch 2.11 counts no shared heads."""
+    """Keys or values with as many heads as `q`; torch 2.11 counts no shared heads."""
     return torch.Size([kv[0], q[1], *kv[2:]])
 
 
@@ -96,7 +96,7 @@ _FORMULAS: dict[Any, Formula] = {
 }
 
 _OWN = {"autoamp::attention_backward": flop_counter.shape_wrapper(_attention_backward)}
-"""Ops of autoamp, by name: they exist once autoamp is imported."""
+"""Formulas of autoamp's ops, by name, since the ops exist only after an import."""
 
 
 def flops_of(op: torch._ops.OpOverload) -> Formula | None:

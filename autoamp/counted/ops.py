@@ -1,7 +1,7 @@
-"""Counts of the casts and flops a call really runs, forward and backward.
+"""Counts the casts and flops that a call really runs, forward and backward.
 
-Counted at the dispatcher, so one instrument serves fp32, `torch.autocast` and rewritten
-graphs alike.  What inductor fuses into a generated kernel is not seen here.
+The counts are made at the dispatcher, in the same way for fp32, `torch.autocast` and
+rewritten graphs.  Casts inside a kernel that inductor has generated are not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoamp.dtypes import LOW_DTYPES
 
 
 class Cast(NamedTuple):
-    """A kind of cast: when it ran, what it read and which way it went."""
+    """A kind of cast, by phase, by source, and by direction."""
 
     phase: Literal["forward", "backward"]
     source: Literal["weight", "value"]
@@ -30,11 +30,12 @@ class Cast(NamedTuple):
 
 @dataclass
 class Counts:
-    """What one call ran.
+    """The casts and flops of one call.
 
-    `refreshed` counts tensors written by `copy_` or `_foreach_copy_` from a parameter
-    into another float dtype: weight copies kept between calls and brought up to date.
-    `refreshes` counts the ops that did it: one multi-tensor copy refreshes many.
+    `refreshed` counts tensors that `copy_` or `_foreach_copy_` has written from a
+    parameter into another float dtype: low copies of weights that are kept between
+    calls.  `refreshes` counts the ops that did so: one multi-tensor copy refreshes
+    many tensors.
     """
 
     casts: Counter[Cast] = field(default_factory=Counter)
@@ -50,7 +51,7 @@ class Counts:
         source: str | None = None,
         direction: str | None = None,
     ) -> int:
-        """Casts that ran, refreshes not included, narrowed by the arguments given."""
+        """The casts with these properties, without refreshes of weight copies."""
         wanted = (phase, source, direction)
         return sum(
             count
@@ -60,12 +61,12 @@ class Counts:
 
     @property
     def total_casts(self) -> int:
-        """Casts run, forward and backward; one multi-tensor refresh is one of them."""
+        """Casts of forward and backward; a multi-tensor refresh counts as one cast."""
         return self.casts.total() + self.refreshes
 
     @property
     def forward_casts(self) -> int:
-        """Casts run by the forward call; one multi-tensor refresh is one of them."""
+        """Casts of the forward; a multi-tensor refresh counts as one cast."""
         return self.cast_count(phase="forward") + self.refreshes
 
     @property
@@ -80,12 +81,12 @@ class Counts:
 
     @property
     def low_share(self) -> float:
-        """`low_flops` as a share of all flops counted; 0.0 where there are none."""
+        """`low_flops` as a share of all flops, 0 to 1; 0.0 if there are no flops."""
         return self.low_flops / max(1, self.flops.total())
 
 
 class CountingMode(compat.CountingDispatch):
-    """Fills `counts` with what runs under it; Dynamo compiles and runs its graphs."""
+    """Counts the ops of a region in `counts`; Dynamo still captures in the region."""
 
     def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -151,11 +152,12 @@ class CountingMode(compat.CountingDispatch):
 
 
 def count_ops(fn: Callable[[], Any], parameters: Iterable[Tensor] = ()) -> Counts:
-    """What `fn()` ran, its backward passes included.
+    """The casts and flops of `fn()`, including its backward passes.
 
     Args:
-        fn: The call to count; run once.
-        parameters: Tensors whose casts count as casts of weights (views included).
+        fn: the call to count, which is made once.
+        parameters: tensors whose casts, and casts of whose views, count as casts of
+            weights.
     """
     mode = CountingMode(parameters)
     with mode:
@@ -164,9 +166,10 @@ def count_ops(fn: Callable[[], Any], parameters: Iterable[Tensor] = ()) -> Count
 
 
 def storage_key(tensor: Tensor) -> tuple[str, int]:
-    """What tells the storage of a living tensor from every other; views share it.
+    """A key of the storage of a living tensor; views of the storage share the key.
 
-    Not its address: asking for that makes a copy-on-write storage real.
+    The key is not the address, because a read of the address makes a copy-on-write
+    storage real.
     """
     return str(tensor.device), compat.storage_id(tensor)
 

@@ -18,11 +18,12 @@ from autoamp.dtypes import LOW_DTYPES
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes of the distinct storages saved for backward, parameters left out.
+    """Bytes of the distinct storages saved for the backward, without parameters.
 
-    `weight_copies` is the part that holds a parameter's values in a low dtype: rounded
-    copies of weights, whether autoamp, autocast or the model made them.  `total`
-    includes it.
+    Attributes:
+        total: all bytes.
+        weight_copies: the part of `total` in low copies of parameters, whether autoamp,
+            autocast or the model made the copies.
     """
 
     total: int
@@ -37,15 +38,16 @@ class SavedBytes:
 def saved_bytes(
     forward: Callable[[], Any], parameters: Iterable[Tensor] = ()
 ) -> SavedBytes:
-    """What autograd saves while `forward()` runs.
+    """The bytes that autograd saves while `forward()` runs.
 
-    A storage counts once and whole, however many nodes save views of it.  Inside a
-    checkpointed region only what the checkpoint itself keeps is seen, as it should be.
-    `saved_tensors_hooks` does not stop Dynamo from capturing
-    (tests/counted/test_metrics.py).
-    It does not see tensors that a Function keeps as attributes of its context or in a
-    closure, as Dynamo's own operator for a captured `autograd.Function` does; those are
-    found by walking the graph from the result, which therefore must hold every output.
+    A storage counts once and whole, however many nodes save views of it.  Of a
+    checkpointed region only the tensors that the checkpoint keeps count.  Dynamo
+    captures under `saved_tensors_hooks` as well (tests/counted/test_metrics.py).
+
+    The hooks do not see tensors that a Function keeps as attributes of its context or
+    in a closure, as Dynamo's own operator for a captured `autograd.Function` does.
+    Such tensors are found by a walk over autograd's graph from the result of
+    `forward()`, which must therefore hold every output.
     """
     kept: dict[tuple[str, int], Tensor] = {}  # alive, so that no address is used twice
 

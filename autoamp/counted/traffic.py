@@ -1,7 +1,7 @@
 """Bytes that the kernels of a call read and write, counted at the dispatcher.
 
-The count is of shapes and dtypes and not of time: the same on every machine.  A fused
-kernel (attention, a norm, gelu) counts its inputs and outputs and nothing between them.
+The count depends only on shapes and dtypes, and so is the same on every machine.  For a
+fused kernel (attention, a norm, gelu) only inputs and outputs count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CASTS = {"_to_copy", "copy_", "copy", "_foreach_copy_", "_foreach_copy"}
 
 
 class Line(NamedTuple):
-    """The calls that are counted together: an operator, its dtypes, and when it ran."""
+    """A group of calls that are counted together: same operator, dtypes and phase."""
 
     phase: Phase
     op: str
@@ -36,14 +36,14 @@ class Line(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What one call moved, line by line.  Calls that move nothing are not in it."""
+    """The bytes that one call moved, by line; calls that move nothing are left out."""
 
     calls: Counter[Line] = field(default_factory=Counter)
     read: Counter[Line] = field(default_factory=Counter)
     written: Counter[Line] = field(default_factory=Counter)
 
     def bytes(self, phase: Phase | None = None) -> int:
-        """All bytes read and written, or those of the forward or the backward alone."""
+        """The bytes read and written, of one phase or, by default, of both."""
         return sum(self.by_line(phase).values())
 
     def by_line(self, phase: Phase | None = None) -> Counter[Line]:
@@ -53,7 +53,7 @@ class Traffic:
 
 
 class TrafficMode(compat.CountingDispatch):
-    """Fills `traffic` with what runs under it; Dynamo compiles and runs its graphs."""
+    """Counts the bytes of a region in `traffic`; Dynamo still captures under it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,16 +86,17 @@ class TrafficMode(compat.CountingDispatch):
 
 
 def _has_kernel(func: torch._ops.OpOverload) -> bool:
-    """Whether an operator is one kernel here, though torch could also compose it.
+    """Whether a composite operator has one kernel here.
 
-    A batch norm is composed of one that declares that it writes its statistics.
+    A batch norm does not count: it calls another operator, whose schema declares the
+    writes to the statistics.
     """
     composed = f"aten::{func.overloadpacket.__name__}" in HIDDEN_WRITES
     return not composed and compat.has_kernel(func)
 
 
 def count_traffic(fn: Callable[[], Any]) -> Traffic:
-    """What `fn()` moves, its backward passes included; `fn` is run once."""
+    """The bytes that `fn()` moves, including its backward passes; `fn` runs once."""
     mode = TrafficMode()
     with mode:
         fn()
@@ -117,5 +118,5 @@ def _dtypes(tree: Any) -> str:
 
 
 def is_cast(line: Line) -> bool:
-    """Whether the line is of calls that change a float dtype and do nothing else."""
+    """Whether the calls of a line change a float dtype and do nothing else."""
     return line.op in _CASTS and " to " in line.dtypes and "int" not in line.dtypes

@@ -3,7 +3,7 @@
 The general rule: an operator reads every element of its distinct input tensors and
 writes every element of its outputs; a result that shares the storage of an input is a
 view and costs nothing; a tensor written in place is read and written.  The tables below
-hold the operators that do otherwise.
+hold the exceptions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOTHING = Moved(0, 0)
 
 
 def spanned(tensor: Any) -> int:
-    """Bytes of the elements that a tensor really has: a broadcast dimension is one."""
+    """Bytes of the elements that a tensor really has: broadcast dimensions count 1."""
     if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
         return 0
     if tensor.layout != torch.strided:
@@ -76,7 +76,7 @@ class Call:
         return next(found, None)
 
     def without(self, *names: str) -> int:
-        """Bytes of all inputs but those named."""
+        """Bytes of all inputs except the named ones."""
         return bytes_of([v for n, v in self.arguments.items() if n not in names])
 
     @property
@@ -206,7 +206,7 @@ def _elements(call: Call) -> int:
 
 
 def indexed_elements(target: Tensor, indices: Iterable[Tensor | None]) -> int:
-    """Elements that `target[indices]` has; a mask has as many as it has true ones."""
+    """The number of elements of `target[indices]`; a mask picks its true elements."""
     shapes, left, place = [], 1, 0
     for index in indices:
         if index is None:

@@ -1,1 +1,1 @@
-"""Reports that were written to files: read back, and compared with other reports."""
+"""Reads reports back from files, and compares them."""

@@ -1,7 +1,7 @@
-"""Pairs the ops, and the graphs, of two reports that mean the same op or graph.
+"""Pairs the ops and graphs of two reports that stand for the same op or graph.
 
-Names cannot be relied on: one op inserted early makes `add_4` of every `add_3`.  So ops
-are aligned as sequences, as the lines of two versions of a file are.
+Names are unreliable: an op inserted early turns every later `add_3` into `add_4`.  So
+ops are aligned as sequences, like the lines of two versions of a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KEYS: tuple[Callable[[SavedOp], Hashable], ...] = (
     lambda op: (op.op, op.name),
     lambda op: op.op,
 )
-"""From the surest sign that two ops are one to the weakest sign."""
+"""The signs that two ops are the same op, from the surest to the weakest."""
 
 _Pair = tuple[SavedOp, SavedOp]
 
@@ -32,7 +32,7 @@ def paired_ops(
 ) -> Iterator[tuple[SavedOp | None, SavedOp | None]]:
     """Every op of either side once, with its counterpart or None, in graph order.
 
-    A name is a sign only where code and modules tell nothing: an op that was inserted
+    Names count only where code and modules decide nothing: an op that was inserted
     early may have taken the name of a later op of its kind.
     """
     yield from _aligned(old, new, _KEYS)
@@ -44,7 +44,7 @@ def paired_graphs(
     """Every graph of either side once, with its counterpart or None.
 
     A graph is paired with the graph of the same key if the two are alike, else with the
-    graph most like it, else with nothing.
+    graph that is most alike, else with None.
     """
     by_key = {graph.key: graph for graph in new}
     partner: dict[str, SavedGraph] = {}
@@ -76,7 +76,7 @@ def _aligned(
     new: Sequence[SavedOp],
     keys: Sequence[Callable[[SavedOp], Hashable]],
 ) -> Iterator[tuple[SavedOp | None, SavedOp | None]]:
-    """The ops aligned by the first key, and what is left between them by the others."""
+    """Aligns ops by the first key, and the ops between the matches by later keys."""
     if not (keys and old and new):
         yield from ((op, None) for op in old)
         yield from ((None, op) for op in new)
@@ -95,8 +95,8 @@ def _blocks(
 ) -> Iterator[tuple[int, int, int]]:
     """Runs that both sides share, as (start, start, length); the last is empty.
 
-    The common beginning and end are found first, because `SequenceMatcher` takes the
-    square of the time over keys that come again and again, as in an unrolled loop.
+    The common beginning and end are found first, because `SequenceMatcher` needs
+    quadratic time for keys that repeat, as in an unrolled loop.
     """
     head = _common(old, new)
     tail = _common(old[head:][::-1], new[head:][::-1])

@@ -1,4 +1,4 @@
-"""Compares two saved reports: two documents in, a frozen `Diff` out."""
+"""Compares two saved reports: takes two documents, and returns a frozen `Diff`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class Change:
-    """One op that has another precision in the new report."""
+    """One op whose precision differs between the old and the new report."""
 
     old: SavedOp
     new: SavedOp
@@ -144,8 +144,8 @@ def _unpaired_casts(
 ) -> tuple[tuple[SavedCast, ...], tuple[SavedCast, ...]]:
     """The casts of each side that the other side lacks: removed, and added.
 
-    A cast is known by the op whose result is cast, a weight's by the weight's name.
-    Names of other inputs shift, so a cast of such an input is known by its size.
+    A cast is identified by the op whose result is cast, or by the weight's name.  Names
+    of other inputs shift, so the cast of another input is identified by its size.
     """
     vanished = {op.name: None for op in old.ops}
     olds = _keys(old.casts, {**vanished, **renamed})
@@ -156,7 +156,11 @@ def _unpaired_casts(
 def _keys(
     casts: Sequence[SavedCast], new_names: Mapping[str, str | None]
 ) -> list[Hashable]:
-    """Equal keys for casts that mean the same; `new_names` has every op."""
+    """A key for each cast, equal for casts that correspond.
+
+    Args:
+        new_names: each op to its name in the new report, or None.
+    """
     keys: list[Hashable] = []
     for cast in casts:
         of: Hashable = cast.value if cast.kind == "weight" else cast.bytes
@@ -167,7 +171,7 @@ def _keys(
 def _beyond(
     casts: Sequence[SavedCast], keys: Sequence[Hashable], others: Sequence[Hashable]
 ) -> tuple[SavedCast, ...]:
-    """The casts whose keys are not among the others', or not as often."""
+    """The casts whose keys `others` lacks, or has less often."""
     there, found = Counter(others), []
     for cast, key in zip(casts, keys, strict=True):
         if there[key] > 0:

@@ -1,4 +1,4 @@
-"""The part of a saved report that two reports are compared by.
+"""The part of a saved report that a comparison of reports reads.
 
 `docs/report-schema.md` describes the whole document.
 """
@@ -75,7 +75,7 @@ class SavedGraph:
     Attributes:
         graph: index of the graph, in order of capture.
         body: "" for the graph itself, else the path of the body.
-        device: the device that the prices are of.
+        device: the device for which ops are priced.
         ops, casts: in graph order.
     """
 

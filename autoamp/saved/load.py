@@ -1,6 +1,6 @@
-"""Reads a saved report: a JSON file in, a `SavedReport` out.
+"""Reads a saved report from a JSON file into a `SavedReport`.
 
-Nothing in the file is executed, and no value is believed before its type is checked.
+Nothing in the file is executed, and the type of every value is checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoamp.saved.document import (
 )
 
 MAX_BYTES = 1 << 28
-"""Bytes of the largest report read: about 400,000 ops."""
+"""The most bytes of a report that is read: about 400,000 ops."""
 
 _PRECISIONS = (FP32, *LOW_DTYPES)
 _KINDS = ("weight", "down", "up")
@@ -58,7 +58,7 @@ def load(path: str | os.PathLike[str]) -> SavedReport:
         raise OptionError(
             f"{shown}: cannot be read ({error.strerror}); {_GIVE}"
         ) from None
-    except OptionError:  # a ValueError too
+    except OptionError:  # `OptionError` is a `ValueError` too
         raise
     except RecursionError:
         _fail(shown, "it is nested too deeply to be a report")
@@ -90,8 +90,8 @@ def _report(path: str, data: object) -> SavedReport:
     if version > VERSION:
         raise OptionError(
             f"{path}: its version is {_shown(version)}, and this autoamp reads "
-            f"{VERSION}: a newer autoamp wrote it; upgrade autoamp, or write the "
-            "report anew with this one"
+            f"{VERSION}: a newer autoamp wrote the report; upgrade autoamp, or write "
+            "the report again with this version"
         )
     sections = _sections(path, data)
     ops: dict[_Section, list[SavedOp]] = {key: [] for key in sections}
@@ -102,7 +102,7 @@ def _report(path: str, data: object) -> SavedReport:
         casts[_section_of(path, each, where, sections)].append(_cast(path, each, where))
     for key, found in ops.items():
         if len({op.name for op in found}) < len(found):
-            _fail(path, f"two ops of graph {key[0]} have one name")
+            _fail(path, f"two ops of graph {key[0]} have the same name")
     dtype = data.get("compute_dtype")
     return SavedReport(
         path=path,
@@ -121,7 +121,7 @@ def _sections(path: str, data: dict[str, Any]) -> dict[_Section, str]:
     for where, each in _tables(path, data, "graphs"):
         key = _whole(path, each, where, "graph"), _text(path, each, where, "body")
         if key in found:
-            _fail(path, f"{where}: graph {key[0]} is there twice")
+            _fail(path, f"{where}: graph {key[0]} occurs twice")
         found[key] = _text(path, each, where, "device")
     return found
 
@@ -131,7 +131,7 @@ def _section_of(
 ) -> _Section:
     key = _whole(path, each, where, "graph"), _text(path, each, where, "body")
     if key not in sections:
-        _fail(path, f"{where}: no graph {key[0]} with body {_shown(key[1])} is there")
+        _fail(path, f"{where}: the report has no graph {key[0]}, body {_shown(key[1])}")
     return key
 
 

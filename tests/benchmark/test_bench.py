@@ -191,7 +191,7 @@ def test_markdown_has_a_line_for_each_way(trained) -> None:
         ({"generate": 4}, "has no method `generate`"),
         ({"data": []}, "data= has no batch"),
         ({"sweep": [4], "data": [X]}, "cannot be resized"),
-        ({"loss_fn": lambda out: out}, "a tensor of one element, and gives"),
+        ({"loss_fn": lambda out: out}, "a tensor of one element, but it returns"),
     ],
 )
 def test_wrong_input_is_refused(wrong, said) -> None:

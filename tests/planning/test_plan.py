@@ -307,7 +307,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     piped = call("planned:example", "--device", "cuda:sm_90", "--json", "-")
     assert json.loads(piped.stdout)["optimizer"] == "AdamW"
     for arguments, problem in (
-        (("planned:example", "--batch", "2"), "makes its own arguments"),
+        (("planned:example", "--batch", "2"), "makes the arguments of a named model"),
         (("planned:absent",), "has no absent"),
         (("transformers:none",), "no type of model"),
         (("planned:example", "--device", "cuda:sm_1"), "figures are known for"),

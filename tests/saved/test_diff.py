@@ -194,12 +194,15 @@ HOSTILE = {
     "an op is a number": (changed(ops=[1]), r"ops\[0\] is 1; it must be an object"),
     "name is null": (with_op(name=None), r"ops\[0\]\.name is None; it must be a str"),
     "graph is negative": (with_op(graph=-1), r"ops\[0\]\.graph is -1; it must be a w"),
-    "no such graph": (with_op(graph=7), r"ops\[0\]: no graph 7 with body ''"),
+    "no such graph": (
+        with_op(graph=7),
+        r"ops\[0\]: the report has no graph 7, body ''",
+    ),
     "other precision": (with_op(precision="int8"), "must be one of fp32, fp16, bf16"),
-    "twice": (with_op(name="add"), "two ops of graph 0 have one name"),
+    "twice": (with_op(name="add"), "two ops of graph 0 have the same name"),
     "graph twice": (
         changed(graphs=[{"graph": 0, "body": "", "device": ""}] * 2),
-        r"graphs\[1\]: graph 0 is there twice",
+        r"graphs\[1\]: graph 0 occurs twice",
     ),
     "model is a list": (changed(model=["x"] * 10**6), "model is a list; it must be"),
     "escape": (changed(schema="\x1b[2J\n"), r"schema is '\\x1b\[2J\\n'"),

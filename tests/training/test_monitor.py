@@ -146,7 +146,7 @@ def test_hugging_face(tmp_path) -> None:
 
 def test_hugging_face_lends_no_writer(tmp_path) -> None:
     model = autoamp.convert(Regression(), **OPTIONS)
-    with pytest.raises(autoamp.OptionError, match="lends its callbacks no writer"):
+    with pytest.raises(autoamp.OptionError, match="gives its callbacks no writer"):
         trained_by_hugging_face(tmp_path, [autoamp.Monitor()], model)
 
 
