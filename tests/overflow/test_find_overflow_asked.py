@@ -178,7 +178,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] =
         lambda: nn.Linear(WIDTH, WIDTH),
         {"loss_fn": lambda out: None},
         OptionError,
-        "gives NoneType",
+        "returns NoneType",
     ),
     "no option": (
         lambda: nn.Linear(WIDTH, WIDTH),
