@@ -274,7 +274,7 @@ def test_what_cannot_be_planned_is_told() -> None:
     x = torch.ones(64, 64)
     with pytest.raises(UnsupportedModelError, match="without data"):
         autoamp.plan(Reads(64, 64), x, device="cuda:sm_80")
-    with pytest.raises(OptionError, match="none of adamw"):
+    with pytest.raises(OptionError, match="not one of adamw"):
         autoamp.plan(nn.Linear(64, 64), x, optimizer="adam")
     with pytest.raises(OptionError, match="above 0"):
         autoamp.plan(nn.Linear(64, 64), x, batch=0)
@@ -307,7 +307,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     piped = call("planned:example", "--device", "cuda:sm_90", "--json", "-")
     assert json.loads(piped.stdout)["optimizer"] == "AdamW"
     for arguments, problem in (
-        (("planned:example", "--batch", "2"), "makes the arguments of a named model"),
+        (("planned:example", "--batch", "2"), "makes its own arguments"),
         (("planned:absent",), "has no absent"),
         (("transformers:none",), "no type of model"),
         (("planned:example", "--device", "cuda:sm_1"), "figures are known for"),
