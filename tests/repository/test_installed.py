@@ -85,7 +85,9 @@ def test_the_wheel_works_where_nothing_else_is(empty: Path, tmp_path: Path) -> N
     lacking = "import importlib.util as u; print(u.find_spec('numpy'))"
     assert run(empty, "-c", lacking, cwd=tmp_path).strip() == "None"
     script = tmp_path / "installed.py"
-    script.write_text((REPO / "tests" / "repository" / "installed.py").read_text("utf-8"), "utf-8")
+    script.write_text(
+        (REPO / "tests" / "repository" / "installed.py").read_text("utf-8"), "utf-8"
+    )
     told = run(empty, "-P", script, cwd=tmp_path)
     assert "a model is explained" in told
 

@@ -335,6 +335,28 @@ WRITES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Any]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_capture_between_backward_and_step(dtype: torch.dtype) -> None:
+    """A second micro batch of another size, and a validation, meet fp32 gradients."""
+    model = mlp().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    precision = "fp16" if dtype == torch.float16 else "bf16"
+    autoamp.convert(model, optimizer, precision=precision, strict=True)
+    found = []
+    for _ in range(2):  # the graphs of the second round are captured in the first
+        for rows in (2, 4, 8):
+            x = torch.ones(rows, WIDTH, dtype=dtype)
+            model(x).sum().backward()
+            with torch.no_grad():
+                model(x)
+        found.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    for first, second in zip(*found, strict=True):
+        assert first is not None
+        assert first.dtype == torch.float32
+        assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("name", WRITES)
 def test_masters_follow_weights_that_somebody_else_wrote(
     name: str, trained: tuple[nn.Sequential, Optimizer]

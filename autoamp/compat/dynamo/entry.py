@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,7 @@ from autoamp.compat.dynamo.layers import layer_captured, layer_left
 from autoamp.compat.dynamo.on_meta import fakes_on_meta
 from autoamp.compat.dynamo.quiet import quietly
 from autoamp.compat.dynamo.regions import regions_begin_when_entered
+from autoamp.compat.dynamo.wide_gradients import wide_gradients_hidden
 from autoamp.compat.recurrent import recurrent_results
 
 # DDPOptimizer would cut a graph before our pass sees it: see `in_buckets`.
@@ -216,8 +217,11 @@ class _Frames:
         config = torch._dynamo.config
         followed = authors_followed(self._backend.dtype_in)
         regions = regions_begin_when_entered()
-        fakes = fakes_on_meta()
-        with config.patch(options), recurrent, followed, regions, fakes, quietly():
+        fakes, grads = fakes_on_meta(), wide_gradients_hidden(frame)
+        tracing = config.patch(options), recurrent, followed, regions, fakes, grads
+        with ExitStack() as around:
+            for each in (*tracing, quietly()):
+                around.enter_context(each)
             try:
                 found = base.__call__(callback, frame, *args, **kw)
                 if layer_left(frame, found):

@@ -48,11 +48,16 @@ def said_in_a_line(error: BaseException) -> str:
     return printable_line(f"{type(error).__name__}: {line}")
 
 
+def modules_of(frame: Any) -> list[nn.Module]:
+    """The module whose method runs in a frame, where there is one; at most two."""
+    names = {*frame.f_code.co_varnames[:1], "self"}  # the code after a break has `self`
+    found = (frame.f_locals.get(name) for name in sorted(names))
+    return [value for value in found if isinstance(value, nn.Module)]
+
+
 def module_of(frame: Any) -> set[int]:
     """The `id` of the module whose method runs in a frame, where there is one."""
-    names = (*frame.f_code.co_varnames[:1], "self")  # the code after a break has `self`
-    found = (frame.f_locals.get(name) for name in names)
-    return {id(value) for value in found if isinstance(value, nn.Module)}
+    return {id(module) for module in modules_of(frame)}
 
 
 def broken_off(frame: Any, found: Any, failed: int) -> bool:
