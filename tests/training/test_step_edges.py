@@ -83,6 +83,28 @@ def test_a_generator_that_is_not_converted_lowers_its_critics_scale(
     assert not skipped[-1], "an endless skip"
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_layers_before_a_model_are_kept_from_other_ranks_overflows(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP has reduced another rank's overflow into gradients that were finite here."""
+    first = nn.Linear(8, 8)
+    critic = autoamp.convert(mlp().requires_grad_(not frozen), **BF16)
+    optimizer = torch.optim.SGD(first.parameters(), 0.1)
+    others = torch.optim.SGD(critic.parameters(), 0.1)
+    monkeypatch.setattr("autoamp.compat.are_several", lambda: True)
+    for reduced in (1.0, torch.inf, 1.0):
+        optimizer.zero_grad()
+        others.zero_grad()
+        critic(first(torch.ones(2, 8))).sum().backward()
+        for parameter in first.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(reduced)
+        optimizer.step()
+        assert optimizer.step_was_skipped == (reduced != 1.0)
+    assert finite(first)
+
+
 def test_an_unrelated_optimizer_steps_after_somebody_elses_overflow() -> None:
     first, other = nn.Linear(8, 8), nn.Linear(8, 1)
     critic = autoamp.convert(mlp().requires_grad_(False), **BF16)

@@ -241,7 +241,7 @@ def found_inf(
         doubt
         or evidence.sharded
         or team.gradients_tell_more
-        or _may_be_reduced_by_hand(evidence)
+        or _may_hold_other_ranks(evidence)
         or (any(bool(f) for f in past) if on_host else past)
     ):
         flags.append(not_finite(p.grad for p in params if p.grad is not None))
@@ -254,9 +254,16 @@ def found_inf(
     return _any(flags)
 
 
-def _may_be_reduced_by_hand(evidence: Evidence) -> bool:
-    """Whether gradients may hold other ranks' overflows, of which no flag tells."""
-    return compat.are_several() and not all(run.reduced for run in evidence.live)
+def _may_hold_other_ranks(evidence: Evidence) -> bool:
+    """Whether gradients may hold other ranks' overflows, of which no flag tells.
+
+    Either the script reduces gradients by itself, or DDP has reduced the gradients of
+    layers before a model: a rank's own runs for such layers may all be finite.
+    """
+    if not compat.are_several():
+        return False
+    passed_on = evidence.doubtful or evidence.elsewhere
+    return bool(passed_on) or not all(run.reduced for run in evidence.live)
 
 
 def not_finite(grads: Iterable[torch.Tensor]) -> torch.Tensor:
