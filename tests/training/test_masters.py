@@ -338,7 +338,9 @@ WRITES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_capture_between_backward_and_step(dtype: torch.dtype) -> None:
     """A second micro batch of another size, and a validation, meet fp32 gradients."""
-    model = mlp().to(dtype)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), mlp(), nn.Linear(4, WIDTH)).to(dtype)
+    model.append(nn.Linear(WIDTH, WIDTH, dtype=dtype))
+    model[3].weight = model[0].weight  # tied
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     precision = "fp16" if dtype == torch.float16 else "bf16"
     autoamp.convert(model, optimizer, precision=precision, strict=True)

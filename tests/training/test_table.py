@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +99,15 @@ def plain_models(way: str, before: bool) -> nn.ModuleList:
     if before:
         models[0][2] = nn.Linear(8, WIDTH)
     return models.to(WAYS[way].dtype)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_model_outlives_the_table() -> Iterator[None]:
+    """Optimizers of later tests are not to be met by the table's models."""
+    yield
+    converted.cache_clear()
+    gc.collect()
+    torch._dynamo.reset()
 
 
 @functools.cache

@@ -48,7 +48,7 @@ def said_in_a_line(error: BaseException) -> str:
     return printable_line(f"{type(error).__name__}: {line}")
 
 
-def modules_of(frame: Any) -> list[nn.Module]:
+def methods_modules(frame: Any) -> list[nn.Module]:
     """The module whose method runs in a frame, where there is one; at most two."""
     names = {*frame.f_code.co_varnames[:1], "self"}  # the code after a break has `self`
     found = (frame.f_locals.get(name) for name in sorted(names))
@@ -57,7 +57,7 @@ def modules_of(frame: Any) -> list[nn.Module]:
 
 def module_of(frame: Any) -> set[int]:
     """The `id` of the module whose method runs in a frame, where there is one."""
-    return {id(module) for module in modules_of(frame)}
+    return {id(module) for module in methods_modules(frame)}
 
 
 def broken_off(frame: Any, found: Any, failed: int) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from autoamp.compat.dynamo.frames import modules_of
+from autoamp.compat.dynamo.frames import methods_modules
+from autoamp.compat.tensors import modules_of, parameters_here
 
 
 @contextlib.contextmanager
@@ -25,17 +26,20 @@ def wide_gradients_hidden(frame: Any) -> Iterator[None]:
 
     At its end they are back, with any gradients that other threads have added since.
     """
-    hidden: list[tuple[Tensor, Tensor]] = [
-        (parameter, parameter.grad)
-        for module in modules_of(frame)
-        for parameter in module.parameters()
-        if parameter.grad is not None and parameter.grad.dtype != parameter.dtype
-    ]
-    for parameter, _ in hidden:
+    hidden: dict[int, tuple[Tensor, Tensor]] = {  # a tied parameter counts once
+        id(parameter): (parameter, parameter.grad)
+        for model in methods_modules(frame)
+        for module in modules_of(model)  # the class may override `parameters()`
+        for parameter in parameters_here(module).values()
+        if parameter is not None
+        and parameter.grad is not None
+        and parameter.grad.dtype != parameter.dtype
+    }
+    for parameter, _ in hidden.values():
         parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in hidden:
+        for parameter, gradient in hidden.values():
             more = parameter.grad
             parameter.grad = gradient if more is None else gradient + more
