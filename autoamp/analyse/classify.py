@@ -1,4 +1,4 @@
-"""Rules laid over facts: what each node may do, with a reason a user can read.
+"""Rules laid over facts: the verdict on each node, with a reason a user can read.
 
 The one decision about precision here is a *pin* to fp32, for a node that must not run
 low.  Every other node is free, and `place` chooses its precision.
@@ -53,7 +53,7 @@ def classify(
         keep: patterns of the module paths that stay fp32.
         kept: the reasons of patterns that are not from the user's `keep=`.
         given_up: nodes that stay fp32 whatever their ops are, to the reasons.
-        ceiling: pin what type promotion would leave fp32 (`analyse/ceiling.py`).
+        ceiling: pin ops that type promotion would leave fp32 (`analyse/ceiling.py`).
         to_the_letter: the rules decide alone, as the lists do in TensorFlow; calls are
             pinned all the same where torch has no choice (docs/how-it-works.md).
     """

@@ -1,4 +1,4 @@
-"""Compiles graphs with Dynamo backends, and tells what is tracing the caller."""
+"""Compiles graphs with Dynamo backends, and tells which tracer traces the caller."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def tracing_backend() -> tuple[Callable[..., Any] | None, bool]:
 
 
 def as_dynamo_gave(ready: fx.GraphModule, captured: fx.GraphModule) -> None:
-    """Puts on a graph what Dynamo puts on the graphs that it hands to a backend.
+    """Gives a graph the attributes of the graphs that Dynamo hands to a backend.
 
     A backend may read why the graph ends where it does (`compile_subgraph_reason`).
     """

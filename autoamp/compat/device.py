@@ -66,7 +66,7 @@ _FLASH = 1
 
 
 def softmax_gradient(grad: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The gradient of what a softmax over the last dimension was made of.
+    """The gradient of the operand of a softmax over the last dimension.
 
     Args:
         grad: the gradient of `weights`, in their dtype.

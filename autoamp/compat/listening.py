@@ -90,7 +90,7 @@ class Passed(NamedTuple):
     Attributes:
         args: the arguments that the kernel gives to the op.
         given: the op's result inside the kernel.
-        result: what the kernel returns.
+        result: the kernel's result.
     """
 
     args: tuple[Any, ...]

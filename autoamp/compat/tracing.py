@@ -111,7 +111,7 @@ def trace_pre_dispatch(
     """
     optional: dict[str, Any] = {}
     if "_disable_torch_fn_metadata_mode" in inspect.signature(make_fx).parameters:
-        # Nothing here reads what that mode records, and it doubles the tracing time.
+        # Nothing here reads the records of that mode, and the mode doubles the time.
         optional["_disable_torch_fn_metadata_mode"] = True
     with fx.traceback.preserve_node_meta(), mode:
         return make_fx(

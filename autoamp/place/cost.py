@@ -32,7 +32,7 @@ UNIT_NS = 0.1
 
 TRAINING_FACTOR = 3
 """Forward plus backward: a matmul's backward is two products of the same size, and a
-pointwise op's backward reads and writes about twice what its forward did."""
+pointwise op's backward reads and writes about twice as much as its forward."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Rule:
-    """The category of one op, with its reason and what is known of its kernels.
+    """The category of one op, with its reason and facts about its kernels.
 
     Attributes:
         op: Canonical key: `aten::linear` (every overload) or

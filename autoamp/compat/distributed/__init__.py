@@ -1,1 +1,1 @@
-"""Ranks: who reduces gradients with whom, and gathers parameters from whom."""
+"""Ranks: which of them reduce gradients together, and gather parameters."""

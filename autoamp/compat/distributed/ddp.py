@@ -39,7 +39,7 @@ def has_communication_hook(ddp: Any) -> bool:
 
 
 def forget_feedback(ddp: Any) -> None:
-    """Clears what a communication hook of `ddp` remembers of gradients not finite.
+    """Clears gradients that are not finite from a communication hook of `ddp`.
 
     PowerSGD adds the error of each step's compression to the next step's gradients,
     and begins with the last step's factors: after one overflow all of these would be

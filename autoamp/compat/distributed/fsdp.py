@@ -78,7 +78,7 @@ def gather_low(
     Args:
         in_call: whether a converted model runs forward, which reads no other numbers.
             Elsewhere, as in the user's `FSDPModule.unshard()`, fp32 is gathered.
-        in_backward: whether a backward runs, which reads what its forward read.
+        in_backward: whether a backward runs, which reads the values of its forward.
     """
     kind = type(record)
 

@@ -1,4 +1,4 @@
-"""Ranks and their process groups: who this one is, and whom it reduces with."""
+"""Ranks and their process groups: this rank, and the ranks that it reduces with."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 `custom_fwd(cast_inputs=...)` casts the operands of a Function, and runs its `forward`
 with autocast off, only where autocast is on.  A graph that Dynamo captures without
 autocast tells nothing of that.  So Dynamo traces each call of such a Function in a
-region of autocast of its own, and the decorators do what they do under autocast.
+region of autocast of its own, and the decorators act there as under autocast.
 """
 
 from __future__ import annotations

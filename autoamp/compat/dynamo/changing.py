@@ -1,4 +1,4 @@
-"""Code that changes what its own graphs were made for, such as a list that it fills.
+"""Code that changes values its own graphs were made for, such as a list it fills.
 
 `self.losses.append(loss)` in a method changes the length of a list that Dynamo's guards
 hold the method's graph to, so that every call would need a graph of its own.
@@ -19,7 +19,7 @@ class _Captured(NamedTuple):
     Attributes:
         held: the frame's locals when it began.
         before: the ids of the code's earlier entries.
-        places: what had changed since earlier entries were made.
+        places: the places that had changed since earlier entries were made.
     """
 
     code: types.CodeType
@@ -29,7 +29,7 @@ class _Captured(NamedTuple):
 
 
 class Changing:
-    """Finds code whose calls change what the code was captured anew for.
+    """Finds code whose calls change the values that it was captured anew for.
 
     The proof is in Dynamo's guards: a graph was made because something had changed
     since the last one, and by the end of the same call the guards of the new graph fail
@@ -70,7 +70,7 @@ class Changing:
         return bool(self._captured)
 
     def found(self) -> list[tuple[types.CodeType, str]]:
-        """Code that is to be left to Python, with what it changes; asked after a call.
+        """Code that is to be left to Python, with its changes; asked after a call.
 
         A number that is counted up becomes a symbol first, and Dynamo needs to see two
         values before that.

@@ -101,7 +101,7 @@ class CompiledEntry:
         context: Any = torch._dynamo.optimize(backend=backend)
         if hasattr(context, "callback"):  # absent where TORCHDYNAMO_DISABLE is set
             self._frames.rule(context.callback)
-        self.skipped = self._frames.skipped  # what Dynamo has left to Python
+        self.skipped = self._frames.skipped  # code that Dynamo has left to Python
         self._compiled: Callable[..., Any] = context(fresh)
 
     def leave(self, left: Left) -> None:
@@ -145,7 +145,7 @@ class CompiledEntry:
 
 
 class _Frames:
-    """Has Dynamo compile frames under our configuration, and notes what it leaves.
+    """Has Dynamo compile frames under our configuration; notes the code it leaves.
 
     Dynamo's frame callback runs only when a frame is compiled, so a converted call pays
     nothing for this object, and everywhere else torch's configuration is the user's.
@@ -205,7 +205,7 @@ class _Frames:
         soft, error = failed_frames(), ""
         changed = self._changing.changed(frame)
         # Without `allow_rnn` nn.LSTM, GRU and RNN give no graph.  A compiler would take
-        # their steps apart, and what inductor makes of an LSTM raises (torch 2.13).
+        # their steps apart, and the LSTM that inductor compiles raises (torch 2.13).
         limits = _limits(self._uncounted(code))
         options = {**self._options, **limits, "allow_rnn": as_is}
         for name, codes in (
@@ -252,7 +252,7 @@ class _Frames:
         return self._changing.has_captured
 
     def leave_changing(self) -> None:
-        """Leaves code to Python that changes what its own graphs were made for."""
+        """Leaves code to Python that changes the values its graphs were made for."""
         with lock():
             for code, place in self._changing.found():
                 set_frames_action(code, "SKIP", "DEFAULT")
@@ -282,7 +282,7 @@ class _Frames:
             return
         found.apply_to_code = False  # our limit is not other models'
         strategy = frames_strategy("RUN_ONLY", "DEFAULT")
-        if strategy is not None:  # torch would leave what the code calls to Python too
+        if strategy is not None:  # torch would leave the callees to Python too
             found.frame_exec_strategy = strategy
         self._exceeded[code] = found
         if not own:

@@ -28,7 +28,7 @@ class Left(NamedTuple):
         is_said: the reason is one that users should read.
         error: the error that Dynamo failed with, in a line; "" where a graph break that
             Dynamo cannot go on from is the reason.
-        changes: what the code changes, where its own calls make its graphs useless.
+        changes: the changes by the code, where its own calls make its graphs useless.
         is_broken: a graph break that Dynamo cannot go on from is the reason.
         is_empty: Dynamo followed the code to its end and met no tensor op.
     """
@@ -112,7 +112,7 @@ def can_list_entries() -> bool:
 
 
 def set_frames_action(code: types.CodeType, own: str, called: str) -> None:
-    """Sets what Dynamo does with `code` and frames it calls: "DEFAULT" or "SKIP"."""
+    """Sets how Dynamo treats `code` and frames it calls: "DEFAULT" or "SKIP"."""
     set_strategy = getattr(_frames(), "set_code_exec_strategy", None)
     strategy = frames_strategy(own, called)
     if set_strategy is not None and strategy is not None:
