@@ -34,6 +34,7 @@ def wide_gradients_hidden(frame: Any) -> Iterator[None]:
         if parameter is not None
         and parameter.grad is not None
         and parameter.grad.dtype != parameter.dtype
+        and _can_be_put_back(parameter, parameter.grad)
     }
     for parameter, _ in hidden.values():
         parameter.grad = None
@@ -43,3 +44,9 @@ def wide_gradients_hidden(frame: Any) -> Iterator[None]:
         for parameter, gradient in hidden.values():
             more = parameter.grad
             parameter.grad = gradient if more is None else gradient + more
+
+
+def _can_be_put_back(parameter: Tensor, gradient: Tensor) -> bool:
+    """Whether torch lets a gradient of this dtype be set; None allows any dtype."""
+    allowed = getattr(parameter, "grad_dtype", parameter.dtype)
+    return allowed in (None, gradient.dtype)
