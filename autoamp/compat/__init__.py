@@ -159,10 +159,12 @@ from autoamp.compat.recording import (
 from autoamp.compat.recurrent import PACKED, is_packed, packed_result
 from autoamp.compat.stack import with_room
 from autoamp.compat.tensors import (
+    Holders,
     Memory,
     buffers_here,
     children_here,
     copy_all,
+    counts_holders,
     data_address,
     data_addresses,
     end_lazy_clone,

@@ -184,6 +184,40 @@ def end_lazy_clone(tensor: torch.Tensor) -> None:
     tensor.data_ptr()
 
 
+def counts_holders() -> bool:
+    """Whether torch counts the holders of a tensor and of its memory."""
+    names = (torch._C, "_storage_Use_Count"), (torch.Tensor, "_use_count")
+    return all(hasattr(where, name) for where, name in names)
+
+
+class Holders:
+    """The holders of some tensors, as `holders` counts them, at a tenth of its price.
+
+    Nobody else may hold the tensors when this object is made.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        # A storage has one Python object, and `_cdata`, for as long as it lives.
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        self._data = [storage._cdata for storage in self._storages]
+        self._alone = self._counts()
+
+    @property
+    def have_grown(self) -> bool:
+        """Whether somebody else may still read some of the tensors."""
+        return self._counts() != self._alone
+
+    def _counts(self) -> list[Any]:
+        own: Any = getattr(torch.Tensor, "_use_count", id)
+        sharing: Any = getattr(torch._C, "_storage_Use_Count", id)
+        return [
+            *map(sys.getrefcount, self._tensors),
+            *map(own, self._tensors),
+            *map(sharing, self._data),
+        ]
+
+
 def storage_span(tensor: torch.Tensor) -> tuple[int, int]:
     """The address of a strided tensor's memory, and its bytes; copies stay lazy."""
     ask: Any = getattr(torch._C, "_data_address", torch.Tensor.data_ptr)

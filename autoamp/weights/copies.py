@@ -9,7 +9,7 @@ sentinel lives, any write to the weight, through any tensor, moves the weight's 
 a new address.  So the copy is kept exactly until the next write: in training, over all
 micro-batches of a step.  The move costs a copy of the weight; `before_write` saves the
 cost where a write is announced.  A weight whose memory other code may point to has no
-sentinel.
+sentinel, and neither has a copy that every step makes stale (`once_a_step.py`).
 
 A stale copy is refreshed in place, unless it is held by a graph whose backward has
 still to run, or by a call in another thread.  Then the holder keeps the old memory as
@@ -27,12 +27,15 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from autoamp import compat
+from autoamp.weights.once_a_step import STEPS, OnceAStep
 from autoamp.weights.sentinels import (
     AS_THE_WEIGHT,
     CHANCES,
     COPIES,
+    PLANS,
     STEADY,
     Copy,
+    Group,
     Stale,
     Steady,
     copies_of,
@@ -74,6 +77,7 @@ class WeightCopies:
         self.kept = kept
         self.refreshed = 0
         self.unwatched = 0
+        self._once_a_step: OnceAStep | None = None
         weakref.finalize(self, STEADY.pop, id(self), None)
 
     def fresh(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -82,14 +86,26 @@ class WeightCopies:
         Stale copies are refreshed by one multi-tensor copy.  Memory that was handed out
         before is not written to while other code may still read it.
         """
+        addresses = compat.data_addresses(weights)
+        group = self._once_a_step
+        if (
+            group is not None
+            and group.may_refresh(addresses)
+            and not any(map(_on_side_stream, group.devices))
+        ):
+            with _lock, torch.no_grad():
+                lows = group.refresh(weights)
+            if lows:
+                self.refreshed += group.count
+                return lows
         steady = STEADY.get(id(self))
         if (
             steady is not None
-            and compat.data_addresses(weights) == steady.addresses
+            and addresses == steady.addresses
             and (steady.trainer == threading.get_ident() or not torch.is_grad_enabled())
             and not any(map(_on_side_stream, steady.devices))
         ):
-            return steady.lows
+            return steady.give_again()
         del steady  # its references would make the copies look held: `Copy.is_held`
         recording = torch.is_grad_enabled()
         # A copy made under inference_mode could not be saved for a backward.
@@ -136,21 +152,31 @@ class WeightCopies:
         with _lock:
             for copy, weight in zip(copies, weights, strict=True):
                 training = recording and weight.requires_grad
+                copy.look_alone()
                 note_a_write(copy, weight)
                 watch = self.kept and not aside and may_watch(copy, training)
                 if not watch:
                     drop(weight, copies_of(weight))
                 if copy.sentinel is None:
                     stale.append(Stale(copy, weight, watch, training))
+                else:
+                    copy.again = True
+            once = bool(stale) and all(map(_is_needed_once, stale))
             if stale:
                 self.refreshed += len(stale)
-                refresh(stale)
+                refresh([s._replace(watch=False) for s in stale] if once else stale)
+            if once:
+                addresses = compat.data_addresses(weights)
+                group = OnceAStep(copies, stale, addresses, devices)
+                self._once_a_step = group
             lows = [copy.low for copy in copies]
-            self.unwatched = sum(copy.sentinel is None for copy in copies)
-            if not self.unwatched:
+            self.unwatched = (
+                sum(s.copy.sentinel is None for s in stale) if not once else 0
+            )
+            if not (self.unwatched or once):
                 trainer = threading.get_ident() if recording else None
-                addresses = [copy.address for copy in copies]
-                STEADY[id(self)] = Steady(addresses, lows, trainer, devices)
+                seen = [copy.address for copy in copies]
+                STEADY[id(self)] = Steady(seen, copies, lows, trainer, devices)
         return lows
 
     def _find(self, weight: torch.Tensor, layout: torch.memory_format) -> Copy:
@@ -164,7 +190,10 @@ class WeightCopies:
         copy = store.get(key)
         # `p.data = other` may change shape, strides or device of the same object.
         if copy is None or not _is_laid_out(copy.low, weight, layout):
+            if copy is not None:
+                copy.look_alone()
             copy = store[key] = Copy(weight, self.low, layout)
+            PLANS.clear()
         return copy
 
     def _for_cuda_graph(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -206,19 +235,58 @@ def before_write(parameters: Iterable[torch.Tensor]) -> None:
     """
     if not any(COPIES.values()):
         return
+    parameters = [*parameters]
     with _lock:
         if _capturing():  # the graph's replays will not be announced
             note_captured(parameters)
             return
-        for weight in parameters:
-            copies = copies_of(weight)
-            for copy in copies:
-                note_a_write(copy, weight)
-                if copy.sentinel is None:
-                    copy.chances = copy.chances or 1
-                elif weight.requires_grad:
-                    copy.chances = CHANCES
-                    drop(weight, copies)
+        ids = tuple(map(id, parameters))
+        plan = PLANS.get(ids)
+        if plan is None:
+            PLANS[ids] = plan = _plan(parameters)
+        groups, others = plan
+        for group in groups:
+            group.announced = True
+        for at in others:
+            _announce(parameters[at])
+
+
+def _plan(weights: Sequence[torch.Tensor]) -> tuple[set[Group], list[int]]:
+    """What a write to `weights` is announced to: see `PLANS`."""
+    if len(PLANS) >= _MOST_PLANS:
+        PLANS.clear()
+    groups: set[Group] = set()
+    others: list[int] = []
+    for at, weight in enumerate(weights):
+        copies = copies_of(weight)
+        found = [c.once_a_step for c in copies if c.once_a_step is not None]
+        groups.update(found)
+        if len(found) < len(copies):
+            others.append(at)
+    return groups, others
+
+
+_MOST_PLANS = 64
+"""So many plans are kept: more than a program has optimizers."""
+
+
+def _announce(weight: torch.Tensor) -> None:
+    """Announces a write to one weight to those of its copies that are by themselves."""
+    copies = copies_of(weight)
+    for copy in copies:
+        note_a_write(copy, weight)
+        copy.steps = 0 if copy.again else copy.steps + 1
+        if copy.sentinel is None:
+            copy.chances = copy.chances or 1
+        elif weight.requires_grad:
+            copy.chances = CHANCES
+            drop(weight, copies)
+
+
+def _is_needed_once(stale: Stale) -> bool:
+    """Whether a copy is refreshed after each step, and one call is given it then."""
+    copy, _, watch, training = stale
+    return watch and training and copy.steps >= STEPS and compat.counts_holders()
 
 
 def _capturing() -> bool:

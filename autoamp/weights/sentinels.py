@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +29,15 @@ LEAST_LAID_OUT = 4
 """Dimensions from which on a weight may have copies of another layout than its own."""
 
 
+class Group(Protocol):
+    """Copies that are refreshed together after each step: see `once_a_step.py`."""
+
+    announced: bool
+
+    def end(self) -> None:
+        """Has each copy looked at by itself from now on."""
+
+
 class Copy:
     """One copy, and the state of its weight at the last refresh.
 
@@ -45,6 +54,10 @@ class Copy:
         chances: unannounced writes that remain until the copy loses its sentinel.
         trainer: the thread that trains the weight; None where no thread has so far.
         captured: whether a CUDA graph holds the weight's address.
+        again: whether more than one call was given the present content.
+        steps: after how many announced writes in a row one call was given the content.
+        once_a_step: the group in which the copy is refreshed after each step; None
+            where the copy is looked at by itself.
     """
 
     def __init__(
@@ -62,7 +75,9 @@ class Copy:
         self.from_training = False
         self.chances = CHANCES
         self.trainer: int | None = None
-        self.captured = False
+        self.captured = self.again = False
+        self.steps = 0
+        self.once_a_step: Group | None = None
 
     def take_memory(self, weight: torch.Tensor) -> None:
         """Gives the copy new memory; memory that was handed out stays as it is."""
@@ -78,8 +93,13 @@ class Copy:
     def _holders(self) -> int:
         return compat.holders(self.low)
 
+    def look_alone(self) -> None:
+        """Ends the group in which the copy is refreshed, if there is one."""
+        if self.once_a_step is not None:
+            self.once_a_step.end()
 
-@dataclass(eq=False, frozen=True)
+
+@dataclass(eq=False)
 class Steady:
     """The copies that one graph was given last, while all their sentinels live.
 
@@ -87,9 +107,19 @@ class Steady:
     """
 
     addresses: list[Hashable]
+    copies: list[Copy]
     lows: list[torch.Tensor]
     trainer: int | None
     devices: set[torch.device]
+    _again: bool = False
+
+    def give_again(self) -> list[torch.Tensor]:
+        """The copies for one more call."""
+        if not self._again:
+            self._again = True
+            for copy in self.copies:
+                copy.again = True
+        return self.lows
 
 
 COPIES: dict[torch.dtype, dict[Hashable, Copy]] = {d: {} for d in LOW_DTYPES.values()}
@@ -103,6 +133,11 @@ def key_of(weight: torch.Tensor, layout: torch.memory_format) -> Hashable:
 
 STEADY: dict[int, Steady] = {}
 """The `Steady` of each `WeightCopies`, by its id; emptied whenever a sentinel goes."""
+
+PLANS: dict[tuple[int, ...], tuple[set[Group], list[int]]] = {}
+"""What a write to some tensors is announced to, by their ids, in order: the groups of
+copies that are refreshed after each step, and the positions of the tensors that have
+other copies.  Emptied whenever a copy is made or dropped, and a group made or ended."""
 
 _SEVERAL = -1
 """Stands for more than one thread, in place of a thread's id."""
@@ -137,6 +172,7 @@ def note_captured(weights: Iterable[torch.Tensor]) -> None:
             copies = copies_of(weight)
             drop(weight, copies)
             for copy in copies:
+                copy.look_alone()
                 copy.captured = True
 
 
@@ -168,6 +204,7 @@ def note_a_write(copy: Copy, weight: torch.Tensor) -> None:
         STEADY.clear()
         copy.sentinel = None
         copy.chances -= copy.from_training
+        copy.steps = 0
 
 
 def drop(weight: torch.Tensor, copies: Sequence[Copy]) -> None:
@@ -190,12 +227,8 @@ def refresh(stale: Sequence[Stale]) -> None:
             if version != copy.version:  # the holder's backward must raise, as in eager
                 torch.autograd.graph.increment_version(copy.low)
             copy.take_memory(weight)
-        copy.version = version
-    for laid in (False, True):  # GPUs copy many tensors at once if none is permuted
-        alike = [s for s in stale if (s.copy.layout is not AS_THE_WEIGHT) == laid]
-        if alike:
-            sources = [_converted(s) if laid else s.weight for s in alike]
-            compat.copy_all([s.copy.low for s in alike], sources)
+        copy.version, copy.again = version, False
+    write([each.copy for each in stale], [each.weight for each in stale])
     for copy, weight, watch, training in stale:
         _follow(copy, weight)
         if watch and compat.held_alone(weight):
@@ -204,10 +237,24 @@ def refresh(stale: Sequence[Stale]) -> None:
             copy.from_training = training
 
 
-def _converted(stale: Stale) -> torch.Tensor:
+def write(copies: Sequence[Copy], weights: Sequence[torch.Tensor]) -> None:
+    """Copies weights into the memory of their copies."""
+    laid = [copy.layout is not AS_THE_WEIGHT for copy in copies]
+    if not any(laid):
+        compat.copy_all([copy.low for copy in copies], weights)
+        return
+    for permuted in (False, True):  # GPUs copy many tensors at once if none is permuted
+        alike = [at for at, each in enumerate(laid) if each == permuted]
+        sources = [weights[at] for at in alike]
+        if permuted:
+            sources = [_converted(weights[at], copies[at].dtype) for at in alike]
+        if alike:
+            compat.copy_all([copies[at].low for at in alike], sources)
+
+
+def _converted(weight: torch.Tensor, low: torch.dtype) -> torch.Tensor:
     """A weight to be permuted: CPUs permute and convert sooner in two passes."""
-    weight = stale.weight
-    return weight.to(stale.copy.dtype) if weight.is_cpu else weight
+    return weight.to(low) if weight.is_cpu else weight
 
 
 def _follow(copy: Copy, weight: torch.Tensor) -> None:
@@ -220,6 +267,8 @@ def _follow(copy: Copy, weight: torch.Tensor) -> None:
         known = store.get(key)
         if known is not None and known.memory is memory:
             STEADY.clear()
+            known.look_alone()
+            PLANS.clear()
             del store[key]
 
     copy.memory = compat.watch_memory(weight, (copy.dtype, key), forget)

@@ -1,0 +1,178 @@
+"""Copies that one call needs between two steps are refreshed together, unwatched."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp import compat
+from autoamp.capture.graph import Graph
+from autoamp.model.conversion import conversion_of
+from autoamp.weights import copies
+from autoamp.weights.once_a_step import STEPS
+from autoamp.weights.sentinels import copies_of
+
+LOW = torch.bfloat16
+pytestmark = pytest.mark.skipif(
+    not compat.counts_holders(), reason="this torch does not count holders"
+)
+
+
+def trained(
+    steps: int = STEPS + 2, *, to_input: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A converted model after some steps with one call each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(4, 4, 1), nn.Linear(8, 8))
+    model = autoamp.convert(model, precision="bf16", do_no_harm=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        step(model, optimizer, to_input=to_input)
+    return model, optimizer
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, to_input: bool = False
+) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(4, 8, requires_grad=to_input)).sum().backward()
+    optimizer.step()
+
+
+def reads_all(model: nn.Module) -> bool:
+    """Whether a call has left every copy equal to its weight."""
+    pairs = [(p, c) for p in model.parameters() for c in copies_of(p)]
+    assert pairs
+    return all(torch.equal(c.low, p.detach().to(LOW)) for p, c in pairs)
+
+
+def graph_of(model: nn.Module) -> Graph:
+    graph: Graph
+    (graph,) = conversion_of(model).engine.record.graphs
+    assert graph.copies is not None
+    return graph
+
+
+def watched(model: nn.Module) -> int:
+    found = [c for p in model.parameters() for c in copies_of(p)]
+    return sum(copy.sentinel is not None for copy in found)
+
+
+def test_copies_are_unwatched_after_steps_of_one_call_each() -> None:
+    model, optimizer = trained()
+    for _ in range(3):
+        model(torch.ones(4, 8))
+        assert reads_all(model)
+        assert watched(model) == 0
+        optimizer.step()
+    model(torch.ones(4, 8))
+    model(torch.ones(4, 8))  # a second call before the step
+    assert reads_all(model)
+    assert watched(model) == 6
+
+
+def test_micro_batches_keep_their_copies() -> None:
+    model, optimizer = trained(0)
+    for _ in range(2 * STEPS):
+        model(torch.ones(4, 8)).sum().backward()
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+    assert graph_of(model).copies.refreshed == 2 * STEPS * 6
+
+
+def by_step(weight: Tensor) -> None:
+    copies.before_write([weight])
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def unannounced(weight: Tensor) -> None:
+    weight.data.mul_(2)
+
+
+def elsewhere(weight: Tensor) -> None:
+    weight.data = weight.data * 2
+
+
+def through_numpy(weight: Tensor) -> None:
+    weight.detach().numpy()[:] *= 2
+
+
+@pytest.mark.parametrize("write", [by_step, unannounced, elsewhere, through_numpy])
+@pytest.mark.parametrize("after", ["a step", "a call"])
+def test_every_write_is_seen(write: Callable[[Tensor], None], after: str) -> None:
+    model, _ = trained()
+    if after == "a call":
+        model(torch.ones(4, 8))
+    for weight in model.parameters():
+        write(weight)
+        model(torch.ones(4, 8))
+        assert reads_all(model)
+
+
+def in_a_thread(model: nn.Module) -> None:
+    thread = threading.Thread(target=model, args=(torch.ones(4, 8),))
+    thread.start()
+    thread.join()
+
+
+def without_gradients(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.ones(4, 8))
+
+
+def a_deep_copy(model: nn.Module) -> None:
+    copy.deepcopy(model)(torch.ones(4, 8))
+
+
+def a_part(model: nn.Module) -> None:
+    autoamp.convert(nn.Sequential(model[0]), do_no_harm=False)(torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("other", [in_a_thread, without_gradients, a_deep_copy, a_part])
+def test_another_call_between_changes_no_copy_of_the_next(
+    other: Callable[[nn.Module], None],
+) -> None:
+    model, optimizer = trained()
+    for _ in range(3):
+        step(model, optimizer)
+        other(model)
+        model(torch.ones(4, 8))
+        assert reads_all(model)
+
+
+def test_a_graph_keeps_its_copies_until_its_backward() -> None:
+    model, _ = trained(to_input=True)
+    x = torch.ones(4, 8, requires_grad=True)
+    kept = model(x)  # needs the copies for the gradient of `x`
+    wanted = torch.autograd.grad(kept.sum(), x, retain_graph=True)[0]
+    weights = [*model.parameters()]
+    copies.before_write(weights)
+    for weight in weights:
+        weight.data.mul_(2)  # no version counter is moved
+    model(x)
+    assert reads_all(model)
+    assert torch.equal(torch.autograd.grad(kept.sum(), x)[0], wanted)
+
+
+def test_a_frozen_weight_stays_watched_and_is_not_copied_again() -> None:
+    model, optimizer = trained(0)
+    model[0].weight.requires_grad_(False)
+    for _ in range(STEPS + 2):
+        step(model, optimizer)
+    model(torch.ones(4, 8))
+    assert watched(model) == 1
+    before = graph_of(model).copies.refreshed
+    optimizer.step()
+    model(torch.ones(4, 8))
+    assert graph_of(model).copies.refreshed - before == 5
+    model[0].weight.data.mul_(2)
+    optimizer.step()
+    model(torch.ones(4, 8))
+    assert reads_all(model)
