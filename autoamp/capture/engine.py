@@ -23,7 +23,6 @@ from autoamp.capture.graph import (
     Local,
     counting_runs,
     counting_sizes,
-    noting_leaves,
     scaled,
     unscaled,
 )
@@ -241,9 +240,8 @@ class Engine:
             watches = is_scaled and runs_every_op(captured.gm)
             chosen = scaled(self.local, scaling, captured, inputs, watches=watches)
         else:
-            chosen = unscaled(self.local, captured)
-            if scaling.ledger.guards:
-                chosen = noting_leaves(scaling, chosen)
+            ledger = scaling.ledger if scaling.ledger.guards else None
+            chosen = unscaled(self.local, captured, ledger)
         self.record.add(captured)
         self.is_new = True
         if prepared.rewritten is None:

@@ -27,6 +27,7 @@ from autoamp.training.before_run import inputs_of_run
 from autoamp.training.ledger.backwards import watch
 from autoamp.training.ledger.graph_run import GraphRun
 from autoamp.training.ledger.leaves import Origins
+from autoamp.training.ledger.model_ledger import ModelLedger
 from autoamp.training.model_scaling import ModelScaling
 from autoamp.weights.copies import WeightCopies
 from autoamp.weights.shards import SHARDED
@@ -96,16 +97,26 @@ class Graph:
         return any(node.autocast for nodes in every for node in nodes.values())
 
 
-def unscaled(local: Local, captured: Graph) -> Callable[..., Any]:
-    """The function called for a graph without gradients to scale."""
+def unscaled(
+    local: Local, captured: Graph, ledger: ModelLedger | None = None
+) -> Callable[..., Any]:
+    """The function called for a graph without gradients to scale.
+
+    Args:
+        ledger: is told at the first run which tensors the graph was given to train.
+    """
     prepared = captured.prepared
     slots, wide = prepared.weights, prepared.read_wide
     fresh = captured.copies.fresh if captured.copies is not None else None
 
     def call(*args: Any) -> Any:
+        nonlocal ledger
         local.runs += 1
         local.rewritten += 1
         captured.runs += 1
+        if ledger is not None:
+            ledger.note_leaves(args)
+            ledger = None
         if SHARDED:
             SHARDED.note_wide([args[i] for i in wide])
         if fresh is None:
@@ -113,22 +124,6 @@ def unscaled(local: Local, captured: Graph) -> Callable[..., Any]:
         return prepared.run(*args, *fresh([args[i] for i in slots]))
 
     return call
-
-
-def noting_leaves(
-    scaling: ModelScaling, call: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`call`, whose first run tells `scaling` which tensors it was given to train."""
-    first = True
-
-    def call_noting(*args: Any) -> Any:
-        nonlocal first
-        if first:
-            first = False
-            scaling.ledger.note_leaves(args)
-        return call(*args)
-
-    return call_noting
 
 
 def scaled(

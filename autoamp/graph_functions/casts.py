@@ -86,10 +86,14 @@ def _autograd_casts(weight: Tensor, copy: Tensor) -> bool:
 
     It gives the gradient no other layout; that of a convolution may need one.
     """
-    recorded = weight.requires_grad and torch.is_grad_enabled()
-    is_plain = type(weight) in _PLAIN and weight.dim() < _CONVOLUTIONS
-    alike = is_plain and weight.stride() == copy.stride()
-    return recorded and alike and compat.casts_gradients()
+    return (
+        weight.requires_grad
+        and torch.is_grad_enabled()
+        and type(weight) in _PLAIN
+        and weight.dim() < _CONVOLUTIONS
+        and weight.stride() == copy.stride()
+        and compat.casts_gradients()
+    )
 
 
 _CONVOLUTIONS = 4

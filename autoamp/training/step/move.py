@@ -130,6 +130,8 @@ def update_scales(
         retries: whether the step evaluates the loss again; such a step is counted when
             it ends, by the caller.
     """
+    if not runs:
+        return
     fresh = [run for run in runs if not run.scale_moved]
     for scale in {id(s): s for s in (r.scaling.loss_scale for r in fresh)}.values():
         mine = {r.backward_pass for r in fresh if r.scaling.loss_scale is scale}

@@ -68,7 +68,8 @@ def read_evidence(
     """The runs since the last step; forgets the runs that all boundaries have read."""
     evidence = gather(params, boundary.last_read, boundary.scalings)
     boundary.last_read = evidence.last
-    BACKWARDS.forget(min((b.last_read for b in list(BOUNDARIES)), default=-1))
+    if BACKWARDS.runs:
+        BACKWARDS.forget(min((b.last_read for b in list(BOUNDARIES)), default=-1))
     return evidence
 
 
@@ -156,8 +157,10 @@ def gather(
     The tensors that FSDP gathers for a graph belong to no optimizer: there every run of
     the optimizer's models counts, and the gradients themselves have to tell.
     """
-    held = {id(p): p for p in params}
     runs = BACKWARDS.since(since)
+    if not runs:
+        return Evidence([], [], [], since, sharded=bool(compat.shard_groups(params)))
+    held = {id(p): p for p in params}
     mine = [r for r in runs if _concerns(r, held, met)]
     orphaned = {r.backward_id for r in mine if r.is_orphaned}
     live = [r for r in mine if r.backward_id not in orphaned and r.lives_in(held)]
@@ -233,7 +236,8 @@ def found_inf(
     """
     if team.is_joining:
         return not_finite(p.grad for p in params if p.grad is not None)
-    flags = [flag for run in evidence.live for flag in run.found_inf]
+    # Copies, because a later backward may write to the flags of a run.
+    flags = [flag.clone() for run in evidence.live for flag in run.found_inf]
     unclear = [*evidence.doubtful, *evidence.elsewhere]
     past = [flag for run in unclear for flag in run.found_inf]
     on_host = all(flag.device.type == "cpu" for flag in past)
@@ -268,16 +272,18 @@ def _may_hold_other_ranks(evidence: Evidence) -> bool:
 
 def not_finite(grads: Iterable[torch.Tensor]) -> torch.Tensor:
     """One fp32 element, 1 where any of `grads` holds an infinity or NaN."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    return _any([compat.any_not_finite(each) for each in by_device.values()])
+    grads = [*grads]
+    devices = {grad.device for grad in grads}
+    if len(devices) == 1:
+        return compat.any_not_finite(grads)
+    by_device = [[g for g in grads if g.device == device] for device in devices]
+    return _any([compat.any_not_finite(each) for each in by_device])
 
 
 def _any(flags: Sequence[torch.Tensor]) -> torch.Tensor:
     if not flags:
         return torch.zeros(1)
     if len(flags) == 1:
-        return flags[0].clone()
+        return flags[0]
     device = flags[0].device
     return torch.stack([f.to(device) for f in flags]).amax(0)

@@ -31,7 +31,9 @@ def take(
     Raises:
         LossScaleError: gradients overflow at the lowest loss scale allowed.
     """
-    decision, loss, args, kwargs = _decided(boundary, args, kwargs)
+    compiled = torch.compiler.is_dynamo_compiling()
+    decided = _decided_in_python if compiled else _decided
+    decision, loss, args, kwargs = decided(boundary, args, kwargs)
     if decision.way is Way.SKIP:
         return loss
     if decision.flag is not None:
@@ -40,8 +42,7 @@ def take(
     return inner(*args, **kwargs)
 
 
-# Where the user compiles the step, the compiler is to leave this function alone.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@compat.never_captured
 def _decided(
     boundary: OptimizerBoundary, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Decision, Any, tuple[Any, ...], dict[str, Any]]:
@@ -57,6 +58,10 @@ def _decided(
     decision = decide(boundary, reading)
     move(boundary, reading, decision)
     return decision, loss, args, kwargs
+
+
+# Where the user compiles the step, the compiler is to leave this call alone.
+_decided_in_python = torch.compiler.disable(_decided)
 
 
 def leaves_to_scaler(boundary: OptimizerBoundary) -> bool:
