@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from autoamp.capture.keep import fits, unfitting
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
+from autoamp.messages import log_once
 from autoamp.model.conversion import conversion_of
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import choose_graph_precision
@@ -27,6 +29,13 @@ from autoamp.training.attach import attached, give_masters
 from autoamp.training.first_step import guard_masters
 from autoamp.training.optimizers import params_of
 from autoamp.training.step.boundary import OptimizerBoundary
+
+logger = logging.getLogger(__name__)
+
+_FOR_MODELS = frozenset(
+    ("backend", "exact_casts", "guard", "heal", "lock", "loss_scale", "weight_copies")
+)
+"""The options that the pass alone does not take."""
 
 
 def convert(
@@ -52,6 +61,7 @@ def convert(
     guard: bool = True,
     fuse: bool = True,
     unfused: Sequence[str] = (),
+    exact_casts: bool = False,
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
@@ -100,6 +110,10 @@ def convert(
             (a GELU or a norm written out), which computes in fp32 inside.
         unfused: the names of kernels to switch off, such as ["gelu", "layer_norm"]
             (docs/kernels.md lists all of them).
+        exact_casts: whether the kernels of inductor round at each cast, as the graph
+            does where it runs as it is; otherwise a value that is cast and read inside
+            one kernel stays fp32 there.  "eager" rounds in any case; with another
+            compiler than inductor the option is refused.
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -136,7 +150,15 @@ def convert(
         guard=guard,
         fuse=fuse,
         unfused=unfused,
+        exact_casts=exact_casts,
     )
+    if exact_casts and backend == "eager":
+        log_once(
+            logger,
+            logging.WARNING,
+            "autoamp: exact_casts=True changes nothing with backend='eager', which "
+            "rounds at each cast anyway",
+        )
     optimizers = _checked_optimizers(optimizer, model)
     fresh = conversion_of(model) is None
     with attached(optimizers) as boundaries:
@@ -199,9 +221,9 @@ def rewrite(
     Args:
         gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
         example_inputs: one value per input of the graph.
-        **options: as for `convert`, except `backend`, `guard`, `heal`, `lock`,
-            `loss_scale` and `weight_copies`, which are for a model that is called and
-            trained.
+        **options: as for `convert`, except `backend`, `exact_casts`, `guard`, `heal`,
+            `lock`, `loss_scale` and `weight_copies`, which are for a model that is
+            called and trained.
 
     Raises:
         AutoampError: the graph or an option cannot be used, or a pass failed.
@@ -213,8 +235,7 @@ def rewrite(
         >>> low(torch.randn(8, 64)).dtype
         torch.float32
     """
-    for_models = {"backend", "guard", "heal", "lock", "loss_scale", "weight_copies"}
-    refused = sorted(options.keys() & for_models)
+    refused = sorted(options.keys() & _FOR_MODELS)
     if refused:
         raise OptionError(
             f"rewrite() has no option {' or '.join(refused)}, because other code "

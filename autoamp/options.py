@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import os
 import sys
 import warnings
@@ -13,15 +14,18 @@ from typing import Any
 
 import torch
 
+from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, UNSCALED, parse_low_dtype, short_name
 from autoamp.errors import OptionError, RulesError
 from autoamp.kernels.table import KERNEL_NAMES
-from autoamp.messages import advice
+from autoamp.messages import advice, log_once
 from autoamp.rules import Category, Rules
 from autoamp.rules.files import COMPLETE, TENSORFLOW
 from autoamp.saved.document import SavedReport
 from autoamp.saved.load import load
 from autoamp.training.scale import LOSS_SCALES, resolve_loss_scale
+
+logger = logging.getLogger(__name__)
 
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
 OBJECTIVES = ("time", "memory")
@@ -37,6 +41,7 @@ class Options:
         lock: the report that placements must match; a path is read at once.
         fuse: whether kernels replace chains of calls.
         unfused: the names of kernels to switch off.
+        exact_casts: whether the kernels of inductor round at each cast.
         unlist: (category, op) pairs to take out of the rules.  Only the environment
             variables of the automatic mode set this field; a caller cannot.
         own_keep: (module path, reason) pairs that the model itself keeps in fp32.  Only
@@ -71,6 +76,7 @@ class Options:
     guard: bool = True
     fuse: bool = True
     unfused: Sequence[str] = ()
+    exact_casts: bool = False
     unlist: tuple[tuple[str, str], ...] = ()
     own_keep: tuple[tuple[str, str], ...] = ()
     by_variables: bool = dataclasses.field(default=False, compare=False)
@@ -90,11 +96,12 @@ class Options:
         if not callable(self.backend):
             _choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
         self._take_old_fuse()
-        for name in ("do_no_harm", "strict", "heal", "guard", "fuse"):
+        for name in ("do_no_harm", "strict", "heal", "guard", "fuse", "exact_casts"):
             if not isinstance(getattr(self, name), bool):
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)
         object.__setattr__(self, "unfused", _kernels(self.unfused))
+        self._check_exact_casts()
         if not (isinstance(self.loss_scale, str) and self.loss_scale in LOSS_SCALES):
             resolve_loss_scale(self.loss_scale, UNSCALED)  # any dtype will do
         self._check_rules()
@@ -137,6 +144,38 @@ class Options:
                 _check_whole(rules, Rules.default(dtype), self.rules.name)
         if len(errors) == (len(LOW_DTYPES) if low is None else 1):
             raise errors[-1]
+
+    def _check_exact_casts(self) -> None:
+        """Refuses `exact_casts` where the back end cannot be told to round.
+
+        Raises:
+            OptionError: inductor does not compile the graphs, or cannot round.
+        """
+        if not self.exact_casts or self.backend == "eager":
+            return  # a graph that runs as it is rounds at each cast
+        if not compat.is_inductor(self.backend):
+            raise OptionError(
+                f"exact_casts=True is for backend='inductor', which can be told to "
+                f"round at each cast; backend={self.backend!r} cannot"
+            )
+        if not compat.can_round_at_casts():
+            raise OptionError(
+                "exact_casts=True needs a torch whose inductor can round at each cast "
+                "(torch._inductor.config.emulate_precision_casts)"
+            )
+
+    def compiled_by(self, backend: Callable[..., Any]) -> Options:
+        """The options for a compilation of the user's own, by another back end."""
+        changes: dict[str, Any] = {"backend": backend}
+        if self.exact_casts and not compat.is_inductor(backend):
+            log_once(
+                logger,
+                logging.WARNING,
+                f"autoamp: {self.advice('exact_casts', True)} is for inductor; another "
+                f"compiler ({backend!r}) rounds as it likes",
+            )
+            changes["exact_casts"] = False
+        return self.replace(**changes)
 
     def advice(self, option: str, value: object) -> str:
         """The text that sets `option` to `value`: a keyword or a variable."""

@@ -47,6 +47,7 @@ def _lists(function: Any) -> Any:
     callback=lambda _, __, on: None if on is None else str(int(on)),
     help="Whether kernels replace chains of calls.",
 )
+@click.option("--exact-casts", flag_value="1", help="Have inductor round at each cast.")
 @click.option("--unfused", metavar="NAMES", help="Kernels to switch off.")
 @click.option("--weight-copies", metavar="C", help='kept or "every call".')
 @click.option("--lock", metavar="FILE", help="The report that placements must equal.")

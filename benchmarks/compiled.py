@@ -32,7 +32,8 @@ from .ratios import Row, mean, ratio
 from .step_times import ROUNDS, Prepared, Step, step_of
 
 STEM = "compiled"
-WAYS = ("fp32", "autocast", "autoamp")
+EXACT = "autoamp, exact casts"
+WAYS = ("fp32", "autocast", "autoamp", EXACT)
 
 NOTE = f"""\
 A training step in bf16 (forward, backward, SGD) compiled by inductor, as part of the
@@ -43,7 +44,8 @@ BYTES_NOTE = """\
 Bytes that the kernels of the compiled graphs read and write, as inductor counts them
 (`num_bytes_accessed`), kernels that it generated, and the bytes of the refresh of
 autoamp's low copies of the weights, once a step of the optimizer and outside of the
-graphs; autocast casts the weights inside, in each forward."""
+graphs; autocast casts the weights inside, in each forward. "Exact casts" is autoamp
+with `exact_casts=True`: inductor rounds at each cast, also inside a kernel."""
 
 
 def measured(name: str) -> Row:
@@ -67,10 +69,11 @@ def measured(name: str) -> Row:
 
 def compiled(case: ModelCase, way: str) -> Prepared:
     """The model compiled by inductor in one of `WAYS`, a context and the batch."""
-    if way != "autoamp":
+    if way not in ("autoamp", EXACT):
         model, context, batch = prepared(case, way)
         return torch.compile(model), context, batch  # type: ignore[return-value]
     options: dict[str, Any] = {"do_no_harm": False, "strict": True}
+    options["exact_casts"] = way == EXACT
     converted = autoamp.convert(
         case.model(), precision="bf16", backend="inductor", **options
     )
@@ -143,7 +146,12 @@ def bytes_table(rows: Sequence[Row]) -> str:
     lines = [[row["name"], *(cell(row) for _, cell in columns)] for row in rows]
     average = mean(rows, "bytes")
     shown = f"{average:.3f}" if average else "-"
-    foot = ["geometric mean", *("",) * 4, shown, *("" for _ in WAYS)]
+    foot = [
+        "geometric mean",
+        *("" for _ in (*WAYS, "refresh")),
+        shown,
+        *("" for _ in WAYS),
+    ]
     return report.markdown(["model", *(head for head, _ in columns)], [*lines, foot])
 
 

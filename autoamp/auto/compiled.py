@@ -78,7 +78,7 @@ def compiling_with(
                 return plain
             name = printable_line(getattr(model, "__qualname__", type(model).__name__))
             rewriting = GraphBackend(
-                automatic.options.replace(backend=inner),
+                automatic.options.compiled_by(inner),
                 f"{name}()",
                 automatic.on_capture,
             )

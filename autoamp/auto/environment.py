@@ -301,6 +301,7 @@ _VARIABLES: dict[str, _Parse] = {
     _FUSE: _fuse,
     "AUTOAMP_UNFUSED": _unfused,
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
+    "AUTOAMP_EXACT_CASTS": _switch("exact_casts"),
 }
 """The variables in reading order: the precision comes before the lists, whose check
 needs it."""

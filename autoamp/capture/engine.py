@@ -93,7 +93,7 @@ class Engine:
 
     def compiled_by(self, backend: Callable[..., Any]) -> Engine:
         """An engine with the same record that hands its graphs to `backend`."""
-        options = self.options.replace(backend=backend)
+        options = self.options.compiled_by(backend)
         return Engine(options, self.record, on_capture=self.on_capture)
 
     def tell(self) -> None:

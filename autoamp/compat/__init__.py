@@ -101,6 +101,14 @@ from autoamp.compat.hooks import (
     set_hooks_after_step,
     step_hooks,
 )
+from autoamp.compat.inductor_casts import (
+    INSIDE,
+    PARTLY,
+    REMOVED,
+    WRITTEN,
+    CastReading,
+    can_round_at_casts,
+)
 from autoamp.compat.listening import (
     Heard,
     has_autocast_kernel,

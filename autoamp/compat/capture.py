@@ -11,25 +11,35 @@ from torch import fx
 from torch.autograd import forward_ad
 
 from autoamp.compat.distributed.ddp import active_ddp, in_buckets, splits_for_ddp
+from autoamp.compat.inductor_casts import CastReading, inductor, reading_casts
 
 
 def compile_with(
-    backend: str | Callable[..., Any], gm: fx.GraphModule, example_inputs: Sequence[Any]
+    backend: str | Callable[..., Any],
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    exact_casts: bool = False,
+    reading: CastReading | None = None,
 ) -> Callable[..., Any]:
     """`gm` compiled by a backend, for a caller that is inside a backend itself.
 
     Args:
         backend: "eager" (`gm` as it is), "inductor" or any Dynamo backend.
+        exact_casts: whether the kernels of inductor round at each cast.
+        reading: filled in with what inductor makes of casts.
     """
     if backend == "eager":
         return gm.forward
-    if backend == "inductor":
-        from torch._inductor.compile_fx import compile_fx as backend
+    if is_inductor(backend):
+        plain = unwrapped_backend(backend)
+        backend = inductor(plain, exact_casts=exact_casts, reading=reading)
     assert callable(backend)
     ddp = active_ddp()
-    if ddp is not None and splits_for_ddp() and torch.is_grad_enabled():
-        return in_buckets(backend, gm, example_inputs, ddp)
-    compiled: Callable[..., Any] = cast(Any, backend(gm, list(example_inputs)))
+    with reading_casts(reading):
+        if ddp is not None and splits_for_ddp() and torch.is_grad_enabled():
+            return in_buckets(backend, gm, example_inputs, ddp)
+        compiled: Callable[..., Any] = cast(Any, backend(gm, list(example_inputs)))
     return compiled
 
 

@@ -20,6 +20,7 @@ from autoamp.inspect.rows import CastRow, OpRow, Section, sections_of
 from autoamp.inspect.sections.because import because_of
 from autoamp.inspect.sections.bounds import Bounds, bounds_of
 from autoamp.inspect.sections.cast_counts import CastCounts, cast_counts
+from autoamp.inspect.sections.compiled_casts import CompiledCasts, compiled_casts
 from autoamp.inspect.sections.dimensions import Misfit, misfits_of
 from autoamp.inspect.sections.headline import (
     Headline,
@@ -79,6 +80,11 @@ class Document:
     def cast_counts(self) -> CastCounts:
         """The number of casts that one forward and one backward over the graphs run."""
         return cast_counts(self.sections)
+
+    @cached_property
+    def compiled_casts(self) -> CompiledCasts | None:
+        """What inductor makes of the casts; None where it compiles no graph."""
+        return compiled_casts(self.sections)
 
     @cached_property
     def islands(self) -> list[Island]:

@@ -18,6 +18,7 @@ from autoamp.analyse.verdict import CEILING
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.inspect.costs import Costs, costs_of
 from autoamp.place.assign import COSTS_CASTS, GAINS_NOTHING, Decision
+from autoamp.rewrite.compiled_casts import CAST_FATE, EXACT_CASTS
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.control_flow import LOWERED_BODY
@@ -48,6 +49,17 @@ class Section:
     def caller(self) -> str:
         """The function that calls a body: "checkpointed", "cond", "while_loop"."""
         return str(self.rewritten.before.meta.get(LOWERED_BODY, ""))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether inductor compiles the graph."""
+        return not self.body and EXACT_CASTS in self.gm.meta
+
+    @property
+    def exact_casts(self) -> bool | None:
+        """Whether inductor's kernels round at each cast; None where that is unknown."""
+        found: bool | None = self.gm.meta.get(EXACT_CASTS)
+        return found
 
     @property
     def low(self) -> str:
@@ -140,6 +152,9 @@ class CastRow:
             "weight" for a value from outside the graph.
         readers: the names of the nodes that read the cast.
         source: the user's line that made the value, "" where unknown.
+        compiled: what inductor makes of the cast: "written" to memory, "partly" (also
+            read before it is written), "inside" a kernel or "removed"; "" where no
+            compiler gets the graph or torch does not tell.
     """
 
     graph: int
@@ -153,6 +168,7 @@ class CastRow:
     producer: str
     readers: tuple[str, ...]
     source: str
+    compiled: str = ""
 
 
 def sections_of(
@@ -201,6 +217,7 @@ def _cast_rows(section: Section) -> Iterator[CastRow]:
         for n in section.gm.graph.nodes
         if n.op == "call_function" and CAST_KIND in n.meta
     }
+    fates = {n.name: n.meta.get(CAST_FATE, "") for n in section.gm.graph.nodes}
     for cast in section.rewritten.casts:
         if cast.name in kept:
             yield CastRow(
@@ -215,6 +232,7 @@ def _cast_rows(section: Section) -> Iterator[CastRow]:
                 producer=_producer(facts, cast.value),
                 readers=tuple(user.name for user in kept[cast.name].users),
                 source=facts.nodes[facts.producer(cast.value)].source,
+                compiled=fates.get(cast.name, ""),
             )
 
 

@@ -32,6 +32,7 @@ from autoamp.pipeline.prepared import Prepared
 from autoamp.pipeline.retreat import RETRIES, LeaveOut, kept_for, wider
 from autoamp.pipeline.work import Plan, Setting, Work
 from autoamp.printable import printable_line
+from autoamp.rewrite.compiled_casts import casts_to_read, note_casts
 from autoamp.rewrite.edge.scale_edge import scale_inputs
 from autoamp.rewrite.hoist_weight_casts import read_wide
 from autoamp.rewrite.rewritten import Rewritten
@@ -117,7 +118,7 @@ def prepare(
     else:
         compat.as_dynamo_gave(code, gm)
         compat.make_code(code)
-        run = compat.compile_with(options.backend, code, _given(work, inputs))
+        run = _compiled(work, code, _given(work, inputs))
     return Prepared(
         rewritten,
         work.gm,
@@ -137,8 +138,24 @@ def as_it_is(
     """The graph made ready to run in fp32, because of `problem`."""
     if options.backend == "eager":
         checkpoint_as_python_does(gm)
-    run = compat.compile_with(options.backend, gm, inputs)
+    exact = options.exact_casts
+    run = compat.compile_with(options.backend, gm, inputs, exact_casts=exact)
     return Prepared(None, gm, run, problem)
+
+
+def _compiled(
+    work: Work, code: fx.GraphModule, given: Sequence[Any]
+) -> Callable[..., Any]:
+    """The function that a compiler makes of `code`; what inductor does is noted."""
+    options = work.options
+    if not compat.is_inductor(options.backend):
+        return compat.compile_with(options.backend, code, given)
+    reading, exact = casts_to_read(work.gm), options.exact_casts
+    run = compat.compile_with(
+        options.backend, code, given, exact_casts=exact, reading=reading
+    )
+    note_casts(work.gm, reading)
+    return run
 
 
 # -- the run of the list -----------------------------------------------------------

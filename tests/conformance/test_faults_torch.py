@@ -13,6 +13,7 @@ import pkgutil
 import re
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat
-from autoamp.compat import capture, gradients, tensors, tracing
+from autoamp.compat import capture, gradients, inductor_casts, tensors, tracing
 from autoamp.compat.distributed import ddp, fsdp, groups
 from autoamp.compat.dynamo import frames, layers, on_meta, regions
 from autoamp.compat.modes import process
@@ -162,6 +163,68 @@ def no_layouts(patch: pytest.MonkeyPatch) -> None:
     assert capture.inductor_permutes()
     hide(patch, "layout_optimization")
     assert not capture.inductor_permutes()
+
+
+def no_exact_casts(patch: pytest.MonkeyPatch) -> None:
+    """Then `exact_casts` is refused, and inductor is told nothing."""
+    assert compat.can_round_at_casts()
+    hide(patch, "emulate_precision_casts")
+    with pytest.raises(autoamp.OptionError, match="whose inductor can round"):
+        autoamp.convert(mlp(), backend="inductor", exact_casts=True)
+    assert inductor_casts._patches(True, None, {}) == {}
+
+
+def compiled_report() -> autoamp.Report:
+    torch._dynamo.reset()
+    model = autoamp.convert(mlp(), backend="inductor", **BF16)
+    with torch.no_grad():
+        y = model(torch.ones(4, 8))
+    assert y.isfinite().all()
+    return autoamp.report(model)
+
+
+UNTOLD = "inductor does not tell which casts it keeps inside a kernel"
+
+
+def is_untold(report: autoamp.Report) -> bool:
+    return UNTOLD in " ".join(str(report).split())
+
+
+def no_schedule(patch: pytest.MonkeyPatch) -> None:
+    assert not is_untold(compiled_report())
+    hide(patch, "_post_fusion_custom_pass")
+    assert is_untold(compiled_report())
+
+
+def no_settings_of_the_users(patch: pytest.MonkeyPatch) -> None:
+    """Then the compilation is the user's own, without settings of autoamp's."""
+    wrapper = torch._TorchCompileInductorWrapper("default", {}, None)
+    reading = compat.CastReading(())
+    asked = {"exact_casts": True, "reading": reading}
+    assert inductor_casts.inductor(wrapper, **asked) is not wrapper
+    hide(patch, "config")
+    assert inductor_casts.inductor(wrapper, **asked) is wrapper
+
+
+def no_counters(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(inductor_casts, "_counters", Counter)
+    assert is_untold(compiled_report())
+
+
+def another_schedule(patch: pytest.MonkeyPatch) -> None:
+    """Without nests a kernel is one nest; with other nodes nothing is told."""
+    hide(patch, "outer_fused_nodes")
+    assert not is_untold(compiled_report())
+
+    def other_nodes(*_: Any) -> Any:
+        raise AttributeError("a node of another torch")
+
+    patch.setattr(inductor_casts, "_fates", other_nodes)
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        assert is_untold(compiled_report())
 
 
 def no_translator(patch: pytest.MonkeyPatch) -> None:
@@ -610,6 +673,11 @@ ALONE = [
     no_buckets,
     no_backends,
     no_layouts,
+    no_exact_casts,
+    no_schedule,
+    no_settings_of_the_users,
+    no_counters,
+    another_schedule,
     no_translator,
     no_functorch,
     no_batches,

@@ -74,6 +74,7 @@ OPTIONS: dict[str, Any] = {
     "guard": True,
     "fuse": True,
     "unfused": (),
+    "exact_casts": False,
 }
 
 

@@ -18,10 +18,11 @@ The data have the keys
     lacks the node, else `operands` as indices, `values` as "bf16 [2, 8]", and
     `precision`), `decision` (null, or category, precision, rule, origin, reason,
     heading, listed, bytes, `flip` as `flips.py` and `root` and `remedy` as `roots.py`
-    describe them), `cast` (null, or kind, value, dtype, bytes, every_call), `note` (for
-    a node without a decision, a sentence that begins behind its subject, the node),
-    `body` (the key of the body that the node names, or "") and `is_plumbing` (whether
-    the node is a running statistic or a counter, which is hidden at first);
+    describe them), `cast` (null, or kind, value, dtype, bytes, every_call, compiled as
+    `CastRow` describes it), `note` (for a node without a decision, a sentence that
+    begins behind its subject, the node), `body` (the key of the body that the node
+    names, or "") and `is_plumbing` (whether the node is a running statistic or a
+    counter, which is hidden at first);
   - `islands`: connected fp32 ops, with `nodes`, `decided_by` (indices), `reasons`,
     `modules`, `bytes`, `casts` and `is_between`;
   - `tables`: as `tables.py` describes them.
@@ -143,7 +144,7 @@ def _decision(row: OpRow) -> dict[str, Any]:
 
 
 def _cast(row: CastRow) -> dict[str, Any]:
-    keys = ("kind", "value", "dtype", "bytes", "every_call")
+    keys = ("kind", "value", "dtype", "bytes", "every_call", "compiled")
     return {key: getattr(row, key) for key in keys}
 
 

@@ -14,10 +14,15 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from autoamp import compat
 from autoamp.inspect.costs import OURS, Costs, amount, bytes_text, titles
 from autoamp.inspect.document import Document
 from autoamp.inspect.rows import OpRow, Section
 from autoamp.inspect.sections.cast_counts import counts_text
+from autoamp.inspect.sections.compiled_casts import (
+    compiled_casts,
+    compiled_text,
+)
 from autoamp.inspect.terminal.fp32 import stayed_fp32
 from autoamp.inspect.terminal.parts import plain_table
 from autoamp.inspect.text import counted, kernels_text, op_title, shorten
@@ -62,6 +67,7 @@ def _head(document: Document) -> Text:
     lines = [
         f"{low_ops:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
         counts_text(document.cast_counts, low),
+        *compiled_text(document.compiled_casts),
         *kernels_text(ops),
         f"{graphs} captured; rewritten graphs ran {counted(runs, 'time')}.",
     ]
@@ -86,6 +92,7 @@ def _section(section: Section) -> Iterator[RenderableType]:
     side_by_side = Table.grid(padding=(0, 4))
     side_by_side.add_row(_categories(section), _casts(section))
     yield side_by_side
+    yield from _unrounded(section)
     yield from stayed_fp32(ops, section.low)
     yield from _unlisted(ops)
     yield from _costs(section.costs)
@@ -121,6 +128,20 @@ def _casts(section: Section) -> Table:
     if not section.casts:
         table.add_row("none", "0", "0 B")
     return table
+
+
+def _unrounded(section: Section) -> Iterator[RenderableType]:
+    """The casts down whose value goes on unrounded inside a kernel of inductor."""
+    found = compiled_casts([section])
+    if found is None or not found.unrounded:
+        return
+    yield Text("\nCasts inside kernels of inductor, where no value is rounded", "bold")
+    for cast in found.unrounded[:_LISTED]:
+        where = f" at {shorten(cast.source)}" if cast.source else ""
+        kept = ", and written to memory" if cast.compiled == compat.PARTLY else ""
+        yield _indented(f"{cast.name}: {op_title(cast.producer)}{where}{kept}")
+    if len(found.unrounded) > _LISTED:
+        yield _indented(f"... and {len(found.unrounded) - _LISTED} more")
 
 
 def _unlisted(ops: Sequence[OpRow]) -> Iterator[RenderableType]:

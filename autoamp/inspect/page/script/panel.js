@@ -161,13 +161,15 @@ function decided({ decision }) {
 
 function undecided(node) {
   if (!node.cast) return node.note ? part("Why", h("p", {}, "This node " + node.note)) : "";
-  const { kind, value, dtype, bytes, every_call: everyCall } = node.cast;
+  const { kind, value, dtype, bytes, every_call: everyCall, compiled } = node.cast;
+  const fate = { written: "written to memory", partly: "written, and also read before that inside a kernel", inside: "inside a kernel only", removed: "removed" }[compiled];
   const way = { down: "Rounds", up: "Widens", weight: "Rounds the weight" }[kind];
   const made = state.graph.nodes.find((n) => n.name === value);
   return part("Why", h("p", {}, way + " ", made ? nodeButton(made.index) : value, " to " + dtype +
     ", because its readers compute in " + dtype + "."),
   facts([["Writes", inBytes(bytes)],
-    ["When", everyCall ? "at every call" : "kept between calls, made anew when the weight changes"]]));
+    ["When", everyCall ? "at every call" : "kept between calls, made anew when the weight changes"],
+    ...(fate ? [["Inductor", fate]] : [])]));
 }
 
 /** The cost of the other precision. */
