@@ -130,7 +130,7 @@ def convert(
         >>> autoamp.report(model).ops[0].precision
         'bf16'
     """
-    options = Options(
+    options = _heard(
         precision=precision,
         rules=rules,
         allow=allow,
@@ -152,13 +152,6 @@ def convert(
         unfused=unfused,
         exact_casts=exact_casts,
     )
-    if exact_casts and backend == "eager":
-        log_once(
-            logger,
-            logging.WARNING,
-            "autoamp: exact_casts=True changes nothing with backend='eager', which "
-            "rounds at each cast anyway",
-        )
     optimizers = _checked_optimizers(optimizer, model)
     fresh = conversion_of(model) is None
     with attached(optimizers) as boundaries:
@@ -257,6 +250,19 @@ def rewrite(
     rewritten = rewrite_graph(gm, example_inputs, chosen, low).gm
     compat.forget_inputs(rewritten)
     return rewritten
+
+
+def _heard(**given: Any) -> Options:
+    """The options that a caller gives; one without effect is answered by a line."""
+    options = Options(**given)
+    if options.exact_casts and options.backend == "eager":
+        log_once(
+            logger,
+            logging.WARNING,
+            "autoamp: exact_casts=True changes nothing with backend='eager', which "
+            "rounds at each cast anyway",
+        )
+    return options
 
 
 def _introduce(boundary: OptimizerBoundary, model: nn.Module, options: Options) -> None:
