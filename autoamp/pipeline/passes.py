@@ -223,7 +223,10 @@ def _layouts(work: Work) -> Work:
         return work
     copies = copies_of(work)
     if _is_eager(work.options):
-        layouts = choose_layouts(work.gm.graph, copies, work.device, work.left)
+        assert work.facts is not None
+        layouts = choose_layouts(
+            work.gm.graph, copies, work.device, work.facts.nodes, work.left
+        )
         if layouts is None:
             return work
         gm, weights = lay_out(work.gm, layouts), layouts.weights

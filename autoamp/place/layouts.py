@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from autoamp import compat
+from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.nodes import written_values
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.graph_functions import low_weight, low_weight_unscaled
@@ -80,6 +81,7 @@ def choose_layouts(
     graph: fx.Graph,
     copies: Sequence[fx.Node],
     device: Device,
+    facts: Mapping[str, NodeFacts],
     left: Collection[str] = (),
 ) -> Layouts | None:
     """The layouts of least cost; None where no convolution gains.
@@ -88,6 +90,7 @@ def choose_layouts(
         graph: a graph with its casts, ready to run.
         copies: the inputs that are low copies of weights, whose layout can change.
         device: the device the graph runs on.
+        facts: the facts of the captured nodes, by name.
         left: names of nodes that keep the layout they have.
     """
     convolutions = {n: w for n in graph.nodes if (w := _weight(n, copies)) is not None}
@@ -96,7 +99,8 @@ def choose_layouts(
     images = {n: n.meta["val"] for n in graph.nodes if _is_image(n)}
     if any(_is_laid_last(value) for value in images.values()):
         return None  # the user has chosen layouts
-    problem = _problem(graph, images, convolutions, device, left)
+    flows = _differentiated(graph, facts)
+    problem = _problem(graph, images, convolutions, device, flows, left)
     nodes = {n.name: n for n in images}
     last = frozenset(nodes[name] for name in solve(problem).source)
     if not last & convolutions.keys():
@@ -122,11 +126,12 @@ def convolved(graph: fx.Graph, copies: Sequence[fx.Node]) -> frozenset[fx.Node]:
     return frozenset(w for w in found if w is not None and w.meta["val"].dim() == 4)
 
 
-def _problem(
+def _problem(  # noqa: PLR0917
     graph: fx.Graph,
     images: dict[fx.Node, Tensor],
     convolutions: dict[fx.Node, fx.Node],
     device: Device,
+    flows: Collection[fx.Node],
     left: Collection[str],
 ) -> Problem:
     unary = {node.name: (0, 0) for node in images} | {_OUTSIDE: (0, 0)}
@@ -150,7 +155,7 @@ def _problem(
     for readers in shared.values():
         for one, other in itertools.pairwise(readers):
             ties.append((one.name, other.name, "reads the same weight"))
-    groups = [*_groups(graph, images, device)]
+    groups = [*_groups(graph, images, device, flows)]
     return Problem(unary=unary, at_sink=at_sink, groups=groups, ties=ties)
 
 
@@ -165,21 +170,27 @@ def _convolving(node: fx.Node, weight: fx.Node, device: Device) -> tuple[int, in
 
 
 def _groups(
-    graph: fx.Graph, images: dict[fx.Node, Tensor], device: Device
+    graph: fx.Graph,
+    images: dict[fx.Node, Tensor],
+    device: Device,
+    flows: Collection[fx.Node],
 ) -> Iterator[Group]:
-    """The readers of each image, which may share a permuted copy made at once."""
+    """The readers of each image, which may share a permuted copy made at once.
+
+    Where a gradient flows, a change of layout permutes the gradient too.  None flows to
+    the caller's images: they are permuted after they are cast down, as fewer bytes.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     written: dict[int, int] = {}
     for node, at in order.items():
         for each in written_values(node):
             if isinstance(each.meta.get("val"), Tensor):
                 written[compat.storage_id(each.meta["val"])] = at
-    trained = any(node.target in _USES for node in graph.nodes)
     for node, value in images.items():
         readers = _image_readers(node)
         if not readers:
             continue
-        copies = 2 if trained and node.op != "placeholder" else 1  # a gradient's too
+        copies = 2 if node in flows else 1
         once = _IN_COPIES * _permuting(node, device) + 10 * device.launch_ns
         price: int | None = round(copies * once)
         if written.get(compat.storage_id(value), -1) > order[node]:
@@ -187,6 +198,24 @@ def _groups(
         names = tuple(r.name if r in images else _OUTSIDE for r in readers)
         free = 0 if price is not None and _lies_both_ways(value) else price
         yield Group((node.name, 0, 0), node.name, names, free, price)
+
+
+def _differentiated(
+    graph: fx.Graph, facts: Mapping[str, NodeFacts]
+) -> frozenset[fx.Node]:
+    """The nodes that a gradient flows through.
+
+    A node that was added after the capture is as its operands are.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        known = facts.get(node.name)
+        flows = (
+            known.requires_grad if known else not found.isdisjoint(node.all_input_nodes)
+        )
+        if flows:
+            found.add(node)
+    return frozenset(found)
 
 
 def _permuting(node: fx.Node, device: Device) -> int:

@@ -520,10 +520,10 @@ EXAMPLES: tuple[Example, ...] = (
     v: f32
     w_copy: bf16 channels_last
     v_copy: bf16 channels_last
-    laid_out: f32 = laid_out(x, channels_last, contiguous_format)
-    x_bf16: bf16 = aten._to_copy(laid_out, dtype=bf16)
+    x_bf16: bf16 = aten._to_copy(x, dtype=bf16)
+    laid_out: bf16 = laid_out(x_bf16, channels_last, contiguous_format)
     w_copy_use: bf16 = low_weight(w, w_copy)
-    conv2d: bf16 = aten.conv2d(x_bf16, w_copy_use, None, [1, 1], [1, 1])
+    conv2d: bf16 = aten.conv2d(laid_out, w_copy_use, None, [1, 1], [1, 1])
     relu: bf16 = aten.relu(conv2d)
     v_copy_use: bf16 = low_weight(v, v_copy)
     conv2d_1: bf16 = aten.conv2d(relu, v_copy_use, None, [1, 1], [1, 1])
