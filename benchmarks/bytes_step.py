@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+import autoamp
 from autoamp.counted.ops import CountingMode
 from autoamp.counted.saved import saved_bytes
 from autoamp.counted.traffic import Traffic, TrafficMode, is_cast
 
+from .bytes_bound import bytes_bound
 from .errors import Batch
 from .metrics import ModelCase
 
@@ -35,13 +37,15 @@ class StepCount:
 
     `refreshed` counts low copies of weights that were made equal to their weights in
     the counted step: after an optimizer step all of them, and their bytes are in the
-    forward's.  `saved` is the bytes saved for the backward.
+    forward's.  `saved` is the bytes saved for the backward.  `bound` is the least bytes
+    of the step under the ceiling (`bytes_bound.py`), 0 for ways other than autoamp.
     """
 
     traffic: Traffic
     saved: int
     refreshed: int
     loss: float
+    bound: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """The figures of the table, as JSON holds them."""
@@ -54,7 +58,7 @@ class StepCount:
             "saved": self.saved,
             "refreshed": self.refreshed,
             "loss": self.loss,
-        }
+        } | ({"bound": self.bound} if self.bound else {})
 
 
 def count_step(case: ModelCase, way: str) -> StepCount:
@@ -90,7 +94,9 @@ def count_step(case: ModelCase, way: str) -> StepCount:
         loss = step(last)
     optimizer.zero_grad(set_to_none=True)
     saved = saved_bytes(partial(forward, fresh()), model.parameters()).total
-    return StepCount(mode.traffic, saved, counting.counts.refreshed, loss.item())
+    refreshed = counting.counts.refreshed
+    bound = bytes_bound(autoamp.report(model).rewritten) if way == "autoamp" else 0
+    return StepCount(mode.traffic, saved, refreshed, loss.item(), bound)
 
 
 def prepared(
@@ -101,8 +107,6 @@ def prepared(
     if way == "autocast":
         return model, partial(torch.autocast, "cpu", BF16), batch
     if way == "autoamp":
-        import autoamp
-
         converted: nn.Module = autoamp.convert(
             model, precision="bf16", do_no_harm=False, strict=True
         )

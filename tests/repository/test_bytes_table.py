@@ -37,8 +37,16 @@ def test_ratios_and_their_geometric_mean() -> None:
     assert mean([], "step") is None
     cells = [line.split("|") for line in bytes_table.table(TWO).splitlines()]
     first, last = ([c.strip() for c in cells[i]][1:-1] for i in (2, -1))
-    assert first == ["a", "8", "4", "2", "1e-06", "0.500", "0.500", "0.500"]
-    assert last == ["geometric mean", "", "", "", "", "2.000", "2.000", "2.000"]
+    halves, twos = ["0.500"] * 3, ["2.000"] * 3
+    assert first == ["a", "8", "4", "2", "1e-06", *halves, "-", "-"]
+    assert last == ["geometric mean", "", "", "", "", *twos, "", ""]
+
+
+def test_the_bound_stands_beside_the_bytes_of_a_step() -> None:
+    counted = row("a", fp32=8, autocast=4, autoamp=3_000_000, bfloat16=1)
+    counted["ways"]["autoamp"]["bound"] = 2_000_000
+    first = bytes_table.table([counted]).splitlines()[2]
+    assert [c.strip() for c in first.split("|")][-3:-1] == ["2", "1.500"]
 
 
 def test_a_way_that_failed_has_no_ratio() -> None:
