@@ -93,9 +93,10 @@ def count_step(case: ModelCase, way: str) -> StepCount:
     with CountingMode(model.parameters()) as counting, TrafficMode() as mode:
         loss = step(last)
     optimizer.zero_grad(set_to_none=True)
+    # Before `saved_bytes`, whose hooks may have the model captured once more.
+    bound = bytes_bound(autoamp.report(model).rewritten) if way == "autoamp" else 0
     saved = saved_bytes(partial(forward, fresh()), model.parameters()).total
     refreshed = counting.counts.refreshed
-    bound = bytes_bound(autoamp.report(model).rewritten) if way == "autoamp" else 0
     return StepCount(mode.traffic, saved, refreshed, loss.item(), bound)
 
 
