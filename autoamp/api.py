@@ -62,6 +62,7 @@ def convert(
     fuse: bool = True,
     unfused: Sequence[str] = (),
     exact_casts: bool = False,
+    calibrate: bool = True,
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
@@ -114,6 +115,10 @@ def convert(
             does where it runs as it is; otherwise a value that is cast and read inside
             one kernel stays fp32 there.  "eager" rounds in any case; with another
             compiler than inductor the option is refused.
+        calibrate: whether ops are priced by speeds measured on this machine. The first
+            call measures them in half a second, once for a device and a number of
+            threads, and they are kept on disk (docs/tuning.md).  False takes the
+            figures of a table, as `AUTOAMP_CALIBRATE=0` does.
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -151,6 +156,7 @@ def convert(
         fuse=fuse,
         unfused=unfused,
         exact_casts=exact_casts,
+        calibrate=calibrate,
     )
     optimizers = _checked_optimizers(optimizer, model)
     fresh = conversion_of(model) is None

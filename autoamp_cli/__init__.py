@@ -10,6 +10,7 @@ from __future__ import annotations
 import click
 
 from autoamp_cli.bench import bench
+from autoamp_cli.calibrate import calibrate
 from autoamp_cli.compare import compare
 from autoamp_cli.diff import diff
 from autoamp_cli.env import env
@@ -25,5 +26,5 @@ def main() -> None:
     """Automatic mixed precision for PyTorch."""
 
 
-for _command in (bench, compare, diff, env, explain, plan, rules, run):
+for _command in (bench, calibrate, compare, diff, env, explain, plan, rules, run):
     main.add_command(_command)

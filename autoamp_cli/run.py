@@ -49,6 +49,9 @@ def _lists(function: Any) -> Any:
 )
 @click.option("--exact-casts", flag_value="1", help="Have inductor round at each cast.")
 @click.option("--unfused", metavar="NAMES", help="Kernels to switch off.")
+@click.option(
+    "--calibrate", metavar="0|1", help="0: prices by a table, not measured here."
+)
 @click.option("--weight-copies", metavar="C", help='kept or "every call".')
 @click.option("--lock", metavar="FILE", help="The report that placements must equal.")
 @click.option("--report-dir", metavar="DIR", help="The folder for graphs and reports.")

@@ -40,6 +40,10 @@ names = runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+_BY_A_TABLE = {"AUTOAMP_CALIBRATE": "0"}
+"""Prices are alike on all machines, and nothing is written to the user's folder."""
+
+
 @functools.cache
 def _waiting() -> subprocess.Popen[str]:
     """The process that is copied.
@@ -49,7 +53,12 @@ def _waiting() -> subprocess.Popen[str]:
     ours = {k: v for k, v in os.environ.items() if not k.startswith("AUTOAMP_")}
     process = subprocess.Popen(
         [sys.executable, "-c", _WAITS],
-        env={**ours, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
+        env={
+            **ours,
+            **_BY_A_TABLE,
+            "PYTHONPATH": str(REPO),
+            "OMP_NUM_THREADS": "1",
+        },
         cwd="/",
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -64,7 +73,7 @@ def run_script(
 ) -> subprocess.CompletedProcess[str]:
     """A script, or code, as `python` runs it with these variables added.
 
-    Of autoamp's variables it sees none but these.
+    Of autoamp's variables it sees these, and that nothing is measured.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith("AUTOAMP_")}
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +88,7 @@ def run_script(
         assert process.stdin is not None
         assert process.stdout is not None
         print(
-            json.dumps({**given, "environ": {**kept, **variables}}),
+            json.dumps({**given, "environ": {**kept, **_BY_A_TABLE, **variables}}),
             file=process.stdin,
             flush=True,
         )

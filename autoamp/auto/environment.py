@@ -300,6 +300,7 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_GUARD": _switch("guard"),
     _FUSE: _fuse,
     "AUTOAMP_UNFUSED": _unfused,
+    "AUTOAMP_CALIBRATE": _switch("calibrate"),
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
     "AUTOAMP_EXACT_CASTS": _switch("exact_casts"),
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoamp.benchmark.record import Evidence, Measured, Row
-from autoamp.tuning.clock import surely_less
+from autoamp.calibrate.clock import surely_less
 
 _OURS = ("autoamp", "tuned")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autoamp.ask.stand_in import Call
 from autoamp.benchmark.step.running import Running
-from autoamp.tuning.clock import finish
+from autoamp.calibrate.clock import finish
 
 FEWEST = 5
 """The least rounds: with fewer, the sign test can prove no way faster than another."""

@@ -14,7 +14,7 @@ import torch
 
 from autoamp.benchmark.figures import Figures
 from autoamp.benchmark.step.running import Running
-from autoamp.tuning.clock import finish
+from autoamp.calibrate.clock import finish
 
 POWERCAP = Path("/sys/class/powercap")
 

@@ -10,10 +10,10 @@ import torch
 
 from autoamp.benchmark.memory import Held
 from autoamp.benchmark.step.running import Running
+from autoamp.calibrate.clock import finish
 from autoamp.counted.ops import CountingMode
 from autoamp.counted.saved import saved_bytes
 from autoamp.counted.traffic import TrafficMode
-from autoamp.tuning.clock import finish
 
 SEED = 0
 """The seed of the random generators in each way, so that dropout masks are equal."""

@@ -11,7 +11,7 @@ from autoamp.benchmark.clock import least_of_steps
 from autoamp.benchmark.rows import Entry
 from autoamp.benchmark.step.batch import batch_size, resized
 from autoamp.benchmark.step.task import Task
-from autoamp.tuning.clock import surely_less
+from autoamp.calibrate.clock import surely_less
 
 
 def look_closer(entries: Sequence[Entry], task: Task) -> None:

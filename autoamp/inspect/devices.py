@@ -5,13 +5,12 @@ from __future__ import annotations
 import platform
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
 from autoamp import compat
+from autoamp.calibrate.hardware import device_name
 from autoamp.dtypes import LOW_TABLE, LowDtype
-from autoamp.inspect.text import counted
 from autoamp.place.devices import device_of
 
 _PACKAGES = (
@@ -46,7 +45,7 @@ def versions() -> list[tuple[str, str]]:
 
 def devices() -> list[tuple[str, list[str]]]:
     """Each device, with a sentence per low dtype: whether it is fast, or why not."""
-    found = [(_cpu_name(), [_on_cpu(row) for row in LOW_TABLE])]
+    found = [(device_name(torch.device("cpu")), [_on_cpu(row) for row in LOW_TABLE])]
     if torch.cuda.is_available():
         found += [_cuda(index) for index in range(torch.cuda.device_count())]
     return found
@@ -83,21 +82,3 @@ def _on_cuda(low: LowDtype, where: torch.device) -> str:
         f"or higher. No model is converted to {low.name} unless do-no-harm is switched "
         "off"
     )
-
-
-def device_name(device: torch.device) -> str:
-    """The hardware behind `device`, and how much of a CPU torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return _cpu_name() if device.type == "cpu" else str(device)
-
-
-def _cpu_name() -> str:
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
-    return f"cpu  {name}, {counted(torch.get_num_threads(), 'thread')}"

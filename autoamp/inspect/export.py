@@ -15,6 +15,8 @@ from autoamp.inspect.document import Document
 from autoamp.inspect.nodes.node import Node, Side
 from autoamp.inspect.rows import CastRow, OpRow, Section
 from autoamp.inspect.text import portable, portable_place
+from autoamp.place.devices import NEUTRAL
+from autoamp.place.figures import figures_of
 from autoamp.saved.document import SCHEMA, VERSION, SavedGraph, SavedOp
 
 _COLOURS = {"fp32": "#f4c7a1", **dict.fromkeys(LOW_DTYPES, "#a9cdf0")}
@@ -41,6 +43,7 @@ def to_json(document: Document) -> str:
         "optimal_cost": document.optimal_cost,
         "regret": document.regret,
         "headline": document.headline.figures() if document.rewritten else None,
+        "devices": _devices(document),
         "graphs": [_section(section) for section in document.sections],
         "ops": [_op(row) for row in document.ops],
         "casts": [_cast(row) for row in document.casts],
@@ -95,6 +98,12 @@ def to_dot(document: Document) -> str:
         lines.append("  }")
     lines.extend(f"  {_quoted(a)} -> {_quoted(b)};" for a, b in whole.edges)
     return "\n".join([*lines, "}"]) + "\n"
+
+
+def _devices(document: Document) -> dict[str, dict[str, Any]]:
+    """Each device that ops are priced for, by name, with the figures behind prices."""
+    each = [s.rewritten.assignment.prices.device for s in document.sections]
+    return {d.name: figures_of(d) for d in each if d is not NEUTRAL}
 
 
 def _section(section: Section) -> dict[str, Any]:

@@ -12,10 +12,12 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
+from autoamp.calibrate.calibrated import device_for
 from autoamp.options import Options
 from autoamp.place.assign import Assignment
 from autoamp.place.cost import PriceModel, Prices
-from autoamp.place.devices import Device, device_of, main_device
+from autoamp.place.devices import Device, main_device
+from autoamp.place.figures import device_with
 from autoamp.rewrite.edge.scale_edge import Edge
 from autoamp.rewrite.emitted import Cast
 from autoamp.rewrite.rewritten import Rewritten
@@ -117,9 +119,15 @@ class Work:
     @property
     def device(self) -> Device:
         """The device that the graph is to run on."""
-        return self.plan.setting.device or device_of(
-            main_device(self.gm), self.plan.low
-        )
+        asked, here = self.plan.setting.device, main_device(self.gm)
+        if asked is not None:
+            return asked
+        low, options = self.plan.low, self.options
+        if options.locked is not None:
+            locked = device_with(options.locked.devices, here.type, low)
+            if locked is not None:
+                return locked
+        return device_for(here, low, calibrate=options.calibrate)
 
     @property
     def device_type(self) -> str | None:

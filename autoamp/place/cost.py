@@ -23,7 +23,7 @@ from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.verdict import GAVE_UP, Verdict
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.errors import PassError
-from autoamp.place.devices import FEW_ROWS, NEUTRAL, Device
+from autoamp.place.devices import NEUTRAL, Device
 from autoamp.place.flops import flops_of
 from autoamp.rules import family
 
@@ -169,7 +169,7 @@ class _Model:
         if self.by_memory:
             return 1 + (self.low * fact.numel if fact.requires_grad else 0)
         moved = (self.high + self.low) * fact.numel
-        nanoseconds = self.device.launch_ns + moved / self.device.bytes_per_ns
+        nanoseconds = self.device.launch_ns + moved / self.device.cast_bandwidth(moved)
         # The backward of a cast casts the gradient the other way.
         return self._units(nanoseconds * (2 if fact.requires_grad else 1))
 
@@ -206,16 +206,19 @@ def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> P
     """
     if _is_free(node):
         return Parts(0.0, 0.0, 0.0)
-    times: float = TRAINING_FACTOR if fact.requires_grad else 1
-    peak = device.fp32_peak(kind_of_product(fact.base))
-    is_low = itemsize < HIGH_DTYPE.itemsize
-    if is_low and _rows(node, fact) < device.least_rows:
-        times, itemsize = times * FEW_ROWS, HIGH_DTYPE.itemsize
-    elif is_low:
-        peak = device.low_flops_per_ns
-    moved = itemsize * (fact.read_numel + fact.numel) / device.bytes_per_ns
+    times = TRAINING_FACTOR if fact.requires_grad else 1
+    low = itemsize < HIGH_DTYPE.itemsize
+    moved = itemsize * (fact.read_numel + fact.numel)
+    flops = flops_of(node, fact)
+    if not flops:
+        heavy = fact.base.rstrip("_") in family("function_of_each_number")
+        bandwidth = device.bandwidth(moved, low=low, heavy=heavy)
+        return Parts(times * device.launch_ns, times * moved / bandwidth, 0.0)
+    kind = kind_of_product(fact.base)
+    rate = device.flops_per_ns(kind, _rows(node, fact), low=low)
+    start = device.launch_ns + (device.low if low else device.high).start_ns
     return Parts(
-        times * device.launch_ns, times * moved, times * flops_of(node, fact) / peak
+        times * start, times * moved / device.bytes_per_ns, times * flops / rate
     )
 
 

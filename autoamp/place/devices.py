@@ -17,6 +17,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, NARROWEST, short_name
 from autoamp.errors import OptionError
+from autoamp.place.rates import BY_ROOFLINE, Curve, Rates, rate_at
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,11 @@ class Device:
             compute in TF32.
         low_itemsize: bytes of one number of the low dtype.
         pays: whether low precision can be faster than fp32 on the device.
-        least_rows: a matrix product of fewer rows is slower in low precision.
         type: the type of the device in torch.
         channels_last: whether low convolutions are faster with the channels last.
+        high, low: rates that depend on the size of the work, in fp32 and in the low
+            dtype.
+        casts: bytes that a cast reads and writes to GB/s; empty for `bytes_per_ns`.
     """
 
     name: str
@@ -44,12 +47,43 @@ class Device:
     high_flops_per_ns: float
     low_flops_per_ns: float
     pays: bool
-    least_rows: int = 1
     type: str = "cpu"
     channels_last: bool = False
     tf32_flops_per_ns: float = 0.0
     tf32_kinds: frozenset[str] = frozenset()
     low_itemsize: int = NARROWEST.itemsize
+    high: Rates = BY_ROOFLINE
+    low: Rates = BY_ROOFLINE
+    casts: Curve = ()
+
+    def flops_per_ns(self, kind: str, rows: float, *, low: bool) -> float:
+        """The rate of products, in GFLOP/s.
+
+        Args:
+            kind: "matmul", "conv" or "rnn".
+            rows: the rows of a matrix product; infinite for other products.
+        """
+        rates = self.low if low else self.high
+        if kind == "conv" and rates.convolution:
+            return rates.convolution
+        if kind == "matmul" and rates.products:
+            return rate_at(rates.products, rows)
+        return self.low_flops_per_ns if low else self.fp32_peak(kind)
+
+    def bandwidth(self, moved: float, *, low: bool, heavy: bool) -> float:
+        """The bytes per nanosecond of an op without products.
+
+        Args:
+            moved: bytes that the op reads and writes.
+            heavy: whether the op computes a function such as `exp` of each number.
+        """
+        rates = self.low if low else self.high
+        curve = rates.heavy if heavy else rates.light
+        return rate_at(curve, moved) if curve else self.bytes_per_ns
+
+    def cast_bandwidth(self, moved: float) -> float:
+        """The bytes per nanosecond of a cast that reads and writes `moved` bytes."""
+        return rate_at(self.casts, moved) if self.casts else self.bytes_per_ns
 
     def fp32_peak(self, kind: str) -> float:
         """The peak of fp32 products of a kind, in GFLOP/s.
@@ -70,11 +104,6 @@ class Device:
         """
         return self.type == "cpu" and self.low_flops_per_ns > self.high_flops_per_ns
 
-
-# `linear` of 1 to 3 rows takes longer in bf16 than in fp32 on a CPU with AMX: 1.07 to
-# 1.21 times as long for the products of a GPT-2 block's MLP, while 4 rows take 0.67
-# times as long (benchmarks/results/rows-cpu.md).
-FEW_ROWS = 1.17
 
 EMULATED = 0.25
 """The low peak of a CPU without units for the dtype, as a share of the fp32 peak."""
@@ -117,13 +146,18 @@ def roofline(model: str, low: torch.dtype) -> Device:
         float(row["fp32"]),
         float(EMULATED * row["fp32"] if peak is None else peak),
         peak is not None,
-        1 if peak is None else row.get("least_rows", 1),
         row["type"],
         peak is not None and row.get("channels_last", False),
         float(row.get("tf32", 0.0)),
         compat.tf32_kinds() if "tf32" in row else frozenset(),
         low.itemsize,
+        high=Rates(_curve(row.get("fp32_by_rows", {}))),
+        low=Rates(_curve(row.get(f"{short_name(low)}_by_rows", {}))),
     )
+
+
+def _curve(points: dict[str, float]) -> Curve:
+    return tuple(sorted((float(size), float(rate)) for size, rate in points.items()))
 
 
 def known_devices() -> list[str]:

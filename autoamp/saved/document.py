@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 SCHEMA = "autoamp.report"
 VERSION = 1
@@ -100,12 +102,15 @@ class SavedReport:
         model: the class name of the model.
         compute_dtype: short name of the low dtype; "" where nothing was rewritten.
         graphs: every graph followed by its bodies, in order of capture.
+        devices: the name of each device that ops are priced for, to its figures; empty
+            where an older version wrote the report.
     """
 
     path: str
     model: str
     compute_dtype: str
     graphs: tuple[SavedGraph, ...]
+    devices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def low_ops(self) -> int:

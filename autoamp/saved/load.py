@@ -112,7 +112,20 @@ def _report(path: str, data: object) -> SavedReport:
             SavedGraph(*key, device, tuple(ops[key]), tuple(casts[key]))
             for key, device in sections.items()
         ),
+        devices=_devices(path, data),
     )
+
+
+def _devices(path: str, data: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures of each device; version 1 of the schema began without them."""
+    found = data.get("devices", {})
+    if not isinstance(found, dict):
+        _fail(path, f"devices is {_shown(found)}; it must be an object")
+    for name, figures in found.items():
+        if not isinstance(figures, dict):
+            where = f"devices.{_shown(name)}"
+            _fail(path, f"{where} is {_shown(figures)}; it must be an object")
+    return found
 
 
 def _sections(path: str, data: dict[str, Any]) -> dict[_Section, str]:

@@ -16,11 +16,11 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.ask.progress import told
+from autoamp.calibrate.store import Store
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.place.cost import UNIT_NS, Prices, price_graph
 from autoamp.place.devices import device_of, main_device
 from autoamp.tuning.specimen import Specimen, cast_specimen, op_specimen
-from autoamp.tuning.store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.analyse.classified import Classified
+from autoamp.calibrate.clock import least_seconds
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.kernels.cpu_norms.condition import own_norm
-from autoamp.tuning.clock import least_seconds
 
 
 @dataclass(frozen=True)  # pytree would take a named tuple apart

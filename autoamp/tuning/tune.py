@@ -15,10 +15,11 @@ from torch import nn
 from autoamp.ask.examine import checked_model
 from autoamp.ask.progress import told
 from autoamp.ask.stand_in import Call, LossFn, copied, default_loss
+from autoamp.calibrate.hardware import device_name
+from autoamp.calibrate.store import Store
 from autoamp.capture.record import Skipped
 from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError, UnsupportedModelError
-from autoamp.inspect.devices import device_name
 from autoamp.model.conversion import DECLINED, Conversion, conversion_of
 from autoamp.model.eligible import (
     parameters_of,
@@ -29,7 +30,6 @@ from autoamp.model.kept import capture_now, left_as_it_is
 from autoamp.options import Options
 from autoamp.printable import class_name, printable_line
 from autoamp.tuning.prices import MeasuredPrices
-from autoamp.tuning.store import Store
 from autoamp.tuning.tuning import Timed, Tuning
 from autoamp.tuning.ways import AUTOCAST, FP32, Runner, Way
 

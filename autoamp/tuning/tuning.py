@@ -9,9 +9,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
+from autoamp.calibrate.clock import surely_less
 from autoamp.dtypes import short_name
 from autoamp.inspect.terminal.parts import as_text, plain_table
-from autoamp.tuning.clock import surely_less
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import nn
 
 from autoamp.ask.examine import twin_of
 from autoamp.ask.stand_in import Call, LossFn, copied, outcome_of
+from autoamp.calibrate.clock import seconds_of, surely_less
 from autoamp.capture.autocast import under_autocast
 from autoamp.capture.engine import Engine
 from autoamp.dtypes import UNSCALED
@@ -25,7 +26,6 @@ from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.reporting import report_of
 from autoamp.options import Options
 from autoamp.place.cost import PriceModel
-from autoamp.tuning.clock import seconds_of, surely_less
 from autoamp.weights.copies import before_write
 
 FP32, AUTOCAST = "fp32", "torch.autocast"

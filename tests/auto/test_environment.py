@@ -31,6 +31,7 @@ WORDS = {
     "AUTOAMP_GUARD": "1, true, on, 0, false, off",
     "AUTOAMP_HEAL": "1, true, on, 0, false, off",
     "AUTOAMP_FUSE": "1, true, on, 0, false, off",
+    "AUTOAMP_CALIBRATE": "1, true, on, 0, false, off",
     "AUTOAMP_UNFUSED": "gelu, gelu_tanh, silu, mish, softmax",
     "AUTOAMP_WEIGHT_COPIES": "kept, every call",
 }
@@ -76,6 +77,7 @@ GOOD = [
     ("AUTOAMP_PLACEMENT", "optimal", {}),
     ("AUTOAMP_DO_NO_HARM", "0", {"do_no_harm": False}),
     ("AUTOAMP_GUARD", "off", {"guard": False}),
+    ("AUTOAMP_CALIBRATE", "0", {"calibrate": False}),
     ("AUTOAMP_DO_NO_HARM", "TRUE", {"do_no_harm": True}),
     ("AUTOAMP_STRICT", "on", {"strict": True}),
     ("AUTOAMP_STRICT", "off", {"strict": False}),

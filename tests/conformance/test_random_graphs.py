@@ -34,6 +34,7 @@ from autoamp.pipeline import work
 from autoamp.pipeline.run import rewrite_normalised
 from autoamp.pipeline.work import Setting
 from autoamp.place.devices import Device
+from autoamp.place.rates import Rates
 from autoamp.rewrite import casts
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.rewritten import Rewritten
@@ -81,8 +82,8 @@ def devices(draw: st.DrawFn) -> Device:
     """
     launch = draw(st.sampled_from([0.0, 0.3, 2000.0]))
     low = draw(st.sampled_from([0.5, 1.0, 20.0]))
-    rows = draw(st.sampled_from([1, 4]))
-    return Device("drawn", 15.0, launch, 10.0, 10.0 * low, low > 1, rows)
+    rates = Rates(draw(st.sampled_from([(), ((1.0, 5.0), (4.0, 10.0 * low))])))
+    return Device("drawn", 15.0, launch, 10.0, 10.0 * low, low > 1, low=rates)
 
 
 SOME_OPS = ("add", "relu", "clamp", "linear", "exp", "reshape", "copy_", "softmax")
@@ -107,7 +108,7 @@ def rewritten(
     built: Built, options: dict[str, Any], device: Device, free_weights: bool
 ) -> Rewritten:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "device_of", lambda *_: device)
+        patch.setattr(work, "device_for", lambda *_, **__: device)
         low = LOW[options["precision"]]
         return rewrite_normalised(
             built.normalised(), Options(**options), low, Setting(free_weights), {}

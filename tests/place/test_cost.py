@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from autoamp.pipeline.run import rewrite_graph
 from autoamp.place.cost import Prices, price_graph
 from autoamp.place.devices import Device, device_of
 from autoamp.place.flops import flops_of
+from autoamp.place.rates import Rates, rate_at
 from autoamp.trace.normalise import normalise
 from tests.strategies import capture
 
@@ -185,20 +187,31 @@ def test_an_op_whose_label_changes_nothing_costs_one_price(
         (torch.matmul, [(9, 8), (8,)], 1),
     ],
 )
-def test_few_rows_cost_more_low(
+def test_the_rate_of_a_product_depends_on_its_rows(
     function: Callable[..., Tensor], shapes: list[tuple[int, ...]], rows: int
 ) -> None:
-    """Fewer than `least_rows` rows take 1.17 times what they take in fp32."""
+    """The rate is that of the curve at the product's rows: half or a quarter of fp32's.
+
+    Rates are so low that only arithmetic counts.
+    """
     given = [torch.zeros(s) for s in shapes]
-    for least in (rows, rows + 1):
-        device = Device("test", 2.0, 100.0, 4.0, 16.0, True, least)
+    for steps, faster in ((0.0, 2), (-0.5, 4)):
+        curve = ((rows + steps, 0.02), (rows + steps + 0.5, 0.04))
+        device = replace(DEVICE, high_flops_per_ns=0.01, low=Rates(products=curve))
         prices = priced(lambda *a: function(*a[:-1]), *given, device=device).prices
         ((high, low),) = prices.ops.values()
-        assert low == round(1.17 * high) if rows < least else low < high
+        assert high - 1000 == faster * (low - 1000) > 0
+
+
+def test_a_rate_between_two_points_lies_on_a_power_law() -> None:
+    curve = ((1.0, 8.0), (4.0, 32.0), (64.0, 64.0))
+    assert [rate_at(curve, x) for x in (0.1, 1, 2, 4, 16, 64, math.inf)] == [
+        pytest.approx(rate) for rate in (8, 8, 16, 32, 32 * 2**0.5, 64, 64)
+    ]
 
 
 def test_other_ops_have_no_rows() -> None:
-    device = Device("test", 2.0, 100.0, 4.0, 16.0, True, 1000)
+    device = replace(DEVICE, low=Rates(products=((1000.0, 0.01),)))
     prices = priced(relu, torch.zeros(1, 8), device=device).prices
     assert prices.ops["relu"][1] < prices.ops["relu"][0]
 

@@ -36,7 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"trace"}),
     frozenset({"analyse"}),
     frozenset({"place"}),
-    frozenset({"check", "rewrite"}),
+    frozenset({"calibrate", "check", "rewrite"}),
     frozenset({"kernels"}),
     frozenset({"pipeline"}),
     frozenset({"node_by_node"}),

@@ -149,7 +149,7 @@ def environment(precision: str, folder: Path) -> dict[str, str]:
         "AUTOAMP_REPORT_DIR": str(folder / "reports"),
     }
     plain = {k: v for k, v in os.environ.items() if not k.startswith("AUTOAMP_")}
-    threads = {"OMP_NUM_THREADS": "1"}
+    threads = {"OMP_NUM_THREADS": "1", "AUTOAMP_CALIBRATE": "0"}
     return plain | threads | (ours if precision else {})
 
 

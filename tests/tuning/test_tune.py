@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
-import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +20,12 @@ import autoamp
 from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.ask.progress import told
+from autoamp.calibrate.store import FOLDER, Store
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.place.cost import Prices
 from autoamp.tuning import prices as prices_module
 from autoamp.tuning.prices import MeasuredPrices
 from autoamp.tuning.specimen import Specimen, op_specimen
-from autoamp.tuning.store import FOLDER, Store
 from autoamp.tuning.tune import AUTOCAST, FP32, MEASURED, PREDICTED
 from autoamp.tuning.tuning import Timed, Tuning
 from autoamp.tuning.ways import Runner, Way
@@ -525,101 +522,6 @@ def test_a_second_tuning_measures_nothing_anew(folder: Path) -> None:
     assert (second.measured, second.remembered) == (0, first.measured)
     assert file.stat().st_size == size
     assert autoamp.tune(mlp(), torch.randn(9, 16)).measured > 3
-
-
-def test_another_description_is_another_file() -> None:
-    one = Store("a CPU, torch 1")
-    one.add({"key": 5.0})
-    assert Store("a CPU, torch 1").known == {"key": 5.0}
-    assert Store("a CPU, torch 2").known == {}
-
-
-def write_many(number: int) -> None:
-    store = Store("shared")
-    for i in range(200):
-        store.add({f"{number}-{i}-{j}": 1.0 + i for j in range(3)})
-
-
-def test_writers_at_once_lose_nothing() -> None:
-    with ProcessPoolExecutor(4) as pool:
-        list(pool.map(write_many, range(4)))
-    assert len(Store("shared").known) == 4 * 600
-
-
-@pytest.mark.parametrize("cut", [1, 5, 12, 13, 14])
-def test_a_file_that_was_cut_off_loses_one_time_at_most(cut: int) -> None:
-    store = Store("cut")
-    store.add({"first": 1.5, "second": 2.5})
-    store.path.write_bytes(store.path.read_bytes()[:-cut])
-    again = Store("cut")
-    assert again.known["first"] == 1.5
-    again.add({"third": 3.5})
-    assert {"first", "third"} <= Store("cut").known.keys()
-
-
-HOSTILE = [
-    b"\x00\xff\xfe garbage",
-    b'["key", NaN]',
-    b'["key", Infinity]',
-    b'["key", -1.0]',
-    b'["key", 0]',
-    b'["key", true]',
-    b'["key", "5"]',
-    b'["key", 1e300]',
-    b'["key", 1' + b"0" * 10_000 + b"]",
-    b'["' + b"k" * 5000 + b'", 5.0]',
-    b"[" * 100_000,
-    b'{"key": 5}',
-    b'["key", 5.0, "more"]',
-    b'[["key"], 5.0]',
-    b"null",
-]
-
-
-@pytest.mark.parametrize("line", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_line_is_passed_over(line: bytes) -> None:
-    store = Store("hostile")
-    store.add({"before": 1.0})
-    with store.path.open("ab") as file:
-        file.write(line)
-    store.add({"after": 2.0})
-    assert Store("hostile").known == {"before": 1.0, "after": 2.0}
-
-
-@pytest.fixture(params=["a folder", "a pipe", "a loop of links", "in a file"])
-def blocked(request: pytest.FixtureRequest, folder: Path) -> Iterator[Path]:
-    path = Store("blocked").path
-    if request.param == "in a file":
-        folder.write_text("no folder")
-    else:
-        folder.mkdir()
-    if request.param == "a folder":
-        path.mkdir()
-    elif request.param == "a pipe":
-        os.mkfifo(path)
-    elif request.param == "a loop of links":
-        path.symlink_to(path)
-    return path
-
-
-def test_a_file_that_is_none_is_said_and_done_without(
-    blocked: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = Store("blocked")
-    store.add({"key": 1.0})
-    assert store.known == {"key": 1.0}
-    assert "cannot be stored on disk" in caplog.text
-    assert Store("blocked").known == {}
-
-
-def test_a_huge_file_is_read_in_part(folder: Path) -> None:
-    folder.mkdir()
-    path = Store("huge").path
-    line = json.dumps(["k" * 150, 5.0]) + "\n"
-    path.write_text(json.dumps(["first", 5.0]) + "\n" + line * 10)
-    with path.open("r+b") as file:
-        file.truncate(2**31)  # sparse: zeros without a line's end
-    assert Store("huge").known["first"] == 5.0
 
 
 def test_milliseconds_are_written_without_exponents() -> None:

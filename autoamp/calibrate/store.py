@@ -1,8 +1,8 @@
 """Keeps measured times on disk, for the next process.
 
-A file holds one line per time, `["key", nanoseconds]`.  Lines are only appended, each
-batch in one write, so that two processes that write at once lose nothing.  A reader
-skips every line that it cannot parse, such as a line that was cut off.
+A file holds lines of JSON.  Lines are only appended, each batch in one write, so that
+two processes that write at once lose nothing.  A reader skips every line that it cannot
+parse, such as a line that was cut off.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from autoamp.messages import log_once
 
@@ -44,8 +45,49 @@ def folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "autoamp"
 
 
+def path_for(description: str) -> Path:
+    """The file for the times of a device and its libraries, by a description."""
+    words = re.sub(r"[^a-z0-9]+", "-", description.lower()).strip("-")[:60]
+    digest = hashlib.sha256(description.encode()).hexdigest()[:12]
+    return folder() / f"{words}-{digest}.jsonl"
+
+
+def append(path: Path, lines: str) -> None:
+    """Appends whole lines; if the disk fails, a warning says so."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+            # The first newline ends a line that another process left cut off.
+            os.write(file, f"\n{lines}".encode())
+    except OSError as error:
+        log_once(
+            logger,
+            logging.WARNING,
+            f"autoamp: measured times cannot be stored on disk: {error}",
+        )
+
+
+def lines_of(path: Path, longest: int) -> Iterator[Any]:
+    """The values in a file's lines; none where there is no file.
+
+    Args:
+        longest: the most characters of a line that is read.
+    """
+    try:
+        with _opened(path, os.O_RDONLY) as file:
+            content = _content(file)
+    except OSError:
+        return
+    for line in content.decode(errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            if 0 < len(line) <= longest:
+                yield json.loads(line)
+
+
 class Store:
     """The times measured under one description of the device and its libraries.
+
+    A line of the file is `["key", nanoseconds]`.
 
     Attributes:
         path: the file.
@@ -53,42 +95,23 @@ class Store:
     """
 
     def __init__(self, description: str) -> None:
-        words = re.sub(r"[^a-z0-9]+", "-", description.lower()).strip("-")[:60]
-        digest = hashlib.sha256(description.encode()).hexdigest()[:12]
-        self.path = folder() / f"{words}-{digest}.jsonl"
+        self.path = path_for(description)
         self.known = _read(self.path)
 
     def add(self, times: Mapping[str, float]) -> None:
         """Stores `times`, in nanoseconds; if the disk fails, for this process only."""
         self.known.update(times)
-        if not times:
-            return
-        lines = "".join(f"{json.dumps([k, ns])}\n" for k, ns in times.items())
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _opened(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
-                # The first newline ends a line that another process left cut off.
-                os.write(file, f"\n{lines}".encode())
-        except OSError as error:
-            log_once(
-                logger,
-                logging.WARNING,
-                f"autoamp: measured times cannot be stored on disk: {error}",
-            )
+        if times:
+            lines = (f"{json.dumps([k, ns])}\n" for k, ns in times.items())
+            append(self.path, "".join(lines))
 
 
 def _read(path: Path) -> dict[str, float]:
-    try:
-        with _opened(path, os.O_RDONLY) as file:
-            content = _content(file)
-    except OSError:
-        return {}
     found: dict[str, float] = {}
-    for line in content.decode(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            match json.loads(line) if len(line) < 2 * _LONGEST else None:
-                case [str(key), int() | float() as ns] if _is_sane(key, ns):
-                    found[key] = float(ns)
+    for line in lines_of(path, 2 * _LONGEST):
+        match line:
+            case [str(key), int() | float() as ns] if _is_sane(key, ns):
+                found[key] = float(ns)
     return found
 
 

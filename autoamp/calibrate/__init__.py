@@ -1,0 +1,1 @@
+"""The speeds of the device at hand: measured once, kept on disk, used as prices."""

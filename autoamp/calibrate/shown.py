@@ -1,0 +1,41 @@
+"""The speeds of a device as a table for a terminal."""
+
+from __future__ import annotations
+
+import torch
+from rich.table import Table
+
+from autoamp.dtypes import HIGH_DTYPE, short_name
+from autoamp.place.devices import Device
+from autoamp.place.rates import Curve
+
+
+def speeds_table(device: Device, low: torch.dtype) -> Table:
+    """The figures by which ops on `device` are priced, fp32 beside `low`."""
+    both = device.high, device.low
+    table = Table("", short_name(HIGH_DTYPE), short_name(low), title=device.name)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("memory bandwidth, GB/s", f"{device.bytes_per_ns:g}", "")
+    table.add_row("start of an op, \u00b5s", f"{device.launch_ns / 1e3:.1f}", "")
+    starts = (f"{rates.start_ns / 1e3:.1f}" for rates in both)
+    table.add_row("start of a product, \u00b5s more", *starts)
+    for rows in sorted({rows for rates in both for rows, _ in rates.products}):
+        said = f"product of {rows:g} row{'' if rows == 1 else 's'}, GFLOP/s"
+        table.add_row(said, *_flops(device, "matmul", rows))
+    table.add_row("convolution, GFLOP/s", *_flops(device, "conv", 1))
+    whole: Curve = ((1.0, device.bytes_per_ns),)
+    table.add_row("light op, GB/s", *(_range(rates.light or whole) for rates in both))
+    table.add_row("heavy op, GB/s", *(_range(rates.heavy or whole) for rates in both))
+    table.add_row("cast, GB/s", _range(device.casts or whole), "")
+    return table
+
+
+def _flops(device: Device, kind: str, rows: float) -> list[str]:
+    rates = (device.flops_per_ns(kind, rows, low=low) for low in (False, True))
+    return [f"{rate:.3g}" for rate in rates]
+
+
+def _range(curve: Curve) -> str:
+    """The rates of a curve, from the least size to the largest."""
+    return ", ".join(f"{rate:.3g}" for _, rate in curve)

@@ -1,0 +1,89 @@
+"""The figures of a device as JSON: a report carries the prices that it was made by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+
+from autoamp.compat.fp32_precision import KINDS
+from autoamp.place.devices import Device
+from autoamp.place.rates import Curve, Rates
+
+_BY_LOCK = ", by the lock"
+
+
+def figures_of(device: Device) -> dict[str, Any]:
+    """Every figure of a device but its name, as values that JSON has."""
+    found = asdict(device)
+    del found["name"]
+    return found | {"tf32_kinds": sorted(device.tf32_kinds)}
+
+
+def device_with(
+    devices: Mapping[str, Mapping[str, Any]], type_: str, low: torch.dtype
+) -> Device | None:
+    """The device of a saved report that is of a type and has a dtype as wide as `low`.
+
+    Args:
+        devices: the name of each device of the report to its figures.
+
+    Returns:
+        None where the report has no such device, or where its figures cannot be used.
+    """
+    for name, figures in devices.items():
+        wanted = (type_, low.itemsize)
+        if (figures.get("type"), figures.get("low_itemsize")) == wanted:
+            return _device(name.removesuffix(_BY_LOCK) + _BY_LOCK, figures)
+    return None
+
+
+def _device(name: str, figures: Mapping[str, Any]) -> Device | None:
+    known = {each.name for each in fields(Device)} - {"name"}
+    try:
+        given = {key: _read(key, figures[key]) for key in known}
+    except (KeyError, TypeError, ValueError):
+        return None  # another version of autoamp wrote the report
+    return Device(name=name, **given)
+
+
+def _read(key: str, value: Any) -> Any:
+    """A figure as `Device` takes it.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no such figure.
+    """
+    if key in ("high", "low"):
+        return Rates(
+            products=_curve(value["products"]),
+            convolution=_number(value["convolution"]),
+            light=_curve(value["light"]),
+            heavy=_curve(value["heavy"]),
+            start_ns=_number(value["start_ns"]),
+        )
+    if key == "casts":
+        return _curve(value)
+    if key == "tf32_kinds":
+        return frozenset(value) & frozenset(KINDS)
+    if key in ("pays", "channels_last"):
+        return bool(value)
+    return value if key == "type" else _number(value)
+
+
+def _curve(points: Any) -> Curve:
+    found = tuple((_number(size), _number(rate)) for size, rate in points)
+    sizes = [size for size, _ in found]
+    if sizes != sorted(set(sizes)) or not all(x > 0 for pair in found for x in pair):
+        raise ValueError("sizes do not grow, or a rate is not positive")
+    return found
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{value!r} is no figure of a device")
+    return value

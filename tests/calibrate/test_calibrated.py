@@ -1,0 +1,393 @@
+"""The speeds of this machine: measured once, kept, shared; else those of a table."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoamp
+from autoamp.calibrate import calibrated
+from autoamp.calibrate.calibrated import SWITCH, device_for, measure_again
+from autoamp.calibrate.hardware import described
+from autoamp.calibrate.measure import SECONDS, NoTimeError, measured
+from autoamp.calibrate.probes import SIZES, names, probes
+from autoamp.calibrate.speeds import device_from, is_sane
+from autoamp.calibrate.store import FOLDER
+from autoamp.place.devices import Device, roofline
+from autoamp.place.figures import device_with, figures_of
+
+LOW, CPU = torch.bfloat16, torch.device("cpu")
+TABLE = roofline("avx512_bf16", LOW)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "cache"))
+    monkeypatch.delenv(SWITCH, raising=False)
+    units = {LOW: "avx512_bf16"}
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
+    monkeypatch.setattr(calibrated, "_known", {})
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The factors of the measurements to come; each takes one off the front."""
+    factors = [1.0, 2.0, 4.0]
+
+    order = sorted(names(LOW))
+
+    def one(*_: Any) -> dict[str, float]:
+        factor = factors.pop(0)
+        return {name: 1000.0 * (1 + at) * factor for at, name in enumerate(order)}
+
+    monkeypatch.setattr(calibrated, "measured", one)
+    return factors
+
+
+def asked(**changes: Any) -> Device:
+    return device_for(CPU, LOW, **{"calibrate": True, **changes})
+
+
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrated, "_known", {})
+
+
+# -- measuring -------------------------------------------------------------------------
+
+
+def test_all_probes_have_a_name_and_run() -> None:
+    every = probes(CPU, LOW)
+    assert {probe.name for probe in every} == names(LOW)
+    assert len(every) == len(names(LOW)), "a name occurs twice"
+    for probe in every:
+        if str(SIZES[-1]) not in probe.name:
+            assert probe.call() is not None
+
+
+def test_measuring_ends_in_time_and_draws_no_random_number() -> None:
+    before = torch.get_rng_state()
+    begun = time.perf_counter()
+    try:
+        times = measured(CPU, LOW)
+    except NoTimeError:  # on a busy machine
+        times = None
+    longest = max(probe_seconds(times or {}), default=2.0)
+    assert time.perf_counter() - begun < SECONDS + 2.0 + longest
+    assert torch.equal(torch.get_rng_state(), before)
+    assert times is None or is_sane(times, LOW)
+
+
+def probe_seconds(times: dict[str, float]) -> list[float]:
+    return [ns * 1e-9 for ns in times.values()]
+
+
+def test_modes_of_the_caller_do_not_count() -> None:
+    """Inside a capture, tensors would be fake, and times those of Python."""
+    with torch._subclasses.FakeTensorMode(), torch.autocast("cpu", LOW):
+        measured(CPU, LOW, seconds=60)
+
+
+def test_too_slow_a_device_gives_up() -> None:
+    with pytest.raises(NoTimeError):
+        measured(CPU, LOW, seconds=1e-6)
+
+
+# -- the figures -----------------------------------------------------------------------
+
+
+def flat(ns: float) -> dict[str, float]:
+    return dict.fromkeys(names(LOW), ns)
+
+
+def test_a_figure_is_what_was_measured_less_the_start() -> None:
+    """A product of 64 rows of 2048 x 1024 in 2 ms, started in 8 + 8 microseconds."""
+    times = flat(1e6) | {
+        "start of an op": 8192.0,
+        "bf16 start of a product": 16384.0,
+        "bf16 product of 64 rows": 2_097_152.0 + 16384.0,
+    }
+    device = device_from(times, LOW, TABLE, "here")
+    assert device.launch_ns == 8192
+    assert device.low.start_ns == 8192
+    assert dict(device.low.products)[64.0] == 128  # 2 * 64 * 2048 * 1024 / 2^21
+    assert device.flops_per_ns("matmul", 64, low=True) == 128
+
+
+def test_figures_are_rounded_to_a_grid() -> None:
+    """Times that differ by less than a step mostly give the same figures."""
+    one = device_from(flat(1e6), LOW, TABLE, "here")
+    assert device_from(flat(1.01e6), LOW, TABLE, "here") == one
+    for rate in (one.bytes_per_ns, one.launch_ns, one.low.convolution):
+        steps = 4 * math.log2(rate)
+        assert steps == pytest.approx(round(steps), abs=1e-2)
+
+
+def test_an_op_that_takes_less_than_a_start_still_has_a_rate() -> None:
+    device = device_from(flat(1e4), LOW, TABLE, "here")
+    assert all(rate > 0 for _, rate in device.low.products)
+
+
+def test_channels_last_only_where_it_is_surely_faster() -> None:
+    usual, last = "bf16 convolution", "bf16 convolution, channels last"
+    for factor, chosen in ((0.9, True), (0.97, False), (1.2, False)):
+        times = flat(1e6) | {usual: 1e6, last: factor * 1e6}
+        assert device_from(times, LOW, TABLE, "").channels_last is chosen
+    never = replace(TABLE, channels_last=False)
+    assert not device_from(flat(1e6) | {last: 1e5}, LOW, never, "").channels_last
+
+
+# -- kept ------------------------------------------------------------------------------
+
+
+def test_a_second_process_measures_nothing(
+    measurements: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = asked()
+    assert asked() is first
+    new_process(monkeypatch)
+    assert asked() == first
+    assert len(measurements) == 2, "measured once"
+    assert first.name.endswith(", measured")
+
+
+def test_measuring_again_replaces_what_is_kept(
+    measurements: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = asked()
+    second = measure_again(CPU, LOW)
+    assert second != first
+    new_process(monkeypatch)
+    assert asked() == second
+
+
+def test_other_threads_are_another_machine(measurements: list[float]) -> None:
+    first, before = asked(), torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert asked() != first
+    finally:
+        torch.set_num_threads(before)
+    assert asked() is first
+
+
+def test_another_clock_is_another_machine(
+    measurements: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoamp.calibrate.hardware._CLOCK", tmp_path)
+    limit = tmp_path / "scaling_max_freq"
+    limit.write_text("3000000\n")
+    first = asked()
+    limit.write_text("1200000\n")
+    assert "1200000" in described(CPU)
+    assert asked() != first
+
+
+def test_each_dtype_is_measured(measurements: list[float]) -> None:
+    asked()
+    with pytest.MonkeyPatch.context() as patch:
+        units = dict.fromkeys((LOW, torch.float16), "amx_fp16")
+        patch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
+        half = {n.replace("bf16", "fp16"): 1e6 for n in names(LOW)}
+        patch.setattr(calibrated, "measured", lambda *_: half)
+        assert device_for(CPU, torch.float16, calibrate=True).name.endswith("measured")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda line: line[: len(line) // 2],
+        lambda line: line.replace("[", "{", 1),
+        lambda line: '["bf16", {}]',
+        lambda line: line.replace("fp32 convolution", "fp32 revolution", 1),
+        lambda line: json.dumps(["bf16", dict.fromkeys(names(LOW), -1.0)]),
+        lambda line: json.dumps(["bf16", dict.fromkeys(names(LOW), 1e300)]),
+        lambda line: json.dumps(["bf16", dict.fromkeys(names(LOW), True)]),
+        lambda line: json.dumps(["bf16", dict.fromkeys(names(LOW), "fast")]),
+        lambda line: json.dumps(["bf16", {**dict.fromkeys(names(LOW), 9.0), "x": 1}]),
+        lambda line: "[" * 5000,
+    ],
+)
+def test_a_spoilt_file_is_measured_anew(
+    spoil: Callable[[str], str],
+    measurements: list[float],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = asked()
+    (file,) = folder.iterdir()
+    file.write_text(spoil(file.read_text().strip()))
+    new_process(monkeypatch)
+    second = asked()
+    assert second != first
+    new_process(monkeypatch)
+    assert asked() == second, "the new line is behind the spoilt one"
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    measurements: list[float], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.write_text("a file")
+    assert asked().name.endswith(", measured")
+    assert "cannot be stored on disk" in caplog.text
+
+
+def test_of_two_that_measure_at_once_both_take_the_first_line(
+    measurements: list[float], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = asked()
+    (file,) = folder.iterdir()
+    line = file.read_text()
+    file.unlink()
+    new_process(monkeypatch)
+
+    def slower(*_: Any) -> dict[str, float]:
+        file.write_text(line)  # the other process is done before this one
+        return flat(5e5)
+
+    monkeypatch.setattr(calibrated, "measured", slower)
+    assert asked() == first
+
+
+# -- a table's figures -----------------------------------------------------------------
+
+
+def test_no_time_is_said(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    def slow(*_: Any) -> None:
+        raise NoTimeError
+
+    monkeypatch.setattr(calibrated, "measured", slow)
+    found = asked()
+    assert replace(found, name="") == replace(TABLE, name="")
+    assert "by a table, as measuring takes more than 0.5 s" in found.name
+    assert "are those of a table" in caplog.text
+    assert not folder.exists(), "the next process tries again"
+
+
+def test_a_device_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(calibrated, "measured", fails)
+    assert "measuring failed (RuntimeError: out of memory)" in asked().name
+
+
+@pytest.mark.parametrize("value", ["0", "off", " FALSE "])
+def test_the_switch(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrated, "measured", None)
+    monkeypatch.setenv(SWITCH, value)
+    assert asked() == TABLE
+    monkeypatch.delenv(SWITCH)
+    assert asked(calibrate=False) == TABLE
+
+
+def test_nothing_is_measured_where_low_precision_does_not_pay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
+    monkeypatch.setattr(calibrated, "measured", None)
+    assert not asked().pays
+    assert device_for(torch.device("meta"), LOW, calibrate=True).pays
+
+
+# -- used ------------------------------------------------------------------------------
+
+
+BF16 = {"precision": "bf16"}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def test_convert_and_explain_place_by_what_was_measured(
+    measurements: list[float],
+) -> None:
+    x = torch.ones(4, 8)
+    for calibrate in (True, False):
+        model = autoamp.convert(net(), precision="bf16", calibrate=calibrate)
+        model(x)
+        for report in (
+            autoamp.report(model),
+            autoamp.explain(net(), x, options=BF16 | {"calibrate": calibrate}),
+        ):
+            assert report.headline.device.endswith(", measured") is calibrate
+    named = autoamp.explain(net(), x, options=BF16, device="cpu:amx")
+    assert named.headline.device == "CPU with AMX"
+
+
+def test_a_lock_brings_its_prices_to_another_machine(
+    measurements: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first machine low products are fast, on the second they are very slow."""
+    x, path = torch.ones(512, 512), tmp_path / "precision.json"
+
+    def machine(low: float) -> None:
+        new_process(monkeypatch)
+        gc.collect()  # models that are alike share graphs
+        times = {n: low if n.startswith("bf16") else 1e7 for n in names(LOW)}
+        short = ("start", "cast")
+        times |= {n: 1e3 for n in names(LOW) if any(word in n for word in short)}
+        monkeypatch.setattr(calibrated, "measured", lambda *_: times)
+        monkeypatch.setenv(FOLDER, str(tmp_path / f"{low}"))
+
+    def report(**options: Any) -> autoamp.Report:
+        model = autoamp.convert(nn.Linear(512, 512), precision="bf16", **options)
+        model(x)
+        return autoamp.report(model)
+
+    machine(1e4)
+    report().to_json(path)
+    machine(1e8)
+    assert [op.precision for op in report().ops] == ["fp32"]
+    locked = report(lock=path, strict=True)
+    assert [op.precision for op in locked.ops] == ["bf16"]
+    assert locked.headline.device.endswith("measured, by the lock")
+    locked.to_json(path)
+    again = report(lock=path, strict=True)
+    assert again.headline.device == locked.headline.device
+
+
+@pytest.mark.parametrize("device", ["avx512_bf16", "amx", "sm_90"])
+def test_figures_survive_json(device: str) -> None:
+    before = roofline(device, LOW)
+    kept = {"a device": json.loads(json.dumps(figures_of(before)))}
+    after = device_with(kept, before.type, LOW)
+    assert after == replace(before, name="a device, by the lock")
+    assert device_with(kept, "xpu", LOW) is None
+    assert device_with(kept, before.type, torch.float8_e5m2) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bytes_per_ns", "fast"),
+        ("bytes_per_ns", -1.0),
+        ("bytes_per_ns", math.nan),
+        ("low", {}),
+        ("low", None),
+        ("casts", [[2.0, 1.0], [1.0, 1.0]]),
+        ("casts", [[1.0, 0.0]]),
+        ("casts", "ab"),
+        ("tf32_kinds", 3),
+    ],
+)
+def test_spoilt_figures_of_a_lock_are_not_used(key: str, value: Any) -> None:
+    figures = figures_of(TABLE) | {key: value}
+    assert device_with({"a device": figures}, "cpu", LOW) is None
+    del figures[key]
+    assert device_with({"a device": figures}, "cpu", LOW) is None
