@@ -41,11 +41,8 @@ class Options:
         lock: the report that placements must match; a path is read at once.
         fuse: whether kernels replace chains of calls.
         unfused: the names of kernels to switch off.
-<<<<<<< HEAD
         exact_casts: whether the kernels of inductor round at each cast.
-=======
         calibrate: whether prices are those of speeds measured on this machine.
->>>>>>> 66a3eb5 (Ops are priced by speeds measured on this machine, once, and kept on disk)
         unlist: (category, op) pairs to take out of the rules.  Only the environment
             variables of the automatic mode set this field; a caller cannot.
         own_keep: (module path, reason) pairs that the model itself keeps in fp32.  Only
@@ -80,11 +77,8 @@ class Options:
     guard: bool = True
     fuse: bool = True
     unfused: Sequence[str] = ()
-<<<<<<< HEAD
     exact_casts: bool = False
-=======
     calibrate: bool = True
->>>>>>> 66a3eb5 (Ops are priced by speeds measured on this machine, once, and kept on disk)
     unlist: tuple[tuple[str, str], ...] = ()
     own_keep: tuple[tuple[str, str], ...] = ()
     by_variables: bool = dataclasses.field(default=False, compare=False)
@@ -104,11 +98,8 @@ class Options:
         if not callable(self.backend):
             _choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
         self._take_old_fuse()
-<<<<<<< HEAD
-        for name in ("do_no_harm", "strict", "heal", "guard", "fuse", "exact_casts"):
-=======
-        for name in ("do_no_harm", "strict", "heal", "guard", "fuse", "calibrate"):
->>>>>>> 66a3eb5 (Ops are priced by speeds measured on this machine, once, and kept on disk)
+        switches = ("do_no_harm", "strict", "heal", "guard", "fuse", "exact_casts")
+        for name in (*switches, "calibrate"):
             if not isinstance(getattr(self, name), bool):
                 message = f"{name}={getattr(self, name)!r} is not True or False"
                 raise OptionError(message)

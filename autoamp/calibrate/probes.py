@@ -7,8 +7,10 @@ turns, so that a processor's caches hold none of them, as in a model of ordinary
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +21,14 @@ from autoamp.dtypes import HIGH_DTYPE, short_name
 ROWS = (1, 4, 16, 64, 256)
 """The rows of the matrix products."""
 
-SIZES = (2**16, 2**19, 2**22, 2**23)
-"""Numbers in the tensors of ops without products: 256 KiB to 32 MiB of fp32.
+SIZES = (2**16, 2**19, 2**22)
+"""Numbers in the tensors of ops without products: 256 KiB, 2 and 16 MiB of fp32.
 
-The smallest tensors fit a core's cache.  The memory of the largest is new at every
-call, because the C library gives blocks of 32 MiB back to the system (`mallopt(3)`,
-M_MMAP_THRESHOLD), and the system fills new memory with zeros.
+The smallest tensors fit a core's cache.
 """
+
+STREAM = 2**23
+"""Numbers in tensors that no usual cache holds: 32 MiB of fp32."""
 
 _SMALL = 16
 """The width of products that take no longer than their start."""
@@ -39,6 +42,8 @@ class Shapes:
         inside, out: the sizes of the weight of a matrix product.
         weights: how many weights take turns.
         image, kernel: the shapes of a convolution's operands.
+        filters: the kernel of a convolution of each channel by itself.
+        heads: the shape of the operands of a batched product, as attention has it.
     """
 
     inside: int
@@ -46,6 +51,8 @@ class Shapes:
     weights: int
     image: tuple[int, ...]
     kernel: tuple[int, ...]
+    filters: tuple[int, ...]
+    heads: tuple[int, ...]
 
     @property
     def flops_of_a_row(self) -> int:
@@ -55,13 +62,38 @@ class Shapes:
     @property
     def flops_of_the_convolution(self) -> int:
         """Floating-point operations of the convolution, whose output is as large."""
-        batch, _, height, width = self.image
-        out, inside, *kernel = self.kernel
-        return 2 * batch * height * width * out * inside * kernel[0] * kernel[1]
+        return 2 * math.prod(self.image[2:]) * self.image[0] * math.prod(self.kernel)
+
+    @property
+    def flops_of_the_filters(self) -> int:
+        """The same for the convolution of each channel by itself."""
+        return 2 * math.prod(self.image[2:]) * self.image[0] * math.prod(self.filters)
+
+    @property
+    def flops_of_the_heads(self) -> int:
+        """Floating-point operations of the batched product of queries and keys."""
+        batch, length, width = self.heads
+        return 2 * batch * length * length * width
 
 
-_ON_CPU = Shapes(1024, 2048, 8, (2, 64, 56, 56), (64, 64, 3, 3))
-_ELSEWHERE = Shapes(4096, 4096, 4, (32, 128, 56, 56), (128, 128, 3, 3))
+_ON_CPU = Shapes(
+    inside=1024,
+    out=2048,
+    weights=8,
+    image=(2, 64, 56, 56),
+    kernel=(64, 64, 3, 3),
+    filters=(64, 1, 7, 7),
+    heads=(24, 256, 64),
+)
+_ELSEWHERE = Shapes(
+    inside=4096,
+    out=4096,
+    weights=4,
+    image=(32, 128, 56, 56),
+    kernel=(128, 128, 3, 3),
+    filters=(128, 1, 7, 7),
+    heads=(192, 1024, 64),
+)
 
 
 def shapes_for(device_type: str) -> Shapes:
@@ -88,15 +120,22 @@ def probes(device: torch.device, low: torch.dtype) -> list[Probe]:
     """The calls for a device and a low dtype, made ready.
 
     Ops of all sizes share their operands: on a CPU all tensors together take 230 MB.
+    They write to memory that is there already, since how long new memory takes depends
+    on what the process has freed before.
     """
     one = _filled(1, device=device, dtype=HIGH_DTYPE)
     found = [Probe("start of an op", lambda: torch.neg(one), 50)]
-    for dtype in (HIGH_DTYPE, low):
-        x, y = (_filled(SIZES[-1], device=device, dtype=dtype) for _ in range(2))
-        found += [*_products(device, dtype), *_ops(x, y)]
-        if dtype == HIGH_DTYPE:
-            found += [_streaming(x, y), *_casts(x, low)]
-    return found
+    x, y, out = (_filled(STREAM, device=device, dtype=HIGH_DTYPE) for _ in range(3))
+    found.append(Probe("stream", lambda: torch.add(x, y, out=out)))
+    shorter = [_filled(SIZES[-1], device=device, dtype=low) for _ in range(3)]
+    return [
+        *found,
+        *_products(device, HIGH_DTYPE),
+        *_products(device, low),
+        *_ops(x, y, out),
+        *_ops(*shorter),
+        *_casts(x, shorter[0]),
+    ]
 
 
 def names(low: torch.dtype) -> frozenset[str]:
@@ -106,6 +145,7 @@ def names(low: torch.dtype) -> frozenset[str]:
         found.append(f"{dtype} start of a product")
         found += [f"{dtype} product of {rows} rows" for rows in ROWS]
         found += [f"{dtype} convolution", f"{dtype} convolution, channels last"]
+        found += [f"{dtype} convolution of each channel", f"{dtype} batched product"]
         for kind in ("light", "heavy"):
             found += [f"{dtype} {kind} op of {size} numbers" for size in SIZES]
     return frozenset([*found, *(f"cast of {size} numbers" for size in SIZES)])
@@ -113,12 +153,6 @@ def names(low: torch.dtype) -> frozenset[str]:
 
 def _filled(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, 0.5, dtype=dtype, device=device)
-
-
-def _streaming(x: torch.Tensor, y: torch.Tensor) -> Probe:
-    """A sum of tensors larger than most caches, into memory that is there already."""
-    result = torch.full_like(x, 0.5)
-    return Probe("stream", lambda: torch.add(x, y, out=result))
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> Iterator[Probe]:
@@ -137,41 +171,44 @@ def _products(device: torch.device, dtype: torch.dtype) -> Iterator[Probe]:
 
         yield Probe(f"{name} product of {rows} rows", product, times)
     for said, layout in _LAYOUTS.items():
-        image = _filled(*shapes.image, **on).contiguous(memory_format=layout)
-        kernel = _filled(*shapes.kernel, **on).contiguous(memory_format=layout)
-
-        def convolution(
-            image: torch.Tensor = image, kernel: torch.Tensor = kernel
-        ) -> torch.Tensor:
-            return functional.conv2d(image, kernel, padding=1)
-
+        image, kernel = (
+            _filled(*shape, **on).contiguous(memory_format=layout)
+            for shape in (shapes.image, shapes.kernel)
+        )
+        convolution = partial(functional.conv2d, image, kernel, padding=1)
         yield Probe(f"{name} convolution{said}", convolution)
+    image, filters = (_filled(*shape, **on) for shape in (shapes.image, shapes.filters))
+    each = partial(
+        functional.conv2d, image, filters, padding=3, groups=shapes.filters[0]
+    )
+    yield Probe(f"{name} convolution of each channel", each)
+    heads = _filled(*shapes.heads, **on)
+    yield Probe(f"{name} batched product", partial(torch.bmm, heads, heads.mT))
 
 
 _LAYOUTS = {"": torch.contiguous_format, ", channels last": torch.channels_last}
 
 
-def _ops(x: torch.Tensor, y: torch.Tensor) -> Iterator[Probe]:
+def _ops(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> Iterator[Probe]:
     name = short_name(x.dtype)
     for size in SIZES:
-
-        def light(x: torch.Tensor = x[:size], y: torch.Tensor = y[:size]) -> object:
-            return torch.add(x, y)
-
-        def heavy(x: torch.Tensor = x[:size]) -> object:
-            return functional.gelu(x)
-
-        times = _calls(size)
-        yield Probe(f"{name} light op of {size} numbers", light, times)
-        yield Probe(f"{name} heavy op of {size} numbers", heavy, times)
+        parts = x[:size], y[:size], out[:size]
+        for kind, call in (("light", _light), ("heavy", _heavy)):
+            said = f"{name} {kind} op of {size} numbers"
+            yield Probe(said, partial(call, *parts), _calls(size))
 
 
-def _casts(x: torch.Tensor, low: torch.dtype) -> Iterator[Probe]:
+def _light(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.add(x, y, out=out)
+
+
+def _heavy(x: torch.Tensor, _: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.erf(x, out=out)
+
+
+def _casts(x: torch.Tensor, low: torch.Tensor) -> Iterator[Probe]:
     for size in SIZES:
-
-        def cast(x: torch.Tensor = x[:size]) -> object:
-            return x.to(low)
-
+        cast = partial(low[:size].copy_, x[:size])
         yield Probe(f"cast of {size} numbers", cast, _calls(size))
 
 

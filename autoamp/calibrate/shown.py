@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from rich.table import Table
 
@@ -24,6 +26,8 @@ def speeds_table(device: Device, low: torch.dtype) -> Table:
         said = f"product of {rows:g} row{'' if rows == 1 else 's'}, GFLOP/s"
         table.add_row(said, *_flops(device, "matmul", rows))
     table.add_row("convolution, GFLOP/s", *_flops(device, "conv", 1))
+    table.add_row("  of each channel, GFLOP/s", *_flops(device, "channelwise", 1))
+    table.add_row("batched product, GFLOP/s", *_flops(device, "batched", math.inf))
     whole: Curve = ((1.0, device.bytes_per_ns),)
     table.add_row("light op, GB/s", *(_range(rates.light or whole) for rates in both))
     table.add_row("heavy op, GB/s", *(_range(rates.heavy or whole) for rates in both))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from autoamp.calibrate.probes import ROWS, SIZES, names, shapes_for
+from autoamp.calibrate.probes import ROWS, SIZES, STREAM, names, shapes_for
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.place.devices import Device
 from autoamp.place.rates import Curve, Rates
@@ -61,7 +61,7 @@ def device_from(times: Times, low: torch.dtype, table: Device, name: str) -> Dev
         times[f"{short_name(low)} convolution{layout}"]
         for layout in (", channels last", "")
     )
-    moved = 3 * HIGH_DTYPE.itemsize * SIZES[-1]
+    moved = 3 * HIGH_DTYPE.itemsize * STREAM
     return replace(
         table,
         name=name,
@@ -91,6 +91,10 @@ def _rates(times: Times, dtype: torch.dtype, type_: str, launch: float) -> Rates
     return Rates(
         products=tuple(products),
         convolution=_rounded(shapes.flops_of_the_convolution / min(convolutions)),
+        channelwise=_rounded(
+            shapes.flops_of_the_filters / times[f"{name} convolution of each channel"]
+        ),
+        batched=_rounded(shapes.flops_of_the_heads / times[f"{name} batched product"]),
         light=_by_size(times, f"{name} light op", 3 * dtype.itemsize, launch),
         heavy=_by_size(times, f"{name} heavy op", 2 * dtype.itemsize, launch),
         start_ns=_rounded(start),

@@ -214,20 +214,27 @@ def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> P
         heavy = fact.base.rstrip("_") in family("function_of_each_number")
         bandwidth = device.bandwidth(moved, low=low, heavy=heavy)
         return Parts(times * device.launch_ns, times * moved / bandwidth, 0.0)
-    kind = kind_of_product(fact.base)
-    rate = device.flops_per_ns(kind, _rows(node, fact), low=low)
+    rate = device.flops_per_ns(kind_of_product(node, fact), _rows(node, fact), low=low)
     start = device.launch_ns + (device.low if low else device.high).start_ns
     return Parts(
         times * start, times * moved / device.bytes_per_ns, times * flops / rate
     )
 
 
-def kind_of_product(op: str) -> str:
-    """The kind of an op's products, a member of `Device.tf32_kinds`."""
-    op = op.rstrip("_")
-    if op in family("convolution") or op in family("transposed_convolution"):
+def kind_of_product(node: fx.Node, fact: NodeFacts) -> str:
+    """The kind of an op's products, as `Device.flops_per_ns` takes it."""
+    op = fact.base.rstrip("_")
+    if op in family("convolution"):
+        weight = node.args[1] if len(node.args) > 1 else None
+        shape = weight.meta["val"].shape if isinstance(weight, fx.Node) else ()
+        return "channelwise" if len(shape) > 2 and shape[1] == 1 else "conv"
+    if op in family("transposed_convolution"):
         return "conv"
-    return "rnn" if op in family("recurrent") else "matmul"
+    if op in family("recurrent"):
+        return "rnn"
+    if op in family("attention") or _second_is_batched(node, op):
+        return "batched"
+    return "matmul"
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -247,14 +254,22 @@ def _is_free(node: fx.Node) -> bool:
 
 def _rows(node: fx.Node, fact: NodeFacts) -> float:
     """Rows of a matrix product's first operand; infinite for any other op."""
-    op = fact.base
+    op = fact.base.rstrip("_")
     shape: Any = getattr(node.meta.get("val"), "shape", ())
+    if op in family("attention") and len(shape) > 1:
+        return compat.hint(shape[-2])
     if op not in family("product_of_rows"):
         return math.inf
     if len(shape) < 2:
         return 1
-    second = node.args[1 if op != "aten::addmm" else 2] if len(node.args) > 1 else None
-    batched = isinstance(second, fx.Node) and len(second.meta["val"].shape) > 2
-    if batched:
+    if _second_is_batched(node, op):
         return compat.hint(shape[-2])
     return math.prod(compat.hint(s) for s in shape[:-1])
+
+
+def _second_is_batched(node: fx.Node, op: str) -> bool:
+    """Whether the second matrix of a product is another one for each of a batch."""
+    at = 2 if op in family("product_added") else 1
+    second = node.args[at] if len(node.args) > at else None
+    value = second.meta.get("val") if isinstance(second, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dim() > 2

@@ -60,15 +60,20 @@ class Device:
         """The rate of products, in GFLOP/s.
 
         Args:
-            kind: "matmul", "conv" or "rnn".
+            kind: "matmul", "batched", "conv", "channelwise" or "rnn".
             rows: the rows of a matrix product; infinite for other products.
         """
         rates = self.low if low else self.high
-        if kind == "conv" and rates.convolution:
-            return rates.convolution
-        if kind == "matmul" and rates.products:
-            return rate_at(rates.products, rows)
-        return self.low_flops_per_ns if low else self.fp32_peak(kind)
+        measured = {
+            "batched": rates.batched,
+            "conv": rates.convolution,
+            "channelwise": rates.channelwise,
+        }
+        peak = self.low_flops_per_ns if low else self.fp32_peak(kind)
+        rate = measured.get(kind) or peak
+        if kind not in ("matmul", "batched") or not rates.products:
+            return rate
+        return rate * rate_at(rates.products, rows) / rates.products[-1][1]
 
     def bandwidth(self, moved: float, *, low: bool, heavy: bool) -> float:
         """The bytes per nanosecond of an op without products.
@@ -89,10 +94,15 @@ class Device:
         """The peak of fp32 products of a kind, in GFLOP/s.
 
         Args:
-            kind: "matmul", "conv" or "rnn".
+            kind: as for `flops_per_ns`.
         """
-        has_tf32 = kind in self.tf32_kinds and self.tf32_flops_per_ns
+        has_tf32 = self.allows_tf32(kind) and self.tf32_flops_per_ns
         return self.tf32_flops_per_ns if has_tf32 else self.high_flops_per_ns
+
+    def allows_tf32(self, kind: str) -> bool:
+        """Whether torch is set to compute products of a kind in TF32 on the device."""
+        switch = {"batched": "matmul", "channelwise": "conv"}.get(kind, kind)
+        return switch in self.tf32_kinds
 
     @property
     def attends_by_products(self) -> bool:

@@ -60,6 +60,8 @@ def _read(key: str, value: Any) -> Any:
         return Rates(
             products=_curve(value["products"]),
             convolution=_number(value["convolution"]),
+            channelwise=_number(value["channelwise"]),
+            batched=_number(value["batched"]),
             light=_curve(value["light"]),
             heavy=_curve(value["heavy"]),
             start_ns=_number(value["start_ns"]),

@@ -35,6 +35,8 @@ class Rates:
     Attributes:
         products: number of rows of a matrix product to GFLOP/s.
         convolution: GFLOP/s of a convolution.
+        channelwise: GFLOP/s of a convolution of each channel by itself.
+        batched: GFLOP/s of a batched product of matrices as attention has them.
         light: bytes that an op reads and writes to GB/s, for an op that does little
             more than that, such as an addition.
         heavy: the same for an op with a function such as `exp` of each number.
@@ -43,6 +45,8 @@ class Rates:
 
     products: Curve = ()
     convolution: float = 0.0
+    channelwise: float = 0.0
+    batched: float = 0.0
     light: Curve = ()
     heavy: Curve = ()
     start_ns: float = 0.0

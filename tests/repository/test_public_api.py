@@ -74,11 +74,8 @@ OPTIONS: dict[str, Any] = {
     "guard": True,
     "fuse": True,
     "unfused": (),
-<<<<<<< HEAD
     "exact_casts": False,
-=======
     "calibrate": True,
->>>>>>> 66a3eb5 (Ops are priced by speeds measured on this machine, once, and kept on disk)
 }
 
 

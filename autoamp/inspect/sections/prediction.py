@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.inspect.rows import Section
 from autoamp.place.cost import UNIT_NS, kind_of_product
-from autoamp.place.devices import NEUTRAL
+from autoamp.place.devices import NEUTRAL, Device
 from autoamp.place.flops import flops_of
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category
@@ -125,7 +125,9 @@ def predict(sections: Sequence[Section]) -> Prediction | None:
 
 _KINDS = {
     "matmul": "matrix products",
+    "batched": "matrix products",
     "conv": "convolutions",
+    "channelwise": "convolutions",
     "rnn": "recurrent layers",
 }
 
@@ -134,14 +136,20 @@ def _hardware(sections: Sequence[Section]) -> str:
     """The device of the prices, and the products that fp32 computes in TF32 there."""
     device = sections[0].rewritten.assignment.prices.device
     kinds = {
-        kind_of_product(fact.base)
+        kind_of_product(node, fact)
         for section in sections
         for name in section.rewritten.assignment.decisions
-        if flops_of(section.before[name], fact := section.rewritten.facts.nodes[name])
+        if flops_of(
+            node := section.before[name], fact := section.rewritten.facts.nodes[name]
+        )
     }
-    found = [_KINDS[kind] for kind in _KINDS if kind in kinds & device.tf32_kinds]
-    told = f", fp32 {' and '.join(found)} in TF32" if found else ""
+    met = [word for kind, word in _KINDS.items() if kind in kinds & _in_tf32(device)]
+    told = f", fp32 {' and '.join(dict.fromkeys(met))} in TF32" if met else ""
     return device.name + told
+
+
+def _in_tf32(device: Device) -> set[str]:
+    return {kind for kind in _KINDS if device.allows_tf32(kind)}
 
 
 def has_times(section: Section) -> bool:
