@@ -159,16 +159,7 @@ def convert(
         calibrate=calibrate,
     )
     optimizers = _checked_optimizers(optimizer, model)
-    fresh = conversion_of(model) is None
-    with attached(optimizers) as boundaries:
-        convert_model(model, options, example_inputs, masters=bool(optimizers))
-        try:
-            for boundary in boundaries:
-                _introduce(boundary, model, options)
-        except BaseException:  # such as a loaded state that does not fit
-            if fresh:
-                revert_model(model)
-            raise
+    _convert(model, options, optimizers, example_inputs)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -269,6 +260,25 @@ def _heard(**given: Any) -> Options:
             "rounds at each cast anyway",
         )
     return options
+
+
+def _convert(
+    model: nn.Module,
+    options: Options,
+    optimizers: list[torch.optim.Optimizer],
+    example_inputs: tuple[Any, ...] | None,
+) -> None:
+    """Converts the model and takes its optimizers, both or neither."""
+    fresh = conversion_of(model) is None
+    with attached(optimizers) as boundaries:
+        convert_model(model, options, example_inputs, masters=bool(optimizers))
+        try:
+            for boundary in boundaries:
+                _introduce(boundary, model, options)
+        except BaseException:  # such as a loaded state that does not fit
+            if fresh:
+                revert_model(model)
+            raise
 
 
 def _introduce(boundary: OptimizerBoundary, model: nn.Module, options: Options) -> None:

@@ -129,6 +129,7 @@ def run(
     names: Sequence[str],
     measured: Callable[[str], Row],
     write: Callable[[Sequence[Row], Path], str],
+    brief: Callable[[Row], str] = brief,
 ) -> int:
     """The command line of a benchmark; 1 if a way to run a model failed.
 
@@ -137,6 +138,7 @@ def run(
         names: the models measured where none is named.
         measured: measures one model, in this process.
         write: writes rows to a folder, and returns the table.
+        brief: a row in one line, for the terminal.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("names", nargs="*", help="models (all)")

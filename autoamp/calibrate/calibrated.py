@@ -24,7 +24,7 @@ from autoamp.calibrate.measure import SECONDS, NoTimeError, measured
 from autoamp.calibrate.speeds import Times, device_from, is_sane
 from autoamp.calibrate.store import append, lines_of, path_for
 from autoamp.dtypes import short_name
-from autoamp.messages import log_once
+from autoamp.messages import advice, log_once
 from autoamp.place.devices import Device, device_of
 from autoamp.printable import printable_line
 
@@ -142,11 +142,11 @@ def _own(device: torch.device, low: torch.dtype, seconds: float = SECONDS) -> _F
     append(path, json.dumps([dtype, {k: round(ns) for k, ns in times.items()}]) + "\n")
     logger.info(
         "autoamp: measured the speeds of %s in %.1f s, once: they are kept in %s "
-        "(%s=0 or calibrate=False takes the figures of a table)",
+        "(%s takes the figures of a table)",
         device_name(device),
         time.perf_counter() - begun,
         path,
-        SWITCH,
+        advice("calibrate", False, by_variables=True),
     )
     # Of two processes that have measured at once, both take what was written first.
     return _Found(kept() or times)

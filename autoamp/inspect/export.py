@@ -100,10 +100,10 @@ def to_dot(document: Document) -> str:
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _devices(document: Document) -> dict[str, dict[str, Any]]:
-    """Each device that ops are priced for, by name, with the figures behind prices."""
-    each = [s.rewritten.assignment.prices.device for s in document.sections]
-    return {d.name: figures_of(d) for d in each if d is not NEUTRAL}
+def _devices(document: Document) -> list[dict[str, Any]]:
+    """Each device that ops are priced for, with the figures behind the prices."""
+    each = (s.rewritten.assignment.prices.device for s in document.sections)
+    return [figures_of(d) for d in dict.fromkeys(each) if d is not NEUTRAL]
 
 
 def _section(section: Section) -> dict[str, Any]:

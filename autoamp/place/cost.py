@@ -226,8 +226,10 @@ def kind_of_product(node: fx.Node, fact: NodeFacts) -> str:
     op = fact.base.rstrip("_")
     if op in family("convolution"):
         weight = node.args[1] if len(node.args) > 1 else None
-        shape = weight.meta["val"].shape if isinstance(weight, fx.Node) else ()
-        return "channelwise" if len(shape) > 2 and shape[1] == 1 else "conv"
+        value = weight.meta["val"] if isinstance(weight, fx.Node) else None
+        if isinstance(value, torch.Tensor) and value.dim() > 2 and value.shape[1] == 1:
+            return "channelwise"
+        return "conv"
     if op in family("transposed_convolution"):
         return "conv"
     if op in family("recurrent"):

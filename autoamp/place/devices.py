@@ -69,11 +69,11 @@ class Device:
             "conv": rates.convolution,
             "channelwise": rates.channelwise,
         }
-        peak = self.low_flops_per_ns if low else self.fp32_peak(kind)
-        rate = measured.get(kind) or peak
-        if kind not in ("matmul", "batched") or not rates.products:
-            return rate
-        return rate * rate_at(rates.products, rows) / rates.products[-1][1]
+        rate = measured.get(kind)
+        if kind in ("matmul", "batched") and rates.products:
+            by_rows = rate_at(rates.products, rows)
+            return rate * by_rows / rates.products[-1][1] if rate else by_rows
+        return rate or (self.low_flops_per_ns if low else self.fp32_peak(kind))
 
     def bandwidth(self, moved: float, *, low: bool, heavy: bool) -> float:
         """The bytes per nanosecond of an op without products.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -12,42 +12,43 @@ import torch
 from autoamp.compat.fp32_precision import KINDS
 from autoamp.place.devices import Device
 from autoamp.place.rates import Curve, Rates
+from autoamp.printable import printable_line
 
 _BY_LOCK = ", by the lock"
 
 
 def figures_of(device: Device) -> dict[str, Any]:
-    """Every figure of a device but its name, as values that JSON has."""
-    found = asdict(device)
-    del found["name"]
-    return found | {"tf32_kinds": sorted(device.tf32_kinds)}
+    """Every figure of a device, as values that JSON has."""
+    return asdict(device) | {"tf32_kinds": sorted(device.tf32_kinds)}
 
 
 def device_with(
-    devices: Mapping[str, Mapping[str, Any]], type_: str, low: torch.dtype
+    devices: Sequence[Mapping[str, Any]], type_: str, low: torch.dtype
 ) -> Device | None:
     """The device of a saved report that is of a type and has a dtype as wide as `low`.
 
     Args:
-        devices: the name of each device of the report to its figures.
+        devices: the figures of each device of the report.
 
     Returns:
         None where the report has no such device, or where its figures cannot be used.
     """
-    for name, figures in devices.items():
+    for figures in devices:
         wanted = (type_, low.itemsize)
         if (figures.get("type"), figures.get("low_itemsize")) == wanted:
-            return _device(name.removesuffix(_BY_LOCK) + _BY_LOCK, figures)
+            return _device(figures)
     return None
 
 
-def _device(name: str, figures: Mapping[str, Any]) -> Device | None:
-    known = {each.name for each in fields(Device)} - {"name"}
+def _device(figures: Mapping[str, Any]) -> Device | None:
     try:
-        given = {key: _read(key, figures[key]) for key in known}
+        given = {each.name: _read(each.name, figures[each.name]) for each in _FIELDS}
     except (KeyError, TypeError, ValueError):
         return None  # another version of autoamp wrote the report
-    return Device(name=name, **given)
+    return Device(**given)
+
+
+_FIELDS = fields(Device)
 
 
 def _read(key: str, value: Any) -> Any:
@@ -72,7 +73,11 @@ def _read(key: str, value: Any) -> Any:
         return frozenset(value) & frozenset(KINDS)
     if key in ("pays", "channels_last"):
         return bool(value)
-    return value if key == "type" else _number(value)
+    if key == "type":
+        return value
+    if key == "name":
+        return printable_line(str(value), 200).removesuffix(_BY_LOCK) + _BY_LOCK
+    return _number(value)
 
 
 def _curve(points: Any) -> Curve:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 SCHEMA = "autoamp.report"
@@ -102,15 +102,15 @@ class SavedReport:
         model: the class name of the model.
         compute_dtype: short name of the low dtype; "" where nothing was rewritten.
         graphs: every graph followed by its bodies, in order of capture.
-        devices: the name of each device that ops are priced for, to its figures; empty
-            where an older version wrote the report.
+        devices: the figures of each device that ops are priced for; none where an
+            older version wrote the report.
     """
 
     path: str
     model: str
     compute_dtype: str
     graphs: tuple[SavedGraph, ...]
-    devices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    devices: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def low_ops(self) -> int:

@@ -104,6 +104,8 @@ def _report(path: str, data: object) -> SavedReport:
         if len({op.name for op in found}) < len(found):
             _fail(path, f"two ops of graph {key[0]} have the same name")
     dtype = data.get("compute_dtype")
+    # The first documents of version 1 have no such key.
+    devices = _tables(path, {"devices": [], **data}, "devices")
     return SavedReport(
         path=path,
         model=_text(path, data, "", "model"),
@@ -112,20 +114,8 @@ def _report(path: str, data: object) -> SavedReport:
             SavedGraph(*key, device, tuple(ops[key]), tuple(casts[key]))
             for key, device in sections.items()
         ),
-        devices=_devices(path, data),
+        devices=tuple(each for _, each in devices),
     )
-
-
-def _devices(path: str, data: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The figures of each device; version 1 of the schema began without them."""
-    found = data.get("devices", {})
-    if not isinstance(found, dict):
-        _fail(path, f"devices is {_shown(found)}; it must be an object")
-    for name, figures in found.items():
-        if not isinstance(figures, dict):
-            where = f"devices.{_shown(name)}"
-            _fail(path, f"{where} is {_shown(figures)}; it must be an object")
-    return found
 
 
 def _sections(path: str, data: dict[str, Any]) -> dict[_Section, str]:

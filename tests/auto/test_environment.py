@@ -31,6 +31,7 @@ WORDS = {
     "AUTOAMP_GUARD": "1, true, on, 0, false, off",
     "AUTOAMP_HEAL": "1, true, on, 0, false, off",
     "AUTOAMP_FUSE": "1, true, on, 0, false, off",
+    "AUTOAMP_EXACT_CASTS": "1, true, on, 0, false, off",
     "AUTOAMP_CALIBRATE": "1, true, on, 0, false, off",
     "AUTOAMP_UNFUSED": "gelu, gelu_tanh, silu, mish, softmax",
     "AUTOAMP_WEIGHT_COPIES": "kept, every call",

@@ -1,0 +1,141 @@
+"""`python -m benchmarks.calibration`: does measuring again give the same placements?
+
+The speeds of this CPU are measured anew again and again, on an idle machine and beside
+processes that multiply matrices without end.  With the figures of each measurement the
+graphs of every model are placed; the placements of one model are then compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich.progress import track
+
+import autoamp
+from autoamp.calibrate.measure import NoTimeError, measured
+from autoamp.calibrate.speeds import device_from
+from autoamp.place.assign import assign
+from autoamp.place.cost import price_graph
+from autoamp.place.devices import Device, device_of
+from autoamp.rewrite.rewritten import Rewritten
+
+from . import report
+from .bytes_models import PAPER, WRITTEN
+from .capability import capability
+from .decoding import one_token
+from .processes import commit
+
+CPU, LOW = torch.device("cpu"), torch.bfloat16
+TIMES = 20
+SPINS = "import torch\nx = torch.ones(400, 400)\nwhile True: x @ x"
+HEADER = (
+    "model",
+    "float ops",
+    "idle: placements",
+    "ops that differ",
+    "busy: placements",
+    "ops that differ",
+)
+
+NOTE = f"""\
+The speeds of this CPU measured {TIMES} times while idle, and {TIMES} times beside two
+processes that multiply matrices. Placements: how many different ones came of these
+measurements, where a measurement that took too long counts as the table's figures.
+Ops that differ: the float ops that do not have one precision in all of them."""
+
+
+def graphs() -> dict[str, list[Rewritten]]:
+    """The captured graphs of each model: training steps, and one token of a GPT-2."""
+    found = {}
+    for case in track((*PAPER, *WRITTEN), "capturing", transient=True):
+        args, kwargs = case.inputs(0)
+        model = case.model().train()
+        told = autoamp.explain(model, args, kwargs, options={"precision": "bf16"})
+        found[case.name] = list(told.rewritten)
+    model, args, kwargs = one_token()
+    told = autoamp.explain(model, args, kwargs, options={"precision": "bf16"})
+    return found | {"gpt2, one token": list(told.rewritten)}
+
+
+def placed(rewritten: Rewritten, device: Device) -> frozenset[str]:
+    """The nodes that run low by the prices of a device."""
+    prices = price_graph(
+        rewritten.before,
+        rewritten.classified,
+        device,
+        objective="time",
+        do_no_harm=True,
+        free_weights=True,
+    )
+    return assign(rewritten.classified, prices, "optimal").low
+
+
+def calibrated() -> Device:
+    """The device as measured now, or the table's where there is no time."""
+    table = device_of(CPU, LOW)
+    try:
+        return device_from(measured(CPU, LOW), LOW, table, "measured")
+    except NoTimeError:
+        return table
+
+
+@contextlib.contextmanager
+def busy() -> Iterator[None]:
+    """Two processes beside this one that never wait."""
+    beside = [subprocess.Popen([sys.executable, "-c", SPINS]) for _ in range(2)]
+    time.sleep(5)  # until torch is imported there
+    try:
+        yield
+    finally:
+        for each in beside:
+            each.kill()
+            each.wait()
+
+
+def spread(
+    graphs_of: Sequence[Rewritten], devices: Sequence[Device]
+) -> tuple[int, int, int]:
+    """Float ops; how many placements; the ops without one precision in all of them."""
+    runs = [tuple(placed(each, device) for each in graphs_of) for device in devices]
+    every = ((at, n) for run in runs for at, names in enumerate(run) for n in names)
+    low = Counter(every)
+    ops = {(at, n) for at, r in enumerate(graphs_of) for n in r.classified.verdicts}
+    differ = sum(0 < low[key] < len(runs) for key in ops)
+    return len(ops), len(set(runs)), differ
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, places, prints the table and writes it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.calibration")
+    parser.add_argument("--times", type=int, default=TIMES)
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    given = parser.parse_args(arguments)
+    captured = graphs()
+    numbers = range(given.times)
+    idle = [calibrated() for _ in track(numbers, "idle", transient=True)]
+    with busy():
+        loaded = [calibrated() for _ in track(numbers, "busy", transient=True)]
+    late = sum(device.name != "measured" for device in loaded)
+    rows = []
+    for name, graphs_of in captured.items():
+        ops, *figures = spread(graphs_of, idle)
+        rows.append([name, str(ops), *map(str, figures)])
+        rows[-1] += map(str, spread(graphs_of, loaded)[1:])
+    line = f"{capability('cpu')}; commit {commit()}"
+    told = f"{late} of {given.times} measurements on the busy machine took too long."
+    text = "\n".join([line, "", NOTE, told, "", report.markdown(HEADER, rows)]) + "\n"
+    report.write(given.out / "calibration", text, {"capability": line, "rows": rows})
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
