@@ -19,7 +19,7 @@ ZOO := $(shell grep -E '^(pillow|timm|torchvision)==' constraints.txt)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup zoo demo test test-all test-oldest test-cuda-fake conformance mutants \
-  lint types bench docs check-wheel clean
+  lint types bench gpu docs check-wheel clean
 .DELETE_ON_ERROR:
 
 help: ## Show this list
@@ -124,6 +124,15 @@ check-wheel: ## Install the wheel into an empty environment, and try it there
 
 bench: $(VENV)/.ready ## Time fp32, torch.autocast and autoamp side by side
 	$(BIN)/python -m benchmarks
+
+# With the torch that is there, since a machine with a GPU may have no network: `.venv` is
+# used where it exists.  `make gpu PIECES="tests training"` runs some pieces only.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+PIECES ?=
+GPU_ARGS ?=
+
+gpu: ## The tests and tables that need a GPU, in pieces of ten minutes that go on where they were
+	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS) $(PIECES)
 
 clean: ## Remove .venv and every cache
 	rm -rf $(VENV) $(OLDEST_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -13,6 +13,9 @@ COLOURS = {
     "autocast": "#e69f00",
     "autoamp": "#0072b2",
     "bfloat16": "#009e73",
+    "float16": "#009e73",
+    "autocast, inductor": "#f0c566",
+    "autoamp, inductor": "#56b4e9",
 }
 LEFT, WIDTH, HEIGHT = 60, 760, 220
 """The left edge of the bars, their width together, and the height of a bar plot."""
@@ -60,12 +63,12 @@ def svg(plots: Sequence[str]) -> str:
 
 def grouped(title: str, shares: Mapping[str, Mapping[str, float]]) -> str:
     """A plot with a group of bars for each model, a bar for each way."""
-    ways = [way for way in WAYS if any(way in each for each in shares.values())]
+    ways = [way for way in COLOURS if any(way in each for each in shares.values())]
     top = max(value for each in shares.values() for value in each.values()) * 1.05
     place = WIDTH / len(shares)
     bar = place * 0.8 / len(ways)
     parts = [_text(LEFT, 16, title, anchor="start")]
-    parts += [_key(i, way) for i, way in enumerate(ways)]
+    parts += _keys(ways)
     for i, (name, each) in enumerate(shares.items()):
         start = LEFT + i * place
         line = TOP + HEIGHT + 18 + 14 * (i % 2) * (len(shares) > 9)
@@ -108,10 +111,14 @@ def _axis(top: float) -> list[str]:
     return lines
 
 
-def _key(number: int, way: str) -> str:
-    x = LEFT + WIDTH - 90 * (len(WAYS) - number)
-    box = f'<rect x="{x}" y="6" width="12" height="12" fill="{COLOURS[way]}"/>'
-    return box + _text(x + 16, 16, way, anchor="start")
+def _keys(ways: Sequence[str]) -> list[str]:
+    each = max(90, 24 + 7 * max(map(len, ways)))
+    keys = []
+    for number, way in enumerate(ways):
+        x = LEFT + WIDTH - each * (len(ways) - number)
+        box = f'<rect x="{x}" y="6" width="12" height="12" fill="{COLOURS[way]}"/>'
+        keys.append(box + _text(x + 16, 16, way, anchor="start"))
+    return keys
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "middle") -> str:

@@ -20,7 +20,8 @@ from autoamp.counted.traffic import Traffic, TrafficMode, is_cast
 
 from .bytes_bound import bytes_bound
 from .errors import Batch
-from .metrics import ModelCase
+from .metrics import ModelCase, to_device
+from .setting import Setting
 
 WAYS = ("fp32", "autocast", "autoamp", "bfloat16")
 """The columns of the table."""
@@ -29,6 +30,7 @@ WARM_UP = 2
 """Steps before the counted one: the first captures, and an optimizer follows each."""
 
 BF16 = torch.bfloat16
+CPU_BF16 = Setting()
 
 
 @dataclass(frozen=True)
@@ -101,20 +103,26 @@ def count_step(case: ModelCase, way: str) -> StepCount:
 
 
 def prepared(
-    case: ModelCase, way: str
+    case: ModelCase, way: str, setting: Setting = CPU_BF16
 ) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]], Batch]:
     """The model to call, the context of its forward, and the batch it gets."""
-    model, batch = case.model(), case.inputs(0)
+    device, dtype = setting.device, setting.low
+    model, batch = case.model().to(device), to_device(case.inputs(0), device)
     if way == "autocast":
-        return model, partial(torch.autocast, "cpu", BF16), batch
+        return model, partial(torch.autocast, device, dtype), batch
     if way == "autoamp":
         converted: nn.Module = autoamp.convert(
-            model, precision="bf16", do_no_harm=False, strict=True
+            model, precision=setting.precision, do_no_harm=False, strict=True
         )
         return converted, nullcontext, batch
-    if way == "bfloat16":
+    if way == low_way(setting):
         low: Batch = pytree.tree_map_only(
-            Tensor, lambda t: t.to(BF16) if t.dtype == torch.float32 else t, batch
+            Tensor, lambda t: t.to(dtype) if t.dtype == torch.float32 else t, batch
         )
-        return model.to(BF16), nullcontext, low
+        return model.to(dtype), nullcontext, low
     return model, nullcontext, batch
+
+
+def low_way(setting: Setting) -> str:
+    """The way in which all of the model is in the compute dtype: "bfloat16"."""
+    return str(setting.low).removeprefix("torch.")

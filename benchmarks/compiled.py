@@ -25,59 +25,88 @@ import autoamp
 from autoamp.dtypes import HIGH_DTYPE
 
 from . import report, step_times
-from .bytes_models import PAPER, case_of
-from .bytes_step import BF16, prepared
-from .metrics import ModelCase
+from .bytes_models import PAPER
+from .bytes_step import prepared
+from .gpu_cases import batches, gpu_cases
+from .metrics import ModelCase, to_device
 from .ratios import Row, mean, ratio
-from .step_times import ROUNDS, Prepared, Step, step_of
+from .setting import Setting
+from .step_times import CPU_BF16, Prepared, Step, rounds, scaler_of, step_of
+from .training import case_in
 
 STEM = "compiled"
 EXACT = "autoamp, exact casts"
 WAYS = ("fp32", "autocast", "autoamp", EXACT)
 
-NOTE = f"""\
-A training step in bf16 (forward, backward, SGD) compiled by inductor, as part of the
-time of the same step of `torch.compile` under torch.autocast, medians of {ROUNDS}
-interleaved rounds. The batches are those of the [byte counts](bytes.md)."""
-
 BYTES_NOTE = """\
 Bytes that the kernels of the compiled graphs read and write, as inductor counts them
 (`num_bytes_accessed`), kernels that it generated, and the bytes of the refresh of
 autoamp's low copies of the weights, once a step of the optimizer and outside of the
-graphs; autocast casts the weights inside, in each forward. "Exact casts" is autoamp
+graphs; autocast casts the weights inside, in each forward."""
+
+EXACT_NOTE = """\
+"Exact casts" is autoamp
 with `exact_casts=True`: inductor rounds at each cast, also inside a kernel."""
 
 
-def measured(name: str) -> Row:
+def names(setting: Setting) -> list[str]:
+    """The models that are compiled in a setting."""
+    cases = gpu_cases(setting.quick) if setting.full_size else PAPER
+    return [case.name for case in cases]
+
+
+def ways(setting: Setting) -> tuple[str, ...]:
+    """The columns of the tables; full-size models take too long to compile once more.
+
+    Ten minutes are enough to compile a few full-size models in three ways.
+    """
+    return WAYS[:-1] if setting.full_size else WAYS
+
+
+def note(setting: Setting) -> str:
+    """What the table of times is of."""
+    small = "The batches are those of the [byte counts](bytes.md)."
+    said = batches(setting.quick) if setting.full_size else small
+    return f"""\
+A training step in {setting.precision} (forward, backward, SGD) compiled by inductor, \
+as part of the
+time of the same step of `torch.compile` under torch.autocast, medians of \
+{rounds(setting)}
+interleaved rounds. {said}"""
+
+
+def measured(name: str, setting: Setting) -> Row:
     """The seconds of each way in each round, and what inductor counts."""
-    case = case_of(name)
+    case = case_in(setting, name)
     counted: dict[str, dict[str, int]] = {}
 
     def make(way: str) -> Step:
-        ready = compiled(case, way)
-        step = step_of(case, ready)
+        ready = compiled(case, way, setting)
+        step = step_of(case, ready, scaler=scaler_of(way, setting))
         with inductors_count() as count:
             step()
-        counted[way] = {**count, "refreshed": refreshed_bytes(ready[0])}
+        counted[way] = {**count, "refreshed": refreshed_bytes(ready[0], setting)}
         return step
 
-    row = step_times.measured(name, {way: partial(make, way) for way in WAYS})
+    makers = {way: partial(make, way) for way in ways(setting)}
+    row = step_times.measured(name, makers, setting)
     for way, figures in row["ways"].items():
         figures.update(counted[way])
     return row
 
 
-def compiled(case: ModelCase, way: str) -> Prepared:
+def compiled(case: ModelCase, way: str, setting: Setting = CPU_BF16) -> Prepared:
     """The model compiled by inductor in one of `WAYS`, a context and the batch."""
     if way not in ("autoamp", EXACT):
-        model, context, batch = prepared(case, way)
+        model, context, batch = prepared(case, way, setting)
         return torch.compile(model), context, batch  # type: ignore[return-value]
     options: dict[str, Any] = {"do_no_harm": False, "strict": True}
     options["exact_casts"] = way == EXACT
+    model = case.model().to(setting.device)
     converted = autoamp.convert(
-        case.model(), precision="bf16", backend="inductor", **options
+        model, precision=setting.precision, backend="inductor", **options
     )
-    return converted, nullcontext, case.inputs(0)
+    return converted, nullcontext, to_device(case.inputs(0), setting.device)
 
 
 @contextmanager
@@ -110,12 +139,13 @@ def _not_shown(_: logging.LogRecord) -> bool:
     return False
 
 
-def refreshed_bytes(model: nn.Module) -> int:
+def refreshed_bytes(model: nn.Module, setting: Setting = CPU_BF16) -> int:
     """Bytes read and written to make the low copies of a model's weights anew."""
     if not autoamp.is_converted(model):
         return 0
     kept = autoamp.report(model).cast_counts.kept_bytes
-    return kept * (HIGH_DTYPE.itemsize + BF16.itemsize) // BF16.itemsize
+    low = setting.low.itemsize
+    return kept * (HIGH_DTYPE.itemsize + low) // low
 
 
 def _megabytes(way: str, kind: str) -> Callable[[Row], str]:
@@ -135,41 +165,41 @@ def _ratio(row: Row) -> str:
     return f"{found:.3f}" if found else "-"
 
 
-def bytes_table(rows: Sequence[Row]) -> str:
+def bytes_table(rows: Sequence[Row], ways: Sequence[str] = WAYS) -> str:
     """The Markdown table of inductor's own counts."""
     columns: list[tuple[str, Callable[[Row], str]]] = [
-        *((f"{way}, MB", _megabytes(way, "bytes")) for way in WAYS),
+        *((f"{way}, MB", _megabytes(way, "bytes")) for way in ways),
         ("refresh, MB", _megabytes("autoamp", "refreshed")),
         ("autoamp / autocast", _ratio),
-        *((f"{way}, kernels", _kernels(way)) for way in WAYS),
+        *((f"{way}, kernels", _kernels(way)) for way in ways),
     ]
     lines = [[row["name"], *(cell(row) for _, cell in columns)] for row in rows]
     average = mean(rows, "bytes")
     shown = f"{average:.3f}" if average else "-"
     foot = [
         "geometric mean",
-        *("" for _ in (*WAYS, "refresh")),
+        *("" for _ in (*ways, "refresh")),
         shown,
-        *("" for _ in WAYS),
+        *("" for _ in ways),
     ]
     return report.markdown(["model", *(head for head, _ in columns)], [*lines, foot])
 
 
-def write(rows: Sequence[Row], folder: Path) -> str:
+def write(rows: Sequence[Row], folder: Path, setting: Setting = CPU_BF16) -> str:
     """Writes the tables, their rows and a plot to `folder`; returns the text."""
     title = "Time of a compiled training step, torch.autocast = 1"
-    tables = [step_times.table(rows, WAYS), BYTES_NOTE, bytes_table(rows)]
-    return step_times.write(folder / STEM, rows, NOTE, tables, title)
+    chosen = ways(setting)
+    said = f"{BYTES_NOTE} {EXACT_NOTE}" if EXACT in chosen else BYTES_NOTE
+    tables = [step_times.table(rows, chosen), said, bytes_table(rows, chosen)]
+    stem = folder / setting.stem(STEM)
+    told = note(setting)
+    return step_times.write(stem, rows, told, tables, title=title, setting=setting)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures what is asked and not yet there; 1 if a way to run a model failed."""
-    return step_times.run(
-        "benchmarks.compiled",
-        arguments,
-        names=[case.name for case in PAPER],
-        measured=measured,
-        write=write,
+    return step_times.run_anywhere(
+        "benchmarks.compiled", arguments, names=names, measured=measured, write=write
     )
 
 

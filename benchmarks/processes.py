@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ from rich.progress import track
 
 from .ratios import Row
 
+ROOT = Path(__file__).parents[1]
 LIMIT_S = 900
 """Seconds that all ways of one model may take together."""
 
@@ -21,33 +24,45 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
+COMMIT = "BENCHMARK_COMMIT"
+"""The variable that names the commit where files were copied without their history."""
+
+
 def commit() -> str:
     """The commit checked out, with "+" where what is measured differs from it."""
+    if given := os.environ.get(COMMIT):
+        return given
+    if shutil.which("git") is None:
+        return "unknown"
 
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["git", *words],
-            cwd=Path(__file__).parents[1],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             check=False,
         )
 
-    found = git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown"
+    found = git("rev-parse", "--short", "HEAD").stdout.strip()
+    if not found:
+        return "unknown"
     counted = ("autoamp", "rules", "benchmarks/*.py", "tests/zoo")
     return found + "+" * (git("diff", "--quiet", "HEAD", "--", *counted).returncode > 0)
 
 
-def in_a_process(name: str, module: str) -> Row:
+def in_a_process(
+    name: str, module: str, arguments: Sequence[str] = (), limit: float = LIMIT_S
+) -> Row:
     """`python -m MODULE --one NAME`: whatever happens to it, a row comes back."""
-    command = [sys.executable, "-m", module, "--one", name]
+    command = [sys.executable, "-m", module, "--one", name, *arguments]
     failed: Row = {"name": name, "commit": commit(), "ways": {}}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            command, capture_output=True, text=True, timeout=limit, check=False
         )
     except subprocess.TimeoutExpired:
-        return {**failed, "failures": {"all": f"it took more than {LIMIT_S} s"}}
+        return {**failed, "failures": {"all": f"it took more than {limit:g} s"}}
     if done.returncode == 0:
         row: Row = json.loads(done.stdout.splitlines()[-1])
         return row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,13 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def write(stem: Path, text: str, data: dict[str, Any]) -> None:
     """Writes `text` to `stem`.md and `data` to `stem`.json."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".md").write_text(text)
-    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    put(stem.with_suffix(".md"), text)
+    put(stem.with_suffix(".json"), json.dumps(data, indent=1) + "\n")
+
+
+def put(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: a benchmark may be ended at any moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)

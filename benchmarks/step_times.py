@@ -17,16 +17,17 @@ from torch import nn
 
 from . import report
 from .bars import grouped, svg
-from .capability import capability
 from .errors import Batch
 from .metrics import ModelCase
-from .processes import commit, commits, failures, fill, in_a_process, said
+from .processes import LIMIT_S, commit, commits, failures, fill, in_a_process, said
 from .ratios import Row
+from .setting import Setting, add_arguments, setting_of
 from .timing import interleaved, keep_freed_memory, ratios
 
 BASELINE = "autocast"
-WARM_UP = 3
-ROUNDS = 11
+WARM_UP, FP16_WARM_UP = 3, 12
+ROUNDS, QUICK_ROUNDS = 11, 3
+CPU_BF16 = Setting()
 
 Prepared = tuple[nn.Module, Callable[[], AbstractContextManager[Any]], Batch]
 """The model to call, the context of its forward, and the batch it gets."""
@@ -35,7 +36,18 @@ Prepared = tuple[nn.Module, Callable[[], AbstractContextManager[Any]], Batch]
 Step = Callable[[], None]
 
 
-def step_of(case: ModelCase, prepared: Prepared, batches: int = 1) -> Step:
+def scaler_of(way: str, setting: Setting) -> torch.amp.GradScaler | None:
+    """The loss scaler that a way needs beside it: autocast's, in fp16."""
+    needed = way.startswith("autocast") and setting.precision == "fp16"
+    return torch.amp.GradScaler(setting.device) if needed else None
+
+
+def step_of(
+    case: ModelCase,
+    prepared: Prepared,
+    batches: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Step:
     """A training step: forwards and backwards of `batches`, and a step of SGD."""
     model, context, batch = prepared
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, foreach=True)
@@ -46,14 +58,23 @@ def step_of(case: ModelCase, prepared: Prepared, batches: int = 1) -> Step:
             args, kwargs = copy.copy(batch)
             with context():
                 output = model(*args, **kwargs)
-            case.loss(output).backward()
-        optimizer.step()
+            loss = case.loss(output)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
     return step
 
 
-def measured(name: str, steps: Mapping[str, Callable[[], Step]]) -> Row:
+def measured(
+    name: str,
+    steps: Mapping[str, Callable[[], Step]],
+    setting: Setting = CPU_BF16,
+) -> Row:
     """The seconds of each way in each round; a way that fails has its error instead.
 
     Args:
@@ -66,13 +87,24 @@ def measured(name: str, steps: Mapping[str, Callable[[], Step]]) -> Row:
         try:
             torch.manual_seed(0)
             step = make()
-            for _ in range(WARM_UP):
+            for _ in range(warm_up(setting)):
                 step()
             ready[way] = step
         except Exception as error:  # noqa: BLE001 - the other ways are still timed
             row["failures"][way] = said(error)
-    row["ways"] = {w: {"seconds": t} for w, t in interleaved(ready, ROUNDS).items()}
+    taken = interleaved(ready, rounds(setting), setting.device)
+    row["ways"] = {way: {"seconds": seconds} for way, seconds in taken.items()}
     return row
+
+
+def rounds(setting: Setting) -> int:
+    """Timed rounds."""
+    return QUICK_ROUNDS if setting.quick else ROUNDS
+
+
+def warm_up(setting: Setting) -> int:
+    """Steps before the timed ones; a dynamic loss scale takes some to settle."""
+    return WARM_UP if setting.precision != "fp16" or setting.quick else FP16_WARM_UP
 
 
 def shares(row: Row) -> dict[str, float]:
@@ -109,16 +141,35 @@ def _cell(found: Mapping[str, float], way: str) -> str:
 
 
 def write(
-    stem: Path, rows: Sequence[Row], note: str, tables: Sequence[str], title: str
+    stem: Path,
+    rows: Sequence[Row],
+    note: str,
+    tables: Sequence[str],
+    *,
+    title: str,
+    setting: Setting = CPU_BF16,
 ) -> str:
     """Writes tables as .md, rows as .json and a plot as .svg; returns the text."""
-    head = f"{capability('cpu')}; commit {commits(rows)}"
-    failed = failures(rows)
-    parts = [head, "", note, *(line for each in tables for line in ("", each))]
-    text = "\n".join([*parts, "", *failed]).rstrip() + "\n"
-    report.write(stem, text, {"capability": capability("cpu"), "models": list(rows)})
+    text = write_text(stem, rows, note, tables, setting)
     drawn = {row["name"]: shares(row) for row in rows if shares(row)}
-    stem.with_suffix(".svg").write_text(svg([grouped(title, drawn)] if drawn else []))
+    plots = [grouped(title, drawn)] if drawn else []
+    report.put(stem.with_suffix(".svg"), svg(plots))
+    return text
+
+
+def write_text(
+    stem: Path,
+    rows: Sequence[Row],
+    note: str,
+    tables: Sequence[str],
+    setting: Setting,
+) -> str:
+    """Writes tables as .md and rows as .json; returns the text."""
+    head = f"{setting.capability}; commit {commits(rows)}"
+    parts = [head, "", note, *(line for each in tables for line in ("", each))]
+    text = "\n".join([*parts, "", *failures(rows)]).rstrip() + "\n"
+    data = {"capability": setting.capability, "models": list(rows)}
+    report.write(stem, text, data)
     return text
 
 
@@ -131,7 +182,7 @@ def run(
     write: Callable[[Sequence[Row], Path], str],
     brief: Callable[[Row], str] = brief,
 ) -> int:
-    """The command line of a benchmark; 1 if a way to run a model failed.
+    """The command line of a benchmark of CPUs; 1 if a way to run a model failed.
 
     Args:
         module: what `python -m` is given.
@@ -140,20 +191,71 @@ def run(
         write: writes rows to a folder, and returns the table.
         brief: a row in one line, for the terminal.
     """
+    given = _parser(module).parse_args(arguments)
+    if given.one:
+        print(json.dumps(measured(given.one)))
+        return 0
+    stem = given.out / module.rpartition(".")[2]
+    take = partial(in_a_process, module=module, limit=given.limit)
+    return _filled(given, names, stem, take=take, write=write, brief=brief)
+
+
+def run_anywhere(
+    module: str,
+    arguments: Sequence[str] | None,
+    *,
+    names: Callable[[Setting], Sequence[str]],
+    measured: Callable[[str, Setting], Row],
+    write: Callable[[Sequence[Row], Path, Setting], str],
+    brief: Callable[[Row], str] = brief,
+) -> int:
+    """The same of a benchmark that is told where it runs, and in what precision.
+
+    Args:
+        module: what `python -m` is given.
+        names: the models of a setting; all are measured where none is named.
+        measured: measures one model in a setting, in this process.
+        write: writes rows to a folder, and returns the table.
+        brief: a row in one line, for the terminal.
+    """
+    parser = _parser(module)
+    add_arguments(parser)
+    given = parser.parse_args(arguments)
+    setting = setting_of(parser, given)
+    if given.one:
+        print(json.dumps(measured(given.one, setting)))
+        return 0
+    stem = given.out / setting.stem(module.rpartition(".")[2])
+    where = setting.arguments()
+    take = partial(in_a_process, module=module, arguments=where, limit=given.limit)
+
+    def written(rows: Sequence[Row], folder: Path) -> str:
+        return write(rows, folder, setting)
+
+    every = names(setting)
+    return _filled(given, every, stem, take=take, write=written, brief=brief)
+
+
+def _parser(module: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("names", nargs="*", help="models (all)")
     parser.add_argument("--again", action="store_true", help="finished models too")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     parser.add_argument("--one", metavar="NAME", help="one model, printed as JSON")
-    options = parser.parse_args(arguments)
-    if options.one:
-        print(json.dumps(measured(options.one)))
-        return 0
-    stem = options.out / module.rpartition(".")[2]
-    take = partial(in_a_process, module=module)
-    wanted, again = options.names or names, options.again
-    text = fill(wanted, stem, take=take, write=write, brief=brief, again=again)
-    print(text)
-    return int(
-        bool(failures(json.loads(stem.with_suffix(".json").read_text())["models"]))
-    )
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds a model")
+    return parser
+
+
+def _filled(
+    given: argparse.Namespace,
+    every: Sequence[str],
+    stem: Path,
+    *,
+    take: Callable[[str], Row],
+    write: Callable[[Sequence[Row], Path], str],
+    brief: Callable[[Row], str],
+) -> int:
+    wanted, again = given.names or every, given.again
+    print(fill(wanted, stem, take=take, write=write, brief=brief, again=again))
+    rows = json.loads(stem.with_suffix(".json").read_text())["models"]
+    return int(bool(failures(rows)))

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import transformers as hf
 from torch import Tensor, nn
 
+from . import full_models
 from .errors import Batch
 
 Kind = Literal["training", "micro-batches", "inference"]
@@ -48,85 +48,6 @@ def _ids(batch: int, length: int, vocab: int) -> Tensor:
     return torch.randint(0, vocab, (batch, length), generator=_generator())
 
 
-def _gpt2(quick: bool) -> nn.Module:
-    size = {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 1000}
-    config = hf.GPT2Config(
-        **(size if quick else {}),
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    return hf.GPT2LMHeadModel(config)
-
-
-def _bert(quick: bool) -> nn.Module:
-    size = _hidden(vocab_size=1000)
-    config = hf.BertConfig(
-        **(size if quick else {}),
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return hf.BertForMaskedLM(config)
-
-
-def _t5(quick: bool) -> nn.Module:
-    size = {
-        "d_model": 128,
-        "d_kv": 32,
-        "d_ff": 256,
-        "num_layers": 2,
-        "num_heads": 4,
-        "vocab_size": 1000,
-    }
-    # Without `quick`, the defaults: T5-small.
-    config = hf.T5Config(
-        **(size if quick else {}),
-        dropout_rate=0.0,
-        use_cache=False,
-        decoder_start_token_id=0,
-    )
-    return hf.T5ForConditionalGeneration(config)
-
-
-def _vit(quick: bool) -> nn.Module:
-    size = _hidden(image_size=64)
-    config = hf.ViTConfig(
-        **(size if quick else {}),
-        num_labels=100,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return hf.ViTForImageClassification(config)
-
-
-def _resnet(quick: bool) -> nn.Module:
-    size = {"embedding_size": 32, "hidden_sizes": [64, 128], "depths": [1, 1]}
-    # Without `quick`, the defaults: ResNet-50.
-    return hf.ResNetForImageClassification(
-        hf.ResNetConfig(**(size if quick else {}), num_labels=100)
-    )
-
-
-def _mlp(quick: bool) -> nn.Module:
-    width = 256 if quick else 1024
-    return nn.Sequential(
-        nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU()
-    )
-
-
-def _hidden(**more: int) -> dict[str, int]:
-    size = {
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 256,
-    }
-    return size | more
-
-
 def workloads(quick: bool) -> list[Workload]:
     """Every workload of the table, small ones where `quick`."""
     n = 8 if quick else 16
@@ -152,12 +73,12 @@ def workloads(quick: bool) -> list[Workload]:
         return (torch.randn(batch, width, generator=_generator()),), {}
 
     rows: list[tuple[str, Callable[[bool], nn.Module], Callable[[int], Batch]]] = [
-        ("resnet50", _resnet, images),
-        ("vit_b", _vit, images),
-        ("gpt2", _gpt2, lambda b: text("gpt2", b, length)),
-        ("bert", _bert, lambda b: text("bert", b, length)),
-        ("t5", _t5, translation),
-        ("mlp", _mlp, vectors),
+        ("resnet50", full_models.resnet50, images),
+        ("vit_b", full_models.vit, images),
+        ("gpt2", full_models.gpt2, lambda b: text("gpt2", b, length)),
+        ("bert", full_models.bert, lambda b: text("bert", b, length)),
+        ("t5", full_models.t5, translation),
+        ("mlp", full_models.mlp, vectors),
     ]
 
     def row(
@@ -180,9 +101,9 @@ def workloads(quick: bool) -> list[Workload]:
             Workload(
                 f"gpt2 batch 1 length {size}",
                 "inference",
-                lambda: _gpt2(quick),
+                lambda: full_models.gpt2(quick),
                 lambda size=size: text("gpt2", 1, size, labels=False),
             )
         )
-    found.append(row("mlp batch 1", "inference", _mlp, vectors, 1))
+    found.append(row("mlp batch 1", "inference", full_models.mlp, vectors, 1))
     return found

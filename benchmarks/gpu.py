@@ -1,0 +1,224 @@
+"""`make gpu`, or `python -m benchmarks.gpu`: the tests and tables that need a GPU.
+
+Each piece is a command of its own, writes to `benchmarks/results/` files that are named
+for the GPU, and takes at most ten minutes.  A piece that is cut off goes on where it
+was when the same command is given again: the models, or tests, that it has finished are
+skipped.  Nothing is fetched from the network.
+
+The exit status is 3 if a piece was cut off, 1 if one failed, 2 if there is no GPU or no
+such piece, and 0 if every piece is finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from . import gpu_tests, report
+from .setting import NO_GPU, Setting, usable
+
+FINISHED, FAILED, REFUSED, CUT_OFF = range(4)
+SAID = ("finished", "failed: see above", "", "cut off: give the same command again")
+
+PIECE_S = 600.0
+"""Seconds that a piece may take."""
+
+GRACE_S = 20.0
+"""The last seconds of these, in which a piece that was told to end may write."""
+
+MODEL_SHARE = 0.7
+"""The share of a piece's seconds that one model may take; it has failed after that."""
+
+ROOT = Path(__file__).parents[1]
+PRECISIONS = ("bf16", "fp16")
+QUICK_TESTS = ("--only", "tests/training/test_step_flags.py")
+QUICK_MODELS = ("bert", "resnet50")
+"""The tests and models of a quick run, which only tries the command."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the work that can be asked for by name.
+
+    Attributes:
+        name: the name.
+        module: the benchmark that measures it.
+        stem: the start of the names of its files.
+        precision: the compute dtype, or "" if its files are not named for one.
+        goes_on: whether the benchmark keeps a model, or a test, as soon as it is
+            finished, and skips those that it finds; others are measured at one go.
+        quick: arguments that make a quick run short.
+    """
+
+    name: str
+    module: str
+    stem: str
+    precision: str = ""
+    goes_on: bool = True
+    quick: tuple[str, ...] = ()
+
+    def setting(self, asked: Setting) -> Setting:
+        """The setting that the piece is measured in."""
+        return replace(asked, precision=self.precision or asked.precision)
+
+    def results(self, asked: Setting, folder: Path) -> Path:
+        """The file that has its figures once there are any."""
+        stem = self.setting(asked).stem(self.stem, precise=bool(self.precision))
+        return folder / f"{stem}.json"
+
+    def command(self, asked: Setting, folder: Path, limit: float) -> list[str]:
+        """The command that measures what is missing."""
+        words = [sys.executable, "-m", self.module, *self.setting(asked).arguments()]
+        words += ["--out", str(folder), *self.quick * asked.quick]
+        if self.goes_on and self.module != gpu_tests.MODULE:
+            words += ["--limit", f"{limit * MODEL_SHARE:g}"]
+        return words
+
+
+def pieces() -> tuple[Piece, ...]:
+    """All pieces, in the order in which they run."""
+
+    def of(stem: str, precision: str, *, goes_on: bool = True) -> Piece:
+        name, module = f"{stem}-{precision}", f"benchmarks.{stem}"
+        quick = QUICK_MODELS if goes_on else ()
+        return Piece(name, module, stem, precision, goes_on, quick)
+
+    both = [
+        piece
+        for precision in PRECISIONS
+        for piece in (
+            of("training", precision),
+            of("forwards", precision),
+            of("inference", precision, goes_on=False),
+            of("ranking", precision),
+            of("compiled", precision),
+        )
+    ]
+    return (
+        Piece("calibrate", "benchmarks.speeds", "calibrate", goes_on=False),
+        Piece("tests", gpu_tests.MODULE, gpu_tests.STEM, quick=QUICK_TESTS),
+        Piece(
+            "resnet50", "benchmarks.resnet50", "resnet50", "fp16", quick=("batch 2",)
+        ),
+        *both,
+    )
+
+
+def chosen(names: Sequence[str]) -> list[Piece]:
+    """The pieces named; all where none is named.
+
+    Args:
+        names: "training-bf16" is one piece, "training" that of each compute dtype.
+
+    Raises:
+        ValueError: there is no such piece.
+    """
+    every = pieces()
+    for name in names:
+        if not any(name in (piece.name, piece.stem) for piece in every):
+            there = ", ".join(piece.name for piece in every)
+            raise ValueError(f"there is no piece {name!r}; there are {there}")
+    return [p for p in every if not names or {p.name, p.stem} & set(names)]
+
+
+def measure(piece: Piece, asked: Setting, folder: Path, limit: float) -> int:
+    """Measures what is missing of a piece: `FINISHED`, `FAILED` or `CUT_OFF`."""
+    if not piece.goes_on and piece.results(asked, folder).exists():
+        return FINISHED
+    status = within(limit, piece.command(asked, folder, limit))
+    if status is None:
+        return CUT_OFF
+    return FINISHED if status == 0 else FAILED
+
+
+def within(limit: float, command: Sequence[str]) -> int | None:
+    """The exit status of a command; None if it was ended after `limit` seconds.
+
+    Its own processes are ended with it, also where this process is told to end.
+    """
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+        try:
+            with ended_by_a_signal():
+                return process.wait(max(limit - GRACE_S, limit / 2))
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Tells a process group to end, and kills it after `GRACE_S`."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def ended_by_a_signal() -> Iterator[None]:
+    """In the region SIGTERM raises `SystemExit`, so that what is begun is ended."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures the pieces asked for, and says of each how it ended."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description="The tests and tables that need a GPU.",
+        epilog="pieces: " + ", ".join(piece.name for piece in pieces()),
+    )
+    parser.add_argument("pieces", nargs="*", help="what to run (all)")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    parser.add_argument("--limit", type=float, default=PIECE_S, help="seconds a piece")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="small, to try it")
+    given = parser.parse_args(arguments)
+    try:
+        wanted = chosen(given.pieces)
+    except ValueError as error:
+        parser.error(str(error))
+    if not usable(given.device):
+        print(NO_GPU, file=sys.stderr)
+        return REFUSED
+    asked, folder = Setting(given.device, quick=given.quick), given.out.resolve()
+    ended = {}
+    for piece in wanted:
+        print(f"{piece.name}: begun", flush=True)
+        begun = time.monotonic()
+        ended[piece.name] = measure(piece, asked, folder, given.limit)
+        taken = time.monotonic() - begun
+        print(f"{piece.name}: {SAID[ended[piece.name]]} ({taken:.0f} s)", flush=True)
+    print(asked.capability)
+    for name, status in ended.items():
+        print(f"  {name}: {SAID[status]}")
+    return worst(ended.values())
+
+
+def worst(statuses: Iterable[int]) -> int:
+    """The exit status: that a piece goes on comes before that one failed."""
+    found = set(statuses)
+    return next((s for s in (CUT_OFF, FAILED) if s in found), FINISHED)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,368 @@
+"""`make gpu` without a GPU: its pieces, what it skips and refuses, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_tests, processes, report, resnet50, setting, speeds
+from benchmarks.bytes_step import low_way
+from benchmarks.forwards import forward_of
+from benchmarks.gpu_cases import gpu_cases
+from benchmarks.ratios import Row
+from benchmarks.setting import NO_GPU, Setting
+from benchmarks.step_times import scaler_of
+
+SEVEN = ["gpt2", "bert", "llama", "t5", "vit", "resnet50", "convnext_tiny"]
+H100 = "nvidia-h100-80gb-hbm3"
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, major, minor, total_memory = "NVIDIA H100 80GB HBM3", 9, 0, 80 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+
+
+def test_the_pieces_are_what_needs_a_gpu() -> None:
+    found = {piece.name for piece in gpu.pieces()}
+    assert len(found) == len(gpu.pieces())
+    tables = ("training", "forwards", "inference", "ranking", "compiled")
+    both = {f"{name}-{low}" for name in tables for low in ("bf16", "fp16")}
+    assert found == {"calibrate", "tests", "resnet50", *both}
+    assert [case.name for case in gpu_cases(quick=False)] == SEVEN
+
+
+def test_a_piece_is_asked_for_by_its_name_or_its_tables() -> None:
+    assert [p.name for p in gpu.chosen(["tests", "training"])] == [
+        "tests",
+        "training-bf16",
+        "training-fp16",
+    ]
+    assert [p.name for p in gpu.chosen(["compiled-fp16"])] == ["compiled-fp16"]
+    assert gpu.chosen([]) == list(gpu.pieces())
+    with pytest.raises(ValueError, match=r"no piece 'trainings'; there are calibrate"):
+        gpu.chosen(["trainings"])
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_one_line_says_so(tmp_path: Path, capsys) -> None:
+    assert gpu.main(["--out", str(tmp_path)]) == gpu.REFUSED == 2
+    assert capsys.readouterr() == ("", f"{NO_GPU}\n")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as left:
+        resnet50.main(["--device", "cuda", "--out", str(tmp_path)])
+    assert left.value.code == 2
+    assert NO_GPU in capsys.readouterr().err
+
+
+def test_make_gpu_is_the_command() -> None:
+    words = ["make", "--dry-run", "gpu", "GPU_PYTHON=python3", "PIECES=tests training"]
+    shown = subprocess.run(
+        words, cwd=processes.ROOT, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == "python3 -m benchmarks.gpu  tests training\n"
+
+
+@pytest.mark.usefixtures("an_h100")
+def test_results_are_named_for_the_gpu(tmp_path: Path) -> None:
+    asked = Setting("cuda")
+    names = [piece.results(asked, tmp_path).name for piece in gpu.pieces()]
+    assert names[:3] == [
+        f"calibrate-{H100}.json",
+        f"tests-{H100}.json",
+        f"resnet50-fp16-{H100}.json",
+    ]
+    assert f"training-bf16-{H100}.json" in names
+    assert len(set(names)) == len(names)
+    assert Setting("cuda", "bf16").capability.startswith("NVIDIA H100 80GB HBM3, ")
+    quick = Setting("cuda", "fp16", quick=True)
+    assert quick.stem("training") == f"training-fp16-{H100}-quick"
+
+
+def test_results_of_a_cpu_keep_their_names() -> None:
+    assert Setting().stem("training") == "training"
+    assert Setting(quick=True).stem("inference") == "inference-quick"
+    assert Setting(precision="fp16").stem("training") == "training-fp16"
+
+
+@pytest.mark.parametrize("piece", gpu.pieces(), ids=lambda piece: piece.name)
+def test_the_results_are_where_the_benchmark_writes_them(
+    piece: gpu.Piece, tmp_path: Path, monkeypatch
+) -> None:
+    """Each command is one that its module reads, with the setting of the piece."""
+    seen: list[Any] = []
+
+    def stop(self: Setting, base: str, *, precise: bool = True) -> str:
+        seen.append((self, base, precise))
+        raise KeyboardInterrupt
+
+    asked = Setting(quick=True)
+    command = piece.command(asked, tmp_path, 100)
+    name = piece.results(asked, tmp_path).name
+    monkeypatch.setattr(Setting, "stem", stop)
+    monkeypatch.setattr("benchmarks.inference.calls", lambda *_: {})
+    monkeypatch.setattr("benchmarks.inference.measure", lambda *_: {})
+    monkeypatch.setattr("benchmarks.speeds.subprocess.run", ran_well)
+    module = __import__(piece.module, fromlist=["main"])
+    with pytest.raises(KeyboardInterrupt):
+        module.main(command[3:])
+    monkeypatch.undo()
+    ((where, base, precise),) = seen
+    assert f"{where.stem(base, precise=precise)}.json" == name
+    assert where == piece.setting(asked)
+
+
+def ran_well(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.CompletedProcess([], 0, "a table")
+
+
+def piece_of(module: str, *, goes_on: bool = True) -> gpu.Piece:
+    return gpu.Piece("one", module, "one", goes_on=goes_on)
+
+
+def test_what_is_measured_at_one_go_is_measured_once(tmp_path, monkeypatch) -> None:
+    runs: list[Any] = []
+    monkeypatch.setattr(gpu, "within", lambda *given: runs.append(given) or 0)
+    for goes_on, expected in ((False, 1), (True, 3)):
+        one = piece_of("m", goes_on=goes_on)
+        assert gpu.measure(one, Setting(), tmp_path, 9) == gpu.FINISHED
+        one.results(Setting(), tmp_path).write_text("{}")
+        assert gpu.measure(one, Setting(), tmp_path, 9) == gpu.FINISHED
+        assert len(runs) == expected
+        one.results(Setting(), tmp_path).unlink()
+
+
+SLEEPS = """
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+time.sleep(60)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def pid_in(file: Path) -> int:
+    for _ in range(300):
+        if file.exists() and file.read_text():
+            return int(file.read_text())
+        time.sleep(0.1)
+    raise AssertionError("the process has not begun")
+
+
+def test_a_piece_that_takes_too_long_is_ended_with_its_processes(tmp_path) -> None:
+    file = tmp_path / "pid"
+    command = [sys.executable, "-c", SLEEPS, str(file)]
+    assert gpu.within(6.0, command) is None
+    assert not is_alive(pid_in(file))
+    assert gpu.within(20.0, [sys.executable, "-c", "raise SystemExit(7)"]) == 7
+
+
+def test_a_signal_ends_what_was_begun(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    words = [sys.executable, "-c", SLEEPS, str(file)]
+    source = f"from benchmarks import gpu; gpu.within(50.0, {words!r})"
+    with subprocess.Popen([sys.executable, "-c", source], cwd=gpu.ROOT) as run:
+        child = pid_in(file)
+        os.kill(run.pid, signal.SIGTERM)
+        assert run.wait(30) == 128 + signal.SIGTERM
+    assert not is_alive(child)
+
+
+@pytest.mark.parametrize(
+    ("ended", "expected"),
+    [([0, 0], 0), ([0, 1], 1), ([1, 3, 0], 3), ([], 0)],
+)
+def test_that_a_piece_goes_on_is_said_before_that_one_failed(ended, expected) -> None:
+    assert gpu.worst(ended) == expected
+
+
+def test_each_piece_is_told_as_it_ends(tmp_path, monkeypatch, capsys) -> None:
+    how = {"calibrate": 0, "tests": 1, "resnet50": 3}
+    monkeypatch.setattr(gpu, "measure", lambda piece, *_: how[piece.name])
+    given = ["--device", "cpu", "--quick", "--out", str(tmp_path), *how]
+    assert gpu.main(given) == gpu.CUT_OFF
+    said = capsys.readouterr().out
+    assert "calibrate: finished" in said
+    assert "tests: failed: see above" in said
+    assert "resnet50: cut off: give the same command again" in said
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "a.json"
+    report.put(file, "old")
+
+    def cut_off(self: Path, text: str) -> int:
+        with self.open("w") as half:
+            half.write(text[:1])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        report.put(file, "new")
+    monkeypatch.undo()
+    assert file.read_text() == "old"
+
+
+def test_a_copy_without_its_history_is_told_its_commit(monkeypatch) -> None:
+    monkeypatch.setenv(processes.COMMIT, "c0ffee")
+    assert processes.commit() == "c0ffee"
+    monkeypatch.delenv(processes.COMMIT)
+    monkeypatch.setattr(processes.shutil, "which", lambda _: None)
+    assert processes.commit() == "unknown"
+
+
+def rates(batch: int, **milliseconds: float) -> Row:
+    ways = {way: {"seconds": [ms / 1e3] * 3} for way, ms in milliseconds.items()}
+    return {"name": f"batch {batch}", "commit": "c", "ways": ways, "failures": {}}
+
+
+def test_resnets_speed_is_beside_fp32_at_the_first_batch() -> None:
+    ours = {resnet50.EAGER: 50.0, resnet50.COMPILED: 25.0}
+    rows = [
+        rates(256, fp32=190.0, **{resnet50.COMPILED: 64.0}),
+        rates(128, fp32=100.0, **ours),
+    ]
+    lines = resnet50.table(rows).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert cells[2] == ["fp32", "1280", "1.00", "1347", "1.05"]
+    assert cells[6] == ["autoamp", "2560", "2.00", "failed", ""]
+    assert resnet50.verdicts(rows, Setting()) == [
+        "- autoamp, batch 128: asked 2.14 times fp32; 2.00, not reached",
+        "- autoamp, inductor, batch 128: asked 2.77 times fp32; 4.00, reached",
+        "- autoamp, inductor, batch 256: asked 3.3 times fp32; 3.12, not reached",
+    ]
+    said = resnet50.verdicts([], Setting())
+    assert all(line.endswith("not measured") for line in said)
+
+
+def test_tf32_is_off_for_that_step_alone() -> None:
+    before = torch.backends.cudnn.allow_tf32
+    seen: list[bool] = []
+    resnet50.without_tf32(lambda: seen.append(torch.backends.cudnn.allow_tf32))()
+    assert seen == [False]
+    assert torch.backends.cudnn.allow_tf32 is before
+
+
+def test_autocast_scales_its_loss_in_fp16() -> None:
+    fp16 = Setting(precision="fp16")
+    assert low_way(fp16) == "float16"
+    assert scaler_of("autocast", fp16) is not None
+    assert scaler_of("autoamp", fp16) is None
+    assert scaler_of("autocast", Setting()) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", gpu_cases(quick=True), ids=lambda case: case.name)
+def test_a_forward_needs_no_labels(case) -> None:
+    from benchmarks.bytes_step import prepared
+
+    model, context, batch = prepared(case, "fp32", Setting(quick=True))
+    seen: list[Any] = []
+    model.register_forward_hook(lambda _, __, output: seen.append(output))
+    forward_of((model, context, batch))()
+    assert seen[0].get("loss") is None
+    assert not seen[0]["logits"].requires_grad
+
+
+TESTED = """
+import pytest
+
+@pytest.mark.gpu
+def test_good(): ...
+
+@pytest.mark.gpu
+def test_bad(): raise RuntimeError("no kernel")
+
+def test_of_no_gpu(): ...
+"""
+
+
+def run_of(folder: Path, *more: str) -> tuple[int, str]:
+    """The status, and the outcomes as the table has them."""
+    given = [
+        "--out",
+        str(folder),
+        "--marked",
+        "gpu",
+        "--only",
+        str(folder / "test_a.py"),
+    ]
+    command = [sys.executable, "-m", gpu_tests.MODULE, *given, *more]
+    ended = subprocess.run(
+        command, cwd=gpu.ROOT, capture_output=True, text=True, check=False
+    )
+    return ended.returncode, ended.stdout
+
+
+@pytest.mark.slow
+def test_a_test_that_passed_is_not_run_again(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text(TESTED)
+    status, said = run_of(tmp_path)
+    assert status == 1
+    assert "1 failed, 1 passed." in said
+    assert "test_bad: failed: RuntimeError: no kernel" in said
+    kept = tmp_path / "tests.jsonl"
+    kept.write_text(kept.read_text() + '{"name": "cut o')
+    (tmp_path / "test_a.py").write_text(
+        TESTED.replace('raise RuntimeError("no kernel")', "...")
+    )
+    status, said = run_of(tmp_path)
+    assert status == 0
+    assert "1 passed, 2 deselected" in said
+    assert "2 passed." in said
+    found = json.loads((tmp_path / "tests.json").read_text())
+    assert found["whole"]
+    assert run_of(tmp_path)[0] == 0
+    (tmp_path / "test_a.py").write_text("import nothing_of_that_name")
+    status, said = run_of(tmp_path)
+    assert status == 1
+    assert "not collected: " in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
+    wanted = ["tests", "training-fp16", "inference-bf16", "ranking-bf16"]
+    given = ["--device", "cpu", "--quick", "--out", str(tmp_path), *wanted]
+    command = [sys.executable, "-m", "benchmarks.gpu", *given]
+    ended = subprocess.run(
+        command, cwd=gpu.ROOT, capture_output=True, text=True, check=False
+    )
+    assert "tests: finished" in ended.stdout
+    assert "training-fp16: finished" in ended.stdout
+    rows = json.loads((tmp_path / "training-fp16-quick.json").read_text())["models"]
+    assert [row["name"] for row in rows] == list(gpu.QUICK_MODELS)
+    assert not any(row["failures"] for row in rows)
+    assert set(rows[0]["ways"]) == {"fp32", "autocast", "autoamp", "float16"}
+    for stem in ("tests", "inference", "ranking"):
+        text = (tmp_path / f"{stem}-quick.md").read_text()
+        assert text.startswith(Setting().capability.split(",")[0])
+
+
+def test_a_table_of_speeds_says_where_they_are_from(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(speeds.subprocess, "run", ran_well)
+    assert speeds.main(["--out", str(tmp_path)]) == 0
+    text = (tmp_path / "calibrate.md").read_text()
+    assert text.startswith(setting.capability("cpu"))
+    assert "a table" in text
