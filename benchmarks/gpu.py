@@ -133,12 +133,15 @@ def chosen(names: Sequence[str]) -> list[Piece]:
 
 def measure(piece: Piece, asked: Setting, folder: Path, limit: float) -> int:
     """Measures what is missing of a piece: `FINISHED`, `FAILED` or `CUT_OFF`."""
-    if not piece.goes_on and piece.results(asked, folder).exists():
+    results = piece.results(asked, folder)
+    if not piece.goes_on and results.exists():
         return FINISHED
     status = within(limit, piece.command(asked, folder, limit))
     if status is None:
         return CUT_OFF
-    return FINISHED if status == 0 else FAILED
+    # Figures that are not as good as asked are figures.
+    whole = status == 0 if piece.goes_on else results.exists()
+    return FINISHED if whole else FAILED
 
 
 def within(limit: float, command: Sequence[str]) -> int | None:
