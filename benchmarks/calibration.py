@@ -43,13 +43,15 @@ HEADER = (
     "ops that differ",
     "busy: placements",
     "ops that differ",
+    "table: ops that differ from idle",
 )
 
 NOTE = f"""\
 The speeds of this CPU measured {TIMES} times while idle, and {TIMES} times beside two
 processes that multiply matrices. Placements: how many different ones came of these
-measurements, where a measurement that took too long counts as the table's figures.
-Ops that differ: the float ops that do not have one precision in all of them."""
+measurements, where a measurement that was given up counts as the table's figures.
+Ops that differ: the float ops that do not have one precision in all of them. The last
+column holds the table's placement against that of the first idle measurement."""
 
 
 def graphs() -> dict[str, list[Rewritten]]:
@@ -58,10 +60,10 @@ def graphs() -> dict[str, list[Rewritten]]:
     for case in track((*PAPER, *WRITTEN), "capturing", transient=True):
         args, kwargs = case.inputs(0)
         model = case.model().train()
-        told = autoamp.explain(model, args, kwargs, options={"precision": "bf16"})
+        told = autoamp.explain(model, *args, options={"precision": "bf16"}, **kwargs)
         found[case.name] = list(told.rewritten)
     model, args, kwargs = one_token()
-    told = autoamp.explain(model, args, kwargs, options={"precision": "bf16"})
+    told = autoamp.explain(model, *args, options={"precision": "bf16"}, **kwargs)
     return found | {"gpt2, one token": list(told.rewritten)}
 
 
@@ -123,14 +125,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     idle = [calibrated() for _ in track(numbers, "idle", transient=True)]
     with busy():
         loaded = [calibrated() for _ in track(numbers, "busy", transient=True)]
-    late = sum(device.name != "measured" for device in loaded)
+    late, early = (sum(d.name != "measured" for d in each) for each in (loaded, idle))
     rows = []
     for name, graphs_of in captured.items():
         ops, *figures = spread(graphs_of, idle)
         rows.append([name, str(ops), *map(str, figures)])
         rows[-1] += map(str, spread(graphs_of, loaded)[1:])
+        rows[-1].append(str(spread(graphs_of, [device_of(CPU, LOW), idle[0]])[2]))
     line = f"{capability('cpu')}; commit {commit()}"
-    told = f"{late} of {given.times} measurements on the busy machine took too long."
+    told = (
+        f"{early} of {given.times} measurements on the idle machine and {late} on the "
+        "busy one were given up, because readings did not agree."
+    )
     text = "\n".join([line, "", NOTE, told, "", report.markdown(HEADER, rows)]) + "\n"
     report.write(given.out / "calibration", text, {"capability": line, "rows": rows})
     print(text)

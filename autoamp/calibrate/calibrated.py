@@ -135,7 +135,7 @@ def _own(device: torch.device, low: torch.dtype, seconds: float = SECONDS) -> _F
     try:
         times = measured(device, low, seconds)
     except NoTimeError:
-        return _given_up(device, f"measuring takes more than {seconds:g} s now")
+        return _given_up(device, f"it was too busy to be measured in {seconds:g} s")
     except Exception as error:  # noqa: BLE001 (a device that fails has a table)
         problem = printable_line(f"{type(error).__name__}: {error}", 200)
         return _given_up(device, f"measuring failed ({problem})")

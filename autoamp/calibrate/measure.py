@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 
 import torch
 
@@ -13,11 +14,18 @@ from autoamp.calibrate.probes import Probe, probes
 SECONDS = 0.5
 """The time that a measurement may take."""
 
-_MOST_ROUNDS = 15
+_FEWEST, _MOST = 3, 15
+"""Bounds on the rounds; the first one warms up."""
+
+_AGREE = 2.0
+"""The most that the second shortest reading of a probe takes, over the shortest.
+
+Measurements on an idle CPU stay below 1.6; beside two processes that multiply
+matrices, readings differ by factors of 3 to 30 (benchmarks/results/calibration.md)."""
 
 
 class NoTimeError(Exception):
-    """The device is too slow, or too busy, for two rounds in the time there is."""
+    """The device is too slow, or too busy, to be measured in the time there is."""
 
 
 def measured(
@@ -27,29 +35,34 @@ def measured(
 
     The probes take turns, so that a disturbance spoils one reading of many probes and
     not all readings of one.  A disturbance only makes a reading longer, so the least is
-    taken, as the documentation of Python's `timeit` recommends.
+    taken, as the documentation of Python's `timeit` recommends, if another reading
+    agrees with it.
 
     Raises:
-        NoTimeError: two rounds take longer than `seconds`.
+        NoTimeError: three rounds take longer than `seconds`, or their readings differ.
         Exception: the device fails.
     """
     begun = time.perf_counter()
+    readings: dict[str, list[float]] = defaultdict(list)
     with compat.on_real_numbers():
         every = probes(device, low)
-        least = {probe.name: float("inf") for probe in every}
-        for number in range(_MOST_ROUNDS):
+        for number in range(1, _MOST + 1):
             started = time.perf_counter()
             for probe in every:
-                least[probe.name] = min(least[probe.name], _reading(probe, device))
-                if time.perf_counter() - begun > seconds:
-                    if number > 1:
-                        return least
+                readings[probe.name].append(_reading(probe, device))
+                if number < _FEWEST and time.perf_counter() - begun > seconds:
                     raise NoTimeError
-            finished = time.perf_counter()
-            is_last = finished - begun + (finished - started) > seconds
-            if is_last and number > 0:
+            now = time.perf_counter()
+            if number >= _FEWEST and 2 * now - started - begun > seconds:
                 break
-    return least
+    if not all(map(_agree, readings.values())):
+        raise NoTimeError
+    return {name: min(each) for name, each in readings.items()}
+
+
+def _agree(readings: list[float]) -> bool:
+    least, second = [*sorted(readings), *readings][:2]
+    return second <= _AGREE * least
 
 
 def _reading(probe: Probe, device: torch.device) -> float:
