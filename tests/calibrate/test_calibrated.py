@@ -98,8 +98,8 @@ def test_readings_that_differ_are_no_measurement(
     module = "autoamp.calibrate.measure."
     monkeypatch.setattr(f"{module}probes", lambda *_: [Probe("one", lambda: None)])
     for readings, is_one in (
-        ([90.0, 10.0, 30.0, 11.0], True),
-        ([90.0, 10.0, 30.0, 20.0], False),
+        ([90.0, 10.0, 30.0, 19.0], True),
+        ([90.0, 10.0, 30.0, 21.0], False),
     ):
         given = itertools.cycle(readings)
         monkeypatch.setattr(f"{module}_reading", lambda *_, g=given: next(g))
