@@ -88,7 +88,9 @@ def convert(
         loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", "off", a
             number, or a `LossScale`, which may be shared by several models.
         backend: "eager", which runs the rewritten graph as it is, "inductor", which
-            compiles it, or any Dynamo backend.
+            compiles it, "auto", which runs it as it is at first and has inductor
+            compile it in the background once it repeats
+            (docs/performance.md#compiled-in-the-background), or any Dynamo backend.
         placement: "optimal" (least cost), "tensorflow", "promote" or "forced".
         objective: "time" or "memory".
         do_no_harm: whether ops that are predicted to gain nothing stay in fp32.
@@ -252,7 +254,7 @@ def rewrite(
 def _heard(**given: Any) -> Options:
     """The options that a caller gives; one without effect is answered by a line."""
     options = Options(**given)
-    if options.exact_casts and options.backend == "eager":
+    if options.exact_casts and options.backend == "eager" and not options.later:
         log_once(
             logger,
             logging.WARNING,

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
 OBJECTIVES = ("time", "memory")
-BACKENDS = ("eager", "inductor")
+AUTO = "auto"
+BACKENDS = ("eager", "inductor", AUTO)
 WEIGHT_COPIES = ("kept", "every call")
 
 
@@ -43,6 +44,8 @@ class Options:
         unfused: the names of kernels to switch off.
         exact_casts: whether the kernels of inductor round at each cast.
         calibrate: whether prices are those of speeds measured on this machine.
+        later: whether graphs that repeat are compiled in the background.  Only
+            `backend="auto"` sets this field; `backend` is "eager" then.
         unlist: (category, op) pairs to take out of the rules.  Only the environment
             variables of the automatic mode set this field; a caller cannot.
         own_keep: (module path, reason) pairs that the model itself keeps in fp32.  Only
@@ -79,6 +82,7 @@ class Options:
     unfused: Sequence[str] = ()
     exact_casts: bool = False
     calibrate: bool = True
+    later: bool = False
     unlist: tuple[tuple[str, str], ...] = ()
     own_keep: tuple[tuple[str, str], ...] = ()
     by_variables: bool = dataclasses.field(default=False, compare=False)
@@ -97,6 +101,7 @@ class Options:
         _choice("weight_copies", self.weight_copies, WEIGHT_COPIES)
         if not callable(self.backend):
             _choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
+        self._take_auto()
         self._take_old_fuse()
         switches = ("do_no_harm", "strict", "heal", "guard", "fuse", "exact_casts")
         for name in (*switches, "calibrate"):
@@ -109,6 +114,15 @@ class Options:
             resolve_loss_scale(self.loss_scale, UNSCALED)  # any dtype will do
         self._check_rules()
         object.__setattr__(self, "lock", _report(self.lock))
+
+    def _take_auto(self) -> None:
+        """Reads `backend="auto"` as eager, with a compilation later."""
+        auto = isinstance(self.backend, str) and self.backend == AUTO
+        object.__setattr__(
+            self, "later", auto or (self.later and self.backend == "eager")
+        )
+        if auto:
+            object.__setattr__(self, "backend", "eager")
 
     def _take_old_fuse(self) -> None:
         """Reads the spelling of 0.1, `fuse=["gelu"]`, as `unfused=["gelu"]`."""
@@ -209,6 +223,8 @@ class Options:
             if name not in OPTION_NAMES:
                 there = ", ".join(sorted(OPTION_NAMES))
                 raise OptionError(f"unknown option {name!r}; the options are {there}")
+        if "backend" in changes:
+            changes["later"] = False
         return dataclasses.replace(self, **changes)
 
     @property
@@ -245,6 +261,7 @@ class Options:
 
 
 OPTION_NAMES = frozenset(f.name for f in dataclasses.fields(Options)) - {
+    "later",
     "unlist",
     "own_keep",
     "unmet",

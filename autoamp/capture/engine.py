@@ -18,6 +18,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.pins import kept_by
 from autoamp.capture.autocast import autocast_region, graph_under_autocast
+from autoamp.capture.background import Background, background
 from autoamp.capture.graph import (
     Graph,
     Local,
@@ -56,6 +57,12 @@ _DTENSORS = (
     "it computes on DTensors (tensor parallel), which the pass cannot rewrite: it "
     "runs under torch.autocast, in bf16 and unscaled where it is trained; where strict "
     "is asked for, that is an error"
+)
+
+
+_TWICE = (
+    "a backward of it has create_graph=True, which compiled code cannot take: its "
+    "graphs stay eager"
 )
 
 
@@ -106,7 +113,34 @@ class Engine:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """The Dynamo backend of one model: the callable to run instead of `gm`."""
-        return self.bind(self.prepared(gm, example_inputs), example_inputs)
+        prepared = self.prepared(gm, example_inputs)
+        later = self.background(gm, prepared)
+        if later is None:
+            return self.bind(prepared, example_inputs)
+
+        def run(*args: Any) -> Any:
+            return self.call_for(prepared, later, args)(*args)
+
+        return run
+
+    def call_for(
+        self, prepared: Prepared, later: Background | None, args: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The function that a call of this model runs for a graph.
+
+        Args:
+            later: compiles the graph in the background, or None.
+        """
+        form = prepared if later is None else later.form(self, args)
+        return self.bound.get(form) or self.bind(form, args)
+
+    def background(self, gm: fx.GraphModule, prepared: Prepared) -> Background | None:
+        """What compiles `gm` later, where that is asked for."""
+        if not self.options.later or self.differentiated_twice:
+            return None
+        low, scaled = self.record.low, self.record.scaling.enabled
+        on = Setting(device=self.device, price=self.price)
+        return background(gm, prepared, low, scaled=scaled, setting=on)
 
     def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
         """`gm` made ready to run and bound to this model; as it is if a stage fails."""
@@ -227,7 +261,7 @@ class Engine:
             copies = WeightCopies(low, kept=kept, layouts=prepared.layouts)
         captured = Graph(prepared, copies)
         options = self.options
-        if options.locked is not None:
+        if options.locked is not None and prepared.instead_of is None:
             check_graph(options.locked, self.record, captured, strict=options.strict)
         for why in prepared.notes:
             self.record.note(why)
@@ -236,41 +270,58 @@ class Engine:
         if prepared.rewritten is None:
             chosen = counting_runs(self.local, prepared.run)
         elif prepared.edge.devices:
-            is_scaled = needs_loss_scale(low) and self.runs_as_is
+            is_eager = self.runs_as_is and prepared.instead_of is None
+            is_scaled = needs_loss_scale(low) and is_eager
             watches = is_scaled and runs_every_op(captured.gm)
             chosen = scaled(self.local, scaling, captured, inputs, watches=watches)
         else:
             ledger = scaling.ledger if scaling.ledger.guards else None
             chosen = unscaled(self.local, captured, ledger)
-        self.record.add(captured)
-        self.is_new = True
+        is_exchanged = prepared.instead_of is not None
+        if is_exchanged:
+            self.record.exchange(captured)
+        else:
+            self.record.add(captured)
+        self.is_new = not is_exchanged or self.is_new
         if prepared.rewritten is None:
             return chosen
         if prepared.sizes:
             chosen = counting_sizes(chosen, prepared.sizes, captured.sizes)
-        return chosen if self.runs_as_is else self._watched(chosen)
+        if self.runs_as_is and not options.later:
+            return chosen
+        return self._watched(chosen, is_eager=options.later and not is_exchanged)
 
     @property
     def runs_as_is(self) -> bool:
         """Whether eager autograd differentiates the graphs, any number of times."""
         return self.options.backend == "eager" or self.differentiated_twice
 
-    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(
+        self, call: Callable[..., Any], *, is_eager: bool
+    ) -> Callable[..., Any]:
         """`call`, which also notices backwards that record a graph of their own.
 
         Code that AOT autograd compiled can be differentiated only once.
+
+        Args:
+            is_eager: whether the call runs a graph as it is, which can be
+                differentiated twice and is then not compiled later.
         """
+        compiler = "inductor" if self.options.later else self.options.backend
 
         def look(_: torch.Tensor) -> None:
             if torch.is_grad_enabled() and not self.differentiated_twice:
                 self.differentiated_twice = True
+                if is_eager:
+                    self.record.note(_TWICE, aloud=False)
+                    return
                 logger.warning(
                     "autoamp: a backward of %s has create_graph=True. What %s compiles "
                     "cannot be differentiated twice: if this loss is, torch will say "
                     "so now. From the next call on the model runs with "
                     "%s, which can",
                     self.record.label,
-                    self.options.backend,
+                    compiler,
                     self.options.advice("backend", "eager"),
                 )
 

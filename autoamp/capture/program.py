@@ -41,14 +41,15 @@ class Backend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Prepares a graph for the running model; the result runs it for any model."""
-        prepared = self.running().prepared(gm, example_inputs)
+        first = self.running()
+        prepared = first.prepared(gm, example_inputs)
+        later = first.background(gm, prepared)
         rewritten = prepared.rewritten
         self.computes = self.computes or rewritten is None or rewritten.sums.ops > 0
 
         def run(*args: Any) -> Any:
             engine = THREAD.engine or self.running()
-            call = engine.bound.get(prepared) or engine.bind(prepared, args)
-            return call(*args)
+            return engine.call_for(prepared, later, args)(*args)
 
         return run
 

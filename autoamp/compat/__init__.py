@@ -9,6 +9,7 @@ The names imported below are the ones that the package uses.
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from autoamp.compat.apart import Compilation, compile_like_there, job_for
 from autoamp.compat.capture import (
     as_dynamo_gave,
     compile_with,
@@ -203,6 +204,7 @@ from autoamp.compat.tracing import (
     free_name,
     graph_module,
     hint,
+    inputs_of,
     is_plain_fake,
     make_code,
     new_fake_mode,

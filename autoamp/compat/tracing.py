@@ -54,6 +54,12 @@ def forget_inputs(gm: fx.GraphModule) -> None:
             describer.lookup_tensor = type(describer.lookup_tensor)()
 
 
+def inputs_of(gm: fx.GraphModule) -> list[Any]:
+    """The fake tensors and sizes that Dynamo has captured `gm` with."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return [node.meta.get("example_value", node.meta.get("val")) for node in inputs]
+
+
 def fake_inputs(inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
     """`inputs` as fake tensors of `mode`, with the symbolic sizes Dynamo gave them.
 

@@ -7,6 +7,7 @@ weights; everything else about the model is untouched.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -224,7 +225,8 @@ def _runs_as_it_is(options: Options, label: str) -> Options:
             f"{options.advice('backend', 'eager')}, or "
             f"{options.advice('loss_scale', 'off')}"
         )
-    return options.replace(keep=("*",), do_no_harm=True)
+    without = dataclasses.replace(options, later=False)  # for the same reason
+    return without.replace(keep=("*",), do_no_harm=True)
 
 
 def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:

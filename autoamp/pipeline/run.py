@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -98,6 +98,58 @@ def prepare(
     Raises:
         AutoampError: a pass failed; the message says where.
     """
+    found = uncompiled(gm, inputs, options, low, scaled=scaled, setting=setting)
+    if options.backend == "eager":
+        return found.prepared(found.code.forward)
+    return found.prepared(_compiled(found))
+
+
+@dataclass(frozen=True)
+class Uncompiled:
+    """A graph that all passes have run on, before the back end makes a function of it.
+
+    Attributes:
+        work: the state after the last pass.
+        code: the graph whose code is run or compiled.
+        inputs: the inputs Dynamo captured the graph with.
+    """
+
+    work: Work
+    code: fx.GraphModule
+    inputs: Sequence[Any]
+
+    def given(self) -> list[Any]:
+        """The arguments the graph is called with."""
+        return _given(self.work, self.inputs)
+
+    def prepared(self, run: Callable[..., Any]) -> Prepared:
+        """The graph made ready to run, by the function that the back end has made."""
+        work = self.work
+        assert work.rewritten is not None
+        sizes = (i for i, v in enumerate(self.inputs) if isinstance(v, torch.SymInt))
+        return Prepared(
+            work.rewritten,
+            work.gm,
+            run,
+            notes=(*_given_up(work.rewritten), *work.notes),
+            weights=work.weights,
+            read_wide=read_wide(work.gm, len(self.inputs)),
+            layouts=work.layouts,
+            edge=work.edge,
+            sizes=tuple(sizes),
+        )
+
+
+def uncompiled(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    low: torch.dtype,
+    *,
+    scaled: bool,
+    setting: Setting = _ANYWHERE,
+) -> Uncompiled:
+    """As `prepare`, without a function: the back end has not been called yet."""
     own = options.backend == "eager" and options.fuse
     setting = replace(
         setting,
@@ -110,26 +162,11 @@ def prepare(
         normalised = normalise(gm, inputs)
     work = _begun(normalised, Plan(options, low, setting, scaled), seconds)
     work = _run(work, Phase.PREPARE)
-    rewritten, code = work.rewritten, work.code or work.gm
-    assert rewritten is not None
-    if options.backend == "eager":
-        compat.make_code(code)
-        run: Callable[..., Any] = code.forward
-    else:
+    code = work.code or work.gm
+    if options.backend != "eager":
         compat.as_dynamo_gave(code, gm)
-        compat.make_code(code)
-        run = _compiled(work, code, _given(work, inputs))
-    return Prepared(
-        rewritten,
-        work.gm,
-        run,
-        notes=(*_given_up(rewritten), *work.notes),
-        weights=work.weights,
-        read_wide=read_wide(work.gm, len(inputs)),
-        layouts=work.layouts,
-        edge=work.edge,
-        sizes=tuple(i for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)),
-    )
+    compat.make_code(code)
+    return Uncompiled(work, code, inputs)
 
 
 def as_it_is(
@@ -143,10 +180,9 @@ def as_it_is(
     return Prepared(None, gm, run, problem)
 
 
-def _compiled(
-    work: Work, code: fx.GraphModule, given: Sequence[Any]
-) -> Callable[..., Any]:
-    """The function that a compiler makes of `code`; what inductor does is noted."""
+def _compiled(found: Uncompiled) -> Callable[..., Any]:
+    """The function that a compiler makes of a graph; what inductor does is noted."""
+    work, code, given = found.work, found.code, found.given()
     options = work.options
     if not compat.is_inductor(options.backend):
         return compat.compile_with(options.backend, code, given)
