@@ -32,16 +32,18 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.capture.record import Record
 from autoamp.inspect.costs import costs_of
 from autoamp.messages import log_once
+from autoamp.options import Options
 from autoamp.pipeline.prepared import Prepared
 from autoamp.pipeline.run import Uncompiled, uncompiled
 from autoamp.pipeline.work import Setting
@@ -51,9 +53,6 @@ from autoamp.rewrite.compiled_casts import casts_to_read, note_casts
 from autoamp.rewrite.compiled_later import COMPILED, COMPILING, EAGER, note_state
 from autoamp.weights.shards import SHARDED
 
-if TYPE_CHECKING:
-    from autoamp.capture.engine import Engine
-
 logger = logging.getLogger(__name__)
 
 LEAST_CALLS = 16
@@ -62,6 +61,19 @@ LEAST_CALLS = 16
 SECONDS_A_NODE = 0.05
 """How long inductor is expected to take for a node: an order of magnitude, since a
 transformer of 500 nodes takes half a minute on CPUs and GPUs alike."""
+
+
+class Runs(Protocol):
+    """What is asked of the engine of a model whose calls run the graph.
+
+    Attributes:
+        options, record, bound, differentiated_twice: as for `Engine`.
+    """
+
+    options: Options
+    record: Record
+    bound: dict[Prepared, Callable[..., Any]]
+    differentiated_twice: bool
 
 
 class Background:
@@ -94,7 +106,7 @@ class Background:
         self._reading = compat.CastReading(())
         self._compilation: compat.Compilation | None = None
         self._compiled: Prepared | None = None
-        self._steps: weakref.WeakKeyDictionary[Engine, list[int]]
+        self._steps: weakref.WeakKeyDictionary[Runs, list[int]]
         self._steps = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._become(EAGER)
@@ -102,7 +114,7 @@ class Background:
         if why:
             self._become(why)
 
-    def form(self, engine: Engine, args: Sequence[Any]) -> Prepared:
+    def form(self, engine: Runs, args: Sequence[Any]) -> Prepared:
         """The form of the graph that a call of one model runs.
 
         Args:
@@ -125,7 +137,7 @@ class Background:
             self._alone(engine, self._finish)
         return self._compiled or self.eager
 
-    def _is_between_steps(self, engine: Engine, args: Sequence[Any]) -> bool:
+    def _is_between_steps(self, engine: Runs, args: Sequence[Any]) -> bool:
         """Whether no backward, and no sum of gradients, is under way for this model."""
         if not torch.is_grad_enabled():
             return True
@@ -141,7 +153,7 @@ class Background:
         self._steps[engine] = now
         return before is not None and before != now
 
-    def _alone(self, engine: Engine, do: Any) -> None:
+    def _alone(self, engine: Runs, do: Callable[[Runs], None]) -> None:
         """Does the next thing unless another thread does it; a failure ends it all."""
         if not self._lock.acquire(blocking=False):
             return
@@ -161,7 +173,7 @@ class Background:
                 compat.forget_inputs(captured)
             self._lock.release()
 
-    def _start(self, engine: Engine) -> None:
+    def _start(self, engine: Runs) -> None:
         """Has another process compile the graph."""
         if self.state != EAGER:
             return
@@ -190,7 +202,7 @@ class Background:
         self._compilation = compat.Compilation(job)
         self._become(COMPILING)
 
-    def _finish(self, engine: Engine) -> None:
+    def _finish(self, engine: Runs) -> None:
         """Takes the code from inductor's cache, once the other process is done."""
         if self._compilation is None:
             return
@@ -226,7 +238,7 @@ class Background:
             )
         return "FSDP hands its weights in" if SHARDED else ""
 
-    def _leave(self, engine: Engine, why: str) -> None:
+    def _leave(self, engine: Runs, why: str) -> None:
         why = printable_line(why)
         self._become(why)
         self._ready = self._captured = self._compilation = None

@@ -5,7 +5,8 @@ trains.  AOT autograd puts the process's random generator back as it was when it
 ends (`preserve_rng_state` in `create_aot_state`), so that the numbers which another
 thread has drawn meanwhile come again.  And a trace of `torch.fx` sets a flag, and
 patches `torch.nn.Module.__call__`, for all threads (`Tracer.trace`), so that Dynamo
-raises in a thread that only runs a model.  A process of its own shares nothing but the cache.
+raises in a thread that only runs a model.  A process of its own shares nothing but the
+cache.
 """
 
 from __future__ import annotations
