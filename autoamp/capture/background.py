@@ -160,7 +160,11 @@ class Background:
         modes, drawn = compat.Modes(), compat.Generators()
         captured = self._captured
         try:
-            with compat.autocast_off(), compat.saved_tensors_hooks_off():
+            with (
+                compat.capture_lock(),
+                compat.autocast_off(),
+                compat.saved_tensors_hooks_off(),
+            ):
                 do(engine)
         except Exception as error:  # noqa: BLE001 (eager runs on)
             self._leave(

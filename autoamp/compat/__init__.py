@@ -9,7 +9,12 @@ The names imported below are the ones that the package uses.
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autoamp.compat.apart import Compilation, compile_like_there, job_for
+from autoamp.compat.apart import (
+    Compilation,
+    capture_lock,
+    compile_like_there,
+    job_for,
+)
 from autoamp.compat.capture import (
     as_dynamo_gave,
     compile_with,

@@ -163,7 +163,7 @@ def compile_like_there(
 
     After such a job, the code comes from inductor's cache.
     """
-    with _capture_lock(), _aot_settings(), _keys_of_any_process():
+    with capture_lock(), _aot_settings(), _keys_of_any_process():
         return compile_with(
             "inductor", gm, inputs, exact_casts=exact_casts, reading=reading
         )
@@ -297,8 +297,11 @@ def _layout(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def _capture_lock() -> Iterator[None]:
-    """The lock that Dynamo holds while it captures: tracers change process state."""
+def capture_lock() -> Iterator[None]:
+    """A region in which Dynamo captures nothing in other threads.
+
+    Tracers change the state of the process, and two at a time leave it broken.
+    """
     try:
         from torch._dynamo.convert_frame import compile_lock
     except ImportError:
