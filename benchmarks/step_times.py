@@ -22,7 +22,7 @@ from .metrics import ModelCase
 from .processes import LIMIT_S, commit, commits, failures, fill, in_a_process, said
 from .ratios import Row
 from .setting import Setting, add_arguments, setting_of
-from .timing import interleaved, keep_freed_memory, ratios
+from .timing import interleaved, ratios
 
 BASELINE = "autocast"
 WARM_UP, FP16_WARM_UP = 3, 12
@@ -80,7 +80,6 @@ def measured(
     Args:
         steps: for each way the function that makes its step.
     """
-    keep_freed_memory()
     row: Row = {"name": name, "commit": commit(), "ways": {}, "failures": {}}
     ready = {}
     for way, make in steps.items():
