@@ -1,10 +1,11 @@
 """`python -m benchmarks.training`: times of a training step, beside autocast's.
 
 Each model runs in a process of its own, with the system's own malloc; a finished one is
-skipped unless `--again`.  A step is forward, backward and a step of SGD, which leaves the low copies of all weights out of date.  All ways take one step in
-each round, in another order each time; the figure of a way is the median over rounds of
-its time divided by that of autocast in the same round.  With `--device cuda` the models
-have the sizes that people train (`gpu_cases.py`), and each step ends when the GPU has.
+skipped unless `--again`.  A step is forward, backward and a step of SGD, which leaves
+the low copies of all weights out of date.  All ways take one step in each round, in
+another order each time; the figure of a way is the median over rounds of its time
+divided by that of autocast in the same round.  With `--device cuda` the models have the
+sizes that people train (`gpu_cases.py`), and each step ends when the GPU has.
 """
 
 from __future__ import annotations
