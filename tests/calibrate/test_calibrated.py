@@ -7,6 +7,7 @@ import gc
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -404,3 +405,52 @@ def test_spoilt_figures_of_a_lock_are_not_used(key: str, value: Any) -> None:
     assert device_with([figures], "cpu", LOW) is None
     del figures[key]
     assert device_with([figures], "cpu", LOW) is None
+
+
+# -- several ranks ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Device]:
+    """What a rank is given; ranks take their turns, as processes with one store."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr("autoamp.compat.are_several", lambda: True)
+    monkeypatch.setattr("autoamp.compat.default_store", lambda: store)
+    monkeypatch.setattr(calibrated, "_PATIENCE", 0.2)
+
+    def given(number: int) -> Device:
+        new_process(monkeypatch)
+        monkeypatch.setenv(FOLDER, f"{os.environ[FOLDER]}-{number}")  # other disks
+        monkeypatch.setattr("torch.distributed.get_rank", lambda: number)
+        return asked()
+
+    return given
+
+
+def test_ranks_take_the_figures_of_the_first(
+    measurements: list[float], rank: Callable[[int], Device]
+) -> None:
+    first = rank(0)
+    assert [rank(1), rank(2)] == [first, first]
+    assert len(measurements) == 2, "the first rank alone has measured"
+
+
+def test_without_the_first_rank_all_take_those_of_another(
+    measurements: list[float], rank: Callable[[int], Device]
+) -> None:
+    """The first rank holds a stage of a pipeline that converts nothing until later."""
+    second = rank(1)
+    assert [rank(2), rank(0)] == [second, second]
+
+
+def test_ranks_take_the_table_where_the_first_does(
+    monkeypatch: pytest.MonkeyPatch, rank: Callable[[int], Device]
+) -> None:
+    def fails(*_: Any) -> None:
+        raise NoTimeError
+
+    monkeypatch.setattr(calibrated, "measured", fails)
+    first = rank(0)
+    monkeypatch.setattr(calibrated, "measured", None)
+    assert rank(1) == first
+    assert "too busy" in first.name
