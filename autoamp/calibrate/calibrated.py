@@ -109,8 +109,13 @@ def _device(
 ) -> Device:
     if found.times is None:
         return replace(table, name=f"{table.name} by a table, as {found.why_not}")
-    name = f"{device_name(device)}, measured"
+    name = f"{_spoken(device)}, measured"
     return device_from(found.times, low, table, name)
+
+
+def _spoken(device: torch.device) -> str:
+    """The device's name inside a sentence."""
+    return " ".join(device_name(device).split())
 
 
 def _kept_as(device: torch.device) -> str:
@@ -143,7 +148,7 @@ def _own(device: torch.device, low: torch.dtype, seconds: float = SECONDS) -> _F
     logger.info(
         "autoamp: measured the speeds of %s in %.1f s, once: they are kept in %s "
         "(%s takes the figures of a table)",
-        device_name(device),
+        _spoken(device),
         time.perf_counter() - begun,
         path,
         advice("calibrate", False, by_variables=True),
@@ -153,7 +158,7 @@ def _own(device: torch.device, low: torch.dtype, seconds: float = SECONDS) -> _F
 
 
 def _given_up(device: torch.device, why: str) -> _Found:
-    text = f"autoamp: the speeds of {device_name(device)} are those of a table: {why}"
+    text = f"autoamp: the speeds of {_spoken(device)} are those of a table: {why}"
     log_once(logger, logging.INFO, text)
     return _Found(None, why)
 
