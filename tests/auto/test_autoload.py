@@ -32,7 +32,11 @@ from tests.logs import warned
 from tests.processes import run_script
 from tests.small_models import BF16, WIDTH, Of, mlp
 
-VARIABLES = {"AUTOAMP_PRECISION": "bf16", "AUTOAMP_DO_NO_HARM": "0"}
+VARIABLES = {
+    "AUTOAMP_PRECISION": "bf16",
+    "AUTOAMP_DO_NO_HARM": "0",
+    "AUTOAMP_CALIBRATE": "0",
+}
 CALL, COMPILE = nn.Module.__call__, torch.compile
 PACKAGE = logging.getLogger("autoamp")
 

@@ -73,7 +73,8 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path, capsys) -> None:
 
 
 def test_make_gpu_is_the_command() -> None:
-    words = ["make", "--dry-run", "gpu", "GPU_PYTHON=python3", "PIECES=tests training"]
+    words = ["make", "--dry-run", "--no-print-directory", "gpu", "GPU_PYTHON=python3"]
+    words.append("PIECES=tests training")
     shown = subprocess.run(
         words, cwd=processes.ROOT, capture_output=True, text=True, check=True
     )
