@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 
 from autoamp import compat
-from autoamp.calibrate.clock import finish
+from autoamp.calibrate.clock import seconds_of
 from autoamp.calibrate.probes import Probe, probes
 
 SECONDS = 0.5
@@ -20,8 +20,9 @@ _FEWEST, _MOST = 3, 15
 _AGREE = 2.0
 """The most that the second shortest reading of a probe takes, over the shortest.
 
-Measurements on an idle CPU stay below 1.6; beside two processes that multiply
-matrices, readings differ by factors of 3 to 30 (benchmarks/results/calibration.md)."""
+With this bound 20 of 20 measurements on an idle CPU counted, and none of 20 beside two
+processes that multiply matrices (benchmarks/results/calibration.md).
+"""
 
 
 class NoTimeError(Exception):
@@ -66,9 +67,10 @@ def _agree(readings: list[float]) -> bool:
 
 
 def _reading(probe: Probe, device: torch.device) -> float:
-    finish(device)
-    start = time.perf_counter_ns()
-    for _ in range(probe.times):
-        probe.call()
-    finish(device)
-    return (time.perf_counter_ns() - start) / probe.times
+    """The nanoseconds of one call, of all that one reading makes."""
+
+    def calls() -> None:
+        for _ in range(probe.times):
+            probe.call()
+
+    return 1e9 * seconds_of(calls, device) / probe.times

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -77,7 +76,10 @@ def _read(key: str, value: Any) -> Any:
         return value
     if key == "name":
         return printable_line(str(value), 200).removesuffix(_BY_LOCK) + _BY_LOCK
-    return _number(value)
+    number = _number(value)
+    if key in _DIVISORS and not number:
+        raise ValueError(f"{key} is 0")
+    return number
 
 
 def _curve(points: Any) -> Curve:
@@ -91,6 +93,13 @@ def _curve(points: Any) -> Curve:
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is no number")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{value!r} is no figure of a device")
+    if not 0 <= value <= _LARGEST:  # NaN neither
+        raise ValueError("no device has such a figure")
     return value
+
+
+_LARGEST = 1e18
+"""Larger figures are damaged ones: the fastest device has less than 1e8 GFLOP/s."""
+
+_DIVISORS = ("bytes_per_ns", "high_flops_per_ns", "low_flops_per_ns")
+"""The figures by which prices are divided."""
