@@ -210,8 +210,9 @@ class Background:
         """Takes the code from inductor's cache, once the other process is done."""
         if self._compilation is None:
             return
-        compilation, self._compilation = self._compilation, None
-        why = compilation.result() or self._unfit()
+        # The compilation is forgotten last: after the user's interrupt a later call
+        # does this again.
+        why = self._compilation.result() or self._unfit()
         if why:
             self._leave(engine, why)
             return
@@ -228,7 +229,7 @@ class Background:
         )
         note_state(compiled.gm, COMPILED)
         self.state = COMPILED
-        self._ready = self._captured = None
+        self._ready = self._captured = self._compilation = None
         self._compiled = compiled
 
     def _unfit(self) -> str:

@@ -30,6 +30,7 @@ import torch
 from torch import fx
 
 from autoamp.compat.capture import compile_with
+from autoamp.compat.dynamo.frames import lock
 from autoamp.compat.inductor_casts import CastReading
 from autoamp.compat.pickled_graphs import dump_graph
 
@@ -51,6 +52,11 @@ _DONATED = "collect_bw_donated_buffer_idxs"
 Such a backward raises under `retain_graph=True`, where eager does not.  torch's setting
 `donated_buffer=False` raises as well (torch 2.13: `bw_donated_idxs` is None then, and
 is compared with an empty list)."""
+
+_MAY_WRITE = (
+    "in this torch the backward that inductor compiles may write to saved tensors, so "
+    "that it could not run twice (retain_graph=True), as eager can"
+)
 
 _KEY = "autoamp keeps saved tensors"
 """A part of the keys of inductor's caches, which do not tell whether a backward writes
@@ -100,20 +106,28 @@ class Compilation:
 
     def __init__(self, job: Job) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="autoamp-"))
+        self._why: str | None = None
+        try:
+            self._process = self._begun(job)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._end = weakref.finalize(
+            self, _end, self._process, self._folder, os.getpid()
+        )
+
+    def _begun(self, job: Job) -> subprocess.Popen[bytes]:
         (self._folder / _GRAPH).write_bytes(pickle.dumps(job))
         kept = {k: v for k, v in os.environ.items() if not k.startswith("AUTOAMP")}
         path = os.pathsep.join(each or os.curdir for each in sys.path)
         with open(self._folder / _SAID, "wb") as said:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", _CHILD, str(self._folder / _GRAPH)],
                 env={**kept, "PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=said,
             )
-        self._end = weakref.finalize(
-            self, _end, self._process, self._folder, os.getpid()
-        )
 
     @property
     def is_over(self) -> bool:
@@ -121,15 +135,12 @@ class Compilation:
 
     def result(self) -> str:
         """Why there is no compiled code, in one line; "" where there is."""
-        status = self._process.wait()
-        said = (self._folder / _SAID).read_text(errors="replace").strip()
-        self.end()
-        if status == COMPILED:
-            return ""
-        if status == UNCACHED:
-            return "inductor keeps no code of this graph in its cache on disk"
-        last = said.splitlines()[-1] if said else ""
-        return last or f"the process that compiled it ended with status {status}"
+        if self._why is None:
+            status = self._process.wait()
+            said = (self._folder / _SAID).read_text(errors="replace").strip()
+            self._why = _why_not(status, said)
+            self.end()
+        return self._why
 
     def end(self) -> None:
         """Ends the process if it still runs, and removes its files."""
@@ -202,6 +213,16 @@ def all_cached() -> bool:
     return bool(seen) and not found["fxgraph_cache_bypass"]
 
 
+def _why_not(status: int, said: str) -> str:
+    """Why there is no compiled code, by how the other process ended; or ""."""
+    if status == COMPILED:
+        return ""
+    if status == UNCACHED:
+        return "inductor keeps no code of this graph in its cache on disk"
+    last = said.splitlines()[-1] if said else ""
+    return last or f"the process that compiled it ended with status {status}"
+
+
 def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the process that started it
         return
@@ -255,13 +276,12 @@ def _aot_settings() -> Iterator[None]:
 
     known = {_WITH_BACKWARD: True} if hasattr(config, _WITH_BACKWARD) else {}
     find = getattr(graph_compile, _DONATED, None)
+    if find is None:
+        raise RuntimeError(_MAY_WRITE)
     with (
         config.patch(known),
         keys.patch(cache_key_tag=f"{keys.cache_key_tag} {_KEY}"),
     ):
-        if find is None:
-            yield
-            return
         setattr(graph_compile, _DONATED, lambda *_: [])
         try:
             yield
@@ -302,10 +322,5 @@ def capture_lock() -> Iterator[None]:
 
     Tracers change the state of the process, and two at a time leave it broken.
     """
-    try:
-        from torch._dynamo.convert_frame import compile_lock
-    except ImportError:
-        yield
-        return
-    with compile_lock:
+    with lock():
         yield

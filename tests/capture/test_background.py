@@ -345,12 +345,47 @@ def test_threads_start_a_graph_once(made, monkeypatch) -> None:
         for each in made:
             if each._compilation is not None:
                 wait(each)
-    # Dynamo may capture again in a thread that waited for another thread's capture.
-    assert 1 <= len(started) <= len(made)
-    assert {each.state for each in made} <= {"eager", "compiling", "compiled"}
+    assert len(started) == 1
+    assert [each.state for each in made] == ["compiled"]
+    report = autoamp.report(model)
+    assert report.skipped == []
+    assert (report.coverage.calls, report.coverage.calls_aside) == (121, 0)
     assert len(results) == 120
     for each in results:
         torch.testing.assert_close(each, wanted, rtol=2**-7, atol=2**-7)
+
+
+def test_after_an_interrupt_a_later_call_takes_the_code(made, monkeypatch) -> None:
+    model, x = auto(small().eval()), torch.randn(4, 32)
+    compile_ = compat.compile_like_there
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        wait(made[0])
+        monkeypatch.setattr(compat, "compile_like_there", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        assert made[0].state == "compiling"
+        monkeypatch.setattr(compat, "compile_like_there", compile_)
+        model(x)
+    assert made[0].state == "compiled"
+
+
+def test_a_process_that_cannot_be_started_leaves_no_file(
+    made, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    model = auto(small().eval())
+    with torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(4, 32))
+    assert "no-python" in made[0].state
+    assert not list(tmp_path.glob("autoamp-*"))
 
 
 def test_a_freed_model_ends_its_compilation(made) -> None:

@@ -27,6 +27,7 @@ from tests.capture.test_custom_fwd import (
     run,
 )
 from tests.capture.test_layers import Looping
+from tests.capture.test_traces_of_threads import Trace
 from tests.conformance.table import Figures
 from tests.conformance.test_faults_torch import hide, trained
 from tests.small_models import converted
@@ -46,6 +47,30 @@ THREADS = 4
 @pytest.fixture(scope="module")
 def expected() -> tuple[dict[str, Tensor], int]:
     return trained(BF16)
+
+
+# -- a trace of another thread ---------------------------------------------------------
+
+
+def test_an_unknown_refusal_during_a_trace_of_another_thread(
+    monkeypatch, figures: Figures
+) -> None:
+    """What is lost: the call runs in fp32, and says so; the next one is converted."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(entry, "_FORBIDDEN", "in the words of another torch")
+    model, x = autoamp.convert(mlp().eval(), **BF16), torch.randn(4, 8)
+    wanted = model(x)
+    trace = Trace()
+    trace.start()
+    assert trace.is_under_way.wait(60)
+    exact = model(x)
+    trace.may_end.set()
+    trace.join(60)
+    assert not torch.equal(exact, wanted)
+    assert "torch.fx has traced it" in autoamp.report(model).skipped[0][1]
+    assert torch.equal(model(x), wanted)
+    assert autoamp.report(model).runs == 2
+    figures.count("names taken away")
 
 
 # -- what is told of a frame -----------------------------------------------------------

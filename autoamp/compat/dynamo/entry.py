@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 from torch import fx
 
+from autoamp.compat.capture import fx_tracing
 from autoamp.compat.distributed.ddp import note_ddp_mode
 from autoamp.compat.dynamo.authored import authors_followed
 from autoamp.compat.dynamo.changing import Changing
@@ -43,6 +44,9 @@ _COMPILE_TIME_CONFIG = {"optimize_ddp": False}
 # Options of Dynamo for some code only, which another torch may not have.
 _WHOLE_NUMBERS = "allow_unspec_int_on_nn_module"
 _NO_OPS = "allow_empty_graphs"
+
+_FORBIDDEN = "using FX to symbolically trace"
+"""A part of what Dynamo says, before anything has run, where torch.fx traces a call."""
 
 _LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
@@ -129,7 +133,7 @@ class CompiledEntry:
         skipped = self.skipped
         before = len(skipped)
         try:
-            result = self._compiled(*args, **kwargs)
+            result = self._alone(*args, **kwargs)
         except Exception:
             for left in skipped[before:]:
                 if not left.at_limit:
@@ -142,6 +146,23 @@ class CompiledEntry:
             if left.is_said:
                 self.leave(left)
         return result
+
+    def _alone(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the compiled entry, again where a trace of another thread forbade it.
+
+        The flag of torch.fx that forbids it is one for all threads.  A trace of ours,
+        or of Dynamo's, holds Dynamo's lock: a thread that has the lock and still sees
+        the flag is traced itself, or beside a trace of the user's own.
+        """
+        while True:
+            try:
+                return self._compiled(*args, **kwargs)
+            except RuntimeError as error:
+                if _FORBIDDEN not in str(error):
+                    raise
+                with lock():
+                    if fx_tracing():
+                        raise
 
 
 class _Frames:
