@@ -74,7 +74,7 @@ rounds; "inductor" is the model compiled by inductor. {said_of_batches(setting)}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Times what is asked and not yet there; 1 if a way to run a model failed."""
-    return step_times.run_anywhere(
+    return step_times.run(
         "benchmarks.forwards", arguments, names=names, measured=measured, write=write
     )
 

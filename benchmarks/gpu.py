@@ -100,7 +100,7 @@ def pieces() -> tuple[Piece, ...]:
             of("training", precision),
             of("forwards", precision),
             of("inference", precision, goes_on=False),
-            of("ranking", precision),
+            of("prediction", precision),
             of("compiled", precision),
         )
     ]

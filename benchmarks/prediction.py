@@ -1,9 +1,10 @@
-"""`python -m benchmarks.prediction`: predicted times beside measured ones, on this CPU.
+"""`python -m benchmarks.prediction`: predicted times beside measured ones.
 
 Each model runs in a process of its own.  Predicted is the time of forward and backward
-of all graphs by the speeds that were measured on this machine, with every op in fp32,
-with the ops placed as `torch.autocast` places them, and as `convert` does; the time
-measured is that of the same calls, the least of interleaved rounds.
+of all graphs by the prices that `convert` uses here, with every op in fp32, with the
+ops placed as `torch.autocast` places them, and as `convert` does; the time measured is
+that of the same calls, the least of interleaved rounds.  Prices that are right about a
+pair of ways have the same order as the clock.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from torch import nn
 import autoamp
 
 from . import report, step_times
-from .bytes_models import PAPER, WRITTEN, case_of
-from .capability import capability
-from .metrics import ModelCase
-from .processes import commit, commits, failures
+from .bytes_models import PAPER, WRITTEN
+from .metrics import ModelCase, to_device
+from .processes import commit
 from .ratios import Row
+from .setting import Setting
+from .step_times import CPU_BF16, QUICK_ROUNDS
 from .timing import interleaved
+from .training import case_in
+from .training import names as names_in
 
 STEM = "prediction"
 ROUNDS = 9
@@ -35,28 +39,34 @@ CASES = (*PAPER, *WRITTEN)
 HEADER = ("model", *(f"{way}: ms, predicted, ratio" for way in WAYS), "pairs in order")
 WITHIN = 0.3
 
-NOTE = f"""\
-Forward and backward in bf16: the time measured, the time predicted from the speeds of
-this machine (`autoamp calibrate`), and the ratio of the two. "Pairs in order": of the
+NOTE = """\
+Forward and backward in {precision}: the time measured, the time predicted {by}, and \
+the ratio of the two. "Pairs in order": of the
 pairs of ways whose measured times differ by 5 % or more, those whose predicted times
-are in the same order. Least of {ROUNDS} interleaved rounds."""
+are in the same order. Least of {rounds} interleaved rounds."""
 
 Call = Callable[[], None]
 
 
-def calls(case: ModelCase) -> dict[str, Call]:
+def names(setting: Setting) -> list[str]:
+    """The models that are measured in a setting."""
+    return names_in(setting) if setting.full_size else [case.name for case in CASES]
+
+
+def calls(case: ModelCase, setting: Setting) -> dict[str, Call]:
     """Forward and backward of a model, run each way."""
 
     def call(model: nn.Module, *, autocast: bool) -> None:
         args, kwargs = copy.copy(batch)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with torch.autocast(setting.device, setting.low, enabled=autocast):
             output = model(*args, **kwargs)
         case.loss(output).backward()
         model.zero_grad(set_to_none=True)
 
-    batch = case.inputs(0)
-    plain = case.model().train()
-    converted = autoamp.convert(case.model().train(), precision="bf16")
+    batch = to_device(case.inputs(0), setting.device)
+    plain = case.model().train().to(setting.device)
+    converted = case.model().train().to(setting.device)
+    autoamp.convert(converted, precision=setting.precision)
     return {
         "fp32": partial(call, plain, autocast=False),
         "autocast": partial(call, plain, autocast=True),
@@ -64,19 +74,26 @@ def calls(case: ModelCase) -> dict[str, Call]:
     }
 
 
-def measured(name: str) -> Row:
-    """The predicted seconds, and the least measured seconds, of each way."""
-    case = case_of(name)
-    args, kwargs = case.inputs(0)
-    options = {"precision": "bf16"}
-    told = autoamp.explain(case.model().train(), *args, options=options, **kwargs)
-    found = told.headline
-    ways = calls(case)
+def measured(name: str, setting: Setting = CPU_BF16) -> Row:
+    """The predicted seconds, and the least measured seconds, of each way.
+
+    Raises:
+        RuntimeError: no time is predicted on the device.
+    """
+    case = case_in(setting, name)
+    args, kwargs = to_device(case.inputs(0), setting.device)
+    options = {"precision": setting.precision}
+    model = case.model().train().to(setting.device)
+    found = autoamp.explain(model, *args, options=options, **kwargs).headline
+    predicted = found.seconds_fp32, found.seconds_autocast, found.seconds
+    if None in predicted:
+        message = f"no time is predicted in {setting.precision} on {setting.device}"
+        raise RuntimeError(message)
+    ways = calls(case, setting)
     for call in ways.values():
         call()
         call()
-    times = interleaved(ways, ROUNDS)
-    predicted = found.seconds_fp32, found.seconds_autocast, found.seconds
+    times = interleaved(ways, _rounds(setting), setting.device)
     return {
         "name": name,
         "commit": commit(),
@@ -87,6 +104,10 @@ def measured(name: str) -> Row:
         },
         "failures": {},
     }
+
+
+def _rounds(setting: Setting) -> int:
+    return QUICK_ROUNDS if setting.quick else ROUNDS
 
 
 def brief(row: Row) -> str:
@@ -110,31 +131,36 @@ def ordered(row: Row) -> tuple[int, int]:
     return right, every
 
 
-def write(rows: Sequence[Row], folder: Path) -> str:
+def write(rows: Sequence[Row], folder: Path, setting: Setting = CPU_BF16) -> str:
     """Writes the table and its rows to `folder`; returns the text."""
     lines, off = [], []
-    pairs = [ordered(row) for row in rows]
-    for row, (right, every) in zip(rows, pairs, strict=True):
-        cells = [
-            f"{1e3 * each['seconds']:.0f}, {1e3 * each['predicted']:.0f}, "
-            f"{each['predicted'] / each['seconds']:.2f}"
-            for each in row["ways"].values()
-        ]
-        lines.append([row["name"], *cells, f"{right} of {every}"])
+    for row in rows:
+        cells = [_cell(row, way) for way in WAYS]
+        lines.append([row["name"], *cells, "{} of {}".format(*ordered(row))])
         off += _ratios(row).values()
     near = sum(1 - WITHIN <= ratio <= 1 + WITHIN for ratio in off)
-    right, every = (sum(each) for each in zip(*pairs, strict=True))
+    right, every = (sum(each) for each in zip((0, 0), *map(ordered, rows), strict=True))
+    mean = f"{statistics.geometric_mean(off):.2f}" if off else "unknown"
     said = (
         f"{near} of {len(off)} predictions are within {WITHIN:.0%}, the geometric mean "
-        f"of the ratios is {statistics.geometric_mean(off):.2f}; {right} of {every} "
-        "pairs are in order."
+        f"of the ratios is {mean}; {right} of {every} pairs are in order."
     )
-    head = f"{capability('cpu')}; commit {commits(rows)}"
-    parts = [head, "", NOTE, "", report.markdown(HEADER, lines), "", said]
-    text = "\n".join([*parts, "", *failures(rows)]).rstrip() + "\n"
-    kept = {"capability": capability("cpu"), "models": list(rows)}
-    report.write(folder / STEM, text, kept)
-    return text
+    by = "from the speeds of\nthis machine (`autoamp calibrate`)"
+    if setting.device != "cpu":
+        by = "by the prices that\n`convert` uses on this device"
+    note = NOTE.format(precision=setting.precision, by=by, rounds=_rounds(setting))
+    tables = [report.markdown(HEADER, lines), said]
+    return step_times.write_text(
+        folder / setting.stem(STEM), rows, note, tables, setting
+    )
+
+
+def _cell(row: Row, way: str) -> str:
+    found = row["ways"].get(way)
+    if found is None:
+        return "failed"
+    taken, predicted = 1e3 * found["seconds"], 1e3 * found["predicted"]
+    return f"{taken:.0f}, {predicted:.0f}, {predicted / taken:.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return step_times.run(
         "benchmarks.prediction",
         arguments,
-        names=[case.name for case in CASES],
+        names=names,
         measured=measured,
         write=write,
         brief=brief,

@@ -162,7 +162,7 @@ fp16 with torch's GradScaler), medians of {rounds(setting)} interleaved rounds.\
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Times what is asked and not yet there; 1 if a way to run it failed."""
-    return step_times.run_anywhere(
+    return step_times.run(
         "benchmarks.resnet50", arguments, names=names, measured=measured, write=write
     )
 

@@ -176,39 +176,14 @@ def run(
     module: str,
     arguments: Sequence[str] | None,
     *,
-    names: Sequence[str],
-    measured: Callable[[str], Row],
-    write: Callable[[Sequence[Row], Path], str],
-    brief: Callable[[Row], str] = brief,
-) -> int:
-    """The command line of a benchmark of CPUs; 1 if a way to run a model failed.
-
-    Args:
-        module: what `python -m` is given.
-        names: the models measured where none is named.
-        measured: measures one model, in this process.
-        write: writes rows to a folder, and returns the table.
-        brief: a row in one line, for the terminal.
-    """
-    given = _parser(module).parse_args(arguments)
-    if given.one:
-        print(json.dumps(measured(given.one)))
-        return 0
-    stem = given.out / module.rpartition(".")[2]
-    take = partial(in_a_process, module=module, limit=given.limit)
-    return _filled(given, names, stem, take=take, write=write, brief=brief)
-
-
-def run_anywhere(
-    module: str,
-    arguments: Sequence[str] | None,
-    *,
     names: Callable[[Setting], Sequence[str]],
     measured: Callable[[str, Setting], Row],
     write: Callable[[Sequence[Row], Path, Setting], str],
     brief: Callable[[Row], str] = brief,
 ) -> int:
-    """The same of a benchmark that is told where it runs, and in what precision.
+    """The command line of a benchmark; 1 if a way to run a model failed.
+
+    The benchmark is told where it runs, and in what precision.
 
     Args:
         module: what `python -m` is given.

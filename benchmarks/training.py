@@ -89,7 +89,7 @@ def write(rows: Sequence[Row], folder: Path, setting: Setting = CPU_BF16) -> str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Times what is asked and not yet there; 1 if a way to run a model failed."""
-    return step_times.run_anywhere(
+    return step_times.run(
         "benchmarks.training", arguments, names=names, measured=measured, write=write
     )
 

@@ -43,7 +43,7 @@ def an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_pieces_are_what_needs_a_gpu() -> None:
     found = {piece.name for piece in gpu.pieces()}
     assert len(found) == len(gpu.pieces())
-    tables = ("training", "forwards", "inference", "ranking", "compiled")
+    tables = ("training", "forwards", "inference", "prediction", "compiled")
     both = {f"{name}-{low}" for name in tables for low in ("bf16", "fp16")}
     assert found == {"calibrate", "tests", "resnet50", *both}
     assert [case.name for case in gpu_cases(quick=False)] == SEVEN
@@ -367,7 +367,7 @@ def test_a_test_that_passed_is_not_run_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
-    wanted = ["tests", "training-fp16", "inference-bf16", "ranking-bf16"]
+    wanted = ["tests", "training-fp16", "inference-bf16", "prediction-bf16"]
     given = ["--device", "cpu", "--quick", "--out", str(tmp_path), *wanted]
     command = [sys.executable, "-m", "benchmarks.gpu", *given]
     ended = subprocess.run(
@@ -378,7 +378,7 @@ def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     assert [row["name"] for row in rows] == list(gpu.QUICK_MODELS)
     assert not any(row["failures"] for row in rows)
     assert set(rows[0]["ways"]) == {"fp32", "autocast", "autoamp", "float16"}
-    for stem in ("tests", "inference", "ranking"):
+    for stem in ("tests", "inference", "prediction"):
         text = (tmp_path / f"{stem}-quick.md").read_text()
         assert text.startswith(Setting().capability.split(",")[0])
 
