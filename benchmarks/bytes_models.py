@@ -6,6 +6,7 @@ batch.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import transformers as hf
 from torch import nn
 
 from tests.models.case import Args, Case, generator, labelled, tokens
+from tests.zoo import site
 
 VOCAB = 2000
 LAYERS, WIDTH, HEADS = 4, 384, 6
@@ -148,6 +150,33 @@ MICRO = Case("gpt2_micro", _gpt2("gelu_new"), _text(1, 256), labelled)
 """The GPT-2 of `PAPER`, for steps of several micro-batches of one text."""
 
 
+def _torchvisions(name: str) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        site.activate()
+        model: nn.Module = getattr(
+            importlib.import_module("torchvision.models"), name
+        )()
+        return model
+
+    return made
+
+
+def _one_image(seed: int) -> Args:
+    return (torch.randn(1, 3, 224, 224, generator=generator(seed)),), {}
+
+
+def _first_label(output: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.float(), torch.zeros(1, dtype=torch.long))
+
+
+REAL: tuple[Case, ...] = tuple(
+    Case(f"real/{name}", _torchvisions(name), _one_image, _first_label)
+    for name in ("convnext_tiny", "efficientnet_b0", "maxvit_t", "swin_t", "swin_v2_t")
+)
+"""Torchvision's models as they are trained: with the stochastic depth of their own,
+which the models of tests/zoo leave out."""
+
+
 def zoo() -> tuple[Case, ...]:
     """The models of tests/zoo, in the order of `python -m benchmarks.zoo`."""
     from tests.zoo import BY_NAME
@@ -161,4 +190,4 @@ def case_of(name: str) -> Case:
         from tests.zoo import BY_NAME
 
         return BY_NAME[name.removeprefix("zoo/")]
-    return {case.name: case for case in (*PAPER, *WRITTEN, MICRO)}[name]
+    return {case.name: case for case in (*PAPER, *WRITTEN, *REAL, MICRO)}[name]

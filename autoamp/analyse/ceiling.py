@@ -56,7 +56,7 @@ def _promoting(name: str, classified: Classified) -> list[str]:
     fact = classified.facts.nodes[name]
     base = fact.base
     if base in family("factory", "noise"):  # `zeros_like` has its operand's dtype
-        return [o.value for o in fact.operands]
+        return [fact.typed_as] if fact.typed_as else [o.value for o in fact.operands]
     read = [*classified.reads(name)]
     # A tensor that is written to keeps its dtype.
     writes = base.endswith("_") and not base.endswith("__")

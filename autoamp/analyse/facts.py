@@ -25,6 +25,7 @@ from autoamp.analyse.nodes import (
     tensors_of,
     written_values,
 )
+from autoamp.analyse.typed_as import typed_as
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.graph_functions import WITH_FP32_STATE
 from autoamp.op_names import op_name
@@ -68,6 +69,7 @@ class NodeFacts:
         device: device type.
         keeps_state: whether the node's results are fp32 in whichever precision it runs.
         chain: the calls that the node stands for, if it is not a call of the model's.
+        typed_as: the value in whose dtype the model makes this new tensor, or "".
     """
 
     name: str
@@ -88,6 +90,7 @@ class NodeFacts:
     device: str
     keeps_state: bool = False
     chain: ForChain | None = None
+    typed_as: str = ""
 
     @property
     def widens(self) -> bool:
@@ -173,6 +176,7 @@ class _Collector:
 
     def __init__(self, gm: fx.GraphModule, grad_mode: bool, device: str | None) -> None:
         self.gm = gm
+        self.typed_as = typed_as(gm)
         self.device = device
         self.opaque_writes: set[int] = set()
         self.nodes: dict[str, NodeFacts] = {}
@@ -268,6 +272,7 @@ class _Collector:
             device=device,
             keeps_state=node.target in WITH_FP32_STATE and device == "cpu",
             chain=node.meta.get(KERNEL),
+            typed_as=self.typed_as.get(node.name, ""),
         )
 
     def _operands(

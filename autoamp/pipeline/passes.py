@@ -45,6 +45,7 @@ from autoamp.rewrite.edge.scale_edge import scale_edge
 from autoamp.rewrite.for_compilers import for_compilers
 from autoamp.rewrite.hoist_weight_casts import hoist_weight_casts
 from autoamp.rewrite.layouts import lay_out
+from autoamp.rewrite.unbind import with_unbind
 
 
 class Phase(enum.IntEnum):
@@ -218,6 +219,13 @@ def _rotary(work: Work) -> Work:
     return replace(work, gm=with_rotary(work.gm, work.left))
 
 
+def _unbind(work: Work) -> Work:
+    if not _may_replace(work) or not _is_eager(work.options):
+        return work
+    assert work.facts is not None
+    return replace(work, gm=with_unbind(work.gm, work.facts, work.left))
+
+
 def _layouts(work: Work) -> Work:
     if not _may_replace(work, CHANNELS_LAST):
         return work
@@ -339,6 +347,13 @@ PASSES: tuple[Pass, ...] = (
         Checks.replaced,
         Retreat.SPARE,
         "its rotary embeddings stay as they are written",
+    ),
+    Pass(
+        *("unbind", Phase.PREPARE, _unbind),
+        "selects that together show a whole tensor have one gradient",
+        Checks.replaced,
+        Retreat.SPARE,
+        "each of its selects has a gradient as large as the whole tensor",
     ),
     Pass(
         *("layouts", Phase.PREPARE, _layouts),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autoamp
 from autoamp.dtypes import parse_low_dtype
 from autoamp.rules import Category, Rules
 from tests.small_models import Of, rewriting
@@ -119,6 +120,76 @@ def test_a_mask_of_zeros_and_ones_is_low(precision: str) -> None:
     assert torch.equal(after, left)
     eps = torch.finfo(parse_low_dtype(precision)).eps
     assert relative(ours.double(), theirs.double()) < 8 * eps, "roundings in two layers"
+
+
+def typed(h: Tensor) -> Tensor:
+    """Stochastic depth, as torchvision writes it."""
+    keep = torch.empty((h.shape[0], 1), dtype=h.dtype)
+    keep = keep.bernoulli_(0.6)
+    keep.div_(0.6)
+    return h * keep
+
+
+def asked_in_fp32(h: Tensor) -> Tensor:
+    keep = torch.empty((h.shape[0], 1), dtype=torch.float32).bernoulli_(0.6)
+    return h * keep.div_(0.6)
+
+
+def as_another(h: Tensor) -> Tensor:
+    """The line of the product does not have the value whose dtype was asked for."""
+    wide = h.float()
+    keep = torch.empty((h.shape[0], 1), dtype=wide.dtype).bernoulli_(0.6)
+    return h * keep.div_(0.6)
+
+
+def read_twice(h: Tensor) -> Tensor:
+    """A second reader stands beside another value."""
+    wide = h.float()
+    keep = torch.empty((h.shape[0], 1), dtype=h.dtype).bernoulli_(0.6)
+    return h * keep + (wide + h) * keep
+
+
+def made_before(h: Tensor) -> Tensor:
+    """The name stands for another value when the product reads it."""
+    keep = torch.empty((h.shape[0], 1), dtype=h.dtype).bernoulli_(0.6)
+    h = h.sin()
+    return h * keep
+
+
+def low_ops(draw: Callable[[Tensor], Tensor], **options: Any) -> set[str]:
+    """The ops that run low between two layers; Dynamo notes the line of each call."""
+    model = convert(of(lambda m, x: m.other(draw(m.fc(x)))), **options)
+    model(X)
+    return {row.name for row in autoamp.report(model).ops if row.precision != "fp32"}
+
+
+def convert(model: nn.Module, precision: str = "bf16") -> nn.Module:
+    torch._dynamo.reset()
+    return autoamp.convert(model, precision=precision, do_no_harm=False, strict=True)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_mask_in_the_dtype_of_a_low_value_is_low(precision: str) -> None:
+    """`dtype=h.dtype`, where `h` is low under autocast."""
+    assert {"empty", "bernoulli_", "div_", "mul"} <= low_ops(typed, precision=precision)
+    model = of(lambda m, x: m.other(typed(m.fc(x))))
+    low = parse_low_dtype(precision)
+    assert low is not None
+    _, left = seeded(model)
+    with torch.autocast("cpu", low):
+        theirs, _ = seeded(model)
+    ours, after = seeded(convert(model, precision))
+    assert torch.equal(after, left)
+    assert torch.equal(ours, theirs.float()), "autocast's numbers, to the bit"
+
+
+@pytest.mark.parametrize("draw", [asked_in_fp32, as_another, read_twice, made_before])
+def test_a_mask_of_another_dtype_stays_wide(draw: Callable[[Tensor], Tensor]) -> None:
+    assert not {"empty", "mul"} & low_ops(draw)
+
+
+def test_a_mask_in_the_dtype_of_a_wide_value_is_wide() -> None:
+    assert not {"empty", "mul"} & low_ops(lambda h: typed(h.float()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
