@@ -1,7 +1,7 @@
 """The models whose bytes are counted: the sizes of a small paper, and the zoo's.
 
-Every model has random weights and no dropout, and each way to run it gets the same
-batch.
+Every model has random weights and each way to run it gets the same batch.  None has
+dropout; those of `REAL` have stochastic depth.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autoamp.analyse.facts import Facts
-from autoamp.rewrite.copied import edited
+from autoamp.rewrite.copied import copied
 
 _ATEN = torch.ops.aten
 _SELECT = _ATEN.select.int
@@ -28,19 +28,18 @@ def with_unbind(
 ) -> fx.GraphModule:
     """`gm` with its selects replaced where that saves; `gm` itself where none does.
 
+    Graphs inside, of which `facts` says nothing, stay as they are.
+
     Args:
         facts: the facts of the captured graph.
         left: names of nodes that stay as they are.
     """
-
-    def found(graph: fx.Graph) -> list[list[fx.Node]]:
-        return [*_wholes(graph, facts, left)]
-
-    def edit(graph: fx.Graph) -> None:
-        for selects in found(graph):
-            _replace(selects)
-
-    return edited(gm, edit, finds=found)
+    if not any(_wholes(gm.graph, facts, left)):
+        return gm
+    copy, _ = copied(gm)
+    for selects in [*_wholes(copy.graph, facts, left)]:
+        _replace(selects)
+    return copy
 
 
 def _wholes(
