@@ -69,6 +69,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def halves(x: Tensor, w: Tensor) -> Tensor:
+    parts = F.linear(x, w).view(2, 2, 4)
+    return parts.select(1, 0) * parts.select(1, 1)
+
+
 def normed(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(F.linear(x, w), (8,), scale, bias)
 
@@ -492,6 +497,40 @@ EXAMPLES: tuple[Example, ...] = (
     linear_1: bf16 = aten.linear(add, w_bf16_use_1)
     linear_1_fp32: f32 = aten._to_copy(linear_1, dtype=f32)
     return linear_1_fp32
+    """,
+    ),
+    Example(
+        "unbind",
+        halves,
+        LAYER,
+        before="""
+    x: f32
+    w: f32
+    w_copy: bf16
+    x_bf16: bf16 = aten._to_copy(x, dtype=bf16)
+    w_copy_use: bf16 = low_weight(w, w_copy)
+    linear: bf16 = aten.linear(x_bf16, w_copy_use)
+    view: bf16 = aten.view(linear, [2, 2, 4])
+    select: bf16 = aten.select(view, 1, 0)
+    select_1: bf16 = aten.select(view, 1, 1)
+    mul: bf16 = aten.mul(select, select_1)
+    mul_fp32: f32 = aten._to_copy(mul, dtype=f32)
+    return mul_fp32
+    """,
+        after="""
+    x: f32
+    w: f32
+    w_copy: bf16
+    x_bf16: bf16 = aten._to_copy(x, dtype=bf16)
+    w_copy_use: bf16 = low_weight(w, w_copy)
+    linear: bf16 = aten.linear(x_bf16, w_copy_use)
+    view: bf16 = aten.view(linear, [2, 2, 4])
+    unbind_int = aten.unbind(view, 1)
+    select: bf16 = getitem(unbind_int, 0)
+    select_1: bf16 = getitem(unbind_int, 1)
+    mul: bf16 = aten.mul(select, select_1)
+    mul_fp32: f32 = aten._to_copy(mul, dtype=f32)
+    return mul_fp32
     """,
     ),
     Example(
