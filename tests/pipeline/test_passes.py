@@ -45,7 +45,8 @@ class Everything(nn.Module):
 
     def forward(self, image: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         seen = self.image_2(self.image(image).relu()).mean((2, 3))
-        q, k, v = self.enter(x + seen[:, None]).chunk(3, dim=-1)
+        parts = self.enter(x + seen[:, None]).unflatten(-1, (3, WIDTH))
+        q, k, v = (parts.select(-2, at) for at in range(3))
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
         angles = torch.arange(LENGTH)[:, None] / torch.arange(1, 5)
         angles = torch.cat((angles, angles), -1)
