@@ -76,6 +76,11 @@ from autoamp.compat.distributed.groups import (
 from autoamp.compat.dynamo.authored import traced_in_widening
 from autoamp.compat.dynamo.entry import CompiledEntry
 from autoamp.compat.dynamo.frames import Left, never_a_graph_by_itself, said_in_a_line
+from autoamp.compat.encoder_layer import (
+    ENCODER_LAYERS,
+    encoder_layer,
+    is_encoder_layer,
+)
 from autoamp.compat.fp32_precision import tf32_kinds
 from autoamp.compat.gradients import (
     accumulate_in,

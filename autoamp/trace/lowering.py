@@ -65,6 +65,8 @@ class Lowering(fx.Interpreter):
         self._regions.follow(n)
         # In an autocast region the op alone does not determine Dynamo's result.
         known = self.op_cache if self._regions.is_on is None else None
+        if n.op == "call_function" and n.target in compat.ENCODER_LAYERS:
+            known = None  # one call becomes several
         call = known.call(n, self.env) if known is not None else None
         if known is not None and call is not None:
             known.learn(call, n, functools.partial(self._called, n))
@@ -117,6 +119,8 @@ class Lowering(fx.Interpreter):
             return self._checkpoint(args, kwargs)
         if isinstance(target, compat.HigherOrderOperator):
             return self._opaque(target, args, kwargs)
+        if compat.is_encoder_layer(target, args) and not kwargs:
+            return compat.encoder_layer(*args)
         if target in compat.PACKED and compat.is_packed(args):
             return self._packed(target, args)
         if target is getattr and args[1] == "data" and torch.is_tensor(args[0]):

@@ -1,0 +1,85 @@
+"""The fast path of `nn.TransformerEncoderLayer`: one private op for a whole layer.
+
+Torch takes that path for inference, and not under autocast.  In 16 bits the op would
+round the residual stream and the norms, which autocast keeps in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+ENCODER_LAYERS: frozenset[Callable[..., Any]] = frozenset(
+    op
+    for op in (
+        getattr(torch, "_transformer_encoder_layer_fwd", None),
+        getattr(torch.ops.aten, "_transformer_encoder_layer_fwd", None),
+        getattr(
+            getattr(torch.ops.aten, "_transformer_encoder_layer_fwd", None),
+            "default",
+            None,
+        ),
+    )
+    if op is not None
+)
+"""The functions and ops of the fast path; none where torch has it no more."""
+
+
+def is_encoder_layer(target: Any, args: Sequence[Any]) -> bool:
+    """Whether a call computes a whole layer, of a tensor that is not nested."""
+    if isinstance(target, str) or target not in ENCODER_LAYERS or not args:
+        return False
+    can = hasattr(torch, "_native_multi_head_attention")
+    return can and isinstance(args[0], Tensor) and not args[0].is_nested
+
+
+def encoder_layer(
+    src: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Tensor,
+    norm_bias_1: Tensor,
+    norm_weight_2: Tensor,
+    norm_bias_2: Tensor,
+    ffn_weight_1: Tensor,
+    ffn_bias_1: Tensor,
+    ffn_weight_2: Tensor,
+    ffn_bias_2: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+) -> Tensor:
+    """The layer of torch's op, in the ops that the op calls: the same to the bit.
+
+    Source: aten/src/ATen/native/transformers/transformer.cpp of torch 2.13, function
+    `transformer_encoder_layer_forward`; the arguments are the op's.
+    """
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
+
+    x = norm(src, norm_weight_1, norm_bias_1) if norm_first else src
+    x, _ = torch._native_multi_head_attention(
+        *(x, x, x, embed_dim, num_heads),
+        *(qkv_weight, qkv_bias, proj_weight, proj_bias, mask, False, True, mask_type),
+    )
+    x = x + src
+    if not norm_first:
+        x = norm(x, norm_weight_1, norm_bias_1)
+    residual = x
+    if norm_first:
+        x = norm(x, norm_weight_2, norm_bias_2)
+    act = functional.gelu if use_gelu else functional.relu
+    x = functional.linear(x, ffn_weight_1, ffn_bias_1)
+    x = functional.linear(act(x), ffn_weight_2, ffn_bias_2) + residual
+    return x if norm_first else norm(x, norm_weight_2, norm_bias_2)
