@@ -59,6 +59,7 @@ class May:
         add: targets of calls that stand for their first operand.
         copies: for each input that is added, the input that it is a copy of; None for
             an input that the added calls alone read.
+        fold: whether casts of the graph's constants may be made once, as constants.
         replace: whether calls may be replaced by calls that give the same numbers.
         lay_out: whether values inside the graph may have other strides.
         rename: the functions that may be called in the place of a function, on the
@@ -69,6 +70,7 @@ class May:
 
     add: frozenset[Any] = frozenset()
     copies: Mapping[str, str | None] = field(default_factory=dict)
+    fold: bool = False
     replace: bool = False
     lay_out: bool = False
     rename: Mapping[Any, Collection[Any]] = field(default_factory=dict)

@@ -162,8 +162,12 @@ class Twins:
                     written[compat.storage_id(tensor)] = at
 
     def _is_gone_cast(self, node: fx.Node) -> bool:
-        """Whether a node that is gone was a cast, for which copies were declared."""
-        if not self.may.copies or node.target not in CASTS | USES:
+        """Whether a node that is gone was a cast that may be made outside the graph.
+
+        A copy that was declared, or a constant of the graph, then holds its result.
+        """
+        apart = self.may.copies or self.may.fold
+        if not apart or node.target not in CASTS | USES:
             return False
         source = node.all_input_nodes[0]
         self.old_stands[node.name] = self.named(source, self.old_stands)
@@ -173,7 +177,7 @@ class Twins:
         """The value that an added node stands for; None where it is of a region."""
         target = node.target
         if node.op == "get_attr":
-            return self._folded(node)
+            return self._folded(node) if self.may.fold else None
         if target is operator.getitem:
             (source,) = node.all_input_nodes
             from_uses = source.target in USES

@@ -92,12 +92,12 @@ class Checks:
         )
 
     def hoisted(self, was: Work, now: Work) -> None:
-        """Casts of weights became copies that come in; all else stayed."""
+        """Casts of weights became copies that come in, or constants; all else stayed."""
         given = _inputs(was.gm)
         extra = _inputs(now.gm)[len(given) :]
         weights = [given[at] for at in now.weights]
         copies: dict[str, str | None] = dict(zip(extra, weights, strict=True))
-        may = May(kinds.USES, copies)
+        may = May(kinds.USES, copies, fold=True)
         differences(was.gm, now.gm, may)
 
     def edge(self, was: Work, now: Work) -> None:

@@ -15,6 +15,10 @@ from autoamp.rewrite.emitted import CAST_KIND, WEIGHT_PATH
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.control_flow import CONTROL_FLOW
 
+FOLDED = "autoamp_folded"
+"""In the `meta` of a graph: each constant that is a cast, to the constant that it is a
+cast of."""
+
 
 @dataclass
 class Hoisted:
@@ -127,6 +131,8 @@ class _Hoist:
             return
         value = operator.attrgetter(str(source.target))(self.gm)
         self.gm.register_buffer(cast.name, value.detach().to(self.whole.low))
+        known = self.gm.meta.get(FOLDED, {})
+        self.gm.meta[FOLDED] = {**known, cast.name: str(source.target)}
         with self.graph.inserting_before(cast):
             folded = self.graph.get_attr(cast.name)
         folded.meta = dict(cast.meta)

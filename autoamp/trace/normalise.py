@@ -38,6 +38,11 @@ UNTRACED = "autoamp_untraced"
 NUMBER = "autoamp_number"
 """In the `meta` of a placeholder for the model's own tensor: the tensor's number."""
 
+_METADATA_HOLDS = torch.ops.aten._assert_tensor_metadata.default
+"""`torch.export` writes this call before a cast of the model's own.  The call asserts
+the dtype and the device that the trace has found, which are not the dtype after the
+passes, and it has no result."""
+
 _OWN = re.compile(r"L\['(mod|self)'\]|G\[")
 """The start of a Dynamo source that is not an argument of the call."""
 
@@ -136,6 +141,9 @@ def _trace(
     traced.meta[UNTRACED] = lowering.untraced
     _placeholders_to_attributes(traced, named)
     for node in list(traced.graph.nodes):
+        if node.target is _METADATA_HOLDS:
+            traced.graph.erase_node(node)
+            continue
         _drop_our_frames(node)
         if _refuses_backward(node, mode):
             _detach_operands(traced.graph, node)
