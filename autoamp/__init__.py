@@ -3,7 +3,15 @@
 The public names are listed in `__all__`; everything else may change.
 """
 
-from autoamp.api import convert, is_converted, report, revert, rewrite
+from autoamp.api import (
+    convert,
+    export,
+    is_converted,
+    load,
+    report,
+    revert,
+    rewrite,
+)
 from autoamp.ask.comparison import Comparison
 from autoamp.ask.monitor import Monitor
 from autoamp.ask.overflow import Overflow
@@ -14,6 +22,7 @@ from autoamp.errors import (
     AutoampError,
     CaptureError,
     CheckpointError,
+    ExportError,
     LockError,
     LossScaleError,
     OptionError,
@@ -45,6 +54,7 @@ __all__ = [
     "CheckpointError",
     "Comparison",
     "DynamicLossScale",
+    "ExportError",
     "LockError",
     "LossScale",
     "LossScaleError",
@@ -69,8 +79,10 @@ __all__ = [
     "disabled",
     "enable",
     "explain",
+    "export",
     "find_overflow",
     "is_converted",
+    "load",
     "plan",
     "report",
     "revert",

@@ -12,9 +12,12 @@ from torch import fx, nn
 
 from autoamp import compat
 from autoamp.analyse.nodes import graph_paths
+from autoamp.ask.examine import options_for
 from autoamp.capture.keep import fits, unfitting
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.exported.export import export_model
+from autoamp.exported.files import load as load_file
 from autoamp.inspect.report import Report
 from autoamp.messages import log_once
 from autoamp.model.conversion import conversion_of
@@ -249,6 +252,99 @@ def rewrite(
     rewritten = rewrite_graph(gm, example_inputs, chosen, low).gm
     compat.forget_inputs(rewritten)
     return rewritten
+
+
+def export(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    target: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> torch.export.ExportedProgram:
+    """A mixed-precision model as an exported program, and as a file where one is named.
+
+    What is exported of a converted model is what the model runs: its options, its
+    rules, its lock, what `tune` has measured, its modules in fp32.  The program takes
+    and returns what the model does, holds torch's own ops alone, and holds each weight
+    once, in the precision in which ops read it.  It is for inference: gradients and
+    loss scaling stay behind.  `model` is not changed.
+
+    The program carries its plan, which is the report and the dtype of each node.
+    `torch.export.save` keeps the plan, `autoamp.load` checks it, and `autoamp diff`
+    compares plans.
+
+    Args:
+        model: any `torch.nn.Module` that `torch.export` takes, converted or not.
+        args, kwargs: the arguments of one call.
+        dynamic_shapes: the sizes that may change, as for `torch.export.export`.
+        target: the runtime: "pt2" (torch, the default), "aoti", "onnx",
+            "onnxruntime-cpu", "onnxruntime-cuda" or "tensorrt".  Ops that the runtime
+            lacks stay fp32 (docs/out-of-process.md has the table).
+        out: the path of the file to write: the program for "pt2", a compiled package
+            for "aoti", ONNX for the other targets.
+        **options: as for `convert`, except those that are for a model that is called
+            and trained (`backend`, `loss_scale`, `guard`, ...).  They are added to the
+            options of a converted model.
+
+    Raises:
+        AutoampError: the model or an option cannot be used, or the target cannot run
+            the precision.  Nothing is changed and nothing is written.
+
+    Example:
+        >>> model, x = torch.nn.Linear(64, 64).eval(), torch.randn(8, 64)
+        >>> program = autoamp.export(model, (x,), precision="bf16", do_no_harm=False)
+        >>> {name: weight.dtype for name, weight in program.state_dict.items()}
+        {'weight': torch.bfloat16, 'bias': torch.bfloat16}
+    """
+    refused = sorted(options.keys() & (_FOR_MODELS - {"lock"}))
+    if refused:
+        raise OptionError(
+            f"export() has no option {' or '.join(refused)}, because an exported model "
+            "is neither trained nor compiled here; autoamp.convert() has it"
+        )
+    return export_model(
+        model,
+        args,
+        kwargs or {},
+        options_for(model, options),
+        dynamic_shapes=dynamic_shapes,
+        target=target,
+        out=out,
+    )
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """What `export` wrote to a file, after a check against the plan in the file.
+
+    Each node and weight must have the dtype that was planned.  Of a compiled package
+    only the plan is checked, since its graph is machine code.  Torch's loaders unpickle
+    parts of a .pt2 file: open files that you trust.
+
+    Args:
+        path: a .pt2 or an .onnx file.
+
+    Returns:
+        A `torch.export.ExportedProgram`, whose `module()` is called as the model is;
+        a compiled package, which is called itself; or an `onnx.ModelProto` without the
+        weights that are in a second file.
+
+    Raises:
+        ExportError: the file holds no plan, or another program than its plan says.
+        OptionError: the file cannot be read.
+
+    Example:
+        >>> import os, tempfile
+        >>> path = os.path.join(tempfile.mkdtemp(), "model.pt2")
+        >>> model, x = torch.nn.Linear(64, 64).eval(), torch.randn(8, 64)
+        >>> options = {"precision": "bf16", "do_no_harm": False}
+        >>> program = autoamp.export(model, (x,), out=path, **options)
+        >>> torch.equal(autoamp.load(path).module()(x), program.module()(x))
+        True
+    """
+    return load_file(path)
 
 
 def _heard(**given: Any) -> Options:

@@ -68,6 +68,10 @@ class LockError(AutoampError, RuntimeError):
     """The placement of a model differs from its lock, which is a committed report."""
 
 
+class ExportError(AutoampError, RuntimeError):
+    """A model cannot be exported, or an exported file does not hold its own plan."""
+
+
 class LossScaleError(AutoampError, ValueError):
     """A loss scale is unusable, its state does not fit, or it reached its floor."""
 

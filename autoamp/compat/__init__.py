@@ -81,6 +81,17 @@ from autoamp.compat.encoder_layer import (
     encoder_layer,
     is_encoder_layer,
 )
+from autoamp.compat.exporting import (
+    PLAN_KEY,
+    compile_package,
+    flat_graph,
+    note_of,
+    onnx_program,
+    open_package,
+    plan_in,
+    set_plan,
+    with_note,
+)
 from autoamp.compat.fp32_precision import tf32_kinds
 from autoamp.compat.gradients import (
     accumulate_in,

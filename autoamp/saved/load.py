@@ -67,6 +67,18 @@ def load(path: str | os.PathLike[str]) -> SavedReport:
     return _report(shown, data)
 
 
+def report_in(where: str, data: object) -> SavedReport:
+    """The report in the plain values `data`, which a file of another kind holds.
+
+    Args:
+        where: the file, for messages and as the path of the report.
+
+    Raises:
+        OptionError: the values are no report; the message names the file and the key.
+    """
+    return _report(where, data)
+
+
 def _read(path: Path, shown: str) -> str:
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):

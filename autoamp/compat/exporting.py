@@ -1,0 +1,73 @@
+"""Private and new parts of `torch.export`."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+PLAN_KEY = "autoamp"
+"""The key of the plan in the metadata that `torch.export.save` keeps."""
+
+
+def flat_graph(program: torch.export.ExportedProgram) -> fx.GraphModule:
+    """The graph of a program, with flat inputs and a tuple of flat outputs.
+
+    The guards on inputs are left out, where torch has them (from 2.9 on): the program
+    that is exported in the end has its own.
+    """
+    takes = inspect.signature(program.module).parameters
+    gm = program.module(**({"check_guards": False} if "check_guards" in takes else {}))
+    assert isinstance(gm, fx.GraphModule)
+    gm.graph.set_codegen(fx.graph.CodeGen())
+    gm.recompile()
+    return gm
+
+
+def with_note(node: fx.Node, note: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of `node` with a note, which `torch.export` keeps in files."""
+    return {**node.meta, "custom": {**node.meta.get("custom", {}), **note}}
+
+
+def note_of(node: fx.Node, key: str) -> Any:
+    """What `with_note` has noted of a node under `key`; None if nothing."""
+    return (node.meta.get("custom") or {}).get(key)
+
+
+def set_plan(program: torch.export.ExportedProgram, plan: dict[str, Any]) -> None:
+    """Keeps a plan, of plain values, in a program and in the files saved of it."""
+    meta = program.graph_module.meta
+    meta["custom"] = {**meta.get("custom", {}), PLAN_KEY: plan}
+
+
+def plan_in(program: torch.export.ExportedProgram) -> Any:
+    """The plan kept in a program; None if there is none."""
+    return (program.graph_module.meta.get("custom") or {}).get(PLAN_KEY)
+
+
+def compile_package(
+    program: torch.export.ExportedProgram, path: Path, notes: dict[str, str]
+) -> None:
+    """Compiles a program to a package of AOTInductor's, with notes in its metadata."""
+    torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(path),
+        inductor_configs={"aot_inductor.metadata": notes},
+    )
+
+
+def open_package(path: str) -> tuple[Any, Any]:
+    """A package of AOTInductor's, and the plan noted in its metadata (None: no plan)."""
+    package = torch._inductor.aoti_load_package(path)
+    return package, package.get_metadata().get(PLAN_KEY)
+
+
+def onnx_program(program: torch.export.ExportedProgram, opset: int | None) -> Any:
+    """What torch's ONNX exporter makes of a program: a `torch.onnx.ONNXProgram`."""
+    chosen = {} if opset is None else {"opset_version": opset}
+    made = torch.onnx.export(program, dynamo=True, verbose=False, **chosen)
+    assert made is not None
+    return made

@@ -1,0 +1,1 @@
+"""Takes a mixed-precision model out of the process: exported programs and files."""

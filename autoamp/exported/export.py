@@ -1,0 +1,227 @@
+"""`export`: a model as an exported program with its plan, or as a file.
+
+    captured.py     the model's own code as one graph
+    placed.py       the passes, the checks and the lock, as `convert` runs them
+    baked.py        weights of its own, each in the precision that it is read in
+    spelled.py      torch's ops alone
+    plan.py         the plan, which goes into every file
+    files.py        the file of a target
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from autoamp import compat
+from autoamp.ask.examine import checked_model
+from autoamp.capture.keep import for_model
+from autoamp.capture.locked import check_declined
+from autoamp.check.constants import check_weights
+from autoamp.errors import ExportError, LockError, VerificationError
+from autoamp.exported.baked import baked
+from autoamp.exported.captured import Captured, captured
+from autoamp.exported.files import check_path, write
+from autoamp.exported.placed import placed
+from autoamp.exported.plan import held_by, plan_of
+from autoamp.exported.spelled import spelled
+from autoamp.exported.targets import Target, target_of
+from autoamp.inspect.report import Report
+from autoamp.messages import log_once
+from autoamp.model.conversion import conversion_of
+from autoamp.model.eligible import choose_precision, not_converted
+from autoamp.model.kept import left_as_it_is
+from autoamp.model.reporting import report_of
+from autoamp.options import Options
+from autoamp.place.devices import named_device
+from autoamp.printable import class_name
+
+logger = logging.getLogger(__name__)
+
+
+def export_model(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    *,
+    dynamic_shapes: Any,
+    target: str | None,
+    out: str | os.PathLike[str] | None,
+) -> torch.export.ExportedProgram:
+    """The exported program of a model, whose file is written too; see `autoamp.export`.
+
+    Args:
+        options: the options given, added to those of the model's conversion.
+
+    Raises:
+        AutoampError: the model cannot be exported, and nothing was written.
+    """
+    runtime = target_of(target)
+    if out is not None:
+        runtime.check_packages()
+        check_path(runtime, out)
+    model = checked_model(model)
+    label = class_name(model)
+    if model.training:
+        log_once(
+            logger,
+            logging.WARNING,
+            f"autoamp: {label} is exported in training mode, with its dropout and its "
+            "batch statistics; call model.eval() before to export it for inference",
+        )
+    with left_as_it_is(model):
+        program = _exported(model, args, kwargs, options, dynamic_shapes, runtime)
+        _check_converted(model, args, kwargs, program, target)
+    if out is not None:
+        write(program, runtime, out)
+    return program
+
+
+def _exported(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    dynamic_shapes: Any,
+    target: Target,
+) -> torch.export.ExportedProgram:
+    graph = captured(model, args, kwargs, dynamic_shapes)
+    low, why_not = choose_precision(model, options, target.device)
+    if low is not None:
+        why_not = target.takes(low, options)
+    if low is None or why_not:
+        return _in_fp32(model, graph, options, why_not, target)
+    options = target.rules(for_model(model, options), low)
+    device = None if target.device is None else named_device(target.device, low)
+    state = conversion_of(model)
+    price = None
+    if device is None and state is not None and state.engine is not None:
+        price = state.engine.price
+    record, prepared, results = placed(
+        graph, model, options, low, device=device, price=price
+    )
+    own = baked(prepared.gm, model)
+    program = spelled(graph, own.gm, args, kwargs, dynamic_shapes)
+    read = {spec.target for spec in program.graph_signature.input_specs if spec.target}
+    check_weights(held_by(program), read, own.sources, _weights(model))
+    _check_same(program, args, kwargs, results)
+    if target.one_dtype:
+        program = spelled(graph, own.gm, args, kwargs, dynamic_shapes, one_dtype=True)
+    report = report_of(record, model, "" if device is None else device.name)
+    plan = plan_of(program, report.to_json(), own.sources, target.name)
+    compat.set_plan(program, plan.to_dict())
+    return program
+
+
+def _in_fp32(
+    model: nn.Module, graph: Captured, options: Options, why_not: str, target: Target
+) -> torch.export.ExportedProgram:
+    """The program of a model of which nothing runs low, which is said."""
+    label = class_name(model)
+    if options.locked is not None:
+        differs = check_declined(options.locked, label, why_not)
+        if differs:
+            raise LockError(differs)
+    log_once(
+        logger,
+        logging.WARNING,
+        f"autoamp: {label} is exported as it is: it {not_converted(model, why_not)}",
+    )
+    report = Report(label, (), (), [(label, why_not)])
+    plan = plan_of(graph.program, report.to_json(), {}, target.name)
+    compat.set_plan(graph.program, plan.to_dict())
+    return graph.program
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(nn.Module.named_parameters(model, remove_duplicate=False)),
+        **dict(nn.Module.named_buffers(model, remove_duplicate=False)),
+    }
+
+
+def _check_same(
+    program: torch.export.ExportedProgram,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    results: tuple[Any, ...],
+) -> None:
+    """Checks that a program gives the results that the rewritten graph gave.
+
+    Raises:
+        VerificationError: a result differs in a bit.
+    """
+    given = _called(program.module(), args, kwargs)
+    at = _first_difference(given, pytree.tree_leaves(results))
+    if at is not None:
+        raise VerificationError(
+            f"output {at} of the exported program is not that of the rewritten graph; "
+            "this is a bug in autoamp, please report it"
+        )
+
+
+def _check_converted(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    program: torch.export.ExportedProgram,
+    target: str | None,
+) -> None:
+    """Says where a program gives other results than the converted model itself.
+
+    That happens where a call of other shapes made the graphs that the model runs, or
+    where the target asks for other casts than this machine.
+
+    Raises:
+        ExportError: the results differ, and the conversion is strict.
+    """
+    state = conversion_of(model)
+    if state is None or state.engine is None or target is not None:
+        return
+    given = _called(program.module(), args, kwargs)
+    own = _called(model, args, kwargs)
+    at = _first_difference(given, own)
+    if at is None:
+        return
+    text = (
+        f"output {at} of the exported {class_name(model)} differs from that of the "
+        "converted model on these arguments: the model runs a graph that a call of "
+        "other shapes made, and the exported program was placed for these. `autoamp "
+        "diff` of the file and of autoamp.report(model).to_json(...) shows the ops; a "
+        "lock (lock=) holds both to one placement"
+    )
+    if state.engine.options.strict:
+        raise ExportError(text)
+    logger.warning("autoamp: %s", text)
+
+
+def _called(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """The flat results of a call without gradients, which leaves everything as it is."""
+    args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, dict(kwargs)))
+    with left_as_it_is(module), torch.no_grad(), compat.autocast_off():
+        return list(pytree.tree_leaves(module(*args, **kwargs)))
+
+
+def _first_difference(some: list[Any], others: list[Any]) -> int | None:
+    """The position of the first two values that differ; NaN equals NaN."""
+    if len(some) != len(others):
+        return min(len(some), len(others))
+    for at, (one, other) in enumerate(zip(some, others, strict=True)):
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            if one.dtype != other.dtype or one.shape != other.shape:
+                return at
+            same = (one == other) | ((one != one) & (other != other))
+            if not bool(same.all()):
+                return at
+        elif isinstance(one, Tensor) or isinstance(other, Tensor):
+            return at
+    return None

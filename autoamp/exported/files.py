@@ -1,0 +1,155 @@
+"""Writes the files of exported programs, whole or not at all, and reads them back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autoamp import compat
+from autoamp.errors import ExportError, OptionError
+from autoamp.exported import onnx_files
+from autoamp.exported.plan import Plan, check_program, plan_from
+from autoamp.exported.targets import SUFFIXES, Target
+from autoamp.printable import printable_line
+from autoamp.saved.document import SavedReport
+
+Path_ = str | os.PathLike[str]
+
+
+def check_path(target: Target, out: Path_) -> Path:
+    """The file to write, with links followed.
+
+    Raises:
+        OptionError: no file can be written there.
+    """
+    suffix = SUFFIXES[target.kind]
+    shown = printable_line(repr(os.fspath(out)), 300)
+    try:
+        path = Path(out).resolve()
+        is_folder, has_folder = path.is_dir(), path.parent.is_dir()
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise OptionError(f"out={shown} is not a file path: {error}") from None
+    if path.suffix != suffix:
+        raise OptionError(
+            f"out={shown}: the file for target={target.name!r} ends in {suffix}"
+        )
+    if is_folder:
+        raise OptionError(f"out={shown} is a folder; give the path of a file")
+    if not has_folder or not os.access(path.parent, os.W_OK):
+        raise OptionError(
+            f"out={shown}: no file can be written there. Pass a path in a folder that "
+            "exists and is writable"
+        )
+    return path
+
+
+def write(program: torch.export.ExportedProgram, target: Target, out: Path_) -> None:
+    """Writes the file of a program, with its plan in it, and reads it back.
+
+    Raises:
+        ExportError: the file cannot be made, or does not hold its plan; an older file
+            is left unchanged.
+        OptionError: the file cannot be written.
+    """
+    path = check_path(target, out)
+    with _draft(path) as draft:
+        try:
+            if target.kind == "pt2":
+                torch.export.save(program, draft)
+            elif target.kind == "aoti":
+                _compile(program, draft)
+            else:
+                onnx_files.write(program, target, draft)
+        except (ExportError, OSError):
+            raise
+        except Exception as error:
+            text = printable_line(f"{type(error).__name__}: {error}", 1500)
+            raise ExportError(
+                f"the file for target={target.name!r} cannot be made: {text}"
+            ) from error
+        opened(draft)
+
+
+def load(path: Path_) -> Any:
+    """What a file holds, after a check against its plan; see `autoamp.load`."""
+    return opened(path)[0]
+
+
+def plan_in(path: Path_) -> tuple[Plan, SavedReport]:
+    """The plan in a file, after the same check, and its report."""
+    return opened(path)[1:]
+
+
+def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
+    """What a file holds, with its plan and its report.
+
+    Raises:
+        OptionError: the file cannot be read.
+        ExportError: it holds no plan, or not what its plan says.
+    """
+    shown = printable_line(os.fspath(path), 300)
+    try:
+        if not Path(path).is_file():
+            raise OptionError(f"{shown}: there is no such file")
+        if Path(path).suffix == SUFFIXES["onnx"]:
+            return onnx_files.opened(path, shown)
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (OSError, ValueError) as error:
+        if isinstance(error, OptionError):
+            raise
+        raise OptionError(f"{shown}: cannot be read ({error})") from None
+    except zipfile.BadZipFile:
+        raise OptionError(f"{shown}: it is no .pt2 and no .onnx file") from None
+    try:
+        if any("/data/aotinductor/" in name for name in names):
+            package, note = compat.open_package(os.fspath(path))
+            return package, *plan_from(shown, note)
+        program = torch.export.load(path)
+    except ExportError:
+        raise
+    except Exception as error:
+        text = printable_line(f"{type(error).__name__}: {error}", 800)
+        raise OptionError(f"{shown}: torch cannot load it: {text}") from None
+    plan, report = plan_from(shown, compat.plan_in(program))
+    check_program(shown, plan, program)
+    return program, plan, report
+
+
+def _compile(program: torch.export.ExportedProgram, draft: Path) -> None:
+    note = {compat.PLAN_KEY: plan_text(program)}
+    compat.compile_package(program, draft, note)
+
+
+def plan_text(program: torch.export.ExportedProgram) -> str:
+    """The plan of a program as JSON."""
+    return plan_from("the program", compat.plan_in(program))[0].to_json()
+
+
+@contextlib.contextmanager
+def _draft(path: Path) -> Iterator[Path]:
+    """A path in a new folder; what is written there takes the place of `path`.
+
+    A large ONNX model is two files, which carry their final names in the folder.
+    """
+    folder = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex}")
+    try:
+        folder.mkdir()
+        yield folder / path.name
+        for each in sorted(folder.iterdir(), key=lambda p: p.name == path.name):
+            os.replace(each, path.with_name(each.name))
+    except OSError as error:
+        raise OptionError(
+            f"out={str(path)!r}: the file cannot be written there: "
+            f"{error.strerror or error}"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

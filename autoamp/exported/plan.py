@@ -1,0 +1,248 @@
+"""The plan in an exported program: its report, and the dtype of every node and weight.
+
+The plan is stored inside each file that is written of the program, so that a reader of
+the file can ask why an op has its precision, and can check that the file still computes
+what was planned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoamp import compat
+from autoamp.errors import ExportError
+from autoamp.exported.spelled import OP
+from autoamp.printable import printable_line
+from autoamp.saved.document import SavedReport
+from autoamp.saved.load import report_in
+
+SCHEMA = "autoamp.plan"
+VERSION = 1
+"""Raised when a key is removed or changes its meaning, not when a key is added."""
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of an exported program.
+
+    Attributes:
+        target: the name of the target that the program was made for; "" for none.
+        report: the report on the rewritten graph, as plain values.
+        nodes: for each node of the program that makes tensors, the dtypes of those, and
+            the name in the report of the op that the node belongs to ("" for none).
+        weights: for each weight of the program, the path of the model's weight that it
+            was made of, and its dtype.
+    """
+
+    target: str
+    report: Mapping[str, Any]
+    nodes: Mapping[str, tuple[tuple[str, ...], str]]
+    weights: Mapping[str, tuple[str, str]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain values, for JSON; docs/out-of-process.md has the keys."""
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "target": self.target,
+            "report": self.report,
+            "nodes": {
+                name: {"dtypes": [*dtypes], "op": op}
+                for name, (dtypes, op) in self.nodes.items()
+            },
+            "weights": {
+                name: {"source": source, "dtype": dtype}
+                for name, (source, dtype) in self.weights.items()
+            },
+        }
+
+    def to_json(self) -> str:
+        """The plan as JSON on one line."""
+        return json.dumps(self.to_dict(), ensure_ascii=False, separators=(",", ":"))
+
+
+def plan_of(
+    program: torch.export.ExportedProgram,
+    report: str,
+    sources: Mapping[str, str],
+    target: str,
+) -> Plan:
+    """The plan of a program that was just made.
+
+    Args:
+        report: the report as JSON.
+        sources: for each weight of the program, the path of the model's weight.
+    """
+    return Plan(
+        target=target,
+        report=json.loads(report),
+        nodes={
+            node.name: (_names(dtypes), compat.note_of(node, OP) or "")
+            for node, dtypes in made_by(program.graph)
+        },
+        weights={
+            name: (sources.get(name, name), _name(tensor.dtype))
+            for name, tensor in held_by(program)
+        },
+    )
+
+
+def plan_from(where: str, data: object) -> tuple[Plan, SavedReport]:
+    """The plan and its report from the plain values in a file; all are checked.
+
+    Args:
+        where: the file, for messages.
+
+    Raises:
+        ExportError: the values are no plan, or of a newer version.
+        OptionError: the report in the plan is none.
+    """
+    if isinstance(data, str):
+        try:
+            data = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise _no_plan(where, f"it is not JSON ({error})") from None
+    if data is None:
+        raise ExportError(
+            f"{where} holds no plan of autoamp: another tool wrote it, or another tool "
+            "wrote it again and left the plan out. autoamp.export() writes files "
+            "with a plan"
+        )
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise _no_plan(where, f"its schema is not {SCHEMA!r}")
+    version = data.get("version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise _no_plan(where, "its version is no number")
+    if version > VERSION:
+        raise ExportError(
+            f"{where}: its plan has version {version}, and this autoamp reads "
+            f"{VERSION}: upgrade autoamp"
+        )
+    nodes = {
+        name: (tuple(_strings(where, row, "dtypes")), _string(where, row, "op"))
+        for name, row in _rows(where, data, "nodes")
+    }
+    weights = {
+        name: (_string(where, row, "source"), _string(where, row, "dtype"))
+        for name, row in _rows(where, data, "weights")
+    }
+    report = data.get("report")
+    found = Plan(_string(where, data, "target"), report or {}, nodes, weights)
+    return found, report_in(where, report)
+
+
+def check_program(
+    where: str, plan: Plan, program: torch.export.ExportedProgram
+) -> None:
+    """Checks that a program computes in the dtypes of its plan.
+
+    Raises:
+        ExportError: a node or a weight is missing, is new, or has another dtype.
+    """
+    nodes = {n.name: _names(dtypes) for n, dtypes in made_by(program.graph)}
+    planned = {name: dtypes for name, (dtypes, _) in plan.nodes.items()}
+    weights = {name: (_name(t.dtype),) for name, t in held_by(program)}
+    meant = {name: (dtype,) for name, (_, dtype) in plan.weights.items()}
+    check_dtypes(where, planned, nodes, "node")
+    check_dtypes(where, meant, weights, "weight")
+
+
+def check_dtypes(
+    where: str,
+    planned: Mapping[str, tuple[str, ...]],
+    there: Mapping[str, tuple[str, ...]],
+    kind: str,
+) -> None:
+    """Checks that what is there has the dtypes planned.
+
+    Raises:
+        ExportError: something is missing, is new, or has other dtypes.
+    """
+    problems = [
+        f"{kind} {name} is {', '.join(there[name])} and was planned as "
+        f"{', '.join(dtypes)}"
+        for name, dtypes in planned.items()
+        if name in there and there[name] != dtypes
+    ]
+    problems += [f"{kind} {n} is gone" for n in planned if n not in there]
+    problems += [f"{kind} {n} is in no plan" for n in there if n not in planned]
+    if problems:
+        more = len(problems) - _SHOWN
+        shown = "; ".join(map(printable_line, problems[:_SHOWN]))
+        shown += f"; and {more} more" if more > 0 else ""
+        raise ExportError(
+            f"{where} does not compute what its plan says: {shown}. The file was "
+            "changed after autoamp.export() wrote it; export the model again"
+        )
+
+
+def made_by(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[torch.dtype]]]:
+    """Each node that computes tensors, with the dtypes of those."""
+    for node in graph.nodes:
+        dtypes = [t.dtype for t in _tensors(node.meta.get("val"))]
+        if node.op == "call_function" and dtypes:
+            yield node, dtypes
+
+
+def held_by(
+    program: torch.export.ExportedProgram,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights and constants of a program by their names."""
+    yield from program.state_dict.items()
+    for name, value in program.constants.items():
+        if isinstance(value, torch.Tensor) and name not in program.state_dict:
+            yield name, value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
+    return tuple(_name(dtype) for dtype in dtypes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _no_plan(where: str, problem: str) -> ExportError:
+    return ExportError(f"{where}: the plan in it cannot be read: {problem}")
+
+
+def _rows(
+    where: str, data: Mapping[str, Any], key: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    found = data.get(key)
+    if not isinstance(found, dict):
+        raise _no_plan(where, f"{key} is no object")
+    for name, row in found.items():
+        if not isinstance(row, dict):
+            raise _no_plan(where, f"{key}.{printable_line(name, 80)} is no object")
+        yield name, row
+
+
+def _string(where: str, row: Mapping[str, Any], key: str) -> str:
+    found = row.get(key)
+    if not isinstance(found, str):
+        raise _no_plan(where, f"{key} is no string")
+    return found
+
+
+def _strings(where: str, row: Mapping[str, Any], key: str) -> list[str]:
+    found = row.get(key)
+    if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
+        raise _no_plan(where, f"{key} is no list of strings")
+    return found
