@@ -16,6 +16,7 @@ from autoamp.ask.examine import options_for
 from autoamp.capture.keep import fits, unfitting
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.exported.captured import Call
 from autoamp.exported.export import export_model
 from autoamp.exported.files import load as load_file
 from autoamp.inspect.report import Report
@@ -305,15 +306,11 @@ def export(
             f"export() has no option {' or '.join(refused)}, because an exported model "
             "is neither trained nor compiled here; autoamp.convert() has it"
         )
-    return export_model(
-        model,
-        args,
-        kwargs or {},
-        options_for(model, options),
-        dynamic_shapes=dynamic_shapes,
-        target=target,
-        out=out,
-    )
+    if not isinstance(args, tuple):
+        raise OptionError("args must be a tuple of the model's arguments")
+    call = Call(args, kwargs or {}, dynamic_shapes)
+    chosen = options_for(model, options)
+    return export_model(model, call, chosen, target=target, out=out)
 
 
 def load(path: str | os.PathLike[str]) -> Any:

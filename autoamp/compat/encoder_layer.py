@@ -37,41 +37,27 @@ def is_encoder_layer(target: Any, args: Sequence[Any]) -> bool:
     return can and isinstance(args[0], Tensor) and not args[0].is_nested
 
 
-def encoder_layer(
-    src: Tensor,
-    embed_dim: int,
-    num_heads: int,
-    qkv_weight: Tensor,
-    qkv_bias: Tensor,
-    proj_weight: Tensor,
-    proj_bias: Tensor,
-    use_gelu: bool,
-    norm_first: bool,
-    eps: float,
-    norm_weight_1: Tensor,
-    norm_bias_1: Tensor,
-    norm_weight_2: Tensor,
-    norm_bias_2: Tensor,
-    ffn_weight_1: Tensor,
-    ffn_bias_1: Tensor,
-    ffn_weight_2: Tensor,
-    ffn_bias_2: Tensor,
-    mask: Tensor | None = None,
-    mask_type: int | None = None,
-) -> Tensor:
+def encoder_layer(*args: Any) -> Tensor:
     """The layer of torch's op, in the ops that the op calls: the same to the bit.
 
     Source: aten/src/ATen/native/transformers/transformer.cpp of torch 2.13, function
-    `transformer_encoder_layer_forward`; the arguments are the op's.
+    `transformer_encoder_layer_forward`.
+
+    Args:
+        *args: the arguments of torch's op in their order.
     """
+    src, embed_dim, num_heads, *projections, use_gelu, norm_first, eps = args[:10]
+    norm_weight_1, norm_bias_1, norm_weight_2, norm_bias_2 = args[10:14]
+    ffn_weight_1, ffn_bias_1, ffn_weight_2, ffn_bias_2 = args[14:18]
+    mask, mask_type = (*args[18:], None, None)[:2]
 
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
 
     x = norm(src, norm_weight_1, norm_bias_1) if norm_first else src
-    x, _ = torch._native_multi_head_attention(
-        *(x, x, x, embed_dim, num_heads),
-        *(qkv_weight, qkv_bias, proj_weight, proj_bias, mask, False, True, mask_type),
+    attend: Any = torch._native_multi_head_attention
+    x, _ = attend(
+        x, x, x, embed_dim, num_heads, *projections, mask, False, True, mask_type
     )
     x = x + src
     if not norm_first:

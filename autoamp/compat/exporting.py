@@ -60,14 +60,14 @@ def compile_package(
 
 
 def open_package(path: str) -> tuple[Any, Any]:
-    """A package of AOTInductor's, and the plan noted in its metadata (None: no plan)."""
+    """A package of AOTInductor's, and the plan in its metadata; None for no plan."""
     package = torch._inductor.aoti_load_package(path)
     return package, package.get_metadata().get(PLAN_KEY)
 
 
 def onnx_program(program: torch.export.ExportedProgram, opset: int | None) -> Any:
     """What torch's ONNX exporter makes of a program: a `torch.onnx.ONNXProgram`."""
-    chosen = {} if opset is None else {"opset_version": opset}
+    chosen: dict[str, Any] = {} if opset is None else {"opset_version": opset}
     made = torch.onnx.export(program, dynamo=True, verbose=False, **chosen)
     assert made is not None
     return made

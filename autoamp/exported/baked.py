@@ -1,4 +1,4 @@
-"""Gives a rewritten graph weights of its own: each once, in the precision it is read in.
+"""Gives a rewritten graph weights of its own, each in the precision that is read.
 
 A graph that a converted model runs is handed low copies of fp32 weights.  An exported
 graph holds the low weights instead, and an fp32 weight only where an op reads fp32.
@@ -118,9 +118,7 @@ def _free(name: str, taken: Mapping[str, str]) -> str:
     return found
 
 
-def _put(
-    root: nn.Module, path: str, value: Tensor, *, persistent: bool = True
-) -> None:
+def _put(root: nn.Module, path: str, value: Tensor, *, persistent: bool = True) -> None:
     """Makes `value` the parameter or the buffer `path` of `root`."""
     *parents, name = path.split(".")
     for parent in parents:

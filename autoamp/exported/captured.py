@@ -15,7 +15,40 @@ from autoamp import compat
 from autoamp.ask.examine import twin_of
 from autoamp.capture.thread import disabled
 from autoamp.errors import ExportError
+from autoamp.model.kept import left_as_it_is
 from autoamp.printable import class_name, printable_line
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a model, for which the model is exported.
+
+    Attributes:
+        args, kwargs: the arguments.
+        dynamic_shapes: the sizes that may change, as for `torch.export.export`.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    dynamic_shapes: Any = None
+
+    def export(self, model: nn.Module) -> torch.export.ExportedProgram:
+        """The program of `model` in fp32 or as written, without gradients."""
+        with torch.no_grad(), compat.autocast_off():
+            return torch.export.export(
+                model,
+                self.args,
+                dict(self.kwargs),
+                dynamic_shapes=self.dynamic_shapes,
+            )
+
+    def results(self, model: nn.Module) -> list[Any]:
+        """The flat results of the call, which changes neither model nor arguments."""
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, torch.Tensor.clone, (self.args, dict(self.kwargs))
+        )
+        with left_as_it_is(model), torch.no_grad(), compat.autocast_off():
+            return list(pytree.tree_leaves(model(*args, **kwargs)))
 
 
 @dataclass(frozen=True)
@@ -39,12 +72,7 @@ class Captured:
     signature: inspect.Signature
 
 
-def captured(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    dynamic_shapes: Any,
-) -> Captured:
+def captured(model: nn.Module, call: Call) -> Captured:
     """The graph of a call of `model` in fp32, without gradients.
 
     Raises:
@@ -52,14 +80,13 @@ def captured(
     """
     twin = twin_of(model)
     try:
-        with disabled(), torch.no_grad(), compat.autocast_off():
-            program = torch.export.export(
-                twin, args, dict(kwargs), dynamic_shapes=dynamic_shapes
-            )
+        with disabled():
+            program = call.export(twin)
     except Exception as error:
         raise ExportError(_cannot(model, error)) from error
     gm = compat.flat_graph(program)
-    values = tuple(pytree.tree_leaves((args, _in_order(program, kwargs))))
+    kwargs = _in_order(program, call.kwargs)
+    values = tuple(pytree.tree_leaves((call.args, kwargs)))
     inputs = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
     fakes = tuple(
         fake if isinstance(value, torch.Tensor) else value
@@ -78,7 +105,8 @@ def _in_order(
 
 def _cannot(model: nn.Module, error: Exception) -> str:
     """Says that torch cannot export a model, where, and what to do."""
-    text = printable_line(f"{type(error).__name__}: {error}", 1500)
+    told = str(error).partition("\nFor more information")[0]
+    text = printable_line(f"{type(error).__name__}: {told}", 1500).rstrip(".")
     return (
         f"{class_name(model)} cannot be exported, because torch.export cannot make one "
         f"graph of it: {text}. autoamp.convert() takes models in parts and has no such "

@@ -118,7 +118,7 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
         raise
     except Exception as error:
         text = printable_line(f"{type(error).__name__}: {error}", 800)
-        raise OptionError(f"{shown}: torch cannot load it: {text}") from None
+        raise OptionError(f"{shown}: torch cannot load it: {text}") from error
     plan, report = plan_from(shown, compat.plan_in(program))
     check_program(shown, plan, program)
     return program, plan, report

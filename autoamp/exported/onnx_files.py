@@ -19,12 +19,12 @@ from autoamp import compat
 from autoamp.dtypes import parse_low_dtype, short_name
 from autoamp.errors import ExportError
 from autoamp.exported.plan import Plan, check_dtypes, plan_from
-from autoamp.exported.targets import Target
+from autoamp.exported.targets import Target, check_installed
 from autoamp.printable import printable_line
 from autoamp.saved.document import SavedReport
 
 _NODE = "pkg.torch.onnx.fx_node"
-"""The metadata in which torch's exporter names the node that an ONNX node stands for."""
+"""The metadata in which torch's exporter names the node of the exported program."""
 
 
 def write(program: torch.export.ExportedProgram, target: Target, path: Path) -> None:
@@ -50,13 +50,14 @@ def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedRe
     Raises:
         ExportError: the file holds no plan, or other dtypes than planned.
     """
+    check_installed("onnx", shown)
     import onnx
 
     try:
         model = onnx.load(os.fspath(path), load_external_data=False)
     except Exception as error:
         text = printable_line(f"{type(error).__name__}: {error}", 300)
-        raise ExportError(f"{shown}: onnx cannot load it: {text}") from None
+        raise ExportError(f"{shown}: onnx cannot load it: {text}") from error
     notes = {each.key: each.value for each in model.metadata_props}
     plan, report = plan_from(shown, notes.get(compat.PLAN_KEY))
     planned = {name: dtypes for name, (dtypes, _) in plan.nodes.items()}
@@ -97,7 +98,7 @@ def _inferred(model: Any, shown: str) -> Iterator[tuple[str, tuple[str, ...]]]:
         typed = onnx.shape_inference.infer_shapes(bare, check_type=True)
     except Exception as error:
         text = printable_line(str(error), 500)
-        raise ExportError(f"{shown}: onnx refuses its types: {text}") from None
+        raise ExportError(f"{shown}: onnx refuses its types: {text}") from error
     makes = {name for node in bare.graph.node for name in node.output}
     for value in (*typed.graph.value_info, *typed.graph.output):
         if value.name in makes:
@@ -131,7 +132,7 @@ def _named(number: int) -> str:
 
 
 _LARGE = 1 << 30
-"""From this many bytes of weights on they go to a file beside; protobuf ends at 2 GiB."""
+"""Bytes of weights from which on they go to a second file; protobuf ends at 2 GiB."""
 
 
 def _is_large(program: torch.export.ExportedProgram) -> bool:

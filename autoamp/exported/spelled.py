@@ -8,7 +8,6 @@ the ops that such a function calls stand in its place.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.errors import ExportError
-from autoamp.exported.captured import Captured
+from autoamp.exported.captured import Call, Captured
 from autoamp.graph_functions import layer_norm, rms_norm
 from autoamp.printable import printable_line
 
@@ -107,9 +106,7 @@ class _Noting(fx.Interpreter):
 def spelled(
     graph: Captured,
     gm: fx.GraphModule,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    dynamic_shapes: Any,
+    call: Call,
     *,
     one_dtype: bool = False,
 ) -> torch.export.ExportedProgram:
@@ -127,10 +124,7 @@ def spelled(
     model.forward = _signed(model.forward, graph.signature)  # type: ignore[method-assign]
     model.eval()
     try:
-        with torch.no_grad(), compat.autocast_off():
-            return torch.export.export(
-                model, args, dict(kwargs), dynamic_shapes=dynamic_shapes
-            )
+        return call.export(model)
     except Exception as error:
         raise ExportError(
             "torch.export takes the model, and refuses the rewritten graph: "

@@ -84,14 +84,21 @@ class Target:
         Raises:
             ExportError: a package is missing.
         """
-        missing = [p for p in self.packages if importlib.util.find_spec(p) is None]
-        if missing:
-            names = " ".join(missing)
-            raise ExportError(
-                f"target={self.name!r} needs the package"
-                f"{'s' if len(missing) > 1 else ''} {' and '.join(missing)}, which "
-                f"cannot be imported here: pip install {names}"
-            )
+        for package in self.packages:
+            check_installed(package, f"target={self.name!r}")
+
+
+def check_installed(package: str, what: str) -> None:
+    """Checks that a package of the extra `onnx` can be imported.
+
+    Raises:
+        ExportError: it cannot; the message says that `what` needs it.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ExportError(
+            f"{what} needs the package {package}, which is not installed here: "
+            "pip install 'autoamp[onnx]'"
+        )
 
 
 def replace_rules(options: Options, rules: Rules) -> Options:
@@ -110,8 +117,8 @@ def targets() -> Mapping[str, Target]:
         if like is None:
             found[name] = Target(name, **own)
         else:
-            dropped = {"name": name, "no_gain": {}, "refused": {}, "device": None}
-            found[name] = replace(like, **{**dropped, **own})
+            own = {"no_gain": {}, "refused": {}, "device": None, **own}
+            found[name] = replace(like, name=name, **own)
     for target in found.values():
         undecided = LOW_DTYPES.keys() - target.dtypes - target.refused.keys()
         assert not undecided, f"{target.name} says nothing of {undecided}"

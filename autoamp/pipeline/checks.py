@@ -92,7 +92,7 @@ class Checks:
         )
 
     def hoisted(self, was: Work, now: Work) -> None:
-        """Casts of weights became copies that come in, or constants; all else stayed."""
+        """Casts of weights became inputs or constants of the graph; all else stayed."""
         given = _inputs(was.gm)
         extra = _inputs(now.gm)[len(given) :]
         weights = [given[at] for at in now.weights]

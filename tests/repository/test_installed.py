@@ -14,8 +14,11 @@ import pytest
 from tests.repository.test_packaging import PROJECT, REPO, run
 
 SHIPPED = ["autoamp", "autoamp_cli", "autoamp_autoload.py", "autoamp_heat.py"]
-GUARDED = {"pynvml": "bench"}
-"""A module that may be missing, and the extra that brings the module."""
+GUARDED = {
+    "onnx": ("onnx", "exported/targets.py"),
+    "pynvml": ("bench", "benchmark/energy.py"),
+}
+"""A module that may be missing, the extra that brings it, and the file that says so."""
 
 NAMED = {"transformers": "planning/named.py"}
 """A library of models, imported where a user names one of its models, and the file that
@@ -138,11 +141,11 @@ def test_a_library_that_a_user_names_may_be_missing(library: str) -> None:
 
 def test_what_may_be_missing_is_in_the_extra_that_the_error_names() -> None:
     providers = metadata.packages_distributions()
-    for module, extra in GUARDED.items():
+    for module, (extra, file) in GUARDED.items():
         assert module in shipped()
         wanted = {name_of(d) for d in PROJECT["optional-dependencies"][extra]}
         assert module not in providers or wanted & set(providers[module])
-        text = (REPO / "autoamp" / "benchmark" / "energy.py").read_text("utf-8")
+        text = (REPO / "autoamp" / file).read_text("utf-8")
         assert f"pip install 'autoamp[{extra}]'" in text
 
 

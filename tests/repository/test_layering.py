@@ -46,7 +46,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"capture"}),
     frozenset({"model"}),
     frozenset({"ask"}),
-    frozenset({"tuning"}),
+    frozenset({"exported", "tuning"}),
     frozenset({"benchmark"}),
     frozenset({"planning"}),
     frozenset({"api", "questions"}),

@@ -1,4 +1,4 @@
-"""`nn.TransformerEncoderLayer` in inference: torch's one op for it becomes its parts."""
+"""`nn.TransformerEncoderLayer` in inference: torch's one op becomes its parts."""
 
 from __future__ import annotations
 
@@ -89,5 +89,7 @@ def test_a_nested_tensor_stays_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_native_multi_head_attention")
     assert not compat.is_encoder_layer(op, (torch.ones(1, 2, 32),))
     for dtype in (torch.bfloat16, torch.float16):
-        rule = autoamp.Rules.default(dtype).table["aten::_transformer_encoder_layer_fwd"]
+        rule = autoamp.Rules.default(dtype).table[
+            "aten::_transformer_encoder_layer_fwd"
+        ]
         assert rule.category == "deny"
