@@ -15,6 +15,7 @@ from autoamp_cli.compare import compare
 from autoamp_cli.diff import diff
 from autoamp_cli.env import env
 from autoamp_cli.explain import explain
+from autoamp_cli.export import export
 from autoamp_cli.plan import plan
 from autoamp_cli.rules import rules
 from autoamp_cli.run import run
@@ -26,5 +27,8 @@ def main() -> None:
     """Automatic mixed precision for PyTorch."""
 
 
-for _command in (bench, calibrate, compare, diff, env, explain, plan, rules, run):
+_COMMANDS = (
+    *(bench, calibrate, compare, diff, env, explain, export, plan, rules, run),
+)
+for _command in _COMMANDS:
     main.add_command(_command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import click
 
@@ -16,29 +17,34 @@ from autoamp_cli.problem import Problem
     "--full", is_flag=True, help="Print every row, not the first of each kind."
 )
 @click.argument("old")
-@click.argument("new")
+@click.argument("new", nargs=-1, required=True)
 @click.pass_context
-def diff(ctx: click.Context, old: str, new: str, as_json: bool, full: bool) -> None:
-    """Shows which ops changed precision from report OLD to report NEW.
+def diff(
+    ctx: click.Context, old: str, new: tuple[str, ...], as_json: bool, full: bool
+) -> None:
+    """Shows which ops changed precision from OLD to NEW, or to each of several NEW.
 
-    OLD and NEW are files that `autoamp explain --json` or report.to_json() wrote.  Exit
-    status: 1 if an op changed precision, 0 if none did, 2 if a file is no report.
+    OLD and NEW are reports that `autoamp explain --json` or report.to_json() wrote, or
+    files that `autoamp export` wrote, whose plans are checked against the files first.
+    Exit status: 1 if an op changed precision, 0 if none did, 2 if a file is neither.
 
     \b
-    Example:
+    Examples:
       autoamp explain models.resnet:example --json new.json
       autoamp diff precision.json new.json
+      autoamp diff resnet.pt2 resnet.onnx precision.json
     """
-    from autoamp.errors import OptionError
+    from autoamp.errors import AutoampError
     from autoamp.saved.diff import diff as compared
-    from autoamp.saved.load import load
 
     try:
-        found = compared(load(old), load(new))
-    except OptionError as error:
+        first = _report(old)
+        found = [compared(first, _report(path)) for path in new]
+    except AutoampError as error:
         raise Problem(str(error)) from None
     if as_json:
-        click.echo(json.dumps(found.to_dict(), indent=1))
+        each = [one.to_dict() for one in found]
+        click.echo(json.dumps(each if len(each) > 1 else each[0], indent=1))
     else:
         from rich.console import Console
 
@@ -46,6 +52,18 @@ def diff(ctx: click.Context, old: str, new: str, as_json: bool, full: bool) -> N
 
         # A pipe or a file gets lines of one width, whatever terminal there is.
         console = Console(width=None if sys.stdout.isatty() else 120)
-        for part in table_of(found, full=full):
-            console.print(part)
-    ctx.exit(1 if found.changed else 0)
+        for one in found:
+            for part in table_of(one, full=full):
+                console.print(part)
+    ctx.exit(1 if any(one.changed for one in found) else 0)
+
+
+def _report(path: str) -> Any:
+    """The report in a file: a report itself, or the plan of an exported model."""
+    if path.endswith((".pt2", ".onnx")):
+        from autoamp.exported.files import plan_in
+
+        return plan_in(path)[1]
+    from autoamp.saved.load import load
+
+    return load(path)

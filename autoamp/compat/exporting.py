@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +68,19 @@ def open_package(path: str) -> tuple[Any, Any]:
 
 
 def onnx_program(program: torch.export.ExportedProgram, opset: int | None) -> Any:
-    """What torch's ONNX exporter makes of a program: a `torch.onnx.ONNXProgram`."""
+    """What torch's ONNX exporter makes of a program: a `torch.onnx.ONNXProgram`.
+
+    The exporter's lines about packages that it does not need are left out.
+    """
     chosen: dict[str, Any] = {} if opset is None else {"opset_version": opset}
-    made = torch.onnx.export(program, dynamo=True, verbose=False, **chosen)
+    told = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = told.level
+    told.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            made = torch.onnx.export(program, dynamo=True, verbose=False, **chosen)
+    finally:
+        told.setLevel(level)
     assert made is not None
     return made

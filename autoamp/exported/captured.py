@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import traceback
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +37,9 @@ class Call:
 
     def export(self, model: nn.Module) -> torch.export.ExportedProgram:
         """The program of `model` in fp32 or as written, without gradients."""
-        with torch.no_grad(), compat.autocast_off():
+        with torch.no_grad(), compat.autocast_off(), warnings.catch_warnings():
+            # Recurrent layers of torch's own set a list of their weights anew.
+            warnings.filterwarnings("ignore", r"The tensor attributes .*_flat_weights")
             return torch.export.export(
                 model,
                 self.args,
@@ -105,12 +110,24 @@ def _in_order(
 
 def _cannot(model: nn.Module, error: Exception) -> str:
     """Says that torch cannot export a model, where, and what to do."""
-    told = str(error).partition("\nFor more information")[0]
-    text = printable_line(f"{type(error).__name__}: {told}", 1500).rstrip(".")
+    told = str(error).strip().partition("\n\n")[0].partition("\nCaused by")[0]
+    text = printable_line(f"{type(error).__name__}: {told}", 800).rstrip(".")
+    line = _users_line(error)
     return (
         f"{class_name(model)} cannot be exported, because torch.export cannot make one "
-        f"graph of it: {text}. autoamp.convert() takes models in parts and has no such "
-        "limit; to export, change the line that the message names, or export the part "
-        "of the model that torch.export takes (torch.export.draft_export lists all "
-        "that is in the way)"
+        f"graph of it: {text}{f' (at {line})' if line else ''}. autoamp.convert() "
+        "takes models in parts and has no such limit; to export, change that line, or "
+        "export the part of the model that torch.export takes "
+        "(torch.export.draft_export lists all that is in the way)"
     )
+
+
+def _users_line(error: Exception) -> str:
+    """The innermost line on the way to an error that is neither torch's nor ours."""
+    apart = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith((*apart, "<")):
+            where = f"{frame.filename}:{frame.lineno}: {frame.line}"
+            return printable_line(where, 300)
+    return ""

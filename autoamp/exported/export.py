@@ -23,6 +23,7 @@ from autoamp.ask.examine import checked_model
 from autoamp.capture.keep import for_model
 from autoamp.capture.locked import check_declined
 from autoamp.check.constants import check_weights
+from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import ExportError, LockError, VerificationError
 from autoamp.exported.baked import baked
 from autoamp.exported.captured import Call, Captured, captured
@@ -32,6 +33,7 @@ from autoamp.exported.plan import held_by, plan_of
 from autoamp.exported.spelled import spelled
 from autoamp.exported.targets import Target, target_of
 from autoamp.inspect.report import Report
+from autoamp.kernels.table import ATTENTION
 from autoamp.messages import log_once
 from autoamp.model.conversion import conversion_of
 from autoamp.model.eligible import choose_precision, not_converted
@@ -85,13 +87,16 @@ def export_model(
 def _exported(
     model: nn.Module, call: Call, options: Options, target: Target
 ) -> torch.export.ExportedProgram:
+    asked = parse_low_dtype(options.precision)
+    why_not = "" if asked is None else target.takes(asked, options)
     graph = captured(model, call)
-    low, why_not = choose_precision(model, options, target.device)
-    if low is not None:
+    low, why_here = choose_precision(model, options, target.device)
+    if low is not None and asked is None:
         why_not = target.takes(low, options)
+    why_not = why_not or why_here
     if low is None or why_not:
         return _in_fp32(model, graph, options, why_not, target)
-    options = target.rules(for_model(model, options), low)
+    options = _in_torchs_ops(target.rules(for_model(model, options), low))
     device = None if target.device is None else named_device(target.device, low)
     state = conversion_of(model)
     price = None
@@ -111,6 +116,17 @@ def _exported(
     plan = plan_of(program, report.to_json(), own.sources, target.name)
     compat.set_plan(program, plan.to_dict())
     return program
+
+
+def _in_torchs_ops(options: Options) -> Options:
+    """`options` without the kernel that no ops of torch's compute.
+
+    Attention that was written out runs by a kernel whose result decides whether the
+    kernel may be used, for data that a graph cannot know.
+    """
+    return options.replace(
+        unfused=tuple({**dict.fromkeys(options.unfused), ATTENTION: None})
+    )
 
 
 def _in_fp32(
@@ -173,11 +189,11 @@ def _compare_with_converted(
         return
     text = (
         f"output {at} of the exported {class_name(model)} differs in its last bits "
-        "from that of the converted model: torch.export has captured other ops than a "
-        "call does (nn.TransformerEncoderLayer is such a model), or an earlier call of "
-        "other shapes made the graph that the model runs. Both are placed by the same "
-        "rules; `autoamp diff` of the file and of autoamp.report(model).to_json(...) "
-        "shows the ops that differ"
+        "from that of the converted model. Either torch.export has captured other ops "
+        "than a call does (as of nn.TransformerEncoderLayer), or the model runs "
+        "attention written out by a kernel of autoamp's, or an earlier call of other "
+        "shapes made its graph. Both are placed by the same rules; `autoamp diff` of "
+        "the file and of autoamp.report(model).to_json(...) shows the ops that differ"
     )
     if state.engine.options.strict:
         raise ExportError(text)

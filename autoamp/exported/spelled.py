@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.errors import ExportError
 from autoamp.exported.captured import Call, Captured
-from autoamp.graph_functions import layer_norm, rms_norm
+from autoamp.graph_functions import attention, layer_norm, rms_norm
 from autoamp.printable import printable_line
 
 OP = "autoamp_op"
@@ -25,6 +25,12 @@ OP = "autoamp_op"
 
 
 _ATEN = torch.ops.aten
+
+_WITHOUT_GRADIENTS: dict[Any, Any] = {
+    attention: _ATEN.scaled_dot_product_attention.default,
+}
+"""Functions of autoamp's to the op that they call where no gradient is recorded; traced,
+their questions about sizes would bound the sizes that a program takes."""
 
 _NORMS = frozenset(
     {
@@ -90,6 +96,7 @@ class _Noting(fx.Interpreter):
             n.meta = meta
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        target = _WITHOUT_GRADIENTS.get(target, target)
         given = (*args, *kwargs.values())
         floats = [x for x in given if _is_float(x)]
         if not self.one_dtype or target not in _NORMS or _of_one_dtype(floats):

@@ -1,0 +1,187 @@
+"""Files of exported programs: whole or not at all, checked when they are read."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoamp
+from autoamp import compat
+from autoamp.exported import files
+from autoamp.exported.plan import plan_from
+from tests.exported.test_export import X, two
+from tests.small_models import BF16
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    return autoamp.export(two(), (X,), **BF16)
+
+
+def test_a_fresh_process_without_autoamp_gives_the_same(tmp_path: Path) -> None:
+    converted = autoamp.convert(two(), **BF16)
+    autoamp.export(converted, (X,), out=tmp_path / "m.pt2")
+    with torch.no_grad():
+        torch.save((X, converted(X)), tmp_path / "x.pt")
+    code = (
+        "import sys, torch\n"
+        "x, expected = torch.load('x.pt')\n"
+        "module = torch.export.load('m.pt2').module()\n"
+        "assert torch.equal(module(x), expected)\n"
+        "assert 'autoamp' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120)
+
+
+def test_what_torch_saves_is_loaded_and_checked(tmp_path: Path, program: Any) -> None:
+    path = tmp_path / "m.pt2"
+    torch.export.save(program, path)
+    loaded = autoamp.load(path)
+    assert torch.equal(loaded.module()(X), program.module()(X))
+    plan, report = files.plan_in(path)
+    assert report.model == "Sequential"
+    assert report.low_ops == 4
+    assert plan.to_json() == files.plan_text(program)
+
+
+def changed_plan(program: Any, **changes: Any) -> Any:
+    plan = copy.deepcopy(compat.plan_in(program))
+    for key, change in changes.items():
+        plan[key] = change(plan[key]) if callable(change) else change
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"nodes": lambda n: {**n, "linear": {"dtypes": ["float32"], "op": ""}}},
+            "node linear is bfloat16 and was planned as float32",
+        ),
+        ({"nodes": lambda n: dict([*n.items()][1:])}, "is in no plan"),
+        (
+            {"weights": lambda w: {**w, "x": {"source": "", "dtype": "float32"}}},
+            "weight x is gone",
+        ),
+        ({"schema": "other"}, "schema is not"),
+        ({"version": 9}, "upgrade autoamp"),
+        ({"version": True}, "version is no number"),
+        ({"version": "1"}, "version is no number"),
+        ({"nodes": []}, "nodes is no object"),
+        ({"nodes": {"linear": 3}}, "nodes.linear is no object"),
+        ({"nodes": {"linear": {"dtypes": "x", "op": ""}}}, "no list of strings"),
+        ({"weights": {"x": {"source": 1, "dtype": ""}}}, "source is no string"),
+        ({"target": None}, "target is no string"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(
+    tmp_path: Path, program: Any, changes: dict[str, Any], message: str
+) -> None:
+    meta = program.graph_module.meta
+    kept = meta["custom"]
+    path = tmp_path / "m.pt2"
+    try:
+        compat.set_plan(program, changed_plan(program, **changes))
+        torch.export.save(program, path)
+    finally:
+        meta["custom"] = kept
+    with pytest.raises(autoamp.ExportError, match=message):
+        autoamp.load(path)
+
+
+def test_a_report_in_a_plan_is_checked_as_a_report_is(program: Any) -> None:
+    with pytest.raises(autoamp.OptionError, match=r"m\.pt2: no report of autoamp"):
+        plan_from("m.pt2", changed_plan(program, report={"schema": "autoamp.report"}))
+    with pytest.raises(autoamp.OptionError, match="no report"):
+        plan_from("m.pt2", changed_plan(program, report=None))
+    with pytest.raises(autoamp.ExportError, match="is not JSON"):
+        plan_from("m.pt2", "[" * 100_000)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    for name, content, error in (
+        ("a.pt2", b"", "no .pt2"),
+        ("b.pt2", b"\x00\xff" * 50, "no .pt2"),
+        ("c.json", b"{}", "no .pt2"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(autoamp.OptionError, match=error):
+            autoamp.load(tmp_path / name)
+    with zipfile.ZipFile(tmp_path / "d.pt2", "w") as archive:
+        archive.writestr("x", "y")
+    with pytest.raises(autoamp.OptionError, match="torch cannot load it"):
+        autoamp.load(tmp_path / "d.pt2")
+    for path in (tmp_path / "none.pt2", tmp_path, "a\0b.pt2"):
+        with pytest.raises(autoamp.OptionError):
+            autoamp.load(path)
+
+
+def test_a_program_of_another_tool_has_no_plan(tmp_path: Path) -> None:
+    plain = torch.export.export(two(), (X,))
+    torch.export.save(plain, tmp_path / "m.pt2")
+    with pytest.raises(autoamp.ExportError, match="holds no plan of autoamp"):
+        autoamp.load(tmp_path / "m.pt2")
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("m.onnx", r"ends in \.pt2"),
+        ("nowhere/m.pt2", "a folder that exists"),
+        ("folder.pt2", "is a folder"),
+        ("a\0b.pt2", "is not a file path"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_refused_at_once(
+    tmp_path: Path, out: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder.pt2").mkdir()
+    monkeypatch.setattr(torch.export, "export", None)  # not reached
+    with pytest.raises(autoamp.OptionError, match=message):
+        autoamp.export(two(), (X,), out=f"{tmp_path}/{out}", **BF16)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder.pt2"]
+
+
+def test_an_older_file_stays_where_writing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.pt2"
+    path.write_bytes(b"older")
+
+    def fails(_: Any, to: Path) -> None:
+        Path(to).write_bytes(b"half")
+        raise RuntimeError("no space")
+
+    def full(_: Any, to: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    def other(_: Any, to: Path) -> None:
+        plain = torch.export.export(two(), (X,))
+        real(plain, to)
+
+    real = torch.export.save
+    for broken, error in (
+        (fails, autoamp.ExportError),
+        (full, autoamp.OptionError),
+        (other, autoamp.ExportError),
+    ):
+        monkeypatch.setattr(torch.export, "save", broken)
+        with pytest.raises(error):
+            autoamp.export(two(), (X,), out=path, **BF16)
+        assert path.read_bytes() == b"older"
+        assert [*tmp_path.iterdir()] == [path]
+
+
+def test_the_plan_is_plain_json(program: Any) -> None:
+    text = files.plan_text(program)
+    plan, _ = plan_from("it", json.loads(text))
+    assert plan.to_json() == text
+    assert plan.nodes["linear"] == (("bfloat16",), "linear")
