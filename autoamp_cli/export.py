@@ -1,4 +1,4 @@
-"""`autoamp export`: a mixed-precision model as a file for another process or runtime."""
+"""`autoamp export`: a mixed-precision model as a file, for another runtime."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def export(factory: str, *, target: str, out: str, dynamic: bool, **given: Any) 
       autoamp export models.bert:example --target onnx --precision fp16 --out bert.onnx
       autoamp diff bert.pt2 bert.onnx
     """
-    import autoamp
+    from autoamp import api
     from autoamp_cli.factory import made_by
 
     options = convert_options(given)
     with asking(factory):
         made = made_by(factory)
         with _status(f"exporting {factory} for {target}"):
-            program = autoamp.export(
+            program = api.export(
                 made.model,
                 made.args,
                 made.kwargs,

@@ -29,8 +29,9 @@ _ATEN = torch.ops.aten
 _WITHOUT_GRADIENTS: dict[Any, Any] = {
     attention: _ATEN.scaled_dot_product_attention.default,
 }
-"""Functions of autoamp's to the op that they call where no gradient is recorded; traced,
-their questions about sizes would bound the sizes that a program takes."""
+"""Functions of autoamp's, each to the op that it calls where no gradient is recorded.
+
+What such a function asks about sizes would bound the sizes that a program takes."""
 
 _NORMS = frozenset(
     {
