@@ -27,6 +27,7 @@ from autoamp.compat.capture import (
     is_batch,
     is_capture_error,
     is_compiled_module,
+    is_exporting,
     is_inductor,
     jit_tracing,
     other_tracing,
@@ -76,7 +77,7 @@ from autoamp.compat.distributed.groups import (
 from autoamp.compat.dynamo.authored import traced_in_widening
 from autoamp.compat.dynamo.entry import CompiledEntry
 from autoamp.compat.dynamo.frames import Left, never_a_graph_by_itself, said_in_a_line
-from autoamp.compat.encoder_layer import (
+from autoamp.compat.encoder import (
     ENCODER_LAYERS,
     encoder_layer,
     is_encoder_layer,

@@ -176,6 +176,12 @@ def dispatch_mode() -> str:
     return "" if mode is None else type(mode).__name__
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` is recording a model now."""
+    known = getattr(torch.compiler, "is_exporting", None)
+    return known is not None and bool(known())
+
+
 def jit_tracing() -> bool:
     """Whether `torch.jit` traces the code that runs now."""
     tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]

@@ -25,7 +25,14 @@ from torch import Tensor, nn
 
 import autoamp
 from autoamp import compat
-from autoamp.compat import capture, gradients, inductor_casts, tensors, tracing
+from autoamp.compat import (
+    capture,
+    encoder,
+    gradients,
+    inductor_casts,
+    tensors,
+    tracing,
+)
 from autoamp.compat.distributed import ddp, fsdp, groups
 from autoamp.compat.dynamo import frames, layers, on_meta, regions
 from autoamp.compat.modes import process
@@ -657,6 +664,31 @@ def no_callback_of_frames(patch: pytest.MonkeyPatch) -> None:
     assert torch.is_grad_enabled()
 
 
+def no_encoder_layer(patch: pytest.MonkeyPatch) -> None:
+    """Then the layer is one op as before, and the op stays fp32."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.randn(2, 3, 16)
+    hide(patch, "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+    op = torch._transformer_encoder_layer_fwd
+    assert not encoder.is_encoder_layer(op, (x,))
+    converted = autoamp.convert(copy.deepcopy(layer), **BF16)
+    with torch.no_grad():
+        assert torch.equal(converted(x), layer(x))
+    (row,) = autoamp.report(converted).ops
+    assert (row.op, row.precision) == (
+        "aten::_transformer_encoder_layer_fwd.default",
+        "fp32",
+    )
+
+
+def no_word_of_an_export(patch: pytest.MonkeyPatch) -> None:
+    """Then a converted model inside `torch.export` says less of why it ran in fp32."""
+    assert not capture.is_exporting()
+    hide(patch, "is_exporting")
+    assert not capture.is_exporting()
+
+
 ALONE = [
     no_callback_of_frames,
     no_word_of_authors,
@@ -698,6 +730,8 @@ ALONE = [
     no_sources,
     no_runs_of_nodes,
     no_fp32_precision,
+    no_encoder_layer,
+    no_word_of_an_export,
 ]
 
 

@@ -244,6 +244,15 @@ def test_a_model_that_stays_fp32_is_exported_and_said(
     assert compat.plan_in(program)["report"]["ops"] == []
 
 
+def test_torchs_own_export_of_a_converted_model_says_what_to_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = autoamp.convert(two(), **BF16)
+    program = torch.export.export(model, (X,))
+    assert {t.dtype for t in program.state_dict.values()} == {torch.float32}
+    assert "autoamp.export(model, args) exports what" in caplog.text
+
+
 def test_a_half_model_is_exported_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     model = two().bfloat16()
     program = autoamp.export(model, (X.bfloat16(),))

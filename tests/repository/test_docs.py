@@ -215,7 +215,6 @@ def test_commands_parse(block: Block) -> None:
         "autoamp explain",
         "autoamp explain a:b --nothing",
         "autoamp diff a.json",
-        "autoamp diff a.json",
         "autoamp rules list --category none",
         "AUTOAMP_NOTHING=1 python train.py",
         "AUTOAMP_LOSS_SCALE=many python train.py",
