@@ -87,8 +87,8 @@ def convert(
             that these allow.
         allow, deny, infer, clear: op names moved to that list ("linear", "aten::exp").
         keep: module-path patterns that stay fp32 ("head", "encoder.layer.0.*"), beside
-            the modules that the model itself names (`_keep_in_fp32_modules` of
-            transformers).
+            the modules that the model itself names (transformers' lists
+            `_keep_in_fp32_modules`, which holds in fp16, and its `_strict` form).
         loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", "off", a
             number, or a `LossScale`, which may be shared by several models.
         backend: "eager", which runs the rewritten graph as it is, "inductor", which

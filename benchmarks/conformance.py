@@ -19,13 +19,7 @@ from . import report
 from .capability import capability
 from .metrics import Comparison, Figures, compare_with_autocast
 
-OWN_LIST = (
-    "the model names modules in _keep_in_fp32_modules, which stay fp32; autocast does "
-    "not read the list"
-)
-
 KNOWN: dict[tuple[str, str], str] = {
-    ("t5", "fp32 flops"): OWN_LIST,
     ("straight_through", "casts"): (
         "a custom autograd.Function gets the dtypes it was captured with, so the low "
         "value in front of it is widened; autocast hands it the bf16 value"

@@ -115,7 +115,7 @@ def examined(
         low: the compute dtype.
         device: the device that graphs are made for; by default the graphs' own device.
     """
-    options = for_model(model, options)
+    options = for_model(model, options, low)
     twin = twin_of(model)
     state = install(twin)
     label = class_name(model)

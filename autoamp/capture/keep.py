@@ -8,6 +8,7 @@ import fnmatch
 import re
 from collections.abc import Collection, Iterator
 
+import torch
 from torch import nn
 
 from autoamp import compat
@@ -18,12 +19,17 @@ from autoamp.printable import class_name
 _OWN = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 """Attributes in which models of transformers name the modules to keep in fp32.
 
-Transformers reads the first when it loads a model in fp16, and the second in bf16 too.
-An fp32 model that is converted keeps both in either dtype, as `keep=` does."""
+Transformers reads the first when it loads a model in fp16, and the second in bf16 too
+(`_get_dtype_plan` in modeling_utils.py of version 5.23), and so does autoamp."""
+
+_STRICT = ("_keep_in_fp32_modules_strict",)
 
 
-def for_model(model: nn.Module, options: Options) -> Options:
+def for_model(model: nn.Module, options: Options, low: torch.dtype | None) -> Options:
     """`options`, with the modules added that the model itself keeps in fp32.
+
+    Args:
+        low: the compute dtype; None where the model is not converted.
 
     Raises:
         OptionError: a pattern of `keep=` fits no module of the model.
@@ -35,7 +41,7 @@ def for_model(model: nn.Module, options: Options) -> Options:
                 options.unmet.discard(pattern)
         elif options.unmet is None:
             raise unfitting(pattern, paths, class_name(model))
-    return dataclasses.replace(options, own_keep=tuple(_own(model)))
+    return dataclasses.replace(options, own_keep=tuple(_own(model, low)))
 
 
 def fits(pattern: str, paths: Collection[str]) -> bool:
@@ -65,14 +71,14 @@ def _is_in_no_module(pattern: str, model: nn.Module) -> bool:
     return isinstance(vars(model).get(first), list | tuple | dict)
 
 
-def _own(model: nn.Module) -> Iterator[tuple[str, str]]:
+def _own(model: nn.Module, low: torch.dtype | None) -> Iterator[tuple[str, str]]:
     """The modules that a model, or a model in it, keeps in fp32; each with the reason.
 
     A name stands for whole parts of a path, as in transformers: "wo" is in
     "layer.0.wo" and not in "layer.0.word".
     """
     for prefix, module in compat.named_modules_of(model):
-        for attribute in _OWN:
+        for attribute in _STRICT if low is torch.bfloat16 else _OWN:
             given = vars(module).get(attribute, getattr(type(module), attribute, None))
             names = [given] if isinstance(given, str) else given
             if not isinstance(names, list | tuple | set | frozenset):

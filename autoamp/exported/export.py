@@ -96,7 +96,8 @@ def _exported(
     why_not = why_not or why_here
     if low is None or why_not:
         return _in_fp32(model, graph, options, why_not, target)
-    options = _in_torchs_ops(target.rules(for_model(model, options), low))
+    options = target.rules(for_model(model, options, low), low)
+    options = _in_torchs_ops(options)
     device = None if target.device is None else named_device(target.device, low)
     state = conversion_of(model)
     price = None

@@ -84,7 +84,7 @@ def convert_model(
         raise OptionError("example_inputs must be a tuple of the model's arguments")
     low, why_not = choose_precision(model, options)
     own = own_precision(model) if masters else None
-    options, label = for_model(model, options), class_name(model)
+    options, label = for_model(model, options, low), class_name(model)
     notes = [] if own is None else [Skipped(label, _with_masters(own))]
     scale = resolve_loss_scale(options.loss_scale, _shortest(own, low))
     if low is None and own is not None and not isinstance(scale, NoLossScale):

@@ -167,8 +167,8 @@ def test_greedy_tokens_are_those_of_fp32_as_often_as_under_autocast(
     tokens = torch.tensor(ours.result["tokens"])
     assert len(set(plain.flatten().tolist())) > 2  # or any would do
     assert (tokens == plain).sum() >= (torch.tensor(autocast) == plain).sum()
-    # T5's class names `wo` in `_keep_in_fp32_modules`.
-    assert_converted(ours, models, some=model == "t5")
+    # T5's class names `wo` in `_keep_in_fp32_modules`, which holds in fp16.
+    assert_converted(ours, models, some=model == "t5" and precision == "fp16")
 
 
 @pytest.mark.slow  # test_scripts.py has a quick one of another script
