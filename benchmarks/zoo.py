@@ -20,7 +20,6 @@ from tests.zoo import BY_NAME
 
 from . import report
 from .capability import capability
-from .conformance import OWN_LIST
 from .zoo_measure import Row, measure
 
 _MASK = (
@@ -44,7 +43,6 @@ _BREAK = (
     "bf16"
 )
 KNOWN: dict[tuple[str, str], str] = {
-    ("t5", "fp32 flops"): OWN_LIST,
     ("detr", "saved bytes"): _BREAK,
     ("wav2vec2", "saved bytes"): _BREAK,
     ("wavlm", "saved bytes"): _BREAK,
