@@ -182,8 +182,13 @@ def drop_dead(graph: fx.Graph) -> None:
     as `x.mul_(2)`.
     """
     for node in reversed(graph.nodes):
-        if node.op in ("placeholder", "output") or node.users:
-            continue
-        changes_mode = node.target in compat.MODE_CHANGES
-        if not (changes_mode or node.is_impure() or has_effect(node)):
+        if is_dead(node):
             graph.erase_node(node)
+
+
+def is_dead(node: fx.Node) -> bool:
+    """Whether nothing reads a node and it has no effect."""
+    if node.op in ("placeholder", "output") or node.users:
+        return False
+    changes_mode = node.target in compat.MODE_CHANGES
+    return not (changes_mode or node.is_impure() or has_effect(node))

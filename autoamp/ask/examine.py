@@ -142,6 +142,10 @@ class Examiner(Engine):
     play: Play | None = None
     _plain: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
 
+    def runs_code(self) -> bool:
+        """Graphs that no `play` runs are only looked at."""
+        return self.play is not None
+
     def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
         found = super().prepared(gm, example_inputs)
         # This comes last, because it changes how the bodies in `gm` run.

@@ -154,7 +154,9 @@ class Engine:
         own_autocast = compat.any_autocast()  # a region entered inside this call
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
-                on = Setting(device=self.device, price=self.price)
+                on = Setting(
+                    device=self.device, price=self.price, makes_code=self.runs_code()
+                )
                 found = prepare(
                     gm, example_inputs, options, low, scaled=scaling.enabled, setting=on
                 )
@@ -179,6 +181,10 @@ class Engine:
             modes.restore()
             drawn.restore()
             compat.forget_inputs(gm)
+
+    def runs_code(self) -> bool:
+        """Whether the code of rewritten graphs is run."""
+        return True
 
     @property
     def _switched_off(self) -> bool:

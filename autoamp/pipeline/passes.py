@@ -256,7 +256,7 @@ def _layouts(work: Work) -> Work:
 
 
 def _bindings(work: Work) -> Work:
-    if not _is_eager(work.options):
+    if not _is_eager(work.options) or not work.plan.setting.makes_code:
         return work
     return replace(work, code=with_bindings(work.gm, work.left))
 

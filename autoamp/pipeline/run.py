@@ -165,7 +165,8 @@ def uncompiled(
     code = work.code or work.gm
     if options.backend != "eager":
         compat.as_dynamo_gave(code, gm)
-    compat.make_code(code)
+    if setting.makes_code:
+        compat.make_code(code)
     return Uncompiled(work, code, inputs)
 
 

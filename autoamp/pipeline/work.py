@@ -35,6 +35,8 @@ class Setting:
         own_ops: whether the graph may call ops of autoamp's (`autoamp::attention`).
         price: gives the prices; by default the roofline of the device.
         device: the device that the graph is to run on; by default the one it is on.
+        makes_code: whether the graph's code is made, which a graph that is only looked
+            at does without.
     """
 
     free_weights: bool = False
@@ -42,6 +44,7 @@ class Setting:
     own_ops: bool = False
     price: PriceModel | None = None
     device: Device | None = None
+    makes_code: bool = True
 
 
 @dataclass(frozen=True)

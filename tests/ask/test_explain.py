@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autoamp
+from autoamp import compat
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.inspect.report import Report
+from autoamp.pipeline import passes
 from autoamp.place.devices import figures, known_devices
-from tests.small_models import BF16
+from tests.small_models import BF16, mlp
 
 
 class Net(nn.Module):
@@ -62,6 +66,23 @@ def test_explain_says_what_convert_then_does(make: type[nn.Module]) -> None:
     assert decided(said) == decided(done)
     assert said.casts == done.casts
     assert said.cost == done.cost
+
+
+def test_no_code_is_made_of_graphs_that_are_only_looked_at(monkeypatch) -> None:
+    made: list[str] = []
+    make, bind = compat.make_code, passes.with_bindings
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (made.append(name), call(*given))[1]
+
+    monkeypatch.setattr(compat, "make_code", noted("code", make))
+    monkeypatch.setattr(passes, "with_bindings", noted("bindings", bind))
+    model, x = mlp(), torch.randn(4, 8)
+    report = autoamp.explain(model, x, options=BF16)
+    assert made == []
+    assert "bfloat16" in report.graphs[0].code  # made when it is looked at
+    autoamp.convert(model, **BF16)(x)
+    assert made == ["bindings", "code"]
 
 
 def test_nothing_is_changed() -> None:

@@ -23,6 +23,7 @@ from autoamp.pipeline import run
 from autoamp.pipeline.passes import PASSES, Pass, Phase, Retreat
 from autoamp.pipeline.work import Work
 from autoamp.place.devices import Device
+from autoamp.rewrite.copied import copied
 from tests.metrics import relative_error
 from tests.quick import some_slow
 
@@ -170,6 +171,9 @@ def planted(each: Pass, fault: Callable[..., bool], hit: list[bool]) -> Pass:
         now = each.run(work)
         if work.given_up or work.left:
             return now
+        if each.name == "clean up" and now is not work:
+            # Where nothing is idle, the pass gives the graph that it was given.
+            now = dataclasses.replace(now, gm=copied(now.gm)[0])
         gm = now.code if each.name in ("bindings", "for compilers") else now.gm
         if gm is None or gm is work.gm:
             return now
