@@ -22,7 +22,6 @@ import sys
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -73,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--epochs", type=int, default=10, help="of the cured training")
     epochs = parser.parse_args(argv).epochs
+
+    from sklearn.datasets import load_digits  # takes a second
 
     images, labels = load_digits(return_X_y=True)
     pixels = torch.tensor(images, dtype=torch.float32).view(-1, 8, 8) * (255 / 16)

@@ -22,8 +22,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import autoamp
@@ -65,6 +63,9 @@ def make_model(seed: int) -> nn.Module:
 
 def load_images() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Train images, train labels, test images, test labels."""
+    from sklearn.datasets import load_digits  # takes a second
+    from sklearn.model_selection import train_test_split
+
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(digits.target)

@@ -1,14 +1,15 @@
-"""`autoamp.Monitor` in a plain loop, in Hugging Face's Trainer and in Lightning's."""
+"""`autoamp.Monitor` in a plain loop, in Hugging Face's Trainer and in Lightning's.
+
+Each trainer is imported in the tests that need it: every worker of pytest imports this
+file to list its tests, and Lightning takes seconds.
+"""
 
 import pickle
 
 import pytest
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import autoamp
 
@@ -119,6 +120,8 @@ def test_a_converted_module_inside_a_model() -> None:
 
 
 def trained_by_hugging_face(folder, callbacks, model) -> None:
+    from transformers import Trainer, TrainingArguments
+
     arguments = TrainingArguments(
         folder,
         max_steps=5,
@@ -151,8 +154,11 @@ def test_hugging_face_lends_no_writer(tmp_path) -> None:
 
 
 def test_every_event_of_both_trainers_is_answered() -> None:
+    from pytorch_lightning import Callback
+    from transformers import TrainerCallback
+
     monitor = autoamp.Monitor(Curves())
-    for parent in (TrainerCallback, pl.Callback):
+    for parent in (TrainerCallback, Callback):
         for event in vars(parent):
             if not event.startswith("_"):
                 assert hasattr(monitor, event), event
@@ -160,42 +166,42 @@ def test_every_event_of_both_trainers_is_answered() -> None:
     assert pickle.loads(pickle.dumps(autoamp.Monitor(every=3))).every == 3
 
 
-class Kept(Logger):
-    """A logger of Lightning that keeps the metrics."""
+def logger_to(curves: Curves):
+    """A logger of Lightning that writes the metrics to `curves`."""
+    from pytorch_lightning.loggers.logger import Logger
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.curves = Curves()
+    class Kept(Logger):
+        name, version = "kept", 0
 
-    name, version = "kept", 0
+        @property
+        def experiment(self):
+            return curves
 
-    @property
-    def experiment(self):
-        return self.curves
+        def log_hyperparams(self, *args, **kwargs) -> None:
+            """There is nothing to keep of these."""
 
-    def log_hyperparams(self, *args, **kwargs) -> None:
-        """There is nothing to keep of these."""
+        def log_metrics(self, metrics, step=None) -> None:
+            for tag, value in metrics.items():
+                curves.add_scalar(tag, value, step)
 
-    def log_metrics(self, metrics, step=None) -> None:
-        for tag, value in metrics.items():
-            self.curves.add_scalar(tag, value, step)
-
-
-class Lit(pl.LightningModule):
-    """A module of Lightning round a converted model, two batches to a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = autoamp.convert(Regression(), **OPTIONS)
-
-    def training_step(self, batch, _):
-        return self.model(**batch)["loss"]
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+    return Kept()
 
 
 def trained_by_lightning(folder, callback, logger, **kwargs) -> None:
+    """Trains a module of Lightning round a converted model, two batches to a step."""
+    import pytorch_lightning as pl
+
+    class Lit(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = autoamp.convert(Regression(), **OPTIONS)
+
+        def training_step(self, batch, _):
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
     trainer = pl.Trainer(
         max_epochs=1,
         log_every_n_steps=1,
@@ -211,10 +217,10 @@ def trained_by_lightning(folder, callback, logger, **kwargs) -> None:
 
 
 def test_lightning_by_its_own_logger(tmp_path) -> None:
-    kept = Kept()
-    trained_by_lightning(tmp_path, autoamp.Monitor(), kept)
-    expect(kept.curves, "autoamp/model")
-    assert kept.curves.texts
+    curves = Curves()
+    trained_by_lightning(tmp_path, autoamp.Monitor(), logger_to(curves))
+    expect(curves, "autoamp/model")
+    assert curves.texts
 
 
 def test_lightning_by_a_writer_of_the_users(tmp_path) -> None:
