@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from examples import (
     power,
     resnet50,
     serve,
+    served,
 )
 from examples import train_digits as example
 
@@ -191,6 +193,56 @@ def test_serving_fails_where_threads_answer_otherwise(monkeypatch) -> None:
     right = serve.serve
     monkeypatch.setattr(serve, "serve", wrong)
     assert serve.main(["--requests", "8", "--width", "32"]) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # three compilations in C++
+def test_a_package_is_served_without_autoamp() -> None:
+    small = ["--layers", "2", "--rounds", "2"]
+    done = run_example(*small, script=SCRIPT.with_name("served.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "which computes in fp32" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "same", "told"),
+    [
+        ({}, False, "the exported program answers"),
+        ({"apart": 2.1e-3}, True, "the package is within 2.0e-03"),
+        ({"apart": 0.0, "error": 0.0}, True, "the package is within"),
+        ({"size": 66}, True, "its file is at most"),
+        ({"knows_autoamp": True}, True, "the serving processes"),
+    ],
+)
+def test_serving_a_package_fails_where_one_thing_is_wrong(wrong, same, told) -> None:
+    right = served.Served(65, 50, 1.0, apart=1.9e-3, error=1e-3, knows_autoamp=False)
+    ways = {"fp32": replace(right, size=100), "autoamp": right}
+    assert all(served.checks(ways, same=True).values())
+    ways["autoamp"] = replace(right, **wrong)
+    failed = [k for k, ok in served.checks(ways, same=same).items() if not ok]
+    assert len(failed) == 1
+    assert failed[0].startswith(told)
+
+
+def test_serving_a_package_says_that_it_failed(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(served, "compare", lambda *_: False)
+    assert served.main([]) == 1
+    assert capsys.readouterr().out.endswith("NOT right.\n")
+
+
+def test_a_region_of_autocast_around_an_export_is_seen_to_be_lost(
+    monkeypatch,
+) -> None:
+    model, x = torch.nn.Linear(8, 8).eval(), torch.randn(4, 8)
+    export = torch.export.export
+
+    def keeps_the_region(model, args):
+        return export(served.UnderAutocast(model), args)
+
+    with torch.no_grad():
+        assert served.region_is_lost(model, x)
+        monkeypatch.setattr(torch.export, "export", keeps_the_region)
+        assert not served.region_is_lost(model, x)
 
 
 @pytest.mark.slow
