@@ -60,7 +60,7 @@ def diff(
 
 def _report(path: str) -> Any:
     """The report in a file: a report itself, or the plan of an exported model."""
-    if path.endswith((".pt2", ".onnx")):
+    if path.endswith((".pt2", ".onnx", ".pte")):
         from autoamp.exported.files import plan_in
 
         return plan_in(path)[1]

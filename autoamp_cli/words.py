@@ -5,5 +5,8 @@ from __future__ import annotations
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
 PRECISIONS = ("fp16", "bf16")
 CATEGORIES = ("allow", "deny", "infer", "clear")
-TARGETS = ("pt2", "aoti", "onnx", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt")
+TARGETS = (
+    *("pt2", "aoti", "onnx", "onnxruntime-cpu", "onnxruntime-cuda", "tensorrt"),
+    "executorch",
+)
 WAYS = ("fp32", "tf32", "autocast", "autoamp", "tuned", "half")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autoamp import compat
+from autoamp.dtypes import needs_loss_scale
 from autoamp.errors import OptionError
 from autoamp.options import Options
 from autoamp.printable import class_name
@@ -23,6 +24,7 @@ Transformers reads the first when it loads a model in fp16, and the second in bf
 (`_get_dtype_plan` in modeling_utils.py of version 5.23), and so does autoamp."""
 
 _STRICT = ("_keep_in_fp32_modules_strict",)
+"""The attributes for a dtype with the range of fp32, as bf16 is."""
 
 
 def for_model(model: nn.Module, options: Options, low: torch.dtype | None) -> Options:
@@ -78,7 +80,7 @@ def _own(model: nn.Module, low: torch.dtype | None) -> Iterator[tuple[str, str]]
     "layer.0.wo" and not in "layer.0.word".
     """
     for prefix, module in compat.named_modules_of(model):
-        for attribute in _STRICT if low is torch.bfloat16 else _OWN:
+        for attribute in _OWN if low is None or needs_loss_scale(low) else _STRICT:
             given = vars(module).get(attribute, getattr(type(module), attribute, None))
             names = [given] if isinstance(given, str) else given
             if not isinstance(names, list | tuple | set | frozenset):

@@ -15,7 +15,7 @@ import torch
 
 from autoamp import compat
 from autoamp.errors import ExportError, OptionError
-from autoamp.exported import onnx_files
+from autoamp.exported import executorch_files, onnx_files
 from autoamp.exported.plan import Plan, check_program, plan_from
 from autoamp.exported.targets import SUFFIXES, Target
 from autoamp.printable import printable_line
@@ -66,8 +66,10 @@ def write(program: torch.export.ExportedProgram, target: Target, out: Path_) -> 
                 torch.export.save(program, draft)
             elif target.kind == "aoti":
                 _compile(program, draft)
-            else:
+            elif target.kind == "onnx":
                 onnx_files.write(program, target, draft)
+            else:
+                executorch_files.write(program, draft)
         except (ExportError, OSError):
             raise
         except Exception as error:
@@ -101,6 +103,8 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
             raise OptionError(f"{shown}: there is no such file")
         if Path(path).suffix == SUFFIXES["onnx"]:
             return onnx_files.opened(path, shown)
+        if Path(path).suffix == SUFFIXES["pte"]:
+            return executorch_files.opened(path, shown)
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except (OSError, ValueError) as error:
@@ -108,7 +112,7 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
             raise
         raise OptionError(f"{shown}: cannot be read ({error})") from None
     except zipfile.BadZipFile:
-        raise OptionError(f"{shown}: it is no .pt2 and no .onnx file") from None
+        raise OptionError(f"{shown}: it is no .pt2, .onnx or .pte file") from None
     try:
         if any("/data/aotinductor/" in name for name in names):
             package, note = compat.open_package(os.fspath(path))

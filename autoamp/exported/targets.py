@@ -20,9 +20,14 @@ from autoamp.errors import ExportError, OptionError
 from autoamp.options import Options
 from autoamp.rules import Category, Rule, Rules
 
-Kind = Literal["pt2", "aoti", "onnx"]
+Kind = Literal["pt2", "aoti", "onnx", "pte"]
 
-SUFFIXES: dict[Kind, str] = {"pt2": ".pt2", "aoti": ".pt2", "onnx": ".onnx"}
+SUFFIXES: dict[Kind, str] = {
+    "pt2": ".pt2",
+    "aoti": ".pt2",
+    "onnx": ".onnx",
+    "pte": ".pte",
+}
 """The name of a file of each kind ends like this; torch's loaders ask for it."""
 
 
@@ -89,15 +94,17 @@ class Target:
 
 
 def check_installed(package: str, what: str) -> None:
-    """Checks that a package of the extra `onnx` can be imported.
+    """Checks that a package of an extra can be imported.
 
     Raises:
         ExportError: it cannot; the message says that `what` needs it.
     """
     if importlib.util.find_spec(package) is None:
+        how = "pip install 'autoamp[onnx]'"
+        if package == "executorch":
+            how = "pip install 'autoamp[executorch]'"
         raise ExportError(
-            f"{what} needs the package {package}, which is not installed here: "
-            "pip install 'autoamp[onnx]'"
+            f"{what} needs the package {package}, which is not installed here: {how}"
         )
 
 

@@ -47,6 +47,9 @@ SPEAK_PYTHON = {
     "inspect/sections/advice.py": "likewise",
     "inspect/sections/because.py": "likewise",
     "inspect/sections/gains.py": "likewise",
+    "exported/onnx_files.py": "the answer to a call of `export`, made in Python",
+    "exported/spelled.py": "likewise",
+    "exported/targets.py": "likewise",
     "benchmark/step/running.py": "an error of `bench`, which has no variables",
     "inspect/terminal/full.py": "likewise",
 }

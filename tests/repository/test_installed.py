@@ -15,6 +15,7 @@ from tests.repository.test_packaging import PROJECT, REPO, run
 
 SHIPPED = ["autoamp", "autoamp_cli", "autoamp_autoload.py", "autoamp_heat.py"]
 GUARDED = {
+    "executorch": ("executorch", "exported/targets.py"),
     "onnx": ("onnx", "exported/targets.py"),
     "pynvml": ("bench", "benchmark/energy.py"),
 }
