@@ -271,7 +271,8 @@ def export(
     rules, its lock, what `tune` has measured, its modules in fp32.  The program takes
     and returns what the model does, holds torch's own ops alone, and holds each weight
     once, in the precision in which ops read it.  It is for inference: gradients and
-    loss scaling stay behind.  `model` is not changed.
+    loss scaling stay behind.  `model` is not changed; a converted model is called once,
+    to compare its results with the program's.
 
     The program carries its plan, which is the report and the dtype of each node.
     `torch.export.save` keeps the plan, `autoamp.load` checks it, and `autoamp diff`

@@ -27,14 +27,15 @@ from autoamp.saved.diff import diff
 
 from . import full_models, report
 from .capability import capability
-from .processes import commit
+from .processes import commit, said
 
 STEM = "exported"
 PRECISIONS = ("bf16", "fp16")
 LENGTH, BATCH = 16, 2
 
 NOTE = """\
-Models at the sizes that people run, random weights, exported from a converted model
+Models at the sizes that people run (small ones with --quick), random weights, exported
+from a converted model
 (`do_no_harm=False`), two samples of 16 tokens or small images. "same bits": a fresh
 process without autoamp loads the .pt2 and gives the converted model's results to the
 bit. "weights": bytes of the weights in the file over those in fp32; "files": size of
@@ -42,7 +43,8 @@ the .pt2 over that of the fp32 model's. "twice": weights held in both precisions
 their share of the fp32 bytes. "ONNX error": largest error of ONNX Runtime (CPU, fp16)
 against float64 over that of the converted model. "differ": ops that `autoamp diff`
 finds in other precision in the .onnx than in the .pt2. "AOT error": as "ONNX error", of
-the package that AOTInductor compiles; measured with --aoti."""
+the package that AOTInductor compiles; measured with --aoti ("fails": a kernel that the
+package calls is missing on this CPU)."""
 
 CHILD = """\
 import sys, torch
@@ -174,7 +176,10 @@ def measured(name: str, precision: str, *, quick: bool, aoti: bool) -> dict[str,
         if aoti:
             package = f"{folder}/package.pt2"
             autoamp.export(model, (x,), target="aoti", out=package)
-            row["aoti"] = _worst(_leaves(autoamp.load(package)(x)), ours, exact)
+            try:
+                row["aoti"] = _worst(_leaves(autoamp.load(package)(x)), ours, exact)
+            except RuntimeError as error:  # of a kernel that this CPU lacks
+                row["aoti_failure"] = said(error)
     return row
 
 
@@ -221,7 +226,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{r['twice'][0]} ({r['twice'][1]:.2f})" if r["twice"][0] else "",
             f"{r['onnx']:.2f}" if "onnx" in r else "",
             str(r["differ"]),
-            f"{r['aoti']:.2f}" if "aoti" in r else "",
+            f"{r['aoti']:.2f}" if "aoti" in r else "fails" * ("aoti_failure" in r),
         ]
         for r in rows
     ]
@@ -253,13 +258,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(measured(options.model, options.one, **given)))
         return 0
     names = [options.model] if options.model else [*MODELS]
+    stem = f"{STEM}-small" if options.quick else STEM
     rows: list[dict[str, Any]] = []
     for row in _apart(options, names):
         rows.append(row)
         head = f"{capability('cpu')}; commit {commit()}"
         text = "\n".join([head, "", NOTE, "", table(rows), ""])
         data = {"capability": capability("cpu"), "rows": rows}
-        report.write(options.out / STEM, text, data)
+        report.write(options.out / stem, text, data)
     print(text)
     return 0
 

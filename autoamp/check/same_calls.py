@@ -98,7 +98,12 @@ def _calls(node: fx.Node) -> list[Any] | None:
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
 
     try:
-        with compat.on_real_numbers():
+        # In inference mode and under autocast a function calls other ops.
+        with (
+            compat.on_real_numbers(),
+            torch.inference_mode(False),
+            compat.autocast_off(),
+        ):
             args, kwargs = fx.map_arg((node.args, node.kwargs), empty)
             heard = _Heard()
             with heard:

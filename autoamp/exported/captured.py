@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -124,7 +125,10 @@ def _cannot(model: nn.Module, error: Exception) -> str:
 
 def _users_line(error: Exception) -> str:
     """The innermost line on the way to an error that is neither torch's nor ours."""
-    apart = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    apart = (
+        *(str(Path(torch.__file__).parent), str(Path(__file__).parents[1])),
+        sysconfig.get_path("stdlib") + "/",
+    )
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
         if not frame.filename.startswith((*apart, "<")):

@@ -22,9 +22,15 @@ from autoamp import compat
 from autoamp.ask.examine import checked_model
 from autoamp.capture.keep import for_model
 from autoamp.capture.locked import check_declined
+from autoamp.capture.thread import disabled
 from autoamp.check.constants import check_weights
 from autoamp.dtypes import parse_low_dtype
-from autoamp.errors import ExportError, LockError, VerificationError
+from autoamp.errors import (
+    ExportError,
+    LockError,
+    UnsupportedModelError,
+    VerificationError,
+)
 from autoamp.exported.baked import baked
 from autoamp.exported.captured import Call, Captured, captured
 from autoamp.exported.files import check_path, write
@@ -36,7 +42,7 @@ from autoamp.inspect.report import Report
 from autoamp.kernels.table import ATTENTION
 from autoamp.messages import log_once
 from autoamp.model.conversion import conversion_of
-from autoamp.model.eligible import choose_precision, not_converted
+from autoamp.model.eligible import choose_precision, not_converted, unsupported
 from autoamp.model.kept import left_as_it_is
 from autoamp.model.reporting import report_of
 from autoamp.options import Options
@@ -67,6 +73,9 @@ def export_model(
         runtime.check_packages()
         check_path(runtime, out)
     model = checked_model(model)
+    reason = unsupported(model)
+    if reason is not None:
+        raise UnsupportedModelError(reason)
     if model.training:
         log_once(
             logger,
@@ -165,7 +174,8 @@ def _check_same(
     Raises:
         VerificationError: a result differs in a bit.
     """
-    given = call.results(program.module())
+    with disabled():  # the automatic mode would meet the program's module
+        given = call.results(program.module())
     at = _first_difference(given, pytree.tree_leaves(results))
     if at is not None:
         raise VerificationError(
@@ -185,7 +195,9 @@ def _compare_with_converted(
     state = conversion_of(model)
     if state is None or state.engine is None:
         return
-    at = _first_difference(call.results(program.module()), call.results(model))
+    with disabled():
+        given = call.results(program.module())
+    at = _first_difference(given, call.results(model))
     if at is None:
         return
     text = (

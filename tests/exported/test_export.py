@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import autoamp
 from autoamp import compat
+from autoamp.check import same_calls
 from autoamp.exported import export as exporting
 from autoamp.exported.plan import OP
 from tests.models import BY_NAME, LARGE
@@ -226,6 +227,27 @@ def test_buffers_and_generators_are_left_as_they_are() -> None:
         assert torch.equal(value, before[name])
         if "running" in name:
             assert torch.equal(program.state_dict[name], value)
+
+
+def test_it_works_in_any_mode_of_the_callers() -> None:
+    same_calls.forget()
+    expected = autoamp.export(two(), (X,), **BF16).module()(X)
+    for region in (
+        torch.inference_mode(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.no_grad(),
+    ):
+        same_calls.forget()
+        with region:
+            program = autoamp.export(two(), (X,), **BF16)
+        assert torch.equal(program.module()(X), expected)
+    model = autoamp.convert(two(), strict=True, **BF16)  # no check was spoilt
+    assert torch.equal(model(X), expected)
+
+
+def test_a_model_without_data_is_refused() -> None:
+    with pytest.raises(autoamp.UnsupportedModelError, match="on the meta device"):
+        autoamp.export(two().to("meta"), (X.to("meta"),), **BF16)
 
 
 def test_training_mode_is_said(caplog: pytest.LogCaptureFixture) -> None:
