@@ -28,6 +28,8 @@ EXPORTED = (
     *("gpt2", "bert", "llama", "t5", "vit", "resnet", "convnext", "unet", "lstm"),
     *("whisper", "mlp", "shared_weight", "checkpointed", "dict_in_out"),
 )
+# A part of bert is quick: the encoder layer and the attention below.
+SLOW = {*LARGE, "bert"}
 
 
 def same(some: Any, others: Any) -> bool:
@@ -54,7 +56,7 @@ def two(bias: bool = True) -> nn.Sequential:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else [])
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
         for name in EXPORTED
         if name in BY_NAME
     ],
@@ -174,7 +176,7 @@ def test_any_batch_and_length_in_one_program() -> None:
     program = autoamp.export(
         model, (torch.randn(2, 5, 32),), dynamic_shapes=sizes, **BF16
     )
-    for batch, length in ((3, 7), (2, 5), (9, 2)):
+    for batch, length in ((3, 7), (9, 2)):
         x = torch.randn(batch, length, 32)
         fixed = autoamp.export(model, (x,), **BF16)
         with torch.no_grad():
