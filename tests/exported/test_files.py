@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
+import pickle
 import subprocess
 import sys
 import zipfile
@@ -17,6 +19,8 @@ import autoamp
 from autoamp import compat
 from autoamp.exported import files
 from autoamp.exported.plan import plan_from
+from autoamp.exported.targets import target_of
+from autoamp.options import Options
 from tests.exported.test_export import X, two
 from tests.small_models import BF16
 
@@ -26,6 +30,25 @@ def program() -> Any:
     return autoamp.export(two(), (X,), **BF16)
 
 
+def test_a_file_is_read_and_run_without_our_modules(
+    tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick one of two: whoever asks for a module of ours fails."""
+    expected = autoamp.convert(two(), **BF16)(X)
+    files.write(program, target_of("pt2"), tmp_path / "m.pt2")
+    ours = pickle.dumps(Options())
+    for name in [name for name in sys.modules if name.startswith("autoamp")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError):
+        pickle.loads(ours)
+    read = torch.export.load(tmp_path / "m.pt2")
+    assert torch.equal(read.module()(X), expected)
+    targets = {n.target for n in read.graph.nodes if n.op == "call_function"}
+    ops = targets - {operator.getitem}
+    assert {op.namespace for op in ops} == {"aten"}
+
+
+@pytest.mark.slow
 def test_a_fresh_process_without_autoamp_gives_the_same(tmp_path: Path) -> None:
     converted = autoamp.convert(two(), **BF16)
     autoamp.export(converted, (X,), out=tmp_path / "m.pt2")
@@ -151,7 +174,7 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(
 
 
 def test_an_older_file_stays_where_writing_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.pt2"
     path.write_bytes(b"older")
@@ -164,9 +187,9 @@ def test_an_older_file_stays_where_writing_fails(
         raise OSError(28, "No space left on device")
 
     def other(_: Any, to: Path) -> None:
-        plain = torch.export.export(two(), (X,))
         real(plain, to)
 
+    plain = torch.export.export(two(), (X,))
     real = torch.export.save
     for broken, error in (
         (fails, autoamp.ExportError),
@@ -175,7 +198,7 @@ def test_an_older_file_stays_where_writing_fails(
     ):
         monkeypatch.setattr(torch.export, "save", broken)
         with pytest.raises(error):
-            autoamp.export(two(), (X,), out=path, **BF16)
+            files.write(program, target_of("pt2"), path)
         assert path.read_bytes() == b"older"
         assert [*tmp_path.iterdir()] == [path]
 
