@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 import autoamp
 from autoamp.exported import files, onnx_files
+from autoamp.exported.targets import target_of
 from tests.exported.test_export import X, two
 from tests.models import BY_NAME, LARGE
 from tests.small_models import BF16
@@ -23,10 +24,22 @@ from tests.small_models import BF16
 FP16: dict[str, Any] = {"precision": "fp16", "do_no_harm": False}
 
 
+ONNX = target_of("onnx")
+
+
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program() -> torch.export.ExportedProgram:
+    """Takes batches of any size."""
+    sizes = ({0: torch.export.Dim("batch")},)
+    return autoamp.export(two(), (X,), dynamic_shapes=sizes, target="onnx", **FP16)
+
+
+@pytest.fixture(scope="module")
+def written(
+    program: torch.export.ExportedProgram, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     path = tmp_path_factory.mktemp("onnx") / "m.onnx"
-    autoamp.export(two(), (X,), target="onnx", out=path, **FP16)
+    files.write(program, ONNX, path)
     return path
 
 
@@ -103,15 +116,13 @@ def test_bf16_takes_an_opset_whose_ops_take_it(tmp_path: Path) -> None:
     assert onnx.TensorProto.BFLOAT16 in kinds
 
 
-def test_any_batch_in_one_file(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    sizes = ({0: torch.export.Dim("batch")},)
-    autoamp.export(two(), (X,), dynamic_shapes=sizes, target="onnx", out=path, **FP16)
+def test_any_batch_in_one_file(written: Path) -> None:
+    model = autoamp.convert(two(), **FP16)
     for rows in (3, 8, 20):
         x = torch.randn(rows, 64)
         with torch.no_grad():
-            expected = autoamp.convert(two(), **FP16)(x)
-        assert np.allclose(run(path, x)[0], expected, atol=2e-3)
+            expected = model(x)
+        assert np.allclose(run(written, x)[0], expected, atol=2e-3)
 
 
 def edited(path: Path, to: Path, edit: Any) -> Path:
@@ -164,25 +175,29 @@ def test_the_plan_names_the_ops_of_the_report(written: Path) -> None:
 
 
 def test_a_large_model_is_two_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: torch.export.ExportedProgram,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(onnx_files, "_LARGE", 1000)
     path = tmp_path / "m.onnx"
-    autoamp.export(two(), (X,), target="onnx", out=path, **FP16)
+    files.write(program, ONNX, path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
     autoamp.load(path)
     assert run(path, X)[0].shape == (8, 64)
 
 
 def test_what_onnx_refuses_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: torch.export.ExportedProgram,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuses(*_: Any, **__: Any) -> None:
         raise onnx.checker.ValidationError("node_x: no such type")
 
     monkeypatch.setattr(onnx.checker, "check_model", refuses)
     with pytest.raises(autoamp.ExportError, match="node_x: no such type"):
-        autoamp.export(two(), (X,), target="onnx", out=tmp_path / "m.onnx", **FP16)
+        files.write(program, ONNX, tmp_path / "m.onnx")
     assert [*tmp_path.iterdir()] == []
 
 
