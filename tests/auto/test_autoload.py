@@ -143,9 +143,14 @@ def script(tmp_path) -> str:
     return str(path)
 
 
-def test_nothing_heavy_is_imported_until_a_module_is_called(script: str) -> None:
+@pytest.mark.slow
+def test_nothing_heavy_is_imported_where_it_is_off(script: str) -> None:
+    """`test_off` is the quick one: then nothing at all is armed."""
     off = "[] True\nFalse torch.nn.modules.module\n"
     assert python(script, "-W", "error", AUTOAMP_ENABLE="off") == (off, [])
+
+
+def test_nothing_heavy_is_imported_until_a_module_is_called(script: str) -> None:
     out, err = python(script, "-W", "error", AUTOAMP_ENABLE="1")
     assert out == "[] True\nTrue autoamp.auto.switch\n"
     (line,) = err
@@ -269,17 +274,38 @@ print("ran")
 """
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "import autoamp.missing",
-        pytest.param("def :", marks=pytest.mark.slow),
-        pytest.param("raise OSError", marks=pytest.mark.slow),
-    ],
-)
+BROKEN = ["import autoamp.missing", "def :", "raise OSError"]
+
+
+def install(broken: str, folder: Path) -> None:
+    (folder / "autoamp").mkdir()
+    (folder / "autoamp" / "__init__.py").write_text(broken)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_package_that_cannot_be_imported_is_one_warning(
+    broken: str, tmp_path, monkeypatch, caplog, x: Tensor
+) -> None:
+    install(broken, tmp_path)
+    model = mlp()
+    exact = model(x)
+    with monkeypatch.context() as patch:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "autoamp"]:
+            patch.delitem(sys.modules, name)
+        patch.syspath_prepend(tmp_path)
+        armed(patch)
+        for _ in range(2):
+            assert torch.equal(model(x), exact)
+        assert "autoamp" not in sys.modules
+    (line,) = warned(caplog)
+    assert line.startswith("autoamp is off, everything runs in fp32: ")
+    assert (nn.Module.__call__, torch.compile) == (CALL, COMPILE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", BROKEN)
 def test_corrupt_installation(broken: str, tmp_path) -> None:
-    (tmp_path / "autoamp").mkdir()
-    (tmp_path / "autoamp" / "__init__.py").write_text(broken)
+    install(broken, tmp_path)
     out, err = python(RUNS, "-W", "error", path=tmp_path, AUTOAMP_ENABLE="1")
     assert out == "ran\n"
     (line,) = err
