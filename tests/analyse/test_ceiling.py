@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rewrite.uses import Uses
 from autoamp.rules import family
 from tests import small_models
-from tests.quick import each_with_one
+from tests.quick import each_with_one, explored
 from tests.small_models import Of, rewriting
 from tests.strategies import Program, capture, choices, inputs, programs
 from tests.truth import MARGIN, errors, leaves
@@ -132,8 +131,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "low"), each_with_one(CASES, LOW))
 def test_no_less_true_than_autocast(name: str, low: torch.dtype) -> None:
     function, data = CASES[name]
     assert errors(of(function), data, low).worst() <= MARGIN
@@ -158,6 +156,8 @@ class Recurrent(nn.Module):
         return torch.stack(seen)
 
 
+STEPS = 4
+
 RECURRENT: dict[str, Callable[[], nn.Module]] = {
     "gru": lambda: nn.GRU(WIDTH, WIDTH),
     "deep gru": lambda: nn.GRU(WIDTH, WIDTH, 2, bidirectional=True),
@@ -170,7 +170,7 @@ RECURRENT: dict[str, Callable[[], nn.Module]] = {
 
 def recurrent(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    return Recurrent(RECURRENT[name]()), torch.randn(8, 8, WIDTH)
+    return Recurrent(RECURRENT[name]()), torch.randn(STEPS, 8, WIDTH)
 
 
 @pytest.mark.parametrize(("name", "low"), each_with_one(RECURRENT, LOW))
@@ -229,8 +229,7 @@ def reason(found: Rewritten, name: str) -> str:
     return found.assignment.decisions[name].reason
 
 
-@hypothesis.settings(max_examples=60)
-@hypothesis.given(programs(), choices())
+@explored(25, 300, lambda most: (programs(most=most), choices()))
 def test_what_is_low_is_under_the_ceiling_or_moves(
     program: Program, options: dict[str, Any]
 ) -> None:
