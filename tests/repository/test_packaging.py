@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import site
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
 import yaml
 
 import autoamp
+from autoamp.rules.files import builtin_path
 
 REPO = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
@@ -133,14 +136,34 @@ def test_wheel_built_from_the_sdist_is_the_same(
     assert zipfile.ZipFile(again).namelist() == zipfile.ZipFile(wheel).namelist()
 
 
-def test_editable_install_finds_the_rules_of_the_checkout(tmp_path) -> None:
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory) -> Path:
+    """A folder that holds what pip installs of an editable checkout."""
+    folder = tmp_path_factory.mktemp("editable")
     code = "import sys, hatchling.build as b; b.build_editable(sys.argv[1])"
-    run(sys.executable, "-c", code, tmp_path, cwd=REPO)
-    (wheel,) = tmp_path.glob("*.whl")
-    site = tmp_path / "site"
-    zipfile.ZipFile(wheel).extractall(site)
-    assert not (site / "autoamp").exists(), "a second copy of the rules would go stale"
-    package, rules = load_rules("editable", site, tmp_path)
+    run(sys.executable, "-c", code, folder, cwd=REPO)
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+def test_editable_install_leads_to_the_checkout(editable: Path, monkeypatch) -> None:
+    """The quick one of two: what is imported is found, and not imported."""
+    assert not (editable / "autoamp").exists(), "a second copy would go stale"
+    monkeypatch.setattr(sys, "path", [])
+    site.addsitedir(str(editable))
+    found = PathFinder.find_spec("autoamp", sys.path)
+    assert found is not None
+    assert found.origin == str(REPO / "autoamp" / "__init__.py")
+    assert autoamp.__file__ == found.origin, "these tests run on the checkout"
+    assert builtin_path("bf16") == REPO / "rules" / "bf16.toml"
+
+
+@pytest.mark.slow
+def test_editable_install_finds_the_rules_of_the_checkout(
+    editable: Path, tmp_path
+) -> None:
+    package, rules = load_rules("editable", editable, tmp_path)
     assert package == REPO / "autoamp"
     assert rules == REPO / "rules" / "bf16.toml"
 
