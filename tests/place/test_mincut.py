@@ -18,6 +18,7 @@ from autoamp.place.again import Again
 from autoamp.place.mincut import ContradictionError, solve
 from autoamp.place.problem import least_cost
 from autoamp.place.two_sides import Group, Problem, Solution, energy
+from tests.quick import explored
 from tests.strategies import problems
 
 
@@ -83,7 +84,7 @@ def check_optimum(problem: Problem) -> None:
         assert energy(problem, found.source) == found.cost
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(problems())
 def test_solve_finds_the_optimum_with_the_fewest_low(problem: Problem) -> None:
     check_optimum(problem)
@@ -96,8 +97,7 @@ def test_solve_finds_the_optimum_deep(problem: Problem) -> None:
     check_optimum(problem)
 
 
-@settings(max_examples=100)
-@given(problems(), st.sets(st.integers(0, 8)))
+@explored(50, 1000, lambda most: (problems(most), st.sets(st.integers(0, 8))))
 def test_energy_is_the_design_s_formula(problem: Problem, labels: set[int]) -> None:
     low = frozenset(f"v{i}" for i in labels) & problem.unary.keys()
     assert energy(problem, low) == _count(problem, set(low))
@@ -166,8 +166,7 @@ def casts_down(problem: Problem, low: frozenset[str], index: int) -> bool:
     return group.value not in low and bool(low & set(group.readers))
 
 
-@settings(max_examples=100)
-@given(problems(), st.data())
+@explored(40, 1000, lambda most: (problems(most), st.data()))
 def test_dearer_down_casts_are_never_made_more_often(
     problem: Problem, data: st.DataObject
 ) -> None:
@@ -187,8 +186,7 @@ def test_dearer_down_casts_are_never_made_more_often(
     )
 
 
-@settings(max_examples=100)
-@given(problems(), st.data())
+@explored(50, 1000, lambda most: (problems(most), st.data()))
 def test_another_deny_never_lowers_the_cost(
     problem: Problem, data: st.DataObject
 ) -> None:
@@ -345,8 +343,15 @@ def test_settling_too_eagerly_is_noticed(monkeypatch) -> None:
         check_optimum(problem)
 
 
-@settings(max_examples=300)
-@given(problems(), st.sets(st.integers(0, 8), min_size=1, max_size=3), st.booleans())
+@explored(
+    80,
+    1000,
+    lambda most: (
+        problems(most),
+        st.sets(st.integers(0, 8), min_size=1, max_size=3),
+        st.booleans(),
+    ),
+)
 def test_a_problem_solved_again_has_the_whole_solution(
     problem: Problem, labels: set[int], at_source: bool
 ) -> None:
