@@ -113,7 +113,11 @@ def assert_equal(model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     return sum(repeats for _, (*_, repeats) in found)
 
 
-@pytest.mark.parametrize("name", some_slow(BY_NAME, LARGE.__contains__))
+# Of bert, `test_layers_need_no_trace` has the layers.
+SLOW = LARGE | {"bert"}
+
+
+@pytest.mark.parametrize("name", some_slow(BY_NAME, SLOW.__contains__))
 def test_graphs_of_models_are_those_of_a_trace(name: str) -> None:
     case = BY_NAME[name]
     args, kwargs = case.inputs(0)
@@ -123,7 +127,7 @@ def test_graphs_of_models_are_those_of_a_trace(name: str) -> None:
 class Stack(nn.Module):
     """Layers alike, of which the first is traced."""
 
-    def __init__(self, layers: int = 6) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
         make = nn.TransformerEncoderLayer
         self.layers = nn.ModuleList(
@@ -145,7 +149,7 @@ def test_layers_need_no_trace(monkeypatch) -> None:
         return inner(self, call, node, *of)
 
     monkeypatch.setattr(OpCache, "dynamos_result", dynamos_result)
-    assert assert_equal(Stack(), torch.randn(2, 5, 16)) > 70
+    assert assert_equal(Stack(), torch.randn(2, 5, 16)) > 28
     functions = {str(node.target).split()[1] for node in traced}
     assert functions == {"multi_head_attention_forward"}  # which calls many ops
 
