@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from autoamp.capture.engine import Engine
 from autoamp.capture.record import Record
+from autoamp.errors import ExportError
 from autoamp.exported.captured import Captured
 from autoamp.model.kept import left_as_it_is
 from autoamp.options import Options
@@ -41,14 +42,18 @@ def placed(
         device, price: as for `Engine`.
 
     Raises:
-        AutoampError: a pass or a check failed, or the placement is not the lock's.
+        AutoampError: a pass or a check failed, after which a converted model would run
+            in fp32; under `strict`, any of them failed, or the placement is not the
+            lock's.
     """
-    options = options.replace(backend="eager", loss_scale="off", strict=True)
+    options = options.replace(backend="eager", loss_scale="off")
     label = class_name(model)
     record = Record(label, low, ModelScaling(ScaleDomain(NoLossScale()), label))
     engine = Engine(options, record, device=device, price=price)
     with torch.no_grad():
         prepared = engine.prepared(graph.gm, graph.fakes)
+        if prepared.rewritten is None:
+            raise ExportError(f"the pass failed on {label}: {prepared.problem}")
         values = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, graph.values)
         with left_as_it_is(model):
             results = prepared.run(*values)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import autoamp
 from autoamp import compat
+from autoamp.capture import engine
 from autoamp.check import same_calls
 from autoamp.exported import export as exporting
 from autoamp.exported.plan import OP
@@ -197,25 +198,42 @@ def test_options_of_a_conversion_are_those_of_its_export() -> None:
 
 def test_prices_that_tune_measured_place_the_export() -> None:
     model = autoamp.convert(two(), **BF16)
-    engine = model.__dict__["_autoamp"].engine
+    own = model.__dict__["_autoamp"].engine
     asked = []
 
     def price(*args: Any, **kwargs: Any) -> Any:
         asked.append(args)
         raise autoamp.PlacementError("asked")
 
-    engine.price = price
-    with pytest.raises(autoamp.PlacementError, match="asked"):
+    own.price = price
+    with pytest.raises(autoamp.ExportError, match="PlacementError: asked"):
         autoamp.export(model, (X,))
     assert asked
 
 
-def test_a_lock_holds_the_export_too(tmp_path: Any) -> None:
+def test_a_lock_holds_the_export_too(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "precision.json"
     autoamp.explain(two(), X, options=BF16).to_json(path)
     autoamp.export(two(), (X,), lock=path, **BF16)
+    assert "is not placed as the lock" not in caplog.text
+    other = {**BF16, "lock": path, "deny": ["linear"]}
+    autoamp.export(two(), (X,), **other)
+    assert "is not placed as the lock" in caplog.text
     with pytest.raises(autoamp.LockError, match="is not placed as the lock"):
-        autoamp.export(two(), (X,), lock=path, deny=["linear"], **BF16)
+        autoamp.export(two(), (X,), strict=True, **other)
+
+
+def test_a_pass_that_fails_is_an_error_and_no_fp32_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(engine, "prepare", fails)
+    with pytest.raises(autoamp.ExportError, match="no such thing"):
+        autoamp.export(two(), (X,), **BF16)
 
 
 def test_buffers_and_generators_are_left_as_they_are() -> None:
