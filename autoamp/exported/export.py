@@ -122,6 +122,7 @@ def _exported(
     _check_same(program, call, results)
     if target.one_dtype:
         program = spelled(graph, own.gm, call, one_dtype=True)
+        _check_as_true(program, graph, call, results)
     report = report_of(record, model, "" if device is None else device.name)
     plan = plan_of(program, report.to_json(), own.sources, target.name)
     compat.set_plan(program, plan.to_dict())
@@ -182,6 +183,40 @@ def _check_same(
             f"output {at} of the exported program is not that of the rewritten graph; "
             "this is a bug in autoamp, please report it"
         )
+
+
+def _check_as_true(
+    program: torch.export.ExportedProgram,
+    graph: Captured,
+    call: Call,
+    results: tuple[Any, ...],
+) -> None:
+    """Checks that a program in another spelling is as near to fp32 as the graph was.
+
+    Raises:
+        VerificationError: a result is farther off, by more than a tenth.
+    """
+    with disabled():
+        given = call.results(program.module())
+        exact = call.results(graph.program.module())
+    for at, (one, was, true) in enumerate(zip(given, results, exact, strict=True)):
+        if not (isinstance(true, Tensor) and true.is_floating_point()):
+            continue
+        size = float(true.double().norm())
+        ours, before = (float((t.double() - true.double()).norm()) for t in (one, was))
+        if ours > _NO_LESS_TRUE * before + _ROUNDING * size:
+            raise VerificationError(
+                f"output {at} of the program is {ours:.3g} from that in fp32, and the "
+                f"rewritten graph's was {before:.3g}: another spelling of its norms "
+                "computes something else; this is a bug in autoamp, please report it"
+            )
+
+
+_NO_LESS_TRUE = 1.1
+"""How much larger an error may be: the bound of docs/accuracy.md."""
+
+_ROUNDING = 1e-6
+"""Of the size of a result: the rounding of fp32 itself, where nothing is low."""
 
 
 def _compare_with_converted(

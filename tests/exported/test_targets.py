@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import autoamp
 from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
+from autoamp.exported import spelled
 from autoamp.exported.targets import target_of, targets
 from autoamp.op_names import parse_op_name
 from autoamp.options import Options
@@ -105,6 +106,14 @@ def test_a_device_that_is_not_here_places_the_casts() -> None:
     assert plan["report"]["compute_dtype"] == "fp16"
     assert {op["precision"] for op in plan["report"]["ops"]} == {"fp16"}
     assert plan["target"] == "tensorrt"
+
+
+def test_another_spelling_that_computes_something_else_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(spelled, "_widened", lambda t: spelled._is_float(t) and t * 1.1)
+    with pytest.raises(autoamp.VerificationError, match="another spelling of its norm"):
+        autoamp.export(two(), (X,), target="onnx", **BF16)
 
 
 def test_norms_have_one_dtype_where_a_runtime_asks_for_it() -> None:
