@@ -262,3 +262,22 @@ def test_an_op_that_fake_tensors_refuse_stays_whole(name: str, x: Tensor) -> Non
     rewritten = autoamp.rewrite(gm, (x, weight), **BF16)
     assert low_products(rewritten) == 1
     assert relative_error(rewritten(x, weight), model(x, weight)) < CLOSE
+
+
+def test_an_exported_program_that_casts_in_its_own_code() -> None:
+    """`torch.export` asserts the dtype of a value before the model's own cast of it."""
+
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.line(self.line(x).to(torch.float32) * 2)
+
+    x = torch.randn(8, 64)
+    exported = torch.export.export(Casts(), (x,))
+    assert any("_assert_tensor" in str(n.target) for n in exported.graph.nodes)
+    low = autoamp.rewrite(exported, (x,), precision="bf16", do_no_harm=False)
+    assert low(x).dtype == torch.float32
+    assert not any("_assert_tensor" in str(n.target) for n in low.graph.nodes)
