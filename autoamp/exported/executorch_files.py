@@ -11,7 +11,7 @@ import torch
 
 from autoamp import compat
 from autoamp.errors import ExportError
-from autoamp.exported.plan import Plan, plan_from
+from autoamp.exported.plan import Plan, plan_from, plan_kept_in
 from autoamp.exported.targets import check_installed
 from autoamp.printable import printable_line
 from autoamp.saved.document import SavedReport
@@ -28,7 +28,7 @@ def write(program: torch.export.ExportedProgram, path: Path) -> None:
     xnnpack = importlib.import_module(
         "executorch.backends.xnnpack.partition.xnnpack_partitioner"
     )
-    plan, _ = plan_from("the program", compat.plan_in(program))
+    plan = plan_kept_in(program)
     lowered = exir.to_edge_transform_and_lower(
         program,
         partitioner=[xnnpack.XnnpackPartitioner()],

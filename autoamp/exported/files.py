@@ -16,7 +16,7 @@ import torch
 from autoamp import compat
 from autoamp.errors import ExportError, OptionError
 from autoamp.exported import executorch_files, onnx_files
-from autoamp.exported.plan import Plan, check_program, plan_from
+from autoamp.exported.plan import Plan, check_program, plan_from, plan_kept_in
 from autoamp.exported.targets import SUFFIXES, Target
 from autoamp.printable import printable_line
 from autoamp.saved.document import SavedReport
@@ -129,13 +129,8 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
 
 
 def _compile(program: torch.export.ExportedProgram, draft: Path) -> None:
-    note = {compat.PLAN_KEY: plan_text(program)}
+    note = {compat.PLAN_KEY: plan_kept_in(program).to_json()}
     compat.compile_package(program, draft, note)
-
-
-def plan_text(program: torch.export.ExportedProgram) -> str:
-    """The plan of a program as JSON."""
-    return plan_from("the program", compat.plan_in(program))[0].to_json()
 
 
 @contextlib.contextmanager

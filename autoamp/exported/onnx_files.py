@@ -18,7 +18,7 @@ import torch
 from autoamp import compat
 from autoamp.dtypes import parse_low_dtype, short_name
 from autoamp.errors import ExportError
-from autoamp.exported.plan import Plan, check_dtypes, plan_from
+from autoamp.exported.plan import Plan, check_dtypes, plan_from, plan_kept_in
 from autoamp.exported.targets import Target, check_installed
 from autoamp.printable import printable_line
 from autoamp.saved.document import SavedReport
@@ -33,7 +33,7 @@ def write(program: torch.export.ExportedProgram, target: Target, path: Path) -> 
     Raises:
         ExportError: onnx finds the model invalid.
     """
-    plan, _ = plan_from("the program", compat.plan_in(program))
+    plan = plan_kept_in(program)
     low = parse_low_dtype(plan.report.get("compute_dtype") or "")
     opset = None if low is None else target.opsets.get(short_name(low))
     made = compat.onnx_program(program, opset)

@@ -95,6 +95,11 @@ def plan_of(
     )
 
 
+def plan_kept_in(program: torch.export.ExportedProgram) -> Plan:
+    """The plan of a program that `plan_of` was kept in."""
+    return plan_from("the program", compat.plan_in(program))[0]
+
+
 def plan_from(where: str, data: object) -> tuple[Plan, SavedReport]:
     """The plan and its report from the plain values in a file; all are checked.
 
