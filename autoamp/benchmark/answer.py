@@ -139,9 +139,7 @@ def _starts(base: Row, ours: Row, known: Evidence | None) -> Iterator[str]:
 
 def _fixed_part(row: Row) -> float | None:
     """The part of a step that a larger batch does not lengthen, 0 to 1."""
-    if row.doubled is None or not row.times:
-        return None
-    return min(1.0, max(0.0, 2 - row.doubled / min(row.times)))
+    return None if row.growth is None else min(1.0, max(0.0, 2 - row.growth))
 
 
 def _pays_from(base: Row, ours: Row) -> int | None:
@@ -149,7 +147,7 @@ def _pays_from(base: Row, ours: Row) -> int | None:
 
     The time of a step is assumed to be a constant plus a time for each sample.
     """
-    if None in (base.doubled, ours.doubled, base.batch):
+    if None in (base.growth, ours.growth, base.batch):
         return None
     times = 2
     while times <= _LARGEST:
@@ -161,9 +159,8 @@ def _pays_from(base: Row, ours: Row) -> int | None:
 
 def _at(row: Row, times: int) -> float:
     """The time of a step at `times` times the batch."""
-    assert row.doubled is not None
-    least = min(row.times)
-    return least + max(0.0, row.doubled - least) * (times - 1)
+    assert row.growth is not None
+    return min(row.times) * (1 + max(0.0, row.growth - 1) * (times - 1))
 
 
 def _sizes(known: Evidence) -> Iterator[str]:

@@ -16,6 +16,9 @@ from autoamp.calibrate.clock import finish
 FEWEST = 5
 """The least rounds: with fewer, the sign test can prove no way faster than another."""
 
+_ALTERNATING = 0.2
+"""Seconds for which steps of two sizes alternate, if `FEWEST` pairs take less."""
+
 _ENOUGH = 10
 """Rounds after which small spreads end the measurement."""
 
@@ -74,21 +77,32 @@ def timed(runner: Running) -> None:
     runner.data_seconds.append(loaded - start)
 
 
-def least_of_steps(runner: Running | None, call: Call) -> float:
-    """The least time of `FEWEST` steps with these arguments, after two untimed steps.
+def growth_of_steps(runner: Running | None, one: Call, other: Call) -> float:
+    """The time of a step with the other arguments over the time of a step with these.
 
-    The least time is the time that other programs have disturbed least.
+    The steps alternate, so that both meet the same disturbances, after two untimed
+    steps of each. The ratio is that of the least times, which other programs have
+    disturbed least; short steps are repeated until `_ALTERNATING` seconds have passed.
     """
     assert runner is not None
-    times = []
-    for _ in range(FEWEST + 2):
-        batch = runner.as_taken(call)
-        finish(runner.device)
-        start = time.perf_counter()
-        runner.step(batch)
-        finish(runner.device)
-        times.append(time.perf_counter() - start)
-    return min(times[2:])
+    for call in (one, other) * 2:
+        _time_of_step(runner, call)
+    begun, pairs = time.perf_counter(), 0
+    least = [math.inf, math.inf]
+    while pairs < FEWEST or time.perf_counter() - begun < _ALTERNATING:
+        now = (_time_of_step(runner, call) for call in (one, other))
+        least = [min(pair) for pair in zip(least, now, strict=True)]
+        pairs += 1
+    return least[1] / least[0]
+
+
+def _time_of_step(runner: Running, call: Call) -> float:
+    batch = runner.as_taken(call)
+    finish(runner.device)
+    start = time.perf_counter()
+    runner.step(batch)
+    finish(runner.device)
+    return time.perf_counter() - start
 
 
 def _is_enough(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autoamp.ask.progress import told
 from autoamp.benchmark.answer import WORTH
-from autoamp.benchmark.clock import least_of_steps
+from autoamp.benchmark.clock import growth_of_steps
 from autoamp.benchmark.rows import Entry
 from autoamp.benchmark.step.batch import batch_size, resized
 from autoamp.benchmark.step.task import Task
@@ -30,7 +30,7 @@ def look_closer(entries: Sequence[Entry], task: Task) -> None:
     twice = resized(task.call, 2 * size)
     for entry in told([base, ours], "timing twice the batch"):
         try:
-            entry.doubled = least_of_steps(entry.runner, twice)
+            entry.growth = growth_of_steps(entry.runner, task.call, twice)
         except Exception:  # noqa: BLE001 (the model may take one batch size only)
             return
 

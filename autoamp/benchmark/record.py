@@ -31,8 +31,8 @@ class Row:
         flops: flops of matrix products, convolutions and attention.
         low_flops: the part of `flops` in fp16 or bf16.
         losses: the loss of each of the first steps.
-        doubled: the least time of a step of twice the batch, in seconds; measured only
-            for fp32 and autoamp, if autoamp gains little.
+        growth: the time of a step of twice the batch over that of this batch; measured
+            only for fp32 and autoamp, if autoamp gains little.
         joules: energy of a step.
         energy_from: "nvml", "rapl", or "estimate" from bytes and flops; "" for none.
         co2_grams: CO2 of 1,000 steps, in grams.
@@ -60,7 +60,7 @@ class Row:
     flops: int | None = None
     low_flops: int | None = None
     losses: tuple[float, ...] = ()
-    doubled: float | None = None
+    growth: float | None = None
     joules: float | None = None
     energy_from: str = ""
     co2_grams: float | None = None

@@ -30,7 +30,7 @@ class Entry:
     error: str = ""
     joules: float | None = None
     energy_from: str = ""
-    doubled: float | None = None
+    growth: float | None = None
     times: list[float] = field(default_factory=list)
     data_times: list[float] = field(default_factory=list)
 
@@ -99,7 +99,7 @@ def row_of(
         flops=known.flops,
         low_flops=known.low_flops,
         losses=known.losses,
-        doubled=entry.doubled,
+        growth=entry.growth,
         joules=joules,
         energy_from=energy_from,
         co2_grams=grams,

@@ -195,8 +195,8 @@ def test_a_batch_that_pays_is_computed_from_two_batches() -> None:
     bench = with_times(Evidence(True, "A100", float_ops=9), 1.0)
     base, ours = bench.rows
     # fp32 lasts 9 ms and 0.125 ms a sample, autoamp 9.6 ms and 0.05 ms a sample.
-    base = replace(base, doubled=0.011)
-    ours = replace(ours, doubled=0.0104)
+    base = replace(base, growth=1.1)
+    ours = replace(ours, growth=0.0104 / min(ours.times))
     found = answer(replace(bench, rows=(base, ours)))
     # 9.6 + 0.05 b <= 0.9 (9 + 0.125 b) from b = 24 on; batches are doubled from 8.
     assert "90% of a step in fp32 is the same for twice the batch" in found.sentence
@@ -205,14 +205,14 @@ def test_a_batch_that_pays_is_computed_from_two_batches() -> None:
 
 def test_a_step_that_never_pays_says_so() -> None:
     bench = with_times(Evidence(True, "A100", float_ops=9), 1.0)
-    rows = tuple(replace(row, doubled=0.011) for row in bench.rows)
+    rows = tuple(replace(row, growth=0.011 / min(row.times)) for row in bench.rows)
     found = answer(replace(bench, rows=rows))
     assert "a larger batch would not help" in found.sentence
 
 
 def test_a_step_that_grows_with_the_batch_is_not_called_small() -> None:
     bench = with_times(Evidence(True, "A100", float_ops=9), 1.0)
-    rows = tuple(replace(row, doubled=0.0195) for row in bench.rows)
+    rows = tuple(replace(row, growth=0.0195 / min(row.times)) for row in bench.rows)
     assert "too small" not in answer(replace(bench, rows=rows)).sentence
 
 
