@@ -281,8 +281,15 @@ class Engine:
             watches = is_scaled and runs_every_op(captured.gm)
             chosen = scaled(self.local, scaling, captured, inputs, watches=watches)
         else:
-            ledger = scaling.ledger if scaling.ledger.guards else None
-            chosen = unscaled(self.local, captured, ledger)
+            guards = scaling.ledger.guards
+            is_eager = self.runs_as_is and prepared.instead_of is None
+            watches = guards and is_eager and runs_every_op(captured.gm)
+            chosen = unscaled(
+                self.local,
+                captured,
+                scaling.ledger if guards else None,
+                scaling.skip_watch if watches else None,
+            )
         is_exchanged = prepared.instead_of is not None
         if is_exchanged:
             self.record.exchange(captured)

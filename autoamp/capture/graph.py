@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoamp.errors import AutoampError
@@ -20,6 +21,7 @@ from autoamp.node_by_node.held import Held
 from autoamp.node_by_node.observer import Observer
 from autoamp.node_by_node.runner import Runner
 from autoamp.overflow.recorder import Recorder
+from autoamp.overflow.skip_watch import SkipWatch
 from autoamp.pipeline.prepared import Prepared
 from autoamp.rewrite.edge.scale_edge import Edge
 from autoamp.rewrite.rewritten import Rewritten
@@ -98,12 +100,17 @@ class Graph:
 
 
 def unscaled(
-    local: Local, captured: Graph, ledger: ModelLedger | None = None
+    local: Local,
+    captured: Graph,
+    ledger: ModelLedger | None = None,
+    skip_watch: SkipWatch | None = None,
 ) -> Callable[..., Any]:
     """The function called for a graph without gradients to scale.
 
     Args:
         ledger: is told at the first run which tensors the graph was given to train.
+        skip_watch: watches the runs after a skipped step, where the graph can be run
+            node by node.
     """
     prepared = captured.prepared
     slots, wide = prepared.weights, prepared.read_wide
@@ -119,9 +126,11 @@ def unscaled(
             ledger = None
         if SHARDED:
             SHARDED.note_wide([args[i] for i in wide])
-        if fresh is None:
-            return prepared.run(*args)
-        return prepared.run(*args, *fresh([args[i] for i in slots]))
+        copies = () if fresh is None else fresh([args[i] for i in slots])
+        if skip_watch is not None and skip_watch.watching and torch.is_grad_enabled():
+            observers = [Held(), _recorder(skip_watch, captured)]
+            return Runner(captured.gm, observers).run(*args, *copies)
+        return prepared.run(*args, *copies)
 
     return call
 
@@ -162,7 +171,7 @@ def scaled(
             if scaling.wants_size:
                 observers.append(GradientSizes(graph_run.begin_sizes(extra)))
             if scaling.skip_watch.watching:
-                observers.append(Recorder(scaling.skip_watch.trail()))
+                observers.append(_recorder(scaling.skip_watch, captured))
             results = Runner(captured.gm, observers).run(*args, *copies, *extra)
         else:
             results = prepared.run(*args, *copies, *extra)
@@ -172,6 +181,11 @@ def scaled(
         return results
 
     return call_scaled
+
+
+def _recorder(skip_watch: SkipWatch, captured: Graph) -> Recorder:
+    trail = skip_watch.trail(captured.rewritten)
+    return Recorder(trail, exact=skip_watch.asks_fp32)
 
 
 def counting_runs(local: Local, run: Callable[..., Any]) -> Callable[..., Any]:

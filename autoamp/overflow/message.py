@@ -15,33 +15,66 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.dtypes import short_name
-from autoamp.overflow.location import OP, location_of, readers
+from autoamp.overflow.location import INPUT, OP, location_of, readers
 from autoamp.overflow.trail import Step
+from autoamp.rewrite.emitted import is_inserted
 
 
-def accused(step: Step, scale: float) -> str:
+def accused(step: Step, scale: float | None) -> str:
     """One clause that names the op, module path and source line of a culprit.
 
     Args:
         step: the culprit.
-        scale: the loss scale that gradients had.
+        scale: the loss scale that gradients had; None without one.
     """
     where, dtype = step.location, short_name(step.dtype)
+    kind = "NaN" if math.isnan(step.largest) else "infinite"
     if step.entered_bad:
+        output = _output_of(step)
+        came = f"it came in with the gradient of {output}, so that " if output else ""
         return (
-            f"a gradient that enters the model at {where} is not finite: the loss, "
-            "or other code outside of the model, overflowed"
+            f"a gradient that enters the model at {where} is not finite: {came}the "
+            "loss, or other code outside of the model, overflowed"
         )
-    if step.is_backward:
+    if step.is_backward and scale is not None:
         return f"the gradient of {where} overflowed in {dtype} at scale {scale:g}"
+    if step.is_backward:
+        return f"the gradient of {where} became {kind} in {dtype}{_read(step)}"
     if step.is_given and not step.is_cast:
-        return f"{where} holds a number that is not finite in {dtype}"
+        how = ": it arrived in that argument" if where.kind == INPUT else ""
+        return f"{where} holds a number that is not finite in {dtype}{how}"
     if step.is_cast and step.node is not None:
         into = [at for at in map(location_of, readers(step.node)) if at.kind == OP]
         read = f", in which {into[0]} reads it" if into else ""
         return f"{where} overflowed in {dtype}{read}"
-    kind = "NaN" if math.isnan(step.largest) else "infinite"
     return f"{where} overflowed in {dtype}: its result is {kind}"
+
+
+def _output_of(step: Step) -> str:
+    """The output of the graph that the op of a backward makes, or ""."""
+    if step.node is None:
+        return ""
+    nodes = {step.node, *_uses(step.node)}
+    end = next((n for n in reversed(step.node.graph.nodes) if n.op == "output"), None)
+    results = [] if end is None else end.args[0]
+    if not isinstance(results, (list, tuple)):
+        return ""
+    found = [at for at, each in enumerate(results) if each in nodes]
+    return f"output {found[0]}" if found else ""
+
+
+def _uses(node: fx.Node) -> list[fx.Node]:
+    """The casts and the parts of the value of `node`."""
+    mine = [u for u in node.users if is_inserted(u) or u.target is operator.getitem]
+    return [each for user in mine for each in (user, *_uses(user))]
+
+
+def _read(step: Step) -> str:
+    """A clause about an operand of the forward, not finite, that a backward reads."""
+    for each in step.operands[0].operands:
+        if each.is_given and not each.is_finite:
+            return f", which reads {each.location}, in which a number is not finite"
+    return ""
 
 
 def near(times: float, step: Step, scale: float) -> str:

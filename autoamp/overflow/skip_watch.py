@@ -6,6 +6,7 @@ does not overflow is never watched, and keeps nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from autoamp.dtypes import LOW_DTYPES
@@ -32,54 +33,72 @@ class SkipWatch:
 
     Attributes:
         watching: whether runs of the model leave a trail.
+        asks_fp32: whether watched runs are to compute in fp32, too, what leaves the
+            range of its dtype.
+        records: the graphs of the runs that left the trail.
     """
 
     def __init__(self) -> None:
-        self.watching = False
+        self.watching = self.asks_fp32 = False
+        self.records: list[Rewritten] = []
         self._trail: Trail | None = None
-        self._judged = False
+        self._judged = self._past_a_step = self._stale = False
         self._last: object = None
         self._times = 0
-        self._scale = 1.0
+        self._scale: float | None = 1.0
         self._proposed: set[Remedy] = set()
 
-    def trail(self) -> Trail:
-        """The trail that the next run is to continue, while runs are watched."""
+    def trail(self, record: Rewritten | None = None) -> Trail:
+        """The trail that the next run, of the graph `record`, is to continue."""
         trail = self._trail
-        if trail is None or self._judged or len(trail.steps) > _MOST:
+        old = self._judged or self._stale
+        if trail is None or old or len(trail.steps) > _MOST:
             trail = self._trail = Trail()
-            self._judged = False
+            self._judged, self._stale, self.records = False, False, []
+        if record is not None and all(record is not each for each in self.records):
+            self.records.append(record)
         return trail
 
     def culprit(self) -> Step | None:
-        """The op to blame for a skipped step; None if no run was watched."""
-        trail = self._trail
-        return None if trail is None or self._judged else harmful(trail)
+        """The op to blame for a skipped step; None if no run was watched.
 
-    def begin(self, culprit: Step | None, scale: float) -> None:
+        Several optimizers may skip their steps after one backward: all blame one op.
+        """
+        return None if self._trail is None else harmful(self._trail)
+
+    def begin(self, culprit: Step | None, scale: float | None) -> None:
         """Watches the runs after a skipped step.
 
         Args:
             culprit: the result of `culprit()` for the skipped step.
-            scale: the loss scale of the skipped step.
+            scale: the loss scale of the skipped step; None for a model without one.
         """
+        self.watching, self._past_a_step = True, False
+        if self._judged and culprit is not None:
+            return  # another optimizer has skipped its step after the same backward
         key = None if culprit is None else culprit.key
         same = key is not None and key == self._last
         self._times = self._times + 1 if same else int(key is not None)
         self._last, self._scale = key, scale
-        self.watching = self._judged = True
+        # A number that leaves the range of bf16 mostly leaves that of fp32 as well.
+        self.asks_fp32 = scale is None and self._times + 1 >= REPEATED
+        self._judged = True
 
     def remedy_for(
         self, culprit: Step | None, records: Iterable[Rewritten]
     ) -> Remedy | None:
         """A remedy for an op that has made steps in a row overflow, proposed once.
 
-        None for an op that computes in fp32 already, and for a gradient that a lower
-        loss scale will bring back into range.
+        None for an op that computes in fp32 already, for a gradient that a lower loss
+        scale will bring back into range, and, without a loss scale, for an op that is
+        not known to give finite numbers in fp32.
         """
         if culprit is None or self._times < REPEATED:
             return None
-        if culprit.is_backward and self._scale > _LOW_SCALE:
+        if self._scale is None:
+            if culprit.wide is None or not math.isfinite(culprit.wide):
+                return None
+        elif culprit.is_backward and self._scale > _LOW_SCALE:
             return None
         if culprit.dtype not in LOW_DTYPES.values():
             return None
@@ -92,6 +111,9 @@ class SkipWatch:
     def end(self, scale: float) -> tuple[float, Step] | None:
         """Ends the watch after a step that is taken.
 
+        The watch goes on past one such step where the last runs did harm: an optimizer
+        of other weights has skipped its step, or is about to.
+
         Args:
             scale: the loss scale of the step that is taken.
 
@@ -101,9 +123,14 @@ class SkipWatch:
             loss scale of the skipped step the number would have been small.
         """
         trail, known, judged = self._trail, self._last, self._judged
-        self.watching, self._trail, self._judged = False, None, False
+        harm = judged or (trail is not None and self.culprit() is not None)
+        if harm and not self._past_a_step:
+            self._past_a_step = self._stale = True
+            return None
+        self.watching = self.asks_fp32 = self._past_a_step = self._stale = False
+        self._trail, self._judged, self.records = None, False, []
         self._last, self._times = None, 0
-        if trail is None or judged or known is not None:
+        if trail is None or self._scale is None or judged or known is not None:
             return None
         found = nearest(trail)
         if found is None or found[0] > 2 * self._scale / scale:

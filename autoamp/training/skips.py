@@ -18,6 +18,7 @@ from autoamp.overflow.message import (
 )
 from autoamp.overflow.remedy import Remedy
 from autoamp.overflow.skip_watch import REPEATED
+from autoamp.overflow.trail import Step
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.training.ledger.graph_run import GraphRun
 from autoamp.training.model_scaling import ModelScaling
@@ -47,53 +48,81 @@ def note_skip(
         LossScaleError: skipping can no longer help.
     """
     scalings = evidence.scalings
-    for scaling in {*guards, *scalings}:
+    every = list(dict.fromkeys([*scalings, *guards]))
+    found = _blamed(every)
+    for scaling in every:
         scaling.ledger.in_a_row += 1
         if scaling not in scalings:
-            _note_guarded(scaling, params, number)
+            _note_guarded(scaling, params, number, found)
         elif not scaling.adapts:
             _say_standstill(scaling, "")
-    culprits = [scaling.skip_watch.culprit() for scaling in scalings]
-    culprit = next((each for each in culprits if each is not None), None)
     for scaling in scalings:
         scale = scaling.loss_scale.scale
-        if culprit is None:
+        if found is None:
             why = _by_gradients(evidence.runs, params)
         else:
-            why = accused(culprit, scale)
+            why = _accused(found, scaling, scale)
         why = f"step {number}: {why}"
         scaling.ledger.note_skip(why)
         if scaling.loss_scale.at_floor and _is_new(evidence, scaling):
             raise _floor_error(scaling, why)
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
         skip_watch = scaling.skip_watch
-        skip_watch.begin(culprit, scale)
-        remedy = skip_watch.remedy_for(culprit, _records(evidence.runs, scaling))
-        if remedy is None:
-            continue
-        if scaling.on_remedy:
-            for listener in scaling.on_remedy:
-                listener(scaling, remedy)
-            logger.warning(
-                "autoamp: %s: %d steps in a row were skipped (%s): the model is "
-                "captured again with %s, because of %s",
-                scaling.label,
-                REPEATED,
-                why,
-                remedy.advice(by_variables=scaling.by_variables),
-                scaling.advice("heal", True),
-            )
-            continue
+        mine = _own(found, scaling)
+        skip_watch.begin(mine, scale)
+        remedy = skip_watch.remedy_for(mine, _records(evidence.runs, scaling))
+        if remedy is not None:
+            _remedy(scaling, remedy, why)
+
+
+def _blamed(scalings: Sequence[ModelScaling]) -> tuple[ModelScaling, Step] | None:
+    """The model and its step to blame for gradients that are not finite.
+
+    An infinity that one model hands to the next shows in the trails of both: the model
+    that made it comes before one that was given it.
+    """
+    culprits = [(each, each.skip_watch.culprit()) for each in scalings]
+    found = [(each, step) for each, step in culprits if step is not None]
+    made = (pair for pair in found if not (pair[1].entered_bad or pair[1].is_given))
+    return next(made, found[0] if found else None)
+
+
+def _own(found: tuple[ModelScaling, Step] | None, of: ModelScaling) -> Step | None:
+    return found[1] if found is not None and found[0] is of else None
+
+
+def _accused(
+    found: tuple[ModelScaling, Step], of: ModelScaling, scale: float | None
+) -> str:
+    culprit, why = found[0], accused(found[1], scale)
+    return why if culprit is of else f"in the model {culprit.label}, {why}"
+
+
+def _remedy(scaling: ModelScaling, remedy: Remedy, why: str) -> None:
+    """Applies a remedy where the user asked to heal, else proposes it."""
+    if scaling.on_remedy:
+        for listener in scaling.on_remedy:
+            listener(scaling, remedy)
         logger.warning(
-            "autoamp: %s: %d steps in a row were skipped (%s). "
-            "%s would keep that in fp32, and so would %s; "
-            "autoamp.find_overflow(model, *inputs) tries rules until one cures it",
+            "autoamp: %s: %d steps in a row were skipped (%s): the model is "
+            "captured again with %s, because of %s",
             scaling.label,
             REPEATED,
             why,
-            _proposal(scaling, remedy),
+            remedy.advice(by_variables=scaling.by_variables),
             scaling.advice("heal", True),
         )
+        return
+    logger.warning(
+        "autoamp: %s: %d steps in a row were skipped (%s). "
+        "%s would keep that in fp32, and so would %s; "
+        "autoamp.find_overflow(model, *inputs) tries rules until one cures it",
+        scaling.label,
+        REPEATED,
+        why,
+        _proposal(scaling, remedy),
+        scaling.advice("heal", True),
+    )
 
 
 def _by_gradients(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> str:
@@ -122,7 +151,7 @@ def _proposal(scaling: ModelScaling, remedy: Remedy) -> str:
 
 def note_step(scalings: Sequence[ModelScaling]) -> None:
     """Ends the watch of models after a step that is taken."""
-    for scaling in scalings:
+    for scaling in dict.fromkeys(scalings):
         scaling.ledger.in_a_row = 0
         if not scaling.skip_watch.watching:
             continue
@@ -153,11 +182,21 @@ def say_foreign(scaling: ModelScaling) -> None:
 
 
 def _note_guarded(
-    scaling: ModelScaling, params: Sequence[torch.Tensor], number: int
+    scaling: ModelScaling,
+    params: Sequence[torch.Tensor],
+    number: int,
+    found: tuple[ModelScaling, Step] | None,
 ) -> None:
-    """Says why a step is skipped for a model whose graphs have no flags."""
-    names = names_of(scaling.models)
-    why = f"step {number}: {blame_gradients(params, names)}"
+    """Says why a step is skipped for a model whose graphs have no flags.
+
+    Args:
+        found: the result of `_blamed`.
+    """
+    if found is None:
+        why = blame_gradients(params, names_of(scaling.models))
+    else:
+        why = _accused(found, scaling, None)
+    why = f"step {number}: {why}"
     if not scaling.ledger.skips:
         logger.warning(
             "autoamp: %s: skipped %s. Nothing was written, and later steps are skipped "
@@ -169,7 +208,12 @@ def _note_guarded(
     else:
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
     scaling.ledger.note_skip(why)
-    if not scaling.adapts:
+    mine, skip_watch = _own(found, scaling), scaling.skip_watch
+    skip_watch.begin(mine, None)
+    remedy = skip_watch.remedy_for(mine, skip_watch.records)
+    if remedy is not None:
+        _remedy(scaling, remedy, why)
+    elif not scaling.adapts:
         _say_standstill(scaling, f" ({why})")
 
 

@@ -92,7 +92,8 @@ def _host_looks(boundary: OptimizerBoundary, reading: Reading) -> bool:
     if compat.is_capturing(device):
         return False
     evidence = reading.evidence
-    watching = any(s.skip_watch.watching for s in evidence.scalings)
+    concerned = [*evidence.scalings, *reading.guards]
+    watching = any(s.skip_watch.watching for s in concerned)
     # An overflow that was passed on lowers a loss scale only where the host knows.
     due = (boundary.steps + 1) % _ASK_EVERY == 0
     return watching or due or bool(evidence.elsewhere)
