@@ -42,7 +42,8 @@ class SkipWatch:
         self.watching = self.asks_fp32 = False
         self.records: list[Rewritten] = []
         self._trail: Trail | None = None
-        self._judged = self._past_a_step = self._stale = False
+        self._judged = False
+        self._by, self._passed = 0, set[int]()
         self._last: object = None
         self._times = 0
         self._scale: float | None = 1.0
@@ -51,10 +52,9 @@ class SkipWatch:
     def trail(self, record: Rewritten | None = None) -> Trail:
         """The trail that the next run, of the graph `record`, is to continue."""
         trail = self._trail
-        old = self._judged or self._stale
-        if trail is None or old or len(trail.steps) > _MOST:
+        if trail is None or self._judged or len(trail.steps) > _MOST:
             trail = self._trail = Trail()
-            self._judged, self._stale, self.records = False, False, []
+            self._judged, self.records = False, []
         if record is not None and all(record is not each for each in self.records):
             self.records.append(record)
         return trail
@@ -66,14 +66,16 @@ class SkipWatch:
         """
         return None if self._trail is None else harmful(self._trail)
 
-    def begin(self, culprit: Step | None, scale: float | None) -> None:
+    def begin(self, culprit: Step | None, scale: float | None, by: int = 0) -> None:
         """Watches the runs after a skipped step.
 
         Args:
             culprit: the result of `culprit()` for the skipped step.
             scale: the loss scale of the skipped step; None for a model without one.
+            by: the `id` of the optimizer that skipped the step.
         """
-        self.watching, self._past_a_step = True, False
+        self.watching, self._by = True, by
+        self._passed.clear()
         if self._judged and culprit is not None:
             return  # another optimizer has skipped its step after the same backward
         key = None if culprit is None else culprit.key
@@ -108,14 +110,15 @@ class SkipWatch:
                 return remedy
         return None
 
-    def end(self, scale: float) -> tuple[float, Step] | None:
+    def end(self, scale: float, by: int = 0) -> tuple[float, Step] | None:
         """Ends the watch after a step that is taken.
 
-        The watch goes on past one such step where the last runs did harm: an optimizer
-        of other weights has skipped its step, or is about to.
+        An optimizer of other weights than the one that skipped its step may take a step
+        after the same backward, so that only its second step ends the watch.
 
         Args:
             scale: the loss scale of the step that is taken.
+            by: the `id` of the optimizer that takes the step.
 
         Returns:
             The limit over the magnitude, and the step, of the number that came nearest
@@ -123,11 +126,11 @@ class SkipWatch:
             loss scale of the skipped step the number would have been small.
         """
         trail, known, judged = self._trail, self._last, self._judged
-        harm = judged or (trail is not None and self.culprit() is not None)
-        if harm and not self._past_a_step:
-            self._past_a_step = self._stale = True
+        if by != self._by and by not in self._passed:
+            self._passed.add(by)
             return None
-        self.watching = self.asks_fp32 = self._past_a_step = self._stale = False
+        self.watching = self.asks_fp32 = False
+        self._passed.clear()
         self._trail, self._judged, self.records = None, False, []
         self._last, self._times = None, 0
         if trail is None or self._scale is None or judged or known is not None:

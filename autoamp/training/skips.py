@@ -37,12 +37,14 @@ def note_skip(
     params: Sequence[torch.Tensor],
     number: int,
     guards: Sequence[ModelScaling] = (),
+    by: int = 0,
 ) -> None:
     """Logs why step `number` is skipped, and has the next runs watched.
 
     Args:
         params: the tensors that the step would change.
         guards: the models for whose sake all gradients were looked at.
+        by: the `id` of the optimizer.
 
     Raises:
         LossScaleError: skipping can no longer help.
@@ -53,7 +55,7 @@ def note_skip(
     for scaling in every:
         scaling.ledger.in_a_row += 1
         if scaling not in scalings:
-            _note_guarded(scaling, params, number, found)
+            _note_guarded(scaling, params, number, found, by)
         elif not scaling.adapts:
             _say_standstill(scaling, "")
     for scaling in scalings:
@@ -69,7 +71,7 @@ def note_skip(
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
         skip_watch = scaling.skip_watch
         mine = _own(found, scaling)
-        skip_watch.begin(mine, scale)
+        skip_watch.begin(mine, scale, by)
         remedy = skip_watch.remedy_for(mine, _records(evidence.runs, scaling))
         if remedy is not None:
             _remedy(scaling, remedy, why)
@@ -149,14 +151,14 @@ def _proposal(scaling: ModelScaling, remedy: Remedy) -> str:
     return f"autoamp.convert(model, {remedy})"
 
 
-def note_step(scalings: Sequence[ModelScaling]) -> None:
-    """Ends the watch of models after a step that is taken."""
+def note_step(scalings: Sequence[ModelScaling], by: int = 0) -> None:
+    """Ends the watch of models after a step that the optimizer of id `by` takes."""
     for scaling in dict.fromkeys(scalings):
         scaling.ledger.in_a_row = 0
         if not scaling.skip_watch.watching:
             continue
         scale = scaling.loss_scale.scale
-        found = scaling.skip_watch.end(scale)
+        found = scaling.skip_watch.end(scale, by)
         if found is not None:
             text = near(*found, scale)
             logger.info("autoamp: %s: %s", scaling.label, text)
@@ -186,11 +188,13 @@ def _note_guarded(
     params: Sequence[torch.Tensor],
     number: int,
     found: tuple[ModelScaling, Step] | None,
+    by: int,
 ) -> None:
     """Says why a step is skipped for a model whose graphs have no flags.
 
     Args:
         found: the result of `_blamed`.
+        by: the `id` of the optimizer.
     """
     if found is None:
         why = blame_gradients(params, names_of(scaling.models))
@@ -209,7 +213,7 @@ def _note_guarded(
         logger.info("autoamp: %s: skipped %s", scaling.label, why)
     scaling.ledger.note_skip(why)
     mine, skip_watch = _own(found, scaling), scaling.skip_watch
-    skip_watch.begin(mine, None)
+    skip_watch.begin(mine, None, by)
     remedy = skip_watch.remedy_for(mine, skip_watch.records)
     if remedy is not None:
         _remedy(scaling, remedy, why)

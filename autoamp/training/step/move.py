@@ -82,11 +82,13 @@ def _note(
     """
     evidence, guards = reading.evidence, reading.guards
     if decision.overflow is False:
-        note_step([*evidence.scalings, *guards, *evidence.watched_elsewhere])
+        concerned = [*evidence.scalings, *guards, *evidence.watched_elsewhere]
+        note_step(concerned, id(boundary.optimizer))
     elif decision.overflow:
         evidence = evidence.blaming_elsewhere()
         try:
-            note_skip(evidence, reading.params, boundary.steps, guards)
+            by = id(boundary.optimizer)
+            note_skip(evidence, reading.params, boundary.steps, guards, by)
         except LossScaleError:
             _mark(boundary, True)
             raise
