@@ -19,6 +19,7 @@ from autoamp_cli.export import export
 from autoamp_cli.plan import plan
 from autoamp_cli.rules import rules
 from autoamp_cli.run import run
+from autoamp_cli.upgrade import upgrade
 
 
 @click.group()
@@ -28,7 +29,7 @@ def main() -> None:
 
 
 _COMMANDS = (
-    *(bench, calibrate, compare, diff, env, explain, export, plan, rules, run),
+    *(bench, calibrate, compare, diff, env, explain, export, plan, rules, run, upgrade),
 )
 for _command in _COMMANDS:
     main.add_command(_command)
