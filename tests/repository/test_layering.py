@@ -43,6 +43,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"overflow"}),
     frozenset({"inspect", "weights"}),
     frozenset({"training"}),
+    frozenset({"flight"}),
     frozenset({"capture"}),
     frozenset({"model"}),
     frozenset({"ask"}),
