@@ -37,7 +37,16 @@ from autoamp.training.step.boundary import OptimizerBoundary
 logger = logging.getLogger(__name__)
 
 _FOR_MODELS = frozenset(
-    ("backend", "exact_casts", "guard", "heal", "lock", "loss_scale", "weight_copies")
+    (
+        "backend",
+        "exact_casts",
+        "guard",
+        "heal",
+        "lock",
+        "loss_scale",
+        "record",
+        "weight_copies",
+    )
 )
 """The options that the pass alone does not take."""
 
@@ -67,6 +76,7 @@ def convert(
     unfused: Sequence[str] = (),
     exact_casts: bool = False,
     calibrate: bool = True,
+    record: str | os.PathLike[str] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
@@ -125,6 +135,9 @@ def convert(
             call measures them in half a second, once for a device and a number of
             threads, and they are kept on disk (docs/tuning.md).  False takes the
             figures of a table, as `AUTOAMP_CALIBRATE=0` does.
+        record: a folder for the flight recorder: a small ring of the last training
+            steps, and at the first loss that is not finite, or the third skipped step
+            in a row, what a replay of the step needs (docs/flight-recorder.md).
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -163,6 +176,7 @@ def convert(
         unfused=unfused,
         exact_casts=exact_casts,
         calibrate=calibrate,
+        record=record,
     )
     optimizers = _checked_optimizers(optimizer, model)
     _convert(model, options, optimizers, example_inputs)
@@ -218,8 +232,8 @@ def rewrite(
         gm: a `torch.fx.GraphModule` or a `torch.export.ExportedProgram`.
         example_inputs: one value per input of the graph.
         **options: as for `convert`, except `backend`, `exact_casts`, `guard`, `heal`,
-            `lock`, `loss_scale` and `weight_copies`, which are for a model that is
-            called and trained.
+            `lock`, `loss_scale`, `record` and `weight_copies`, which are for a model
+            that is called and trained.
 
     Raises:
         AutoampError: the graph or an option cannot be used, or a pass failed.

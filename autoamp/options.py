@@ -44,6 +44,7 @@ class Options:
         unfused: the names of kernels to switch off.
         exact_casts: whether the kernels of inductor round at each cast.
         calibrate: whether prices are those of speeds measured on this machine.
+        record: the folder of the flight recorder, or None.
         later: whether graphs that repeat are compiled in the background.  Only
             `backend="auto"` sets this field; `backend` is "eager" then.
         unlist: (category, op) pairs to take out of the rules.  Only the environment
@@ -82,6 +83,7 @@ class Options:
     unfused: Sequence[str] = ()
     exact_casts: bool = False
     calibrate: bool = True
+    record: str | os.PathLike[str] | None = None
     later: bool = False
     unlist: tuple[tuple[str, str], ...] = ()
     own_keep: tuple[tuple[str, str], ...] = ()
@@ -114,6 +116,8 @@ class Options:
             resolve_loss_scale(self.loss_scale, UNSCALED)  # any dtype will do
         self._check_rules()
         object.__setattr__(self, "lock", _report(self.lock))
+        if self.record is not None and not isinstance(self.record, str | os.PathLike):
+            raise OptionError(f"record={self.record!r} is not the path of a folder")
 
     def _take_auto(self) -> None:
         """Reads `backend="auto"` as eager, with a compilation later."""

@@ -83,12 +83,14 @@ def options_for(
 ) -> Options:
     """The options `given`, added to the options of the model's conversion.
 
-    Where the model is not converted, they are added to `default`.
+    Where the model is not converted, they are added to `default`.  A question is never
+    recorded.
     """
     state = conversion_of(model)
     engine = state.engine if state is not None else None
     own = engine.options if engine is not None else None
-    return (own or default or Options()).replace(**(given or {}))
+    chosen = (own or default or Options()).replace(**(given or {}))
+    return chosen if chosen.record is None else chosen.replace(record=None)
 
 
 def twin_of(model: nn.Module) -> nn.Module:

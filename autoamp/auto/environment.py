@@ -13,6 +13,10 @@ from typing import Any
 from autoamp.auto.report_dir import written_to
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype
 from autoamp.errors import AutoampError, OptionError, RulesError
+from autoamp.flight.death import LIMIT
+from autoamp.flight.folder import checked as recorded_to
+from autoamp.flight.ops import OPS
+from autoamp.flight.recorder import EVERY
 from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.op_names import parse_op_name
 from autoamp.options import BACKENDS, PLACEMENTS, WEIGHT_COPIES, Options
@@ -113,7 +117,8 @@ def _told(name: str, value: str, problem: str, room: int = _TOLD) -> str:
 
 def remarks(environ: Mapping[str, str]) -> list[str]:
     """A sentence for each variable that has no effect, or has a new spelling."""
-    known = sorted({ENABLE, REPORT_DIR, HOT, _CACHE_DIR, *_VARIABLES})
+    others = (_CACHE_DIR, LIMIT, OPS, EVERY)
+    known = sorted({ENABLE, REPORT_DIR, HOT, *others, *_VARIABLES})
     found = []
     enable = environ.get(ENABLE, "")
     if enable.strip().lower() not in ("", *_ON, *_OFF):
@@ -156,6 +161,10 @@ def _rules(value: str, *_: Any) -> dict[str, Any]:
 
 def _lock(value: str, *_: Any) -> dict[str, Any]:
     return {"lock": value}
+
+
+def _record(value: str, *_: Any) -> dict[str, Any]:
+    return {"record": str(recorded_to(value))}
 
 
 def _loss_scale(value: str, *_: Any) -> dict[str, Any]:
@@ -303,6 +312,7 @@ _VARIABLES: dict[str, _Parse] = {
     "AUTOAMP_CALIBRATE": _switch("calibrate"),
     "AUTOAMP_WEIGHT_COPIES": _word("weight_copies", WEIGHT_COPIES),
     "AUTOAMP_EXACT_CASTS": _switch("exact_casts"),
+    "AUTOAMP_RECORD_DIR": _record,
 }
 """The variables in reading order: the precision comes before the lists, whose check
 needs it."""

@@ -23,6 +23,7 @@ from autoamp.auto.environment import Settings
 from autoamp.auto.mode import AutomaticMode
 from autoamp.auto.patch import Patch
 from autoamp.capture.thread import inside_a_call, under_compilation
+from autoamp.flight.folder import checked as recorded_to
 from autoamp.options import Options
 from autoamp.training.first_step import expect_models
 from autoamp_heat import INSIDE, Heat, passed_on
@@ -56,6 +57,8 @@ def enable(
     """
     folder = environment.writable(str(report_dir)) if report_dir is not None else None
     chosen = Options().replace(**options)
+    if chosen.record is not None:
+        recorded_to(chosen.record)
     if chosen.keep:
         chosen = dataclasses.replace(chosen, unmet=set(chosen.keep))
     _start(Settings(chosen, folder, hot), Heat())

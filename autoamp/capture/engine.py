@@ -24,6 +24,7 @@ from autoamp.capture.graph import (
     Local,
     counting_runs,
     counting_sizes,
+    observed,
     scaled,
     unscaled,
 )
@@ -266,6 +267,8 @@ class Engine:
         if prepared.weights:
             copies = WeightCopies(low, kept=kept, layouts=prepared.layouts)
         captured = Graph(prepared, copies)
+        if scaling.observers and self.runs_as_is and runs_every_op(captured.gm):
+            captured.prepared = observed(prepared, scaling.observers)
         options = self.options
         if options.locked is not None and prepared.instead_of is None:
             check_graph(options.locked, self.record, captured, strict=options.strict)

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -186,6 +186,18 @@ def scaled(
 def _recorder(skip_watch: SkipWatch, captured: Graph) -> Recorder:
     trail = skip_watch.trail(captured.rewritten)
     return Recorder(trail, exact=skip_watch.asks_fp32)
+
+
+def observed(
+    prepared: Prepared, observers: Sequence[Callable[[], Observer]]
+) -> Prepared:
+    """`prepared`, whose runs are node by node, seen by an observer that each makes."""
+
+    def run(*args: Any) -> Any:
+        seen = [Held(), *(make() for make in observers)]
+        return Runner(prepared.gm, seen).run(*args)
+
+    return replace(prepared, run=run)
 
 
 def counting_runs(local: Local, run: Callable[..., Any]) -> Callable[..., Any]:

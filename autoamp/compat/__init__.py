@@ -139,6 +139,12 @@ from autoamp.compat.listening import (
     passed_under_autocast,
     registered_dtype,
 )
+from autoamp.compat.losses import (
+    frames_from,
+    history,
+    largest_magnitude,
+    running_losses,
+)
 from autoamp.compat.modes.autocast import (
     AutocastState,
     any_autocast,

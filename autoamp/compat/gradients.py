@@ -167,7 +167,7 @@ def _looked_at(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     if not parts:
         return torch.zeros(1, device=device)
     if device.type != "cpu":
-        largest = torch.stack([each.float() for each in _largest_of(parts)])
+        largest = torch.stack([each.float() for each in largest_of(parts)])
         return (~largest.isfinite()).any().float().reshape(1)
     for part in parts:
         if not math.isfinite(abs(part.sum().item())):
@@ -182,7 +182,7 @@ _SMALL = 2**14
 """So many numbers are summed at once: a sum for each tensor would take more time."""
 
 
-def _largest_of(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def largest_of(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The largest magnitude in each of `parts`, in few kernels where torch has them."""
     norms = getattr(torch, "_foreach_norm", None)
     if norms is not None:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,8 @@ def _name_of_run(environ: Mapping[str, str], *, several: bool) -> str:
 
 
 @contextmanager
-def new_death(home: Path, step: int) -> Iterator[Path]:
-    """A folder for a death's files, which has its name only once all are written."""
+def new_death(home: Path, step: int) -> Iterator[tuple[Path, Path]]:
+    """A folder for a death's files, and the name it gets once all are written."""
     deaths = home / DEATHS
     deaths.mkdir(exist_ok=True)
     name = f"step-{step:08d}"
@@ -111,7 +111,7 @@ def new_death(home: Path, step: int) -> Iterator[Path]:
     target = deaths / (f"{name}-{taken + 1}" if taken else name)
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=deaths))
     try:
-        yield partial
+        yield partial, target
         partial.chmod(0o755)
         partial.rename(target)
     except BaseException:
@@ -125,6 +125,14 @@ def write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def version() -> str:
+    """The version of the autoamp that is installed; "" for a folder of source."""
+    try:
+        return metadata.version("autoamp")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def write_tensors(path: Path, tensors: dict[str, Any]) -> None:

@@ -22,8 +22,11 @@ from autoamp.capture.locked import check_declined, check_model, tell_of_model
 from autoamp.capture.record import Record, Skipped
 from autoamp.dtypes import UNSCALED, largest, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
+from autoamp.flight.folder import checked
+from autoamp.flight.recorder import FlightRecorder
 from autoamp.messages import log_once
 from autoamp.model.call.entry import Entry
+from autoamp.model.call.recorded import RecordedEntry
 from autoamp.model.conversion import (
     CONVERSIONS,
     DECLINED,
@@ -91,6 +94,7 @@ def convert_model(
         # The model is converted for loss scaling only: none of its ops is lowered.
         low, options = own, _runs_as_it_is(options, label)
     options = _with_fitting_lock(options, label, "" if low is not None else why_not)
+    recorder = _recorder(options, label, converts=low is not None)
     if low is None:
         return _decline(model, label, why_not, notes)
     own_loaded_weights(model)
@@ -104,12 +108,19 @@ def convert_model(
     before = state.call
     listeners = [convert_again] if options.heal else []
     scaling = new_scaling(
-        options, scale, label, _models_of, listeners, automatic=automatic
+        options,
+        scale,
+        label,
+        _models_of,
+        listeners,
+        automatic=automatic,
+        on_step=[recorder.stepped] if recorder else (),
+        observers=recorder.observers if recorder else (),
     )
     record = Record(label, low, scaling)
     of_class = state.previous is None
     engine = Engine(options, record, price=price, on_capture=on_capture)
-    state.call = Entry(engine, type(model), of_class=of_class)
+    state.call = _entry(recorder, engine, type(model), of_class=of_class)
     record.skipped += notes
     if example_inputs is not None:
         try:
@@ -122,6 +133,35 @@ def convert_model(
     DECLINED.pop(model, None)
     logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
     return model
+
+
+def _recorder(options: Options, label: str, *, converts: bool) -> FlightRecorder | None:
+    """The recorder that `record=` asks for.
+
+    Raises:
+        OptionError: its folder cannot be written to.
+    """
+    if options.record is None:
+        return None
+    folder = checked(options.record)
+    if not converts:
+        logger.warning("autoamp: %s is not converted, and not recorded", label)
+        return None
+    return FlightRecorder(folder, options)
+
+
+def _entry(
+    recorder: FlightRecorder | None,
+    engine: Engine,
+    owner: type[nn.Module],
+    *,
+    of_class: bool,
+) -> Entry:
+    """The entry of a model's calls, recorded where there is a recorder."""
+    if recorder is None:
+        return Entry(engine, owner, of_class=of_class)
+    recorder.scaling = engine.record.scaling
+    return RecordedEntry(recorder, engine, owner, of_class=of_class)
 
 
 def _decline(
@@ -257,6 +297,8 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     call, state.call = state.call, None
     if call is not None and all(each.call is not call for each in CONVERSIONS):
         end_scaling(call.engine.record.scaling)
+        if isinstance(call, RecordedEntry):
+            call.recorder.finish()
     if state.bound is None or model.__dict__.get("forward") == state.bound:
         uninstall(model)
     return model

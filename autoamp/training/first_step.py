@@ -49,13 +49,16 @@ def new_scaling(
     on_remedy: Sequence[Callable[[ModelScaling, Remedy], None]] = (),
     *,
     automatic: bool = False,
+    on_step: Sequence[Callable[..., None]] = (),
+    observers: Sequence[Callable[[], Any]] = (),
 ) -> ModelScaling:
     """The scaling of one conversion; optimizers are met as long as the scaling lives.
 
     Args:
         options: the options of the conversion.
         loss_scale: the loss scale to begin with.
-        label, find_models, on_remedy, automatic: as for `ModelScaling`.
+        label, find_models, on_remedy, automatic, on_step, observers: as for
+            `ModelScaling`.
     """
     scaling = ModelScaling(
         ScaleDomain(loss_scale),
@@ -65,6 +68,8 @@ def new_scaling(
         by_variables=options.by_variables,
         find_models=find_models,
         on_remedy=on_remedy,
+        on_step=on_step,
+        observers=observers,
     )
     guard.begin(scaling, options)
     _scalings.add(scaling)
@@ -185,6 +190,7 @@ def _first_step(
     evidence = gather(params, -1)
     owners = owners_of(params, judged(_scalings))
     owners += [s for s in guards_of(optimizer, params) if not s.enabled]
+    owners += [s for s in _listening(params) if s not in owners]
     if not (evidence.runs or evidence.elsewhere or owners):
         return ((optimizer, *given), kwargs) if closure else None
     boundary = attach(optimizer)
@@ -203,6 +209,13 @@ def _first_step(
         return (optimizer, *given), kwargs
     _hold_hooks_once(optimizer)
     return (_without_weights(optimizer), *given), kwargs
+
+
+def _listening(params: Sequence[torch.Tensor]) -> list[ModelScaling]:
+    """The models that are told of steps and have weights among `params`."""
+    told = [scaling for scaling in _scalings if scaling.on_step]
+    held = {id(p) for p in params} if told else set()
+    return [s for s in told if not held.isdisjoint(map(id, s.weights))]
 
 
 def _without_weights(optimizer: Optimizer) -> Optimizer:

@@ -41,6 +41,7 @@ ALL = [
     "AUTOAMP_LOCK",
     "AUTOAMP_RULES",
     "AUTOAMP_REPORT_DIR",
+    "AUTOAMP_RECORD_DIR",
     *(f"{name}_{change}" for name in LISTS for change in ("ADD", "REMOVE")),
 ]
 
@@ -386,7 +387,7 @@ def names_only(name: str) -> st.SearchStrategy[str]:
     """A directory is made where a report directory is named: only below /proc."""
     words = st.sampled_from(["auto", "mm", "bf16", "1", ",", "=", "~", "/", "::", "."])
     texts = st.text() | st.lists(words | st.text(max_size=3)).map("".join)
-    if name == environment.REPORT_DIR:
+    if name in (environment.REPORT_DIR, "AUTOAMP_RECORD_DIR"):
         return texts.map(lambda t: "/proc/" + t.replace("..", ""))
     return texts.filter(lambda t: "/" not in t)
 

@@ -54,7 +54,7 @@ def test_without_safetensors_the_command_is_said(tmp_path: Path, monkeypatch) ->
 
 def test_a_death_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     def fails() -> None:
-        with folder.new_death(tmp_path, 3) as place:
+        with folder.new_death(tmp_path, 3) as (place, _):
             folder.write(place / "death.json", b"{}")
             raise KeyError
 
@@ -63,7 +63,7 @@ def test_a_death_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     assert folder.deaths(tmp_path) == []
     assert [*(tmp_path / "deaths").iterdir()] == []
     for _ in range(2):
-        with folder.new_death(tmp_path, 3) as place:
+        with folder.new_death(tmp_path, 3) as (place, _):
             folder.write(place / "death.json", b'{"format":1}')
             folder.write_tensors(place / "state.safetensors", {"w": torch.arange(3.0)})
     first, second = folder.deaths(tmp_path)
@@ -85,7 +85,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     (root / "run-1" / "rank-00000").symlink_to(real)
     with pytest.raises(OptionError, match="holds no ring"):
         folder.rings(root)
-    with folder.new_death(real, 1) as place:
+    with folder.new_death(real, 1) as (place, _):
         (place / "death.json").symlink_to("/etc/hostname")
         (place / "state.safetensors").symlink_to("/etc/hostname")
     (real / "deaths" / "step-00000009").symlink_to(root)

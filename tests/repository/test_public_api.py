@@ -79,6 +79,7 @@ OPTIONS: dict[str, Any] = {
     "unfused": (),
     "exact_casts": False,
     "calibrate": True,
+    "record": None,
 }
 
 

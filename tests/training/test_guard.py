@@ -300,7 +300,7 @@ def test_a_function_that_is_compiled() -> None:
 
 def by_largest(grads: Any) -> Tensor:
     """What is done on a GPU."""
-    largest = compat.gradients._largest_of(list(grads))
+    largest = compat.gradients.largest_of(list(grads))
     return (~torch.stack(list(largest)).isfinite()).any().float().reshape(1)
 
 

@@ -98,6 +98,15 @@ class Generators:
         numpy: Any = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
 
+    def states(self) -> dict[str, Any]:
+        """The states by "torch", "cuda" (a list), "python" and "numpy" (or None)."""
+        return {
+            "torch": self._torch,
+            "cuda": self._cuda,
+            "python": self._python,
+            "numpy": self._numpy,
+        }
+
     def restore(self) -> None:
         """Has the generators draw the same numbers again."""
         torch.set_rng_state(self._torch)

@@ -89,7 +89,13 @@ class Entry:
 
     def run_by(self, engine: Engine) -> Entry:
         """The entry of the same callable whose graphs `engine` makes ready."""
-        return Entry(engine, self.owner, self.name, of_class=self.of_class)
+        return self.another(engine, self.owner, self.name, of_class=self.of_class)
+
+    def another(
+        self, engine: Engine, owner: type[nn.Module], name: str, *, of_class: bool
+    ) -> Entry:
+        """An entry of the same class."""
+        return Entry(engine, owner, name, of_class=of_class)
 
     def leave_to_autocast(self, why: str) -> None:
         """Has all calls, of other methods too, run under `torch.autocast`."""
@@ -267,7 +273,8 @@ class Entry:
             return self
         with self._lock:
             if name not in self._methods:
-                self._methods[name] = found = Entry(self.engine, owner, name)
+                found = self.another(self.engine, owner, name, of_class=True)
+                self._methods[name] = found
                 found._by_autocast = found._left_to_autocast = self._left_to_autocast
         return self._methods[name]
 

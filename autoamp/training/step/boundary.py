@@ -45,6 +45,7 @@ class OptimizerBoundary:
         passed: the runs of the evaluations of one step, so far without overflow.
         passed_sizes: how large gradients were in each of these evaluations.
         writes_first: whether the step may write before it evaluates its closure.
+        listeners: `ModelScaling.on_step` of all models that the optimizer steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -63,6 +64,7 @@ class OptimizerBoundary:
         self.passed: list[GraphRun] = []
         self.passed_sizes: list[Sizes] = []
         self.writes_first = True
+        self.listeners: Sequence[Callable[..., None]] = ()
         self._outer: Callable[[], torch.optim.Optimizer | None] = lambda: None
 
     @property
@@ -98,6 +100,7 @@ class OptimizerBoundary:
             if self.pending and scaling.enabled:
                 self._load([scaling.domain.loss_scale], self.pending)
             self.scalings.append(scaling)
+            self.listeners = (*self.listeners, *scaling.on_step)
 
     def log(self, reason: str) -> None:
         """Logs what was decided about a step, for debugging."""

@@ -31,9 +31,11 @@ def move(boundary: OptimizerBoundary, reading: Reading, decision: Decision) -> N
         update_scales(runs, reading.flag, reading.sizes, retries=False)
         count_skips(reading.guards, reading.flag)
     if decision.way is not Way.BY_KERNEL:
-        _mark(boundary, decision.way is Way.SKIP)
+        _mark(boundary, decision.way is Way.SKIP, reading.sizes)
         return
     boundary.steps += 1
+    for listener in boundary.listeners:
+        listener(boundary, decision.flag, reading.sizes)
     boundary.skipped_before = False  # the host does not know: see `unsure`
     boundary.unsure = reading.evidence.live or boundary.unsure
 
@@ -95,7 +97,9 @@ def _note(
     return evidence.runs
 
 
-def _mark(boundary: OptimizerBoundary, skipped: bool) -> None:
+def _mark(
+    boundary: OptimizerBoundary, skipped: bool, sizes: Sizes | None = None
+) -> None:
     """Counts a step; the optimizer shows whether the step was skipped."""
     boundary.steps += 1
     optimizer: Any = boundary.optimizer
@@ -103,6 +107,8 @@ def _mark(boundary: OptimizerBoundary, skipped: bool) -> None:
     boundary.skipped_before, boundary.unsure = skipped, ()
     if skipped:
         compat.mark_stepped(optimizer)
+    for listener in boundary.listeners:
+        listener(boundary, skipped, sizes or {})
 
 
 def largest_in(steps: Sequence[Sizes]) -> Sizes:
