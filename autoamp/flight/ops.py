@@ -68,8 +68,10 @@ class Watch:
     def _name(self, n: fx.Node) -> str:
         """`module.path:op` if a pattern matches the path or the op, else ""."""
         place = location_of(n)
-        named = isinstance(n.target, compat.OpOverload)
-        op = (base_name(n.target) if named else place.op).rpartition("::")[2]
+        op = place.op
+        if isinstance(n.target, compat.OpOverload):
+            op = base_name(n.target)
+        op = op.rpartition("::")[2]
         if not op:  # a part of a tuple
             return ""
         words = (place.module, op, place.op)

@@ -51,7 +51,6 @@ from autoamp import compat
 from autoamp.flight import death, folder, ops
 from autoamp.flight.ring import HEADER, Ring, encoded
 from autoamp.flight.values import class_of, hash_of, held, sums_of, tensors_in
-from autoamp.node_by_node.observer import Observer
 from autoamp.options import OPTION_NAMES, Options
 from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.step.boundary import OptimizerBoundary
@@ -140,9 +139,10 @@ class FlightRecorder:
         self._last: weakref.finalize[Any, Any] | None = None
 
     @property
-    def observers(self) -> Sequence[Callable[[], Observer]]:
-        """Make observers of the runs of graphs, where magnitudes of ops are noted."""
-        return () if self.watch is None else (self.watch.observer,)
+    def listeners(self) -> dict[str, Any]:
+        """The arguments of `new_scaling` by which this recorder hears of a training."""
+        watch = () if self.watch is None else (self.watch.observer,)
+        return {"on_step": (self.stepped,), "observers": watch}
 
     # -- a call ----------------------------------------------------------------------
 

@@ -107,15 +107,9 @@ def convert_model(
         state = install(model)
     before = state.call
     listeners = [convert_again] if options.heal else []
+    heard = {} if recorder is None else recorder.listeners
     scaling = new_scaling(
-        options,
-        scale,
-        label,
-        _models_of,
-        listeners,
-        automatic=automatic,
-        on_step=[recorder.stepped] if recorder else (),
-        observers=recorder.observers if recorder else (),
+        options, scale, label, _models_of, listeners, automatic=automatic, **heard
     )
     record = Record(label, low, scaling)
     of_class = state.previous is None
