@@ -15,6 +15,7 @@ from autoamp.place.assign import legal_energy
 from autoamp.place.cost import UNIT_NS
 from autoamp.place.policies import POLICIES, project
 from autoamp.rewrite.rewritten import Rewritten
+from autoamp.rules import Category
 
 OURS, ALL_FP32 = "ours", "all fp32"
 
@@ -89,6 +90,14 @@ def costs_of(rewritten: Rewritten) -> Costs:
         in_bytes=prices.in_bytes,
         device=prices.device.name,
     )
+
+
+def in_fp32(rewritten: Rewritten, name: str) -> int:
+    """The price of an op in fp32, without the reward for lowering it."""
+    prices = rewritten.assignment.prices
+    high, _ = prices.ops[name]
+    is_allow = rewritten.classified.verdicts[name].category is Category.ALLOW
+    return high - (prices.reward if is_allow else 0)
 
 
 def titles(costs: Costs) -> dict[str, str]:

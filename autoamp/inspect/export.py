@@ -11,6 +11,7 @@ from typing import Any
 import networkx as nx
 
 from autoamp.dtypes import LOW_DTYPES
+from autoamp.inspect.devices import made_with
 from autoamp.inspect.document import Document
 from autoamp.inspect.nodes.node import Node, Side
 from autoamp.inspect.rows import CastRow, OpRow, Section
@@ -26,13 +27,15 @@ _CAST_COLOUR = "#e3e3e3"
 def to_json(document: Document) -> str:
     """The report as JSON, the same to the byte in every process and on every machine.
 
-    Times of the pass are left out, because they differ from run to run.  Every key is
-    described in docs/report-schema.md.
+    Another version of torch or of autoamp is named in it.  Times of the pass are left
+    out, because they differ from run to run.  Every key is described in
+    docs/report-schema.md.
     """
     scale, coverage = document.loss_scale, document.coverage
     saved = {
         "schema": SCHEMA,
         "version": VERSION,
+        "versions": dict(made_with()),
         "model": document.label,
         "compute_dtype": document.compute_dtype,
         "runs": document.runs,

@@ -16,7 +16,7 @@ from autoamp.analyse.facts import Facts, NodeFacts
 from autoamp.analyse.nodes import KERNEL
 from autoamp.analyse.verdict import CEILING
 from autoamp.dtypes import HIGH_DTYPE, short_name
-from autoamp.inspect.costs import Costs, costs_of
+from autoamp.inspect.costs import Costs, costs_of, in_fp32
 from autoamp.place.assign import COSTS_CASTS, GAINS_NOTHING, Decision
 from autoamp.rewrite.compiled_casts import CAST_FATE, EXACT_CASTS
 from autoamp.rewrite.compiled_later import state_of
@@ -113,6 +113,8 @@ class OpRow:
             calls (`unfused=` takes its name), else "".
         calls: the number of the model's calls that the op stands for.
         rule: the part of the reason that comes from the rule for the op's category.
+        cost_fp32, cost_low: the op's price in either precision, without casts, in the
+            unit of its section: 0.1 ns or bytes.
     """
 
     graph: int
@@ -131,6 +133,8 @@ class OpRow:
     kernel: str = ""
     calls: int = 1
     rule: str = ""
+    cost_fp32: int = 0
+    cost_low: int = 0
 
     @property
     def is_low(self) -> bool:
@@ -212,6 +216,8 @@ def _op_rows(section: Section) -> Iterator[OpRow]:
             kernel=chain.kernel if chain else "",
             calls=chain.calls if chain else 1,
             rule=rewritten.classified.verdicts[name].reason,
+            cost_fp32=in_fp32(rewritten, name),
+            cost_low=rewritten.assignment.prices.ops[name][1],
         )
 
 

@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from autoamp.errors import OptionError
-from autoamp.op_names import parse_op_name
-from autoamp.saved.diff import Change, Diff, diff
-from autoamp.saved.document import FP32, SavedOp
+from autoamp.saved.align import paired_graphs, paired_ops
+from autoamp.saved.diff import Diff, diff
+from autoamp.saved.document import FP32, SavedOp, SavedReport
 from autoamp.saved.load import load
+from autoamp.saved.way_back import FOLLOWS, Call, WayBack, way_back
+
+SCHEMA = "autoamp.upgrade"
+SCHEMA_VERSION = 1
+"""Raised when a key is removed or changes its meaning, not when a key is added."""
 
 RULE, KERNEL, PRICES = "the rule changed", "the kernel changed", "the prices changed"
+FOLLOWED = "an op that it reads moved"
 OTHER_OP = "torch makes another op of the same code"
 CODE = "the model's code changed"
 REST = "the same rule and prices: what surrounds the op changed"
+
+_UNIT = 1e-10
+"""A unit of the costs in a report, where they are times, in seconds."""
+
+_Key = tuple[int, str, str]
+_Rows = Mapping[_Key, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Move:
+    """An op that moved, or that one report lacks.
+
+    Attributes:
+        op: the op; as the newer report has it, where both have it.
+        old, new: its precisions; "" in a report that lacks it.
+        why: a clause; "" where the cause says all.
+        seconds: how much longer the op is predicted to take than before, without
+            casts; None where a report does not say.
+    """
+
+    op: SavedOp
+    old: str
+    new: str
+    why: str
+    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -26,36 +57,66 @@ class Upgrade:
 
     Attributes:
         found: the differences.
-        causes: each cause to a line for each op that moved by it.
+        versions: for each report "torch" and "autoamp" to the version that made it;
+            empty where the report does not say.
+        causes: each cause to the ops that moved by it.
         seconds: the predicted times of one run, old and new; None where not predicted.
-        allow, deny: the ops that the rule for the old placement names.
-        keep: the modules that it keeps in fp32.
-        unruled: ops that no rule moves back: prices or surroundings made them move.
+        rule: the rule for the old placement.
     """
 
     found: Diff
-    causes: Mapping[str, tuple[str, ...]]
+    versions: tuple[Mapping[str, str], Mapping[str, str]]
+    causes: Mapping[str, tuple[Move, ...]]
     seconds: tuple[float | None, float | None]
-    allow: tuple[str, ...]
-    deny: tuple[str, ...]
-    keep: tuple[str, ...]
-    unruled: tuple[str, ...]
+    rule: WayBack
 
     @property
     def moved(self) -> bool:
-        """Whether any op moved."""
-        return any(self.causes.values())
+        """Whether any op moved, or any graph came or went."""
+        found = self.found
+        return bool(self.causes or found.graphs_appeared or found.graphs_vanished)
 
-    def toml(self) -> str:
-        """The rule as a rules file; "" where no op needs one."""
-        lines = ["[meta]", 'description = "the placement before an upgrade"']
-        for name, ops in (("allow", self.allow), ("deny", self.deny)):
-            if ops:
-                lines += ["", f"[{name}]"]
-                lines += [f'{json.dumps(op)} = "as before the upgrade"' for op in ops]
-        if self.keep:
-            lines += ["", "[keep]", f"modules = {json.dumps([*self.keep])}"]
-        return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+    @property
+    def rest(self) -> float | None:
+        """The seconds that casts, and ops that did not move, take longer than before.
+
+        None where a report does not price its ops.
+        """
+        before, after = self.seconds
+        costs = [move.seconds for moves in self.causes.values() for move in moves]
+        known = [cost for cost in costs if cost is not None]
+        if before is None or after is None or len(known) < len(costs):
+            return None
+        return round(after - before - sum(known), 10)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What moved as plain values, for JSON."""
+        rule, found = self.rule, self.found
+        return {
+            "schema": SCHEMA,
+            "version": SCHEMA_VERSION,
+            "old": found.old,
+            "new": found.new,
+            "model": found.models[0],
+            "compute_dtype": found.compute_dtypes[0],
+            "versions": [dict(each) for each in self.versions],
+            "seconds": [*self.seconds],
+            "seconds_of_the_rest": self.rest,
+            "causes": {
+                cause: [asdict(move) for move in moves]
+                for cause, moves in self.causes.items()
+            },
+            "graphs_appeared": [*found.graphs_appeared],
+            "graphs_vanished": [*found.graphs_vanished],
+            "rule": {"allow": rule.allow, "deny": rule.deny, "keep": rule.keep},
+            "unruled": [{"op": asdict(op), "why": why} for op, why in rule.unruled],
+        }
+
+
+def seconds_of(moves: tuple[Move, ...]) -> float | None:
+    """How much longer the ops take together; None where one of them is not priced."""
+    known = [move.seconds for move in moves if move.seconds is not None]
+    return round(sum(known), 10) if len(known) == len(moves) else None
 
 
 def upgrade(old: str, new: str) -> Upgrade:
@@ -75,107 +136,115 @@ def upgrade(old: str, new: str) -> Upgrade:
                 f"{b or 'none'}; write both reports with the same {word}"
             )
     olds, news = (json.loads(Path(p).read_text(encoding="utf-8")) for p in (old, new))
-    found = diff(before, after)
-    same_prices = before.devices == after.devices
-    causes: dict[str, list[str]] = {}
-    ruled: set[str] = set()
-    was, now = _extra(olds), _extra(news)
+    found, was, now = diff(before, after), _rows(olds), _rows(news)
+    seconds = _seconds(olds), _seconds(news)
+    timed, same_prices = None not in seconds, before.devices == after.devices
+    causes: dict[str, list[Move]] = {}
+    by: dict[_Key, str] = {}
     for change in found.changed:
-        cause, why = _cause(change, was, now, same_prices)
-        if cause == RULE or change.old.precision == FP32:
-            ruled.add(change.new.op)
-        line = f"{_told(change.new)}: {change.old.precision} → {change.new.precision}"
-        causes.setdefault(cause, []).append(f"{line} ({why})")
-    _add_others(found, causes)
-    allow, deny, keep, unruled = _rule(found, ruled)
+        row, other = was[_key(change.old)], now[_key(change.new)]
+        cause, why = _cause(row, other, same_prices=same_prices)
+        by[_key(change.new)] = cause
+        each = change.old.precision, change.new.precision, why
+        longer = _longer(row, other) if timed else None
+        causes.setdefault(cause, []).append(Move(change.new, *each, longer))
+    for cause, move in _came_and_went(found, was, now, timed=timed):
+        causes.setdefault(cause, []).append(move)
     return Upgrade(
         found=found,
-        causes={cause: tuple(lines) for cause, lines in causes.items()},
-        seconds=(_seconds(olds), _seconds(news)),
-        allow=allow,
-        deny=deny,
-        keep=keep,
-        unruled=unruled,
+        versions=(before.versions, after.versions),
+        causes={cause: tuple(moves) for cause, moves in causes.items()},
+        seconds=seconds,
+        rule=way_back([*_calls(before, after, was, now, by)]),
     )
+
+
+def _calls(
+    before: SavedReport,
+    after: SavedReport,
+    olds: _Rows,
+    news: _Rows,
+    by: Mapping[_Key, str],
+) -> Iterator[Call]:
+    """Every op of the newer report, with its older precision.
+
+    Args:
+        by: each op that changed precision, to the cause.
+    """
+    for old_graph, new_graph in paired_graphs(before.graphs, after.graphs):
+        ours, theirs = (g.ops if g else () for g in (old_graph, new_graph))
+        for old, new in paired_ops(ours, theirs):
+            if new is None:
+                continue
+            row, cause = news[_key(new)], by.get(_key(new), "")
+            yield Call(
+                op=new,
+                was=old.precision if old else "",
+                category=str(row.get("category")),
+                origin=str(row.get("origin")),
+                old_origin=str(olds[_key(old)].get("origin")) if old else "",
+                by_rule=cause == RULE,
+                follows=cause == FOLLOWED,
+            )
 
 
 def _cause(
-    change: Change, olds: Mapping[Any, Any], news: Mapping[Any, Any], same_prices: bool
+    old: Mapping[str, Any], new: Mapping[str, Any], *, same_prices: bool
 ) -> tuple[str, str]:
-    a, b = (
-        extra.get((op.graph, op.body, op.name), {})
-        for op, extra in ((change.old, olds), (change.new, news))
-    )
-    was, now = (f"{x.get('category')} by {x.get('origin')}" for x in (a, b))
+    """Why an op is in another precision, and the details."""
+    was, now = (f"{x.get('category')} by {x.get('origin')}" for x in (old, new))
+    fp32 = old if old["precision"] == FP32 else new
+    if fp32.get("origin") == FOLLOWS:
+        return FOLLOWED, str(fp32["reason"])
     if was != now:
-        return RULE, f"{was} → {now}: {change.new.reason}"
-    if a.get("kernel") != b.get("kernel"):
-        each = (str(x.get("kernel") or "none") for x in (a, b))
-        return KERNEL, " → ".join(each)
-    return (REST if same_prices else PRICES), change.new.reason
+        return RULE, f"{was} → {now}: {new['reason']}"
+    if old.get("kernel") != new.get("kernel"):
+        return KERNEL, " → ".join(str(x.get("kernel") or "none") for x in (old, new))
+    return (REST if same_prices else PRICES), str(new["reason"])
 
 
-def _add_others(found: Diff, causes: dict[str, list[str]]) -> None:
-    """Adds the ops that only one report has, by whether both have their code."""
-    pairs = [(op, "vanished") for op in found.vanished]
-    pairs += [(op, "appeared") for op in found.appeared]
-    olds, news = (
+def _came_and_went(
+    found: Diff, olds: _Rows, news: _Rows, *, timed: bool
+) -> Iterator[tuple[str, Move]]:
+    """The ops that only one report has, by whether both have their code."""
+    codes = [
         {(op.module, op.code) for op in ops} for ops in (found.vanished, found.appeared)
-    )
-    for op, word in pairs:
-        cause = OTHER_OP if (op.module, op.code) in olds & news else CODE
-        causes.setdefault(cause, []).append(f"{_told(op)} {word}, {op.precision}")
-    for word, keys in (
-        ("appeared", found.graphs_appeared),
-        ("vanished", found.graphs_vanished),
-    ):
-        causes.setdefault(CODE, []).extend(f"graph {key} {word}" for key in keys)
+    ]
+    both = codes[0] & codes[1]
+    for ops, rows, sign in ((found.vanished, olds, -1), (found.appeared, news, 1)):
+        for op in ops:
+            cause = OTHER_OP if (op.module, op.code) in both else CODE
+            each = (op.precision, "") if sign < 0 else ("", op.precision)
+            cost = _cost(rows[_key(op)]) if timed else None
+            seconds = None if cost is None else _in_seconds(sign * cost)
+            yield cause, Move(op, *each, "", seconds)
 
 
-def _rule(found: Diff, ruled: set[str]) -> tuple[tuple[str, ...], ...]:
-    """The ops to allow and to deny, the modules to keep, and what no list moves.
-
-    One op that moved both ways cannot be in two lists: its modules are kept instead.
-    An op that is fp32 for its price alone stays fp32 under `allow`, too.
-
-    Args:
-        ruled: ops that a rule moves back.
-    """
-    up, down, modules = dict[str, str](), dict[str, str](), dict[str, set[str]]()
-    for change in found.changed:
-        op = change.new.op
-        if "::" not in op or op not in ruled:
-            continue
-        name = parse_op_name(op).partition(".")[0].removeprefix("aten::")
-        if change.old.precision == FP32:
-            down[name] = op
-            modules.setdefault(name, set()).add(change.new.module)
-        else:
-            up[name] = op
-    both = up.keys() & down.keys()
-    keep = sorted({m for name in both for m in modules[name] if m})
-    return (
-        tuple(name for name in up if name not in both),
-        tuple(name for name in down if name not in both),
-        tuple(keep),
-        tuple(
-            c.new.op
-            for c in found.changed
-            if "::" not in c.new.op or c.new.op not in ruled
-        ),
-    )
+def _longer(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
+    """The seconds that an op takes longer than before; None where that is unknown."""
+    a, b = _cost(old), _cost(new)
+    return None if a is None or b is None else _in_seconds(b - a)
 
 
-def _extra(report: Mapping[str, Any]) -> dict[Any, Any]:
+def _in_seconds(units: int) -> float:
+    return round(units * _UNIT, 10)
+
+
+def _cost(row: Mapping[str, Any]) -> int | None:
+    """The cost of an op in its precision; None in the report of an older autoamp."""
+    found = row.get("cost_fp32" if row["precision"] == FP32 else "cost_low")
+    return found if isinstance(found, int) else None
+
+
+def _rows(report: Mapping[str, Any]) -> _Rows:
     return {(op["graph"], op["body"], op["name"]): op for op in report["ops"]}
+
+
+def _key(op: SavedOp) -> _Key:
+    return op.graph, op.body, op.name
 
 
 def _seconds(report: Mapping[str, Any]) -> float | None:
     headline = report.get("headline")
     found = headline.get("seconds") if isinstance(headline, dict) else None
     return found if isinstance(found, float) else None
-
-
-def _told(op: SavedOp) -> str:
-    where = f" in {op.module}" if op.module else ""
-    return f"{op.op}{where}{f' ({op.source})' if op.source else ''}"

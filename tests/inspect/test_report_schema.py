@@ -121,6 +121,34 @@ def test_an_undocumented_key_and_a_wrong_type_are_found() -> None:
     ]
 
 
+def told(model: nn.Module, x: torch.Tensor, **options: Any) -> Any:
+    given = {"precision": "bf16", **options}
+    return json.loads(
+        autoamp.explain(model, x, options=given, device="cuda:sm_90").to_json()
+    )
+
+
+def test_the_costs_of_ops_and_casts_add_up_to_the_predicted_time() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
+    x = torch.ones(4096, 512)
+    high, low = told(model, x, keep=["*"]), told(model, x)
+    assert sum(op["cost_fp32"] for op in high["ops"]) == high["cost"]
+    assert high["headline"]["seconds"] == pytest.approx(high["cost"] * 1e-10)
+    of_ops = sum(
+        op["cost_fp32" if op["precision"] == "fp32" else "cost_low"]
+        for op in low["ops"]
+    )
+    assert 0 < of_ops < low["cost"] < high["cost"], "the rest are casts"
+
+
+def test_the_reward_for_low_ops_is_no_cost_of_theirs() -> None:
+    model, x = nn.Linear(64, 64), torch.ones(64, 64)
+    forced, priced = told(model, x, do_no_harm=False), told(model, x)
+    assert forced["graphs"][0]["reward_per_allow_op"] > 0
+    for key in ("cost_fp32", "cost_low"):
+        assert forced["ops"][0][key] == priced["ops"][0][key] > 0
+
+
 def test_the_document_names_the_version() -> None:
     assert f"`version` is {json.loads(reports()[1].to_json())['version']}." in text()
 

@@ -108,6 +108,23 @@ def test_the_order_of_capture_is_no_difference(
 # -- a lock that does not hold ---------------------------------------------------------
 
 
+def test_a_lock_of_other_versions_or_of_none_holds(
+    lock: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = json.loads(Path(lock).read_text())
+    assert document["versions"]["torch"] == torch.__version__.partition("+")[0]
+    for versions in ({"torch": "1.0", "autoamp": "0.0.1"}, None):
+        document["versions"] = versions
+        if versions is None:
+            del document["versions"]
+        Path(lock).write_text(json.dumps(document))
+        assert load(lock).versions == (versions or {})
+        run(Net(), lock, strict=True)
+        with pytest.raises(LockError, match="first: aten::linear"):
+            run(Net(), lock, strict=True, keep="first")
+    assert warned(caplog) == []
+
+
 def test_a_difference_is_warned_about_once(
     lock: str, caplog: pytest.LogCaptureFixture
 ) -> None:

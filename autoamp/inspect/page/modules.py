@@ -20,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoamp.errors import PlacementError
+from autoamp.inspect.costs import in_fp32
 from autoamp.inspect.flip import Flips, contradiction
 from autoamp.inspect.nodes.homes import Group
 from autoamp.inspect.page.flips import cast_cost
 from autoamp.inspect.rows import Section
-from autoamp.inspect.sections.prediction import as_placed, in_fp32
+from autoamp.inspect.sections.prediction import as_placed
 
 
 def modules_of(

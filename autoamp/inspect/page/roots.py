@@ -23,9 +23,9 @@ from typing import Any
 
 from autoamp.analyse.ceiling import promotes_to_low, root_of
 from autoamp.analyse.verdict import CEILING
+from autoamp.inspect.costs import in_fp32
 from autoamp.inspect.remedy import Remedy, candidates, remedy_for
 from autoamp.inspect.rows import OpRow, Section
-from autoamp.inspect.sections.prediction import in_fp32
 from autoamp.inspect.why import risk_of, root_text
 
 MOST_TRIES = 3_000

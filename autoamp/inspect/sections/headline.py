@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from autoamp.inspect.costs import in_fp32
 from autoamp.inspect.rows import OpRow, Section
 from autoamp.inspect.sections.prediction import (
     SECONDS,
     Prediction,
     has_times,
-    in_fp32,
     kept_for_backward,
     pays,
 )

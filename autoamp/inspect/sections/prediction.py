@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoamp.dtypes import HIGH_DTYPE
+from autoamp.inspect.costs import in_fp32
 from autoamp.inspect.rows import Section
 from autoamp.place.cost import UNIT_NS, kind_of_product
 from autoamp.place.devices import NEUTRAL, Device
 from autoamp.place.flops import flops_of
 from autoamp.rewrite.rewritten import Rewritten
-from autoamp.rules import Category
 
 PRODUCTS, OTHERS, CASTS = (
     "matrix products, convolutions, attention",
@@ -184,14 +184,6 @@ def _add_ops(section: Section, totals: dict[str, list[int]]) -> None:
         total[1] += high
         total[2] += as_placed(rewritten, name)
         total[3] += 0 if name in pinned else high
-
-
-def in_fp32(rewritten: Rewritten, name: str) -> int:
-    """The price of an op in fp32, without the reward for lowering it."""
-    prices = rewritten.assignment.prices
-    high, _ = prices.ops[name]
-    is_allow = rewritten.classified.verdicts[name].category is Category.ALLOW
-    return high - (prices.reward if is_allow else 0)
 
 
 def as_placed(rewritten: Rewritten, name: str) -> int:
