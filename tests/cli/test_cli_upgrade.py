@@ -88,6 +88,7 @@ def test_a_changed_rule(reverse: bool) -> None:
     assert "the rule changed: 1" in told.output
     assert f"as before with {'allow' if reverse else 'deny'}=['softmax']" in told.output
     assert AGAIN.format("small") in told.output
+    assert "µs" not in told.output, "no time is predicted where bf16 does not pay"
     table = Rules.load("back.toml").table
     assert table["aten::softmax"].category == ("allow" if reverse else "deny")
 
@@ -336,3 +337,36 @@ def test_json_has_the_check_and_nothing_else() -> None:
     same = call("new.json", "new.json", "--json", *CHECK)
     found = json.loads(same.stdout)
     assert (same.exit_code, found["causes"], found["check"]) == (0, {}, None)
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("reverse", [False, True])
+def test_ops_and_graphs_that_came_or_went(reverse: bool) -> None:
+    found = write("a.json", "two", "cuda:sm_90")
+    last = found["ops"].pop()
+    found["headline"]["seconds"] -= 1e-6
+    Path("b.json").write_text(json.dumps(found))
+    pair = ("a.json", "b.json") if reverse else ("b.json", "a.json")
+    told = json.loads(call(*pair, "--json").output)
+    (move,) = told["causes"]["the model's code changed"]
+    assert (move["old"], move["new"]) == (("bf16", "") if reverse else ("", "bf16"))
+    sign = -1 if reverse else 1
+    assert move["seconds"] == pytest.approx(sign * last["cost_low"] * 1e-10)
+    found["graphs"].append({**found["graphs"][0], "graph": 1})
+    found["ops"].append({**last, "graph": 1})
+    Path("b.json").write_text(json.dumps(found))
+    word = "appeared" if reverse else "vanished"
+    assert f"graphs that {word}: 1\n" in call(*pair).output
+
+
+@pytest.mark.usefixtures("there")
+def test_a_module_whose_path_is_a_pattern() -> None:
+    found = write("new.json", "two")
+    for op in found["ops"]:
+        op["module"] = op["module"].replace("first", "parts[0]")
+    Path("new.json").write_text(json.dumps(found))
+    edited(
+        "old.json", found, precision={("aten::linear.default", "parts[0].fc"): "fp32"}
+    )
+    told = call("old.json", "new.json")
+    assert "as before with keep=['parts[[]0].fc']" in told.output

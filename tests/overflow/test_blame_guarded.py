@@ -291,6 +291,7 @@ def test_two_skips_after_one_backward_count_once() -> None:
         for each in optimizers:
             each.step()
         found.append([bool(each.step_was_skipped) for each in optimizers])
+    # If each skip counted, the remedy would come one backward earlier.
     assert found == [[True, True]] * 4 + [[False, False]] * 2
     assert sum(line_of("edge") in why for why in skips_of(model)) == 6
 
