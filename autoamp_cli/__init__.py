@@ -17,6 +17,7 @@ from autoamp_cli.env import env
 from autoamp_cli.explain import explain
 from autoamp_cli.export import export
 from autoamp_cli.plan import plan
+from autoamp_cli.replay import replay
 from autoamp_cli.rules import rules
 from autoamp_cli.run import run
 from autoamp_cli.upgrade import upgrade
@@ -29,7 +30,8 @@ def main() -> None:
 
 
 _COMMANDS = (
-    *(bench, calibrate, compare, diff, env, explain, export, plan, rules, run, upgrade),
+    *(bench, calibrate, compare, diff, env, explain, export, plan, replay, rules, run),
+    upgrade,
 )
 for _command in _COMMANDS:
     main.add_command(_command)

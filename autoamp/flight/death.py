@@ -72,7 +72,7 @@ def frames_of(frame: types.FrameType | None) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for each in compat.frames_from(frame):
         file = each.f_code.co_filename
-        if _is_nobodys(file) or len(found) >= _MOST_FRAMES:
+        if is_nobodys(file) or len(found) >= _MOST_FRAMES:
             continue
         items = [*each.f_locals.items()][:_MOST_LOCALS]
         kept = {k: v for k, v in items if _holds_tensors(v)}
@@ -87,7 +87,7 @@ def frames_of(frame: types.FrameType | None) -> list[dict[str, Any]]:
     return found
 
 
-def _is_nobodys(file: str) -> bool:
+def is_nobodys(file: str) -> bool:
     """Whether a file is torch's, autoamp's or Python's own."""
     own = file.startswith(_PYTHONS) and "-packages" not in file
     return own or file.startswith(_NOBODYS)

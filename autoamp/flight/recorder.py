@@ -6,7 +6,8 @@ The ring's header is an object with these fields:
   `cwd`, `started` (seconds since 1970);
 * `label` and `class` of the model; `parameters`: `{NAME: [SHAPE, DTYPE]}`, or
   `{"count": N, "hash": TEXT}` where that is long;
-* `options`: those that differ from the defaults; `autoamp`, `torch`, `python`.
+* `options`: those that differ from the defaults; `automatic`: whether the automatic
+  mode found the model; `autoamp`, `torch`, `python`.
 
 A record of `kind` "step" is one step of an optimizer:
 
@@ -341,8 +342,9 @@ class FlightRecorder:
             "started": round(time.time(), 3),
             "label": type(model).__name__,
             "class": class_of(model),
-            "parameters": _parameters(model),
+            "parameters": parameters_in(model),
             "options": _given(self.options),
+            "automatic": self.scaling is not None and self.scaling.automatic,
             "autoamp": folder.version(),
             "torch": str(torch.__version__),
             "python": platform.python_version(),
@@ -424,7 +426,8 @@ def _hash_of_generators(drawn: compat.Generators) -> str:
     return f"{found:08x}"
 
 
-def _parameters(model: nn.Module) -> dict[str, Any]:
+def parameters_in(model: nn.Module) -> dict[str, Any]:
+    """The shapes and dtypes of parameters by name; a hash where that is long."""
     found = {
         name: [[*p.shape], str(p.dtype).removeprefix("torch.")]
         for name, p in model.named_parameters()

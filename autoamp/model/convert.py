@@ -23,10 +23,12 @@ from autoamp.capture.record import Record, Skipped
 from autoamp.dtypes import UNSCALED, largest, short_name
 from autoamp.errors import OptionError, UnsupportedModelError
 from autoamp.flight.folder import checked
+from autoamp.flight.instead import Replay, running
 from autoamp.flight.recorder import FlightRecorder
 from autoamp.messages import log_once
 from autoamp.model.call.entry import Entry
 from autoamp.model.call.recorded import RecordedEntry
+from autoamp.model.call.replayed import ReplayedEntry
 from autoamp.model.conversion import (
     CONVERSIONS,
     DECLINED,
@@ -85,6 +87,9 @@ def convert_model(
         raise UnsupportedModelError(reason)
     if example_inputs is not None and not isinstance(example_inputs, tuple):
         raise OptionError("example_inputs must be a tuple of the model's arguments")
+    replay = running()
+    if replay is not None:
+        options = replay.options_for(model, options)
     low, why_not = choose_precision(model, options)
     own = own_precision(model) if masters else None
     options, label = for_model(model, options, low), class_name(model)
@@ -107,14 +112,15 @@ def convert_model(
         state = install(model)
     before = state.call
     listeners = [convert_again] if options.heal else []
-    heard = {} if recorder is None else recorder.listeners
+    told = replay or recorder
+    heard = {} if told is None else told.listeners
     scaling = new_scaling(
         options, scale, label, _models_of, listeners, automatic=automatic, **heard
     )
     record = Record(label, low, scaling)
     of_class = state.previous is None
     engine = Engine(options, record, price=price, on_capture=on_capture)
-    state.call = _entry(recorder, engine, type(model), of_class=of_class)
+    state.call = _entry(told, engine, type(model), of_class=of_class)
     record.skipped += notes
     if example_inputs is not None:
         try:
@@ -145,15 +151,18 @@ def _recorder(options: Options, label: str, *, converts: bool) -> FlightRecorder
 
 
 def _entry(
-    recorder: FlightRecorder | None,
+    told: FlightRecorder | Replay | None,
     engine: Engine,
     owner: type[nn.Module],
     *,
     of_class: bool,
 ) -> Entry:
-    """The entry of a model's calls, recorded where there is a recorder."""
-    if recorder is None:
+    """The entry of a model's calls, of which a recorder or a replay may be told."""
+    if told is None:
         return Entry(engine, owner, of_class=of_class)
+    if not isinstance(told, FlightRecorder):
+        return ReplayedEntry(told, engine, owner, of_class=of_class)
+    recorder = told
     recorder.scaling = engine.record.scaling
     return RecordedEntry(recorder, engine, owner, of_class=of_class)
 

@@ -52,6 +52,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"planning"}),
     frozenset({"api", "questions"}),
     frozenset({"auto"}),
+    frozenset({"replay"}),
     frozenset({"__init__", "autoamp_cli"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),

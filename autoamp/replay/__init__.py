@@ -1,0 +1,1 @@
+"""`autoamp replay`: runs the deadly step of a recorded training again, and says why."""
