@@ -87,9 +87,7 @@ def convert_model(
         raise UnsupportedModelError(reason)
     if example_inputs is not None and not isinstance(example_inputs, tuple):
         raise OptionError("example_inputs must be a tuple of the model's arguments")
-    replay = running()
-    if replay is not None:
-        options = replay.options_for(model, options)
+    options = _as_replayed(model, options)
     low, why_not = choose_precision(model, options)
     own = own_precision(model) if masters else None
     options, label = for_model(model, options, low), class_name(model)
@@ -112,15 +110,14 @@ def convert_model(
         state = install(model)
     before = state.call
     listeners = [convert_again] if options.heal else []
-    told = replay or recorder
-    heard = {} if told is None else told.listeners
+    heard = {} if recorder is None else recorder.listeners
     scaling = new_scaling(
         options, scale, label, _models_of, listeners, automatic=automatic, **heard
     )
     record = Record(label, low, scaling)
     of_class = state.previous is None
     engine = Engine(options, record, price=price, on_capture=on_capture)
-    state.call = _entry(told, engine, type(model), of_class=of_class)
+    state.call = _entry(recorder, engine, type(model), of_class=of_class)
     record.skipped += notes
     if example_inputs is not None:
         try:
@@ -135,12 +132,23 @@ def convert_model(
     return model
 
 
-def _recorder(options: Options, label: str, *, converts: bool) -> FlightRecorder | None:
-    """The recorder that `record=` asks for.
+def _as_replayed(model: nn.Module, options: Options) -> Options:
+    """`options`, or what a replay that is running makes of them."""
+    replay = running()
+    return options if replay is None else replay.options_for(model, options)
+
+
+def _recorder(
+    options: Options, label: str, *, converts: bool
+) -> FlightRecorder | Replay | None:
+    """The replay that is running, or the recorder that `record=` asks for.
 
     Raises:
         OptionError: its folder cannot be written to.
     """
+    replay = running()
+    if replay is not None:
+        return replay
     if options.record is None:
         return None
     folder = checked(options.record)
