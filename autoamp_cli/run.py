@@ -54,7 +54,9 @@ def _lists(function: Any) -> Any:
 )
 @click.option("--weight-copies", metavar="C", help='kept or "every call".')
 @click.option("--lock", metavar="FILE", help="The report that placements must equal.")
-@click.option("--record", metavar="DIR", help="The folder of the flight recorder.")
+@click.option(
+    "--record", "record_dir", metavar="DIR", help="The folder of the flight recorder."
+)
 @click.option("--report-dir", metavar="DIR", help="The folder for graphs and reports.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -78,8 +80,6 @@ def run(
     changed = {
         f"AUTOAMP_{name.upper()}": value for name, value in given.items() if value
     }
-    if "AUTOAMP_RECORD" in changed:
-        changed["AUTOAMP_RECORD_DIR"] = changed.pop("AUTOAMP_RECORD")
     switches = {"AUTOAMP_STRICT": strict, "AUTOAMP_HEAL": heal}
     changed |= {name: "1" for name, on in switches.items() if on}
     environ = {**os.environ, **_LAUNCHED, **changed}
