@@ -17,9 +17,11 @@ from autoamp.ask.monitor import Monitor
 from autoamp.ask.overflow import Overflow
 from autoamp.auto.switch import disable, enable
 from autoamp.benchmark.result import Bench
+from autoamp.budget.budget import Budget
 from autoamp.capture.thread import disabled
 from autoamp.errors import (
     AutoampError,
+    BudgetError,
     CaptureError,
     CheckpointError,
     ExportError,
@@ -33,6 +35,7 @@ from autoamp.errors import (
 )
 from autoamp.inspect.report import Report
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
+from autoamp.place.frontier import Frontier
 from autoamp.planning.ask import plan
 from autoamp.planning.result import Plan
 from autoamp.questions import bench, compare, explain, find_overflow, tune
@@ -50,11 +53,14 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoampError",
     "Bench",
+    "Budget",
+    "BudgetError",
     "CaptureError",
     "CheckpointError",
     "Comparison",
     "DynamicLossScale",
     "ExportError",
+    "Frontier",
     "LockError",
     "LossScale",
     "LossScaleError",

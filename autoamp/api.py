@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch import fx, nn
 from autoamp import compat
 from autoamp.analyse.nodes import graph_paths
 from autoamp.ask.examine import options_for
+from autoamp.budget.budget import Budget
+from autoamp.budget.convert import with_budget
 from autoamp.capture.keep import fits, unfitting
 from autoamp.dtypes import parse_low_dtype
 from autoamp.errors import OptionError, UnsupportedModelError
@@ -77,6 +79,8 @@ def convert(
     exact_casts: bool = False,
     calibrate: bool = True,
     record: str | os.PathLike[str] | None = None,
+    budget: Budget | str | float | None = None,
+    calibrate_on: Iterable[Any] | None = None,
     example_inputs: tuple[Any, ...] | None = None,
 ) -> Any:
     """Turns on mixed precision for `model`, in place, on its call path only.
@@ -138,6 +142,13 @@ def convert(
         record: a folder for the flight recorder: a small ring of the last training
             steps, and at the first loss that is not finite, or the third skipped step
             in a row, what a replay of the step needs (docs/flight-recorder.md).
+        budget: the error that mixed precision may make against fp32: "0.1%" or a number
+            (of the loss where the model returns one, else of the outputs), a part of
+            autocast's error ("0.3 autocast"), or a `Budget`.  The fastest placement
+            within it is taken, and its errors are measured (docs/budget.md).
+        calibrate_on: batches for `budget`, each a tensor, a tuple of arguments or a
+            dict of keyword arguments; at most 16 are taken, and the last of several is
+            held out.  By default `example_inputs` is the only batch.
         example_inputs: arguments to capture with at once, not at the first call.
 
     Returns:
@@ -179,6 +190,7 @@ def convert(
         record=record,
     )
     optimizers = _checked_optimizers(optimizer, model)
+    options = _within(budget, calibrate_on, model, options, example_inputs)
     _convert(model, options, optimizers, example_inputs)
     return model if optimizer is None else (model, optimizer)
 
@@ -370,6 +382,31 @@ def _heard(**given: Any) -> Options:
             "rounds at each cast anyway",
         )
     return options
+
+
+def _within(
+    budget: Any,
+    calibrate_on: Iterable[Any] | None,
+    model: nn.Module,
+    options: Options,
+    example_inputs: tuple[Any, ...] | None,
+) -> Options:
+    """The options, with the placement that a budget for error leads to.
+
+    Raises:
+        OptionError: the budget, a batch or an option beside them cannot be used.
+        BudgetError: not even fp32 is within the budget.
+    """
+    if budget is None:
+        if calibrate_on is not None:
+            raise OptionError(
+                "calibrate_on= holds batches for budget=, which is not given"
+            )
+        return options
+    batches = calibrate_on
+    if batches is None and example_inputs is not None:
+        batches = [example_inputs]
+    return with_budget(model, options, budget, batches)
 
 
 def _convert(

@@ -68,6 +68,10 @@ class LockError(AutoampError, RuntimeError):
     """The placement of a model differs from its lock, which is a committed report."""
 
 
+class BudgetError(AutoampError, RuntimeError):
+    """A budget for error cannot be met, not even in fp32."""
+
+
 class ExportError(AutoampError, RuntimeError):
     """A model cannot be exported, or an exported file does not hold its own plan."""
 

@@ -51,6 +51,8 @@ class Options:
             variables of the automatic mode set this field; a caller cannot.
         own_keep: (module path, reason) pairs that the model itself keeps in fp32.  Only
             the model sets this field.
+        chosen: the placement that a budget for error has led to.  Only `budget=` sets
+            this field.
         by_variables: whether environment variables gave the options, so that messages
             name variables.  Only the automatic mode sets this field.
         unmet: the patterns of `keep` that have matched no model yet, if the options are
@@ -87,6 +89,7 @@ class Options:
     later: bool = False
     unlist: tuple[tuple[str, str], ...] = ()
     own_keep: tuple[tuple[str, str], ...] = ()
+    chosen: Any = None
     by_variables: bool = dataclasses.field(default=False, compare=False)
     unmet: set[str] | None = dataclasses.field(default=None, compare=False)
 
@@ -268,6 +271,7 @@ OPTION_NAMES = frozenset(f.name for f in dataclasses.fields(Options)) - {
     "later",
     "unlist",
     "own_keep",
+    "chosen",
     "unmet",
     "by_variables",
 }

@@ -18,36 +18,18 @@ from torch import Tensor, fx, nn
 
 from autoamp import compat
 from autoamp.ask.comparison import Comparison, Errors, RegionError
-from autoamp.ask.examine import (
-    checked_model,
-    examined,
-    on_the_models_device,
-    twin_of,
-)
+from autoamp.ask.examine import checked_model, examined, on_the_models_device
 from autoamp.ask.lockstep import Key, Score
 from autoamp.ask.outcome import Heard, errors_of, node_errors, relative_error
 from autoamp.ask.progress import told
-from autoamp.ask.stand_in import (
-    Call,
-    LossFn,
-    StandIn,
-    copied,
-    floats_of,
-    outcome_of,
-    untouched,
-)
-from autoamp.dtypes import needs_loss_scale
+from autoamp.ask.stand_in import Call, LossFn
+from autoamp.ask.trials import Trials
 from autoamp.errors import OptionError
 from autoamp.inspect.rows import OpRow
-from autoamp.model.eligible import parameters_of, required_precision
+from autoamp.model.eligible import required_precision
 from autoamp.model.reporting import report_of
 from autoamp.options import Options
-from autoamp.pipeline.prepared import Prepared
 from autoamp.printable import class_name
-
-FP16_SCALE = 2.0**15
-"""The largest loss scale while fp16 gradients are compared, so that small gradients are
-not lost; gradients are divided by the scale before they are compared."""
 
 
 def compare_model(
@@ -73,7 +55,7 @@ def compare_model(
     with examined(model, options, low) as (twin, engine):
         bench = _Bench(twin, engine, call, loss_fn, trains=twin.training)
         fp32 = bench.trial(hears=True)
-        bench.find_scale(fp32)
+        bench.find_scale(lambda: bench.trial(fp32, hears=False))
         mixed = bench.trial(fp32, hears=True)
         errors = errors_of(mixed, fp32)
         # The report includes graphs of branches that only the mixed run took.
@@ -96,19 +78,8 @@ def compare_model(
     return found.with_keep(keep, tolerance, bench.errors(keep, fp32))
 
 
-class _Bench(StandIn):
-    """A stand-in whose calls run node by node, with every value noted.
-
-    Attributes:
-        scale: the loss scale of calls in low precision.
-    """
-
-    scale = 1.0
-
-    @functools.cached_property
-    def numbers(self) -> dict[Prepared, int]:
-        """The number of each graph."""
-        return {prepared: n for n, prepared in enumerate(self.graphs)}
+class _Bench(Trials):
+    """A stand-in whose calls run node by node, with every value noted."""
 
     def trial(
         self, exact: Heard | None = None, keep: Collection[str] = (), *, hears: bool
@@ -148,43 +119,10 @@ class _Bench(StandIn):
         """The errors with the modules `keep` in fp32."""
         return errors_of(self.trial(fp32, keep, hears=False), fp32)
 
-    def find_scale(self, fp32: Heard) -> None:
-        """Finds a large loss scale for fp16 at which no gradient overflows."""
-        if not needs_loss_scale(self.engine.record.low):
-            return
-        self.scale = FP16_SCALE
-        while self.scale > 1:
-            found = self.trial(fp32, hears=False)
-            if all(bool(g.isfinite().all()) for g in found.gradients.values()):
-                return
-            self.scale /= 4
-
     def autocast(self, model: nn.Module, fp32: Heard) -> Errors | None:
         """The errors under `torch.autocast`; None where it raises on this model."""
-        found = Heard()
-        device = next((p.device.type for p in parameters_of(model)), "cpu")
-        try:
-            with torch.autocast(device, self.engine.record.low):
-                self.run(twin_of(model), found, self.scale)
-        except RuntimeError:
-            return None
-        return errors_of(found, fp32)
-
-    def run(self, model: nn.Module, found: Heard, scale: float) -> None:
-        """Fills `found` with the output and the gradients of one call of `model`."""
-        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        with untouched(model, trains=self.trains):
-            outcome = outcome_of(
-                model,
-                copied(self.call),
-                self.loss_fn,
-                named.values(),
-                trains=self.trains,
-                scale=scale,
-            )
-            found.output = [t.detach().clone() for t in floats_of(outcome.output)]
-            pairs = zip(named, outcome.gradients, strict=False)
-            found.gradients = {n: g.float() / scale for n, g in pairs if g is not None}
+        found = self.under_autocast(model)
+        return None if found is None else errors_of(found, fp32)
 
     def regions(
         self, lows: Mapping[str, int], fp32: Heard, errors: Errors

@@ -154,6 +154,10 @@ class Examiner(Engine):
         self._plain[found] = as_it_is(gm, example_inputs, self.options, "").run
         return found
 
+    def as_captured(self, prepared: Prepared, args: Sequence[Any]) -> Any:
+        """Runs a graph as it was captured, in fp32."""
+        return self._plain[prepared](*args)
+
     def _bind(self, prepared: Prepared, _: Sequence[Any]) -> Callable[..., Any]:
         for why in prepared.notes:
             self.record.note(why)
@@ -165,7 +169,7 @@ class Examiner(Engine):
             self.local.rewritten += prepared.rewritten is not None
             captured.runs += 1
             if self.play is None or prepared.rewritten is None:
-                return self._plain[prepared](*args)
+                return self.as_captured(prepared, args)
             return self.play(prepared, args)
 
         return call

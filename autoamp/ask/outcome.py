@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -26,6 +27,8 @@ class Heard:
         added: the error that each low node adds by itself.
         output: the float tensors of the output.
         gradients: the gradients of the parameters, by name.
+        loss: the loss; None without a backward.
+        returned: the output as the model returned it.
     """
 
     values: dict[Key, Tensor] = field(default_factory=dict)
@@ -33,6 +36,8 @@ class Heard:
     added: dict[Key, float] = field(default_factory=dict)
     output: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    loss: float | None = None
+    returned: Any = None
 
 
 def errors_of(heard: Heard, fp32: Heard) -> Errors:

@@ -20,11 +20,8 @@ def replanned(rewritten: Rewritten, options: Options) -> Rewritten:
     The caller must be in the grad mode of the capture.
     """
     before = before_rewrite(rewritten)
-    values = [node.meta.get("val") for node in before.graph.nodes]
-    mode = compat.current_fake_mode(values)
-    assert mode is not None, "a captured graph has fake tensors"
     setting = Setting(free_weights=True, own_kernels=rewritten.facts.own_kernels)
-    graph = Normalised(before, (), mode)
+    graph = Normalised(before, (), rewritten.fake_mode)
     found = rewrite_normalised(graph, options, rewritten.low, setting, {})
     # Bodies are found in `before` by identity, and the pass has put new bodies into it.
     return replace(found, before=before)

@@ -32,6 +32,7 @@ from autoamp.inspect.sections.islands import Island, islands_of
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.inspect.sections.prediction import Prediction, predict
 from autoamp.inspect.sections.weights import Range, WeightRow, weight_rows
+from autoamp.place.frontier import Frontier
 from autoamp.place.policies import POLICIES
 from autoamp.rewrite.rewritten import Rewritten
 
@@ -70,6 +71,13 @@ class Document:
     def casts(self) -> list[CastRow]:
         """One row per inserted cast, with kind and bytes."""
         return [row for section in self.sections for row in section.casts]
+
+    @cached_property
+    def frontier(self) -> Frontier | None:
+        """What a budget for error was met with; None without `budget=`."""
+        options = [each.options for each in self.rewritten]
+        choices = [each.chosen for each in options if each is not None and each.chosen]
+        return next((each.frontier for each in choices), None)
 
     @cached_property
     def nodes(self) -> tuple[Nodes, ...]:

@@ -46,6 +46,7 @@ def to_json(document: Document) -> str:
         "optimal_cost": document.optimal_cost,
         "regret": document.regret,
         "headline": document.headline.figures() if document.rewritten else None,
+        "budget": document.frontier.as_json() if document.frontier else None,
         "devices": _devices(document),
         "graphs": [_section(section) for section in document.sections],
         "ops": [_op(row) for row in document.ops],

@@ -269,7 +269,7 @@ def _reason(section: Section, decision: Decision) -> tuple[str, str]:
     heading = {
         GAINS_NOTHING: f"{section.low} is predicted to gain nothing",
         COSTS_CASTS: f"casts would cost more than {section.low} saves",
-    }.get(decision.choice, decision.choice)
+    }.get(decision.choice, decision.choice.partition(" (")[0])
     return f"{decision.reason}; {decision.choice}", heading
 
 

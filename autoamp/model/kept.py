@@ -185,7 +185,8 @@ def _tensor(live: Tensor) -> Restore:
             live.grad = grad
         if value is None or _same(live, value):
             return
-        with torch.inference_mode(live.is_inference()):
+        # Outside of inference mode, `inference_mode(False)` turns gradients on.
+        with torch.inference_mode(live.is_inference()), torch.no_grad():
             if live.shape != value.shape:
                 live.data = value
             else:

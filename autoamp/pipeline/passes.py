@@ -134,10 +134,15 @@ def _classify(work: Work) -> Work:
         (*options.kept, *rules.keep),
         kept=options.kept,
         given_up=work.given_up,
-        ceiling=options.placement != "tensorflow",
+        ceiling=options.placement != "tensorflow" and not _is_below(options),
         to_the_letter=options.is_tensorflows,
     )
     return replace(work, classified=classified)
+
+
+def _is_below(options: Options) -> bool:
+    """Whether a budget for error lets ops be low that type promotion leaves fp32."""
+    return options.chosen is not None and options.chosen.below_ceiling
 
 
 def _price(work: Work) -> Work:
@@ -157,7 +162,8 @@ def _price(work: Work) -> Work:
 def _place(work: Work) -> Work:
     assert work.classified is not None
     assert work.prices is not None
-    found = assign(work.classified, work.prices, work.options.placement)
+    options = work.options
+    found = assign(work.classified, work.prices, options.placement, options.chosen)
     if work.fused and not found.low:
         raise LeaveOut("kernels", "nothing runs low, so that all numbers stay")
     return replace(work, assignment=found)

@@ -295,6 +295,7 @@ def _rewritten(work: Work) -> Rewritten:
         given_up={**work.left_as_they_are, **left, **work.given_up},
         bodies=work.bodies,
         options=work.options,
+        fake_mode=work.fake_mode,
         again=partial(
             _again, replace(work, gm=work.before, rewritten=None, fused=False)
         ),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.verdict import Verdict
 from autoamp.errors import PlacementError
+from autoamp.place.chosen import Chosen, keys_of
 from autoamp.place.cost import Prices
 from autoamp.place.policies import POLICIES, project
 from autoamp.place.problem import build_problem, least_cost, returned_and_used
@@ -77,8 +78,16 @@ class Assignment:
         return self.problem.at_sink
 
 
-def assign(classified: Classified, prices: Prices, placement: str) -> Assignment:
+def assign(
+    classified: Classified,
+    prices: Prices,
+    placement: str,
+    chosen: Chosen | None = None,
+) -> Assignment:
     """The assignment of the chosen `placement` for one graph.
+
+    Args:
+        chosen: a choice made before, which goes before `placement`.
 
     Raises:
         PlacementError: the constraints contradict each other.
@@ -86,10 +95,15 @@ def assign(classified: Classified, prices: Prices, placement: str) -> Assignment
     returned_inside = returned_and_used(classified)
     problem = build_problem(classified, prices, returned_inside)
     low, optimal_cost = least_cost(problem)
-    if placement != "optimal":
+    if chosen is not None:
+        low = project(problem, chosen.nodes(classified))
+    elif placement != "optimal":
         low = project(problem, POLICIES[placement](classified))
+    decisions = _decisions(classified, low, problem, prices.reward > 0)
+    if chosen is not None:
+        decisions = _with_reasons(decisions, classified, chosen)
     return Assignment(
-        decisions=_decisions(classified, low, problem, prices.reward > 0),
+        decisions=decisions,
         low=low,
         cost=legal_energy(problem, low),
         optimal_cost=optimal_cost,
@@ -136,6 +150,18 @@ def _decisions(
             listed=verdict.listed,
         )
     return decisions
+
+
+def _with_reasons(
+    decisions: Mapping[str, Decision], classified: Classified, chosen: Chosen
+) -> dict[str, Decision]:
+    """The decisions on free nodes, with the reasons of a choice made before."""
+    keys = keys_of(classified)
+    told = {name: chosen.reason(keys[name]) for name in decisions}
+    return {
+        name: replace(each, choice=told[name]) if each.choice and told[name] else each
+        for name, each in decisions.items()
+    }
 
 
 def _reason(verdict: Verdict, pin: str | None) -> str:

@@ -68,6 +68,7 @@ class Network:
         self.settled: set[Node] = set()
         total = sum(sum(costs) for costs in problem.unary.values())
         total += sum((g.to_source or 0) + (g.to_sink or 0) for g in problem.groups)
+        total += sum(c.to_source + c.to_sink for c in problem.crossings)
         # `never` is finite, so that a contradiction shows as a cut of at least `never`.
         self.never = total + 1
         for variable, (at_sink, at_source) in problem.unary.items():
@@ -87,6 +88,9 @@ class Network:
             self._edge(b, a, self.never)
         for reader, value, _ in problem.follows:
             self._edge(reader, value, self.never)
+        for each in problem.crossings:
+            self._edge(each.reader, each.value, each.to_source)
+            self._edge(each.value, each.reader, each.to_sink)
         for number, group in enumerate(problem.groups):
             self._copy(group, ("source", number), group.to_source)
             self._copy(group, ("sink", number), group.to_sink)

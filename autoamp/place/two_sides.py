@@ -7,6 +7,7 @@ the sides mean (`place/problem.py`: low and fp32).  The total to minimise is
   + for each group, `to_source` once if its value is on the sink side and any reader is
     on the source side
   + for each group, `to_sink` once in the opposite case
+  + for each crossing, `to_source` or `to_sink` in the same two cases
 
 A copy is shared: one serves all readers of its group.
 """
@@ -40,6 +41,22 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Crossing:
+    """A cost of one reader standing on another side than the value that it reads.
+
+    Attributes:
+        value, reader: two variables.
+        to_source: the cost if the reader alone stands on the source side.
+        to_sink: the cost if the value alone stands on the source side.
+    """
+
+    value: str
+    reader: str
+    to_source: int
+    to_sink: int
+
+
+@dataclass(frozen=True)
 class Problem:
     """A problem of two sides; costs are non-negative integers of any one unit.
 
@@ -47,6 +64,7 @@ class Problem:
         unary: variable to its cost on the sink side and its cost on the source side.
         at_sink, at_source: variable to the reason why it must stand on that side.
         groups: the possible copies.
+        crossings: costs of pairs, beside those of copies.
         ties: pairs of variables that must stand on one side, with the reason.
         follows: (reader, value, reason): the reader may stand on the source side only
             if the value does.
@@ -56,6 +74,7 @@ class Problem:
     at_sink: Mapping[str, str] = field(default_factory=dict)
     at_source: Mapping[str, str] = field(default_factory=dict)
     groups: Sequence[Group] = ()
+    crossings: Sequence[Crossing] = ()
     ties: Sequence[tuple[str, str, str]] = ()
     follows: Sequence[tuple[str, str, str]] = ()
 
@@ -89,4 +108,10 @@ def energy(problem: Problem, source: frozenset[str]) -> int | None:
             if cost is None:
                 return None
             total += cost
+    for crossing in problem.crossings:
+        sides = crossing.value in source, crossing.reader in source
+        if sides == (False, True):
+            total += crossing.to_source
+        elif sides == (True, False):
+            total += crossing.to_sink
     return total

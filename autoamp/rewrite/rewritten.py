@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -39,6 +39,8 @@ class Rewritten:
         given_up: nodes that a failed check keeps in fp32, each to the reason.
         bodies: the records of sub-graphs (checkpointed regions, branches, loops).
         options: the options that it was made under.
+        fake_mode: the mode of the fake tensors of the pass; a graph may hold values of
+            another mode beside, of attributes that Dynamo had met in an earlier trace.
         again: the passes that decide and write, run again on the same graph: takes
             options, and the nodes to keep fp32, each to the reason.
     """
@@ -53,6 +55,7 @@ class Rewritten:
     given_up: Mapping[str, str] = field(default_factory=dict)
     bodies: tuple[Rewritten, ...] = ()
     options: Options | None = None
+    fake_mode: Any = None
     again: Callable[[Options, Mapping[str, str]], Rewritten] | None = None
 
     @property

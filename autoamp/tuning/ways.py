@@ -6,7 +6,9 @@ A stand-in is a module of the same class that shares the model's modules and wei
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +72,12 @@ def _called(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
+def _under_autocast(
+    model: nn.Module, low: torch.dtype, *args: Any, **kwargs: Any
+) -> Any:
+    return under_autocast(model, _called, low, args, kwargs, cached=True)
+
+
 @dataclass(eq=False)
 class Runner:
     """Calls a stand-in that runs one way, again and again on the same inputs.
@@ -86,7 +94,10 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.twin = twin_of(self.model)
-        if not self.way.by_autocast:
+        self.called: Callable[..., Any] = self.twin
+        if self.way.by_autocast:
+            self.called = partial(_under_autocast, self.twin, self.way.low)
+        else:
             self.way.set_up(self.twin)
         parameters = [*self.model.parameters()]
         self.trained = [p for p in parameters if p.requires_grad]
@@ -102,16 +113,9 @@ class Runner:
             before_write(self.trained)
 
         def call() -> None:
-            outcome_of(self._output, inputs, self.loss_fn, self.trained, trains=trains)
+            outcome_of(self.called, inputs, self.loss_fn, self.trained, trains=trains)
 
         return seconds_of(call, self.device)
-
-    def _output(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.way.by_autocast:
-            return self.twin(*args, **kwargs)
-        return under_autocast(
-            self.twin, _called, self.way.low, args, kwargs, cached=True
-        )
 
     @property
     def median(self) -> float:

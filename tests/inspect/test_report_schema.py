@@ -76,7 +76,13 @@ def reports() -> list[autoamp.Report]:
     told = autoamp.explain(small, torch.ones(2, 8), device="cuda:sm_90")
     kept = autoamp.convert(nn.Linear(8, 8), precision="bf16", keep="*")
     kept(torch.ones(2, 8))
-    return [autoamp.report(model), told, autoamp.report(kept)]
+    placed = Of(lambda m, x: x + m.fc(x), fc=nn.Linear(256, 256)).eval()
+    x = torch.randn(64, 256)
+    given = {"precision": "bf16", "do_no_harm": False}
+    autoamp.convert(placed, **given, budget="9 autocast", calibrate_on=[x])
+    placed(x)
+    converted = map(autoamp.report, (model, kept, placed))
+    return [told, *converted]
 
 
 def faults(document: Any, schema: dict[str, tuple[type, ...]]) -> list[str]:

@@ -67,6 +67,11 @@ def _count(problem: Problem, low: set[str]) -> int | None:
         if price is None:
             return None
         total += price
+    for each in problem.crossings:
+        if each.reader in low and each.value not in low:
+            total += each.to_source
+        if each.value in low and each.reader not in low:
+            total += each.to_sink
     return total
 
 
@@ -135,6 +140,10 @@ def plain_cut(problem: Problem) -> int | None:
             add(f"high {group.key}", reader, None)
         add(f"low {group.key}", group.value, group.to_source)
         add(group.value, f"high {group.key}", group.to_sink)
+    for each in problem.crossings:
+        if each.reader != each.value:
+            add(each.reader, each.value, each.to_source)
+            add(each.value, each.reader, each.to_sink)
     cost, _ = nx.minimum_cut(graph, "s", "t")
     return None if cost >= never else int(cost)
 

@@ -66,6 +66,7 @@ def namespace() -> dict[str, Any]:
         "MyModel": MyModel,
         "SummaryWriter": SummaryWriter,
         "autoamp": autoamp,
+        "batches": [x, torch.randn(8, 64)],
         "config": None,
         "data": [(x, y)] * 2,
         "inputs": x,

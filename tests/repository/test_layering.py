@@ -47,7 +47,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"capture"}),
     frozenset({"model"}),
     frozenset({"ask"}),
-    frozenset({"exported", "tuning"}),
+    frozenset({"budget", "exported", "tuning"}),
     frozenset({"benchmark"}),
     frozenset({"planning"}),
     frozenset({"api", "questions"}),

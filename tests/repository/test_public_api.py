@@ -17,11 +17,14 @@ PACKAGE = Path(autoamp.__file__).parent
 NAMES = {
     "AutoampError",
     "Bench",
+    "Budget",
+    "BudgetError",
     "CaptureError",
     "CheckpointError",
     "Comparison",
     "DynamicLossScale",
     "ExportError",
+    "Frontier",
     "LockError",
     "LossScale",
     "LossScaleError",
@@ -56,6 +59,9 @@ NAMES = {
     "rewrite",
     "tune",
 }
+
+FOR_CONVERT = {"budget": None, "calibrate_on": None, "example_inputs": None}
+"""Arguments of `convert` alone, which no other function takes as options."""
 
 OPTIONS: dict[str, Any] = {
     "precision": "auto",
@@ -99,7 +105,7 @@ def test_convert_takes_what_the_options_are() -> None:
         for name, p in parameters.items()
         if p.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    assert keywords == {**OPTIONS, "example_inputs": None}
+    assert keywords == {**OPTIONS, **FOR_CONVERT}
     assert parameters["optimizer"].default is None
 
 

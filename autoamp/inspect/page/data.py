@@ -5,6 +5,9 @@ The data have the keys
 - `schema`, `version`, `model`, `compute_dtype`, `runs`, `explained_for`;
 - `dtypes`: the names of the dtypes, `high` ("fp32") and the list `low` ("fp16", ...);
 - `answers`: as `answers.py` describes them;
+- `budget`: null without a budget for error, else `sentences`, `limits` by measure,
+  `points` and `marks` (each with `share` of fp32's time, `errors`, `low` and `name`),
+  and `chosen`, the place of the chosen point;
 - `skipped`: the parts that were not converted, each with `what` and `why`;
 - `graphs`: one entry per captured graph and per body, each with
 
@@ -30,6 +33,7 @@ The data have the keys
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -46,6 +50,7 @@ from autoamp.inspect.page.tables import tables_of
 from autoamp.inspect.rows import CastRow, OpRow, Section
 from autoamp.inspect.sections.islands import Island
 from autoamp.inspect.text import counted, shorten
+from autoamp.place.frontier import Frontier, Point
 
 SCHEMA = "autoamp.page"
 SCHEMA_VERSION = 1
@@ -66,11 +71,34 @@ def data_of(document: Document, advice: Sequence[str]) -> dict[str, Any]:
         "runs": document.runs,
         "explained_for": document.explained_for,
         "answers": answers_of(document, advice),
+        "budget": _budget(document.frontier),
         "skipped": [{"what": shorten(w), "why": why} for w, why in document.skipped],
         "graphs": [
             _graph(document, section, found, work)
             for section, found in zip(document.sections, document.nodes, strict=True)
         ],
+    }
+
+
+def _budget(found: Frontier | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+
+    def point(each: Point) -> dict[str, Any]:
+        share = each.nanoseconds / (found.fp32.nanoseconds or 1.0)
+        return {
+            "share": share,
+            "errors": {m: e for m, e in each.errors.items() if math.isfinite(e)},
+            "low": each.low,
+            "name": each.name,
+        }
+
+    return {
+        "sentences": found.sentences(),
+        "limits": dict(found.limits),
+        "points": [point(each) for each in found.points],
+        "marks": [point(each) for each in found.marks],
+        "chosen": found.chosen,
     }
 
 

@@ -30,6 +30,7 @@ SCRIPTS = (
     "state.js",
     "panel.js",
     "module.js",
+    "budget.js",
     "overview.js",
     "search.js",
     "keys.js",

@@ -30,6 +30,8 @@ def summary_of(report: Document, advice: Sequence[str]) -> Iterator[RenderableTy
         facts = [*graph_facts(report, low), *_calls(report)]
         yield from summary.runs_low(report.headline, low, facts)
         yield from summary.gains(report.headline, low)
+        if report.frontier is not None:
+            yield from summary.budget(report.frontier)
         left = not_captured(report.skipped)
         yield from summary.stayed(report.headline, report.stayed, left)
     yield from summary.what_next(advice)

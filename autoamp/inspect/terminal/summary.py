@@ -18,6 +18,7 @@ from autoamp.inspect.sections.gains import (
 )
 from autoamp.inspect.sections.headline import Headline, Stayed
 from autoamp.inspect.text import brief, counted, shorten
+from autoamp.place.frontier import Frontier
 
 LISTED = 3
 """Entries of each list; the rest are counted."""
@@ -59,6 +60,12 @@ def gains(found: Headline, low: str) -> Iterator[RenderableType]:
     yield _line(told.sentence)
     if told.rows:
         yield _line(FOOTNOTE)
+
+
+def budget(found: Frontier) -> Iterator[Text | Padding]:
+    """The budget for error, and what came of it."""
+    yield _question("Within the budget for error")
+    yield from map(_line, found.sentences())
 
 
 def stayed(

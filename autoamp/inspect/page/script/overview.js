@@ -20,6 +20,7 @@ function showOverview() {
     ...gains(answers.gains),
     part("What runs low", isBefore ? h("p", {}, "Nothing: this is the graph before the pass.") : answers.runs_low.map((text) => h("p", {}, text)),
       report.explained_for ? h("p", { class: "note" }, "Explained for " + report.explained_for + ".") : ""),
+    ...budgetPart(report.budget),
     isBefore ? "" : part("What to do next", ...answers.next.map((text) => h("p", {}, text))));
   if (tables.ops.length) {
     const all = (row) => row.low + row.fp32;

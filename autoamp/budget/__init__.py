@@ -1,0 +1,1 @@
+"""`convert(budget=...)`: the least time within an error that the user states."""

@@ -1,0 +1,235 @@
+"""The graphs of a model as problems in which error has a price."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autoamp.analyse.facts import FP32
+from autoamp.budget.probe import edges_of
+from autoamp.budget.sensitivity import Squares
+from autoamp.options import Options
+from autoamp.place.assign import legal_energy
+from autoamp.place.chosen import Chosen, OpKey, keys_of
+from autoamp.place.cost import UNIT_NS
+from autoamp.place.policies import project
+from autoamp.place.problem import least_cost
+from autoamp.place.two_sides import Crossing, Problem
+from autoamp.rewrite.rewritten import Rewritten
+
+Labels = Mapping[str, frozenset[str]]
+"""The low nodes of each part, by the part's name."""
+
+_OVERFLOWS = "its numbers leave the range of the compute dtype"
+_UNKNOWN = "no batch of calibrate_on= ran it, so that its error is not known"
+
+_MOST = 10**15
+"""The largest price of an error, in units; sums of it are exact."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """One use of a value, and the squares that it adds, by measure."""
+
+    maker: str
+    reader: str
+    down: Mapping[str, float]
+    up: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One graph, or one body, with its prices of time and its squares of errors.
+
+    Attributes:
+        name: which graph it is.
+        record: the pass's record of the graph.
+        problem: the problem of least time.
+        runs: how often a call runs it.
+        keys: the key of each op.
+        own: node to the squares of being low, by measure.
+        pairs: the uses of values that add squares.
+    """
+
+    name: str
+    record: Rewritten
+    problem: Problem
+    runs: float
+    keys: Mapping[str, OpKey]
+    own: Mapping[str, Mapping[str, float]]
+    pairs: Sequence[Pair]
+
+    def units(self, low: frozenset[str]) -> float:
+        """The predicted time of a placement, in units of price."""
+        return self.runs * legal_energy(self.problem, low)
+
+    def squares(self, low: frozenset[str]) -> dict[str, float]:
+        """The square of the predicted error of a placement, by measure."""
+        found: dict[str, float] = {}
+        for name in low:
+            _add(found, self.own.get(name, {}))
+        for pair in self.pairs:
+            made, read = pair.maker in low, pair.reader in low
+            if made != read:
+                _add(found, pair.up if made else pair.down)
+        return found
+
+    def priced(self, rates: Mapping[str, float]) -> Problem:
+        """The problem in which squares of errors cost `rates` units each."""
+
+        def price(squares: Mapping[str, float]) -> int:
+            total = sum(rates.get(m, 0.0) * s for m, s in squares.items())
+            return min(_MOST, round(total)) if total < math.inf else _MOST
+
+        unary = dict(self.problem.unary)
+        for name, squares in self.own.items():
+            high, low = unary[name]
+            unary[name] = (high, low + price(squares))
+        crossings = [
+            Crossing(p.maker, p.reader, price(p.down), price(p.up)) for p in self.pairs
+        ]
+        return dataclasses.replace(self.problem, unary=unary, crossings=crossings)
+
+    def solved(self, rates: Mapping[str, float]) -> frozenset[str]:
+        """The placement of least cost where squares of errors cost `rates` each."""
+        return least_cost(self.priced(rates))[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """All graphs of a model, placed together.
+
+    Attributes:
+        parts: the graphs and bodies.
+        below_ceiling: whether ops that type promotion leaves fp32 may be low.
+    """
+
+    parts: Sequence[Part]
+    below_ceiling: bool = False
+    nothing: Labels = field(init=False)
+
+    def __post_init__(self) -> None:
+        none: frozenset[str] = frozenset()
+        object.__setattr__(self, "nothing", {p.name: none for p in self.parts})
+
+    def solved(self, rates: Mapping[str, float]) -> Labels:
+        """The placement of least cost where squares of errors cost `rates` each."""
+        return {part.name: part.solved(rates) for part in self.parts}
+
+    def nanoseconds(self, labels: Labels) -> float:
+        """The predicted time of one call."""
+        units = sum(part.units(labels[part.name]) for part in self.parts)
+        return units * UNIT_NS
+
+    def squares(self, labels: Labels) -> dict[str, float]:
+        """The square of the predicted error of one call, by measure."""
+        found: dict[str, float] = {}
+        for part in self.parts:
+            _add(found, part.squares(labels[part.name]))
+        return found
+
+    def everything(self) -> Labels:
+        """Every op low that may be."""
+        return {p.name: project(p.problem, p.problem.unary) for p in self.parts}
+
+    def chosen(self, labels: Labels) -> Chosen:
+        """The placement, for any capture of the model."""
+        low: set[OpKey] = set()
+        high: set[OpKey] = set()
+        for part in self.parts:
+            here = {part.keys[n] for n in labels[part.name] if n in part.keys}
+            low |= here
+            high |= set(part.keys.values()) - here
+        # An op that two captures place apart stays fp32, which is more exact.
+        return Chosen(frozenset(low - high), frozenset(low | high), self.below_ceiling)
+
+
+def scene_of(
+    records: Iterable[tuple[Rewritten, float]],
+    found: Mapping[str, Squares],
+    options: Options,
+    *,
+    below_ceiling: bool = False,
+) -> Scene:
+    """The scene of the graphs of a model.
+
+    Args:
+        records: each graph, and how often a call runs it.
+        found: the squares of each measure.
+        options: the options of the conversion.
+        below_ceiling: whether ops that type promotion leaves fp32 may be low.
+    """
+    parts = []
+    for number, (record, runs) in enumerate(records):
+        for at, each in enumerate(record.with_bodies()):
+            here = _without_ceiling(each, options) if below_ceiling else each
+            parts.append(_part(f"{number}.{at}", here, runs, found))
+    return Scene(parts, below_ceiling)
+
+
+def _without_ceiling(record: Rewritten, options: Options) -> Rewritten:
+    """The record of the same graph, in which the ceiling pins no op."""
+    assert record.again is not None
+    chosen = Chosen(frozenset(), frozenset(), below_ceiling=True)
+    return record.again(dataclasses.replace(options, chosen=chosen), record.given_up)
+
+
+def _part(
+    name: str, record: Rewritten, runs: float, found: Mapping[str, Squares]
+) -> Part:
+    keys = keys_of(record.classified)
+    problem = _by_time_alone(record)
+    known = {k for squares in found.values() for k in squares.known}
+    pins = {
+        n: _UNKNOWN
+        for n in problem.unary
+        if n in keys and keys[n] not in known and n not in problem.at_sink
+    }
+    own = {
+        n: {m: s.own[keys[n]] for m, s in found.items() if keys[n] in s.own}
+        for n in problem.unary
+        if n in keys
+    }
+    pins |= {
+        n: _OVERFLOWS
+        for n, squares in own.items()
+        if any(math.isinf(s) for s in squares.values()) and n not in problem.at_sink
+    }
+    problem = dataclasses.replace(problem, at_sink={**problem.at_sink, **pins})
+    return Part(name, record, problem, runs, keys, own, _pairs(record, keys, found))
+
+
+def _by_time_alone(record: Rewritten) -> Problem:
+    """The problem of a graph without the reward that `do_no_harm=False` gives."""
+    problem, prices = record.assignment.problem, record.assignment.prices
+    if not prices.reward:
+        return problem
+    unary = dict(problem.unary)
+    for name in filter(record.classified.is_allowed, record.classified.verdicts):
+        high, low = unary[name]
+        unary[name] = (max(0, high - prices.reward), low)
+    return dataclasses.replace(problem, unary=unary)
+
+
+def _pairs(
+    record: Rewritten, keys: Mapping[str, OpKey], found: Mapping[str, Squares]
+) -> list[Pair]:
+    """The uses of values in a graph that add squares."""
+    facts, known = record.facts, record.assignment.problem.unary
+    pairs = []
+    for (name, value), edge in edges_of(record.classified, keys).items():
+        maker, reader = facts.producer(value), name if edge.is_rounded else FP32
+        if maker not in known or reader not in known or maker == reader:
+            continue
+        down = {m: s.down[edge] for m, s in found.items() if edge in s.down}
+        up = {m: s.up[edge] for m, s in found.items() if edge in s.up}
+        if edge.is_rounded or up:
+            pairs.append(Pair(maker, reader, down, up))
+    return pairs
+
+
+def _add(total: dict[str, float], more: Mapping[str, float]) -> None:
+    for measure, square in more.items():
+        total[measure] = total.get(measure, 0.0) + square

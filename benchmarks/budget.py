@@ -1,0 +1,200 @@
+"""Budgets for error on models of the zoo: `python -m benchmarks.budget [names]`.
+
+Each model is converted to 1, 0.3 and 0.1 times autocast's error on three batches, the
+last of which is held out, and then asked on two batches that it has never seen.  Errors
+are measured.  Times are predicted by a device without a cost to start an op, which is
+twice as fast in bf16: the models are small, and on a real device the time to start
+their ops would hide what a placement gains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.progress import track
+
+import autoamp
+from autoamp.place.devices import NEUTRAL
+from autoamp.place.frontier import Frontier
+from tests.models.case import Case
+from tests.zoo import BY_NAME
+
+from . import report
+from .capability import capability
+
+MODELS = (
+    "gpt2", "llama", "bert", "t5", "vit", "whisper", "mixtral", "gpt_neox", "opt",
+    "distilbert", "bart", "deberta_v2", "swin", "convnextv2", "wav2vec2", "qwen3",
+    "phi", "gemma2", "roberta", "clip",
+)  # fmt: skip
+
+FACTORS = (1.0, 0.3, 0.1)
+
+
+@dataclass
+class Row:
+    """One model under one budget.
+
+    Attributes:
+        factor: the budget, in parts of autocast's error.
+        predicted, measured, unseen: the largest share of the budget that an error
+            takes: as predicted, on the batches of the calibration, on other batches.
+        ratio: predicted over measured error, of the measure that is nearest to its
+            limit, on the batches of the calibration.
+        given_up: the part of the default placement's speed-up that is given up; None
+            where the default placement gains nothing.
+        points: placements on the frontier.
+        steps: seconds of the calibration in training steps of the model in fp32.
+    """
+
+    name: str
+    factor: float
+    predicted: float = 0.0
+    measured: float = 0.0
+    unseen: float = 0.0
+    ratio: float = 0.0
+    given_up: float | None = None
+    points: int = 0
+    steps: float = 0.0
+    error: str = ""
+
+
+def measure(case: Case, factor: float) -> Row:
+    """Converts one model within a budget, and asks it on batches it has not seen."""
+    row = Row(case.name, factor)
+    torch._dynamo.reset()
+    model = case.model()
+    batches = [case.inputs(seed) for seed in range(3)]
+    text = f"{factor:g} autocast"
+    budget = autoamp.Budget(outputs=text, gradients=text, loss_fn=case.loss)
+    device = replace(NEUTRAL, launch_ns=0.0)
+    try:
+        with mock.patch("autoamp.place.cost.NEUTRAL", device):
+            autoamp.convert(
+                model,
+                precision="bf16",
+                do_no_harm=False,
+                budget=budget,
+                calibrate_on=batches,
+            )
+        args, kwargs = batches[0]
+        model(*args, **kwargs)
+        found = autoamp.report(model).frontier
+        assert found is not None
+        _fill(row, found, model, case)
+    except autoamp.AutoampError as error:
+        row.error = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return row
+
+
+def _fill(row: Row, found: Frontier, model: Any, case: Case) -> None:
+    row.points = len(found.points)
+    limits = found.limits
+    row.predicted = max(found.point.errors.get(m, 0.0) / x for m, x in limits.items())
+    row.measured = max(found.measured(m) / x for m, x in limits.items())
+    near = max(limits, key=lambda m: found.measured(m) / limits[m])
+    learned = [c.errors[near] for c in found.checks if not c.held_out]
+    true = math.sqrt(statistics.fmean(e**2 for e in learned))
+    row.ratio = found.point.errors.get(near, 0.0) / true if true else math.nan
+    slow, now = found.fp32.nanoseconds, found.point.nanoseconds
+    fast = found.points[-1].nanoseconds
+    if factor_gains(slow, fast):
+        row.given_up = (now - fast) / (slow - fast)
+    row.steps = found.steps
+    shares = []
+    for seed in (100, 101):
+        args, kwargs = case.inputs(seed)
+        errors = autoamp.compare(model, *args, loss_fn=case.loss, **kwargs).errors
+        shares.append(errors.output / limits["outputs"])
+        shares.append(errors.gradients / limits["gradients"])
+    row.unseen = max(shares)
+
+
+def factor_gains(slow: float, fast: float) -> bool:
+    """Whether the fastest placement saves more than 1 % of fp32's time."""
+    return fast < 0.99 * slow
+
+
+# -- the table -------------------------------------------------------------------------
+
+HEADER = (
+    "model", "budget", "predicted", "measured", "unseen", "predicted / measured",
+    "speed-up given up", "placements", "steps",
+)  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows, and below them what they come to."""
+    cells = [
+        [
+            row.name,
+            f"{row.factor:g}",
+            *(
+                [row.error, *[""] * 6]
+                if row.error
+                else [
+                    f"{row.predicted:.2f}",
+                    f"{row.measured:.2f}",
+                    f"{row.unseen:.2f}",
+                    f"{row.ratio:.2f}",
+                    "" if row.given_up is None else f"{row.given_up:.0%}",
+                    str(row.points),
+                    f"{row.steps:.1f}",
+                ]
+            ),
+        ]
+        for row in rows
+    ]
+    return report.markdown(HEADER, cells)
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Sentences on each budget."""
+    said = []
+    for factor in FACTORS:
+        ran = [r for r in rows if r.factor == factor and not r.error]
+        if not ran:
+            continue
+        within = sum(r.unseen <= 1 for r in ran)
+        near = sum(0.5 <= r.ratio <= 2 for r in ran if not math.isnan(r.ratio))
+        gave = [r.given_up for r in ran if r.given_up is not None]
+        text = (
+            f"* {factor:g} of autocast's error: unseen batches within the budget on "
+            f"{within} of {len(ran)} models; the prediction within a factor of 2 on "
+            f"{near}"
+        )
+        if gave:
+            text += f"; median speed-up given up {statistics.median(gave):.0%}"
+        said.append(f"{text}.")
+    return said
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures the models and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=MODELS)
+    parser.add_argument("--json", help="write the rows here as well")
+    chosen = parser.parse_args(argv)
+    rows = []
+    for name in track(chosen.names, "models"):
+        for factor in FACTORS:
+            rows.append(measure(BY_NAME[name], factor))
+            print(rows[-1], flush=True)
+            if chosen.json:
+                with open(chosen.json, "w", encoding="utf-8") as file:
+                    json.dump([asdict(row) for row in rows], file, indent=1)
+    print(capability("cpu"))
+    print(table(rows))
+    print("\n".join(summary(rows)))
+
+
+if __name__ == "__main__":
+    main()
