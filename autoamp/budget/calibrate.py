@@ -29,7 +29,13 @@ mean square is what 95 of 100 normal errors stay below."""
 
 
 class Calibration(Trials):
-    """A stand-in whose graphs run in fp32 under a probe."""
+    """A stand-in whose graphs run in fp32 under a probe.
+
+    Attributes:
+        most_runs: the most runs of graphs in one call so far.
+    """
+
+    most_runs = 0
 
     @functools.cached_property
     def plans(self) -> dict[Prepared, Plan]:
@@ -48,7 +54,18 @@ class Calibration(Trials):
         with untouched(self.twin, trains=self.trains):
             args, kwargs = copied(self.call)
             self.twin(*args, **kwargs)
+        self.most_runs = max(self.most_runs, sum(runs.values()))
         return runs
+
+    @property
+    def records_between(self) -> bool:
+        """Whether gradients are recorded between the graphs of a call, too.
+
+        In inference each graph is run as it was captured, without gradients; its probe
+        records them inside.  Only where a call runs several graphs must they be
+        recorded between the graphs as well, and the model is captured once more so.
+        """
+        return self.trains or self.most_runs > 1
 
     def traced(self, low: torch.dtype | None = None) -> tuple[Trace, Any]:
         """One call; its values and uses, and the output.
@@ -64,7 +81,8 @@ class Calibration(Trials):
             if prepared not in self.plans:
                 assert prepared.rewritten is not None
                 self.plans[prepared] = plan_of(prepared.rewritten)
-            return Probe(self.plans[prepared], trace, number).run(*args)
+            with torch.enable_grad():
+                return Probe(self.plans[prepared], trace, number).run(*args)
 
         self.engine.play = play
         args, kwargs = copied(self.call)
@@ -79,14 +97,32 @@ class Calibration(Trials):
             metric: a function of the output that can be differentiated, or None.
             seed: of the random directions.
         """
+        try:
+            self._learn(rounding, metric, seed)
+        except RuntimeError:  # an op of inference that torch cannot differentiate
+            if self.records_between:
+                raise
+            self.most_runs = 2
+            self._learn(rounding, metric, seed)
+
+    def _learn(
+        self, rounding: Rounding, metric: Callable[[Any], Any] | None, seed: int
+    ) -> None:
+        """Adds the squares of one batch, for each measure that has some.
+
+        Args:
+            metric: a function of the output that can be differentiated, or None.
+            seed: of the random directions.
+        """
         draws = torch.Generator().manual_seed(seed)
         weights = [p for p in self.twin.parameters() if p.requires_grad]
-        with untouched(self.twin, trains=True):
-            trace, output = self.traced(rounding.low)
-            rounding.see(trace)
+        with untouched(self.twin, trains=self.records_between), torch.enable_grad():
+            with torch.set_grad_enabled(self.records_between):
+                trace, output = self.traced(rounding.low)
             outs = [t for t in floats_of(output) if t.requires_grad]
             if OUTPUTS in rounding.found:
                 self._outputs(rounding, OUTPUTS, trace, outs, draws, relative=True)
+            rounding.see(trace)
             if METRIC in rounding.found and metric is not None:
                 given = [t for t in floats_of(metric(output)) if t.requires_grad]
                 self._outputs(rounding, METRIC, trace, given, draws, relative=False)

@@ -33,7 +33,12 @@ from autoamp.budget.search import Found, Search
 from autoamp.budget.sensitivity import Rounding, Squares
 from autoamp.budget.trial import Judge, takes_two
 from autoamp.dtypes import short_name
-from autoamp.errors import AutoampError, BudgetError, OptionError
+from autoamp.errors import (
+    AutoampError,
+    BudgetError,
+    OptionError,
+    UnsupportedModelError,
+)
 from autoamp.inspect.text import op_title
 from autoamp.model.eligible import choose_precision
 from autoamp.options import Options
@@ -180,6 +185,11 @@ def _budget(given: Any, bench: Calibration) -> Budget:
             f"Budget({needs[0]}=) needs a model in training mode; this model is in "
             "eval mode, so give outputs= or metric="
         )
+    if OUTPUTS in budget.limits and not found.output:
+        raise OptionError(
+            "the model's output holds no float tensor, whose error could be limited; "
+            "give loss= with loss_fn=, or metric="
+        )
     if GRADIENTS in budget.limits and not found.gradients:
         raise OptionError("Budget(gradients=) needs a model with trainable parameters")
     return budget
@@ -306,7 +316,16 @@ class _Study:
             self.ranked_by_outputs, metric = True, None
         for number, call in enumerate(told(self.learned, "measuring roundings")):
             self.bench.call = call
-            self.bench.learn(rounding, metric, seed=number)
+            try:
+                self.bench.learn(rounding, metric, seed=number)
+            except RuntimeError as error:
+                if isinstance(error, AutoampError):
+                    raise
+                problem = printable_line(f"{type(error).__name__}: {error}")
+                raise UnsupportedModelError(
+                    "budget= needs derivatives through the whole model, and torch "
+                    f"cannot give them: {problem}"
+                ) from error
         return found
 
     def _is_smooth(self, metric: Callable[..., Any]) -> bool:

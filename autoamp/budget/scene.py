@@ -13,9 +13,9 @@ from autoamp.budget.sensitivity import Squares
 from autoamp.options import Options
 from autoamp.place.assign import legal_energy
 from autoamp.place.chosen import Chosen, OpKey, keys_of
-from autoamp.place.cost import UNIT_NS
+from autoamp.place.cost import UNIT_NS, as_authors_ask, price_graph
 from autoamp.place.policies import project
-from autoamp.place.problem import least_cost
+from autoamp.place.problem import build_problem, held, least_cost
 from autoamp.place.two_sides import Crossing, Problem
 from autoamp.rewrite.rewritten import Rewritten
 
@@ -92,9 +92,17 @@ class Part:
         ]
         return dataclasses.replace(self.problem, unary=unary, crossings=crossings)
 
-    def solved(self, rates: Mapping[str, float]) -> frozenset[str]:
-        """The placement of least cost where squares of errors cost `rates` each."""
-        return least_cost(self.priced(rates))[0]
+    def solved(
+        self, rates: Mapping[str, float], kept: Iterable[str] = ()
+    ) -> frozenset[str]:
+        """The placement of least cost where squares of errors cost `rates` each.
+
+        Args:
+            kept: nodes that stay fp32.
+        """
+        problem = self.priced(rates)
+        problem = held(problem, kept, low=False, why="is tried in fp32")
+        return least_cost(problem)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,15 +210,26 @@ def _part(
 
 
 def _by_time_alone(record: Rewritten) -> Problem:
-    """The problem of a graph without the reward that `do_no_harm=False` gives."""
-    problem, prices = record.assignment.problem, record.assignment.prices
-    if not prices.reward:
-        return problem
-    unary = dict(problem.unary)
-    for name in filter(record.classified.is_allowed, record.classified.verdicts):
-        high, low = unary[name]
-        unary[name] = (max(0, high - prices.reward), low)
-    return dataclasses.replace(problem, unary=unary)
+    """The problem of a graph without the reward that `do_no_harm=False` gives.
+
+    That option asks for low precision whether it pays or not.  The time to start an op
+    or a cast, which is what makes low precision lose on a small model, then counts for
+    nothing.
+    """
+    assignment = record.assignment
+    if not assignment.prices.reward:
+        return assignment.problem
+    device = dataclasses.replace(assignment.prices.device, launch_ns=0.0)
+    prices = price_graph(
+        record.before,
+        record.classified,
+        device,
+        objective="time",
+        do_no_harm=True,
+        free_weights=True,
+    )
+    prices = as_authors_ask(prices, record.classified)
+    return build_problem(record.classified, prices, assignment.returned_inside)
 
 
 def _pairs(

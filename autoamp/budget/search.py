@@ -5,8 +5,7 @@ The placements for all prices are the corners of the lower convex hull of (error
 they are found by cuts at the slopes between corners known so far, which is the
 parametric search of Eisner and Severance, "Mathematical techniques for efficient record
 segmentation in large shared databases" (1976).  Between two corners, the ops in which
-the corners differ are moved group by group, the group that saves most time for its
-error first.
+the corners differ go to fp32 one after the other.
 """
 
 from __future__ import annotations
@@ -16,11 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import networkx as nx
-
 from autoamp.budget.scene import Labels, Part, Scene
 from autoamp.place.cost import UNIT_NS
-from autoamp.place.policies import project
 
 _CORNERS = 48
 """The most corners: far more than a plot or a budget can tell apart."""
@@ -109,22 +105,38 @@ class Search:
         return found
 
     def _between(self, exact: Found, fast: Found) -> Iterator[Found]:
-        """Placements between two corners: from the exact one, group by group."""
-        groups = [
-            (part, group)
+        """Placements between two corners: from the fast one, op by op.
+
+        The op that goes to fp32 first is the one that lessens the error most for the
+        time that its return to fp32 costs.
+        """
+        more = fast.share - exact.share
+        rate = (exact.nanoseconds - fast.nanoseconds) / more if more > 0 else 0.0
+        rates = {m: rate / UNIT_NS * w for m, w in self.weights.items()}
+        moved = [
+            (part, name)
             for part in self.scene.parts
-            for group in _groups(part, fast.labels[part.name] - exact.labels[part.name])
+            for name in sorted(fast.labels[part.name] - exact.labels[part.name])
+            if part.record.classified.is_allowed(name)
         ]
-        if len(groups) < 2:
+        if len(moved) < 2 or not 0.0 < rate < math.inf:
             return
-        groups.sort(key=lambda each: _slope(exact, self._with(exact, *each)))
-        now = exact
-        for part, group in groups[:_STEPS]:
-            now = self._with(now, part, group)
+        alone = {
+            (part.name, name): self._without(fast, part, [name], rates)
+            for part, name in moved
+        }
+        moved.sort(key=lambda each: _slope(alone[each[0].name, each[1]], fast))
+        now, gone = fast, dict[str, list[str]]()
+        for part, name in moved[:_STEPS]:
+            gone.setdefault(part.name, []).append(name)
+            now = self._without(now, part, gone[part.name], rates)
             yield now
 
-    def _with(self, found: Found, part: Part, more: frozenset[str]) -> Found:
-        low = project(part.problem, found.labels[part.name] | more)
+    def _without(
+        self, found: Found, part: Part, names: Sequence[str], rates: Mapping[str, float]
+    ) -> Found:
+        """A placement with some ops of one graph in fp32, and their neighbours anew."""
+        low = part.solved(rates, names)
         return self.placement({**found.labels, part.name: low})
 
 
@@ -132,20 +144,9 @@ def _cost(found: Found, rate: float) -> float:
     return found.nanoseconds + (rate * found.share if rate else 0.0)
 
 
-def _slope(exact: Found, faster: Found) -> float:
-    """Nanoseconds a share of error, below 0 where time is saved."""
-    more = max(faster.share - exact.share, 1e-30)
-    return (faster.nanoseconds - exact.nanoseconds) / more
-
-
-def _groups(part: Part, names: frozenset[str]) -> list[frozenset[str]]:
-    """The connected groups of nodes, by the uses of values among them."""
-    graph = nx.Graph()
-    graph.add_nodes_from(sorted(names))
-    for group in part.problem.groups:
-        near = [n for n in (group.value, *group.readers) if n in names]
-        graph.add_edges_from((near[0], other) for other in near[1:])
-    return [frozenset(each) for each in nx.connected_components(graph)]
+def _slope(exact: Found, fast: Found) -> float:
+    """The nanoseconds that a share of error costs."""
+    return (exact.nanoseconds - fast.nanoseconds) / max(fast.share - exact.share, 1e-30)
 
 
 def _pareto(found: Sequence[Found]) -> list[Found]:

@@ -18,15 +18,12 @@ import autoamp
 from autoamp import Budget, BudgetError, OptionError
 from autoamp.ask.outcome import relative_error
 from autoamp.budget.budget import parsed
-from autoamp.place.devices import NEUTRAL
 
 BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device on which ops of small models gain in bf16."""
-    monkeypatch.setattr("autoamp.place.cost.NEUTRAL", replace(NEUTRAL, launch_ns=0.0))
+def seeded() -> None:
     torch.manual_seed(0)
 
 
@@ -337,6 +334,7 @@ def broken_metric(out: Tensor) -> Tensor:
         ({"budget": math.nan, "calibrate_on": batches()}, "not a positive"),
         ({"budget": True, "calibrate_on": batches()}, "is no limit"),
         ({"budget": [0.1], "calibrate_on": batches()}, "is no limit"),
+        ({"budget": 3 + 4j, "calibrate_on": batches()}, "is no limit"),
         ({"budget": "0.1%", "calibrate_on": []}, "holds no batch"),
         ({"budget": "0.1%", "calibrate_on": torch.ones(3, 32)}, "list of batches"),
         ({"budget": "0.1%", "calibrate_on": [torch.ones(2, 5)]}, "calibrate_on[0]"),

@@ -143,7 +143,9 @@ def alone(study: Study) -> list[dict[str, frozenset[str]]]:
     return found
 
 
-@pytest.mark.parametrize("low", [BF16, FP16])
+@pytest.mark.parametrize(
+    "low", [BF16, pytest.param(FP16, marks=pytest.mark.slow)], ids=["bf16", "fp16"]
+)
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_each_op_by_itself(name: str, trains: bool, low: torch.dtype) -> None:
