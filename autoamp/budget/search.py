@@ -21,6 +21,9 @@ from autoamp.place.cost import UNIT_NS
 _CORNERS = 48
 """The most corners: far more than a plot or a budget can tell apart."""
 
+_FEW = 24
+"""The most ops for which a greedy search is made as well."""
+
 _STEPS = 24
 """The most placements between two corners."""
 
@@ -78,7 +81,7 @@ class Search:
         found = [exact, *self._corners(exact, fastest), fastest]
         found.sort(key=lambda each: each.share)
         steps = [step for pair in pairwise(found) for step in self._between(*pair)]
-        return _pareto([*found, *steps])
+        return _pareto([*found, *steps, *self._worst_first(fastest)])
 
     def _at(self, rate: float) -> Found:
         """The placement of least cost, where a share of 1 costs `rate` nanoseconds."""
@@ -130,6 +133,32 @@ class Search:
         for part, name in moved[:_STEPS]:
             gone.setdefault(part.name, []).append(name)
             now = self._without(now, part, gone[part.name], rates)
+            yield now
+
+    def _worst_first(self, fast: Found) -> Iterator[Found]:
+        """Placements as a greedy search makes them: the worst op goes to fp32, again.
+
+        A small model has few corners, with large gaps between them.  A large model has
+        so many ops that the gaps are small, and a greedy search takes long.
+        """
+        left = [
+            (part, name)
+            for part in self.scene.parts
+            for name in sorted(fast.labels[part.name])
+            if part.record.classified.is_allowed(name)
+        ]
+        if len(left) > _FEW:
+            return
+        now, gone = fast, dict[str, list[str]]()
+        while left:
+            tries = [
+                self._without(now, part, [*gone.get(part.name, ()), name], {})
+                for part, name in left
+            ]
+            at = min(range(len(tries)), key=lambda i: tries[i].share)
+            part, name = left.pop(at)
+            gone.setdefault(part.name, []).append(name)
+            now = tries[at]
             yield now
 
     def _without(

@@ -40,7 +40,7 @@ class Layers(nn.Module):
 
 
 def greedy(scene: Scene, judge: Judge, exact: object) -> Curve:
-    """Flips the op to fp32 whose return lessens the measured error most, and repeats."""
+    """Flips the op to fp32 that lessens the measured error most, and repeats."""
     low: Labels = scene.solved({})
     curve = [(scene.nanoseconds(low), error_of(scene, judge, exact, low))]
     while True:
