@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ MODELS = (
     "phi", "gemma2", "roberta", "clip",
 )  # fmt: skip
 
-FACTORS = (1.0, 0.3, 0.1)
+FACTORS = (0.3, 1.0, 0.1)
 
 
 @dataclass
@@ -154,7 +155,7 @@ def table(rows: Sequence[Row]) -> str:
 def summary(rows: Sequence[Row]) -> list[str]:
     """Sentences on each budget."""
     said = []
-    for factor in FACTORS:
+    for factor in sorted(FACTORS, reverse=True):
         ran = [r for r in rows if r.factor == factor and not r.error]
         if not ran:
             continue
@@ -178,14 +179,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", default=MODELS)
     parser.add_argument("--json", help="write the rows here as well")
     chosen = parser.parse_args(argv)
-    rows = []
-    for name in track(chosen.names, "models"):
-        for factor in FACTORS:
-            rows.append(measure(BY_NAME[name], factor))
-            print(rows[-1], flush=True)
-            if chosen.json:
-                with open(chosen.json, "w", encoding="utf-8") as file:
-                    json.dump([asdict(row) for row in rows], file, indent=1)
+    rows: list[Row] = []
+    wanted = [(name, factor) for factor in FACTORS for name in chosen.names]
+    for name, factor in track(wanted, "models and budgets"):
+        rows.append(measure(BY_NAME[name], factor))
+        print(rows[-1], flush=True)
+        if chosen.json:
+            path = Path(chosen.json)
+            path.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    rows.sort(key=lambda row: (chosen.names.index(row.name), -row.factor))
     print(capability("cpu"))
     print(table(rows))
     print("\n".join(summary(rows)))

@@ -11,11 +11,12 @@ from autoamp.analyse.facts import FP32
 from autoamp.budget.probe import edges_of
 from autoamp.budget.sensitivity import Squares
 from autoamp.options import Options
+from autoamp.place.again import Again
 from autoamp.place.assign import legal_energy
 from autoamp.place.chosen import Chosen, OpKey, keys_of
 from autoamp.place.cost import UNIT_NS, as_authors_ask, price_graph
 from autoamp.place.policies import project
-from autoamp.place.problem import build_problem, held, least_cost
+from autoamp.place.problem import build_problem, least_cost
 from autoamp.place.two_sides import Crossing, Problem
 from autoamp.rewrite.rewritten import Rewritten
 
@@ -60,6 +61,7 @@ class Part:
     keys: Mapping[str, OpKey]
     own: Mapping[str, Mapping[str, float]]
     pairs: Sequence[Pair]
+    _again: dict[tuple[tuple[str, float], ...], Again] = field(default_factory=dict)
 
     def units(self, low: frozenset[str]) -> float:
         """The predicted time of a placement, in units of price."""
@@ -100,9 +102,16 @@ class Part:
         Args:
             kept: nodes that stay fp32.
         """
-        problem = self.priced(rates)
-        problem = held(problem, kept, low=False, why="is tried in fp32")
-        return least_cost(problem)[0]
+        kept = list(kept)
+        if not kept:
+            return least_cost(self.priced(rates))[0]
+        key = tuple(sorted(rates.items()))
+        if key not in self._again:
+            self._again.clear()
+            self._again[key] = Again(self.priced(rates))
+        found = self._again[key].held(kept, at_source=False)
+        assert found is not None, "everything in fp32 is legal"
+        return found.source
 
 
 @dataclass(frozen=True, eq=False)
