@@ -54,6 +54,10 @@ HIGH = "the budget for error leaves it fp32"
 _BATCHES = 16
 """The most batches that are taken of `calibrate_on`, which may be endless."""
 
+_HELD = 2**30
+"""Gradients in fp32 are held for all batches up to this many bytes; above, each is
+computed again where it is needed."""
+
 _TRIES = 8
 """The most placements that are measured."""
 
@@ -209,7 +213,7 @@ class _Study:
         self.budget, self.measures = budget, list(budget.limits)
         self.judge = Judge(bench, budget, self.measures)
         self.learned = batches[:-1] or batches
-        self.exact: list[Heard] = []
+        self.exact: list[Heard | None] = []
         self.autocast: list[dict[str, float]] = []
         self.step_seconds = math.inf
         self.ranked_by_outputs = False
@@ -261,10 +265,17 @@ class _Study:
         for call in told(self.batches, "calling the model in fp32"):
             self.bench.call = call
             exact, seconds = self._timed_exact()
-            self.exact.append(exact)
+            if GRADIENTS not in self.measures:
+                exact.gradients.clear()
+            held = sum(g.nbytes for g in exact.gradients.values()) * len(self.batches)
+            self.exact.append(exact if held <= _HELD or not self.exact else None)
             self.step_seconds = min(self.step_seconds, seconds)
             self.bench.find_scale(lambda: self.judge.placed(None))
             self.autocast.append(self.judge.autocast(self.model, exact))
+
+    def _exact(self, number: int) -> Heard:
+        """The call in fp32 on one batch, which must be the batch that is set."""
+        return self.exact[number] or self.judge.exact()
 
     def _timed_exact(self) -> tuple[Heard, float]:
         """A call in fp32, and its seconds."""
@@ -294,15 +305,10 @@ class _Study:
                 value *= theirs
             limits[measure] = value
         self.bench.call = self.batches[0]
-        again = self.judge.errors(self.judge.exact(), self.exact[0])
+        again = self.judge.errors(self.judge.exact(), self._exact(0))
         for measure, limit in limits.items():
             if not again[measure] <= limit:
-                raise BudgetError(
-                    f"the budget cannot be met even in fp32: two calls of the model in "
-                    f"fp32 on the same batch differ by {again[measure]:.2g} in "
-                    f"{measure}, and the budget is {limit:.2g}. The model draws "
-                    "numbers that torch does not, keeps a state, or makes NaN"
-                )
+                raise _unmet([Check(0, False, {measure: again[measure]}, {})], limits)
         return limits
 
     def _learn(self) -> dict[str, Squares]:
@@ -332,7 +338,7 @@ class _Study:
         """Whether a metric of one output gives numbers with a gradient."""
         if takes_two(metric):
             return False
-        outputs = pytree.tree_map_only(Tensor, _with_gradient, self.exact[0].returned)
+        outputs = pytree.tree_map_only(Tensor, _with_gradient, self._exact(0).returned)
         with torch.enable_grad():
             return any(t.requires_grad for t in floats_of(metric(outputs)))
 
@@ -359,6 +365,8 @@ class _Study:
             at = self._guess(points, limits, aim)
         if not best[1]:  # the most exact placement
             best = (0, self._checks(search.scene.chosen(points[0].labels)))
+            if not _share(best[1], limits) <= 1.0:
+                raise _unmet(best[1], limits)
         at, checks = best
         found = points[at]
         chosen = search.scene.chosen(found.labels)
@@ -393,7 +401,7 @@ class _Study:
         checks = []
         for number, call in enumerate(self.batches):
             self.bench.call = call
-            errors = self.judge.errors(self.judge.placed(chosen), self.exact[number])
+            errors = self.judge.errors(self.judge.placed(chosen), self._exact(number))
             held_out = len(self.batches) > 1 and number == len(self.batches) - 1
             checks.append(Check(number, held_out, errors, self.autocast[number]))
         return checks
@@ -408,6 +416,24 @@ def _fastest(points: Sequence[Found], limits: Mapping[str, float], aim: float) -
     """The place of the fastest placement whose predicted errors fit; 0 if none does."""
     fitting = [i for i, each in enumerate(points) if each.fits(limits, aim)]
     return max(fitting, default=0)
+
+
+def _unmet(checks: Sequence[Check], limits: Mapping[str, float]) -> BudgetError:
+    """The error of a budget that fp32 does not meet."""
+    shares = {
+        (check.batch, measure, error): error / limits[measure]
+        for check in checks
+        for measure, error in check.errors.items()
+    }
+    batch, measure, error = max(
+        shares, key=lambda key: math.inf if math.isnan(shares[key]) else shares[key]
+    )
+    return BudgetError(
+        "the budget cannot be met even in fp32: two calls of the model in fp32 on "
+        f"batch {batch} differ by {error:.2g} in {measure}, and the budget is "
+        f"{limits[measure]:.2g}. The model draws numbers that torch does not, keeps a "
+        "state, or makes NaN"
+    )
 
 
 def _share(checks: Sequence[Check], limits: Mapping[str, float]) -> float:
