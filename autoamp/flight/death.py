@@ -21,8 +21,10 @@ A death is a folder `deaths/step-00000123` of a rank's folder, whose files are c
 * `skips`, if that is the cause: `{"why"}`;
 * `calls`: the model's training calls of the step, in order, the last ones where they
   are large: `{"args", "kwargs": values (see `values.py`), "training": bool, "scale":
-  the loss scale or None, "python_rng": `random.getstate()` in lists}`.  A call's index
-  is `CALL` above;
+  the loss scale or None, "python_rng": `random.getstate()` in lists, "python_rng_of":
+  "call" or "death"}`.  A call's index is `CALL` above.  Python's generator is as it was
+  before the call; where not each step has a record, it is as it was at the death, which
+  is the same unless the step draws from it;
 * `caller`: the functions on the stack, innermost first: `{"function", "file", "line",
   "locals": {NAME: value}}`, with the locals that hold tensors;
 * `optimizers`: `{"class", "groups": [{"params": [NAME], "options": {NAME: value}}],
@@ -36,6 +38,7 @@ A death is a folder `deaths/step-00000123` of a rank's folder, whose files are c
 from __future__ import annotations
 
 import os
+import random
 import re
 import sysconfig
 import time
@@ -150,17 +153,17 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _call(batch: Packed, index: int, call: Any) -> dict[str, Any]:
-    states = call.drawn.states()
-    batch.add(f"rng.{index}.torch", states["torch"])
-    for at, each in enumerate(states["cuda"]):
+    on_cpu, *on_gpus = call.drawn
+    batch.add(f"rng.{index}.torch", on_cpu)
+    for at, each in enumerate(on_gpus):
         batch.add(f"rng.{index}.cuda.{at}", each)
-    scale = call.numbers.get("scale")
     return {
         "args": batch.pack(call.args),
         "kwargs": batch.pack(call.kwargs),
         "training": call.training,
-        "scale": None if scale is None else float(scale),
-        "python_rng": states["python"],
+        "scale": None if call.scale is None else float(call.scale),
+        "python_rng": call.python or random.getstate(),
+        "python_rng_of": "call" if call.python else "death",
     }
 
 

@@ -13,6 +13,9 @@ A record of `kind` "step" is one step of an optimizer:
 
 * `step`: its number, from 1, among all steps of the model's optimizers; `time`;
   `optimizer`: its class;
+* `every`: how many steps apart the records are: 1, or a power of two where the numbers
+  of each step would take too long (see `stride.py`).  A skipped step has a record in
+  any case;
 * `loss`: of the last backward, and `losses`: how many backwards there were;
 * `scale`: the loss scale at the model's last call; `taken`: a bool, and `why` it was
   not taken; `in_a_row`: how many steps were skipped in a row;
@@ -34,6 +37,7 @@ import logging
 import math
 import os
 import platform
+import random
 import socket
 import sys
 import threading
@@ -51,6 +55,7 @@ from torch import nn
 from autoamp import compat
 from autoamp.flight import death, folder, ops
 from autoamp.flight.ring import HEADER, Ring, encoded
+from autoamp.flight.stride import Stride
 from autoamp.flight.values import class_of, hash_of, held, sums_of, tensors_in
 from autoamp.options import OPTION_NAMES, Options
 from autoamp.training.model_scaling import ModelScaling
@@ -65,6 +70,9 @@ _ON_GPU = 10
 _HELD = 1 << 28
 """The bytes of the batches of one step that are kept, beside the last one."""
 
+_MOST_CALLS = 256
+"""The calls of one step that are kept: steps that are not seen forget none."""
+
 _IN_A_ROW = 3
 _MOST_DEATHS = 3
 _HEADER_NAMES = HEADER // 2
@@ -76,20 +84,52 @@ class Call:
     """One call of the model in which gradients are recorded.
 
     Attributes:
-        drawn: the random generators before the call.
-        numbers: what is noted of the call; tensors until they are read.
+        drawn: torch's random generators before the call: on CPUs, and on GPUs in use.
+        python: Python's generator before the call, or None where that takes too long.
+        scale: the loss scale, or None.
+        result: the largest magnitude in the result, where it is noted.
         backward: the number of the last backward that reached the call.
     """
 
-    __slots__ = ("args", "backward", "bytes", "drawn", "kwargs", "numbers", "training")
+    __slots__ = (
+        "args",
+        "backward",
+        "bytes",
+        "drawn",
+        "kwargs",
+        "python",
+        "result",
+        "scale",
+        "training",
+    )
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [*tensors_in((args, kwargs))]
-        self.drawn = compat.Generators()
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, python: bool
+    ) -> None:
+        self.drawn = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():
+            self.drawn += torch.cuda.get_rng_state_all()
+        self.python = random.getstate() if python else None
         self.args, self.kwargs = held(args), held(kwargs)
-        self.bytes = sum(t.nbytes for t in given if t.layout is torch.strided)
-        self.training, self.backward = True, -1
-        self.numbers: dict[str, Any] = {"batch": sums_of(given)}
+        self.training, self.backward, self.bytes = True, -1, -1
+        self.scale: Any = None
+        self.result: torch.Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """The bytes of the arguments."""
+        if self.bytes < 0:
+            given = tensors_in((self.args, self.kwargs))
+            self.bytes = sum(t.nbytes for t in given if t.layout is torch.strided)
+        return self.bytes
+
+    def numbers(self) -> dict[str, Any]:
+        """What a record has of the call; tensors until they are read."""
+        found: dict[str, Any] = {
+            "batch": sums_of([*tensors_in((self.args, self.kwargs))]),
+            "rng": _hash_of_generators(self.drawn),
+        }
+        return found if self.scale is None else {**found, "scale": self.scale}
 
 
 def _safely(method: Callable[..., None]) -> Callable[..., None]:
@@ -99,9 +139,11 @@ def _safely(method: Callable[..., None]) -> Callable[..., None]:
     def safe(self: FlightRecorder, *args: Any) -> None:
         if self.off or os.getpid() != self.pid:  # a forked process has no ring
             return
+        start = time.perf_counter()
         try:
             with self.lock:
                 method(self, *args)
+                self.stride.own += time.perf_counter() - start
         except Exception as error:  # noqa: BLE001 (a recorder never ends a training)
             self.stop(error)
 
@@ -134,9 +176,13 @@ class FlightRecorder:
         self.frames: list[Any] | None = None
         self._ring: Ring | None = None
         self._pending: list[dict[str, Any]] = []
-        self._every = 0
+        given = os.environ.get(EVERY, "")
+        self._every = int(given) if given.isdigit() else 0
+        self.stride = Stride(fixed=self._every > 0)
         self._fine, self._losses, self._called = True, 0, 0
-        self._loss: torch.Tensor | None = None
+        self._loss: torch.Tensor | float | None = None
+        self._on_cpu, self._held, self._noting = True, 0, False
+        self._here = weakref.ref(self)
         self._last: weakref.finalize[Any, Any] | None = None
 
     @property
@@ -154,21 +200,29 @@ class FlightRecorder:
             self._open(model)
         if self.model() is not model:
             self.model = weakref.ref(model)
-        call = Call(args, kwargs)
+        call = Call(args, kwargs, python=self.stride.every == 1)
         call.training = model.training
         scaling = self.scaling
         if scaling is not None and scaling.enabled:
             scale = scaling.loss_scale.position[0]
-            call.numbers["scale"] = scale if scale.device.type == "cpu" else scale + 0
-            if scale.device.type == "cpu":
-                call.numbers["scale"] = float(scale)
-        call.numbers["rng"] = _hash_of_generators(call.drawn)
+            call.scale = float(scale) if scale.device.type == "cpu" else scale + 0
         self.calls.append(call)
         self._called += 1
-        while len(self.calls) > 1 and sum(c.bytes for c in self.calls) > _HELD:
-            del self.calls[0]
+        if len(self.calls) > 1:
+            self._forget()
         if self.watch is not None:
             self.watch.begin()
+
+    def _forget(self) -> None:
+        """Forgets the first calls of a step that has many or large ones."""
+        if len(self.calls) == 2:
+            self._held = self.calls[0].size
+        self._held += self.calls[-1].size
+        while len(self.calls) > 1 and (
+            self._held > _HELD or len(self.calls) > _MOST_CALLS
+        ):
+            self._held -= self.calls[0].size
+            del self.calls[0]
 
     @_safely
     def end(self, result: Any) -> None:
@@ -176,14 +230,16 @@ class FlightRecorder:
         if not self.calls:
             return
         call = self.calls[-1]
-        found = [t for t in tensors_in(result) if t.is_floating_point()]
-        call.numbers["result"] = compat.largest_magnitude(found)
-        hook = functools.partial(_reached, weakref.ref(self), call)
+        given = [result] if type(result) is torch.Tensor else tensors_in(result)
+        found = [t for t in given if t.is_floating_point()]
+        if self.stride.notes(self.step + 1):
+            call.result = compat.largest_magnitude(found)
+        hook = functools.partial(_reached, self._here, call)
         for each in found:
             if each.grad_fn is not None:
                 compat.hook_gradient(each, hook)
-                if each.numel() == 1 and each.device.type == "cpu":
-                    self._look(each.detach(), each, sys._getframe(2))
+                if self._on_cpu and each.numel() == 1:
+                    self._look(each.item(), each, sys._getframe(2))
 
     @_safely
     def reached(self, call: Call) -> None:
@@ -196,17 +252,21 @@ class FlightRecorder:
         if not losses:
             return
         self._losses += 1
-        self._loss = losses[0].detach().float().mean()
+        loss = losses[0].detach()
+        if loss.numel() != 1:
+            loss = loss.float().mean()
         if self.in_a_row == _IN_A_ROW - 1:  # the third may be about to be skipped
             self.frames = death.frames_of(frame)
-        if self._loss.device.type == "cpu":
+        if loss.device.type == "cpu":
+            self._loss = loss.item()
             self._look(self._loss, losses[0], frame)
+        else:
+            self._loss = loss
 
     def _look(
-        self, value: torch.Tensor, loss: torch.Tensor, frame: types.FrameType | None
+        self, number: float, loss: torch.Tensor, frame: types.FrameType | None
     ) -> None:
         """Saves a death at the first loss that is not finite."""
-        number = float(value)
         if math.isfinite(number):
             self._fine = True
         elif self._fine:
@@ -217,19 +277,48 @@ class FlightRecorder:
 
     # -- a step ----------------------------------------------------------------------
 
-    @_safely
     def stepped(
         self, boundary: OptimizerBoundary, skipped: Any, sizes: dict[int, Any]
     ) -> None:
         """Notes a step that is about to be taken, or is skipped."""
+        self._noting = False
+        self._stepped(boundary, skipped, sizes)
+        self.stride.stepped(time.perf_counter(), noted=self._noting)
+
+    @_safely
+    def _stepped(
+        self, boundary: OptimizerBoundary, skipped: Any, sizes: dict[int, Any]
+    ) -> None:
         if self._ring is None:
             return
         self.step += 1
         self.in_a_row = self.in_a_row + 1 if skipped is True else 0
-        params = boundary.params
+        self._noting = skipped is True or self.stride.notes(self.step)
+        if self._noting:
+            self._pending.append(self._noted(boundary, skipped, sizes))
+        elif isinstance(self._loss, torch.Tensor):  # on a GPU it is looked at later
+            self._pending.append({"step": self.step, "loss": self._loss})
+        if self._pending and (skipped is True or len(self._pending) >= self._every):
+            start = time.perf_counter()
+            self.flush()
+            if not self._on_cpu:  # while it waits, the GPU works
+                self.stride.own -= time.perf_counter() - start
+        if self.in_a_row == _IN_A_ROW:
+            frames = self.frames or death.frames_of(sys._getframe(2))
+            self._die("skips", self.step, {"why": self._why}, frames)
+        self.frames = None
+        self.calls = []
+        self._losses = self._called = 0
+        self._loss = None
+
+    def _noted(
+        self, boundary: OptimizerBoundary, skipped: Any, sizes: dict[int, Any]
+    ) -> dict[str, Any]:
+        """The record of a step; tensors until they are read."""
         noted: dict[str, Any] = {
             "kind": "step",
             "step": self.step,
+            "every": self.stride.every,
             "time": round(time.time(), 3),
             "optimizer": type(boundary.optimizer).__name__,
             "loss": self._loss,
@@ -237,32 +326,27 @@ class FlightRecorder:
             "taken": not skipped if isinstance(skipped, bool) else skipped,
             "calls": self._called,
             "gradient": compat.largest_magnitude(
-                [p.grad for p in params if p.grad is not None]
+                [p.grad for p in boundary.params if p.grad is not None]
             ),
         }
         if self.calls:
-            noted |= self.calls[-1].numbers
-            results = [call.numbers.get("result") for call in self.calls]
+            noted |= self.calls[-1].numbers()
+            results = [call.result for call in self.calls]
             noted["result"] = _largest([each for each in results if each is not None])
         inside = [each for each in sizes.values() if each is not None]
         if inside:
             noted["inside"] = inside[0]
         if skipped is True:
-            skips = () if self.scaling is None else self.scaling.ledger.skips
-            noted["why"] = skips[-1] if skips else ""
-            noted["in_a_row"] = self.in_a_row
+            noted["why"], noted["in_a_row"] = self._why, self.in_a_row
         if self.watch is not None:
             noted["ops"] = self.watch.end()
-        self._pending.append(noted)
-        if skipped is True or len(self._pending) >= self._every:
-            self.flush()
-        if self.in_a_row == _IN_A_ROW:
-            frames = self.frames or death.frames_of(sys._getframe(2))
-            self._die("skips", self.step, {"why": noted["why"]}, frames)
-        self.frames = None
-        self.calls = []
-        self._losses = self._called = 0
-        self._loss = None
+        return noted
+
+    @property
+    def _why(self) -> Any:
+        """Why the last step was skipped."""
+        skips = () if self.scaling is None else self.scaling.ledger.skips
+        return skips[-1] if skips else ""
 
     def flush(self) -> None:
         """Reads what was noted, which may wait for a device, and writes it."""
@@ -272,7 +356,8 @@ class FlightRecorder:
             if isinstance(record.get("taken"), float):  # the flag of a kernel
                 record["taken"] = record["taken"] == 0
             assert self._ring is not None
-            self._ring.write(record)
+            if "kind" in record:
+                self._ring.write(record)
             loss = record.get("loss")
             late = isinstance(loss, float) and not math.isfinite(loss)
             if late and self._fine:
@@ -308,9 +393,8 @@ class FlightRecorder:
     def _open(self, model: nn.Module) -> None:
         rank = compat.own_rank()
         device = next((p.device.type for p in model.parameters()), "cpu")
-        given = os.environ.get(EVERY, "")
-        usual = 1 if device == "cpu" else _ON_GPU
-        self._every = int(given) if given.isdigit() and int(given) else usual
+        self._on_cpu = device == "cpu"
+        self._every = self._every or (1 if self._on_cpu else _ON_GPU)
         self.home = folder.begin(self.root, rank)
         self._ring = Ring(self.home / folder.RING, self._facts(model))
         self._last = weakref.finalize(self, _finish, self._pending_of, self._ring)
@@ -318,7 +402,7 @@ class FlightRecorder:
     @property
     def _pending_of(self) -> Callable[[], None]:
         """`flush`, without what would keep this object alive."""
-        this = weakref.ref(self)
+        this = self._here
 
         def last() -> None:
             recorder = this()
@@ -417,11 +501,10 @@ def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return compat.largest_magnitude(values) if len(values) > 1 else (*values, None)[0]
 
 
-def _hash_of_generators(drawn: compat.Generators) -> str:
+def _hash_of_generators(states: Sequence[torch.Tensor]) -> str:
     """A hash of torch's generators: on CPUs, and on each GPU in use."""
-    states = drawn.states()
     found = 0
-    for each in (states["torch"], *states["cuda"]):
+    for each in states:
         found = zlib.crc32(ctypes.string_at(each.data_ptr(), each.numel()), found)
     return f"{found:08x}"
 

@@ -180,11 +180,9 @@ def sums_of(tensors: list[torch.Tensor]) -> tuple[str, list[torch.Tensor]]:
             kinds.append(f"{tuple(each.shape)} {each.dtype}")
             part = _some(compat.local_part(each.detach()))
             if part is not None:
-                part = part.to(
-                    torch.float64 if part.is_floating_point() else torch.int64
-                )
+                kind = torch.float64 if part.is_floating_point() else torch.int64
                 half = part[: len(part) // 2]
-                sums += [part.sum(), half.sum()]
+                sums += [part.sum(dtype=kind), half.sum(dtype=kind)]
     return ";".join(kinds), sums
 
 
