@@ -89,7 +89,7 @@ def largest_magnitude(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
             by_kind.setdefault((part.device, part.dtype), []).append(part)
     if not by_kind:
         return None
-    if all(device.type == "cpu" for device, _ in by_kind):
+    if all(device.type == _ON_CPU for device, _ in by_kind):
         return torch.tensor(_largest_on_cpu(by_kind.values()), dtype=torch.float32)
     found = [each.float() for parts in by_kind.values() for each in largest_of(parts)]
     device = found[0].device
@@ -97,6 +97,8 @@ def largest_magnitude(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     # `amax` alone may pass over a NaN on some devices.
     return torch.where(whole.isnan().any(), math.nan, whole.amax())
 
+
+_ON_CPU = "cpu"
 
 _SMALL = 2**16
 """So many numbers are put together: one kernel takes less time than some small ones."""

@@ -283,6 +283,10 @@ class FlightRecorder:
         """Notes a step that is about to be taken, or is skipped."""
         self._noting = False
         self._stepped(boundary, skipped, sizes)
+        self._measure()
+
+    @_safely
+    def _measure(self) -> None:
         self.stride.stepped(time.perf_counter(), noted=self._noting)
 
     @_safely

@@ -62,5 +62,5 @@ class Stride:
         if wanted > self.every:
             while self.every < min(wanted, MOST):
                 self.every *= 2
-        elif wanted <= self.every / 4:  # not at the first quick step
+        elif self.every > 1 and wanted <= self.every / 4:  # not at the first quick step
             self.every //= 2

@@ -127,6 +127,7 @@ def convert_model(
             if fresh:
                 revert_model(model)
             raise
+    _end_recording(before)
     DECLINED.pop(model, None)
     logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
     return model
@@ -173,6 +174,15 @@ def _entry(
     recorder = told
     recorder.scaling = engine.record.scaling
     return RecordedEntry(recorder, engine, owner, of_class=of_class)
+
+
+def _end_recording(call: Entry | None) -> None:
+    """Ends the recorder of a call that a model has no more, unless a copy has it."""
+    if not isinstance(call, RecordedEntry):
+        return
+    recorders = [getattr(each.call, "recorder", None) for each in CONVERSIONS]
+    if call.recorder not in recorders:
+        call.recorder.finish()
 
 
 def _decline(
@@ -308,8 +318,7 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     call, state.call = state.call, None
     if call is not None and all(each.call is not call for each in CONVERSIONS):
         end_scaling(call.engine.record.scaling)
-        if isinstance(call, RecordedEntry):
-            call.recorder.finish()
+        _end_recording(call)
     if state.bound is None or model.__dict__.get("forward") == state.bound:
         uninstall(model)
     return model
