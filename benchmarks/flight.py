@@ -33,7 +33,7 @@ from .processes import commit
 from .timing import interleaved, ratios
 
 STEM = "flight"
-WARM_UP = 12
+WARM_UP = 8
 """Steps before the first that is timed: by then the recorder knows what it costs."""
 
 WAYS = ("fp32", "converted", "recorded")
@@ -68,8 +68,8 @@ def _words() -> Tensor:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
-    "MLP": (MLP, lambda: torch.randn(16, 32), 1001),
-    "GPT, 4 layers": (lambda: GPT(4, 256, 50257), _words, 11),
+    "MLP": (MLP, lambda: torch.randn(16, 32), 601),
+    "GPT, 4 layers": (lambda: GPT(4, 256, 50257), _words, 5),
 }
 """Each model with its input and its rounds."""
 
