@@ -52,7 +52,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"planning"}),
     frozenset({"api", "questions"}),
     frozenset({"auto"}),
-    frozenset({"replay"}),
+    frozenset({"replay", "runs"}),
     frozenset({"__init__", "autoamp_cli"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),

@@ -1,0 +1,1 @@
+"""Compares two recorded trainings: the first step at which they part."""
