@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +32,14 @@ class Net(nn.Module):
 Bug = Callable[[int, nn.Module, torch.optim.Optimizer], None]
 
 
-def train(
+def train(record: Path, precision: str = "bf16", **given: Any) -> Path:
+    """Trains with a record of each step, as `trained` does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOAMP_RECORD_EVERY", "1")
+        return trained(record, precision, **given)
+
+
+def trained(
     record: Path,
     precision: str = "bf16",
     *,
