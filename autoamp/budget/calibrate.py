@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from autoamp.ask.stand_in import Call, copied, floats_of, untouched
 from autoamp.ask.trials import Trials
@@ -81,8 +82,11 @@ class Calibration(Trials):
             if prepared not in self.plans:
                 assert prepared.rewritten is not None
                 self.plans[prepared] = plan_of(prepared.rewritten)
+            plan = self.plans[prepared]
             with torch.enable_grad():
-                return Probe(self.plans[prepared], trace, number).run(*args)
+                found = Probe(plan, trace, number).run(*args)
+            # Between graphs the model may ask whether its own tensors have gradients.
+            return _as_promised(found, plan) if self.records_between else found
 
         self.engine.play = play
         args, kwargs = copied(self.call)
@@ -122,7 +126,6 @@ class Calibration(Trials):
             outs = [t for t in floats_of(output) if t.requires_grad]
             if OUTPUTS in rounding.found:
                 self._outputs(rounding, OUTPUTS, trace, outs, draws, relative=True)
-            rounding.see(trace)
             if METRIC in rounding.found and metric is not None:
                 given = [t for t in floats_of(metric(output)) if t.requires_grad]
                 self._outputs(rounding, METRIC, trace, given, draws, relative=False)
@@ -189,6 +192,17 @@ class Calibration(Trials):
             }
             rounding.moved(GRADIENTS, trace, changes, size)
             rounding.moved_backward(GRADIENTS, trace, tangents, flows, size)
+
+
+def _as_promised(results: Any, plan: Plan) -> Any:
+    """The results of a graph, of which only those have gradients that have some."""
+    found, spec = pytree.tree_flatten(results)
+    if len(found) != len(plan.records):
+        return results
+    for at, (value, records) in enumerate(zip(found, plan.records, strict=True)):
+        if isinstance(value, Tensor) and not records:
+            found[at] = value.detach()
+    return pytree.tree_unflatten(found, spec)
 
 
 def _move(weights: Sequence[Tensor], low: torch.dtype, draws: torch.Generator) -> float:

@@ -28,7 +28,7 @@ from autoamp.budget.budget import (
     parsed,
 )
 from autoamp.budget.calibrate import Calibration, batches_of
-from autoamp.budget.scene import Labels, Scene, scene_of
+from autoamp.budget.scene import PINS, Labels, Scene, scene_of
 from autoamp.budget.search import Found, Search
 from autoamp.budget.sensitivity import Rounding, Squares
 from autoamp.budget.trial import Judge, takes_two
@@ -483,6 +483,8 @@ def _reasons(
         low = found.labels[part.name]
         now = _used(part.squares(low), limits)
         for name, key in part.keys.items():
+            if part.problem.at_sink.get(name) in PINS:
+                reasons[key] = part.problem.at_sink[name]
             if name in part.problem.at_sink or name not in part.problem.unary:
                 continue
             change = _used(part.squares(low ^ {name}), limits) - now

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from autoamp import compat
 from autoamp.analyse.classified import Classified
@@ -77,6 +78,7 @@ class Plan:
         light: those whose result on rounded operands is worth computing: ops that are
             not allowed low for their own sake, draw no numbers and write nowhere.
         maker: gives the node that decides the precision of a value.
+        records: for each result of the graph, whether it has a gradient.
         written: the values that share memory with one that is written to.
         bodies: the graphs of bodies, each with its plan.
     """
@@ -88,6 +90,7 @@ class Plan:
     light: frozenset[str]
     maker: Callable[[str], str]
     written: frozenset[str]
+    records: tuple[bool, ...] = ()
     bodies: dict[fx.GraphModule, Plan] = field(default_factory=dict)
 
 
@@ -107,10 +110,31 @@ def plan_of(record: Rewritten) -> Plan:
         for n in record.before.graph.nodes
         if n.name in free and not classified.is_allowed(n.name) and _is_plain(n)
     )
-    plan = Plan(record.before, keys, edges, free, light, facts.producer, written)
+    plan = Plan(
+        record.before,
+        keys,
+        edges,
+        free,
+        light,
+        facts.producer,
+        written,
+        _records(record),
+    )
     for body in record.bodies:
         plan.bodies[body.gm] = plan_of(body)
     return plan
+
+
+def _records(record: Rewritten) -> tuple[bool, ...]:
+    """For each result of a graph, whether it has a gradient in the model."""
+    (output,) = record.before.graph.find_nodes(op="output")
+    facts = record.facts.nodes
+    return tuple(
+        isinstance(each, fx.Node)
+        and each.name in facts
+        and facts[each.name].requires_grad
+        for each in pytree.tree_leaves(output.args[0])
+    )
 
 
 def edges_of(
@@ -170,6 +194,7 @@ class Probe(Runner):
         super().__init__(plan.before, [_Unrolls()], is_body=bool(body))
         self.plan, self.trace, self.place = plan, trace, (graph, body)
         trace.plans[self.place] = plan
+        self.forces = True
         self.number = trace.runs.get(self.place, 0)
         trace.runs[self.place] = self.number + 1
 
@@ -186,7 +211,12 @@ class Probe(Runner):
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node, whose fp32 result goes into the trace."""
-        value = super().run_node(n)
+        self.forces = True
+        try:
+            value = super().run_node(n)
+        except RuntimeError:  # an op that cannot be differentiated by every operand
+            self.forces = False
+            value = super().run_node(n)
         if _is_fp32(value) and self.plan.maker(n.name) in self.plan.free:
             use = self._use(n.name, n.name)
             self.trace.made[use] = value
@@ -231,7 +261,7 @@ class Probe(Runner):
             return value
         if value.requires_grad:
             value = value.view_as(value)
-        elif reader.op != "output":
+        elif reader.op != "output" and self.forces:
             value = value.detach().requires_grad_()
         self.trace.used[self._use(name, at.name)] = value
         return value

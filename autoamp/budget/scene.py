@@ -24,7 +24,13 @@ Labels = Mapping[str, frozenset[str]]
 """The low nodes of each part, by the part's name."""
 
 _OVERFLOWS = "its numbers leave the range of the compute dtype"
-_UNKNOWN = "no batch of calibrate_on= ran it, so that its error is not known"
+_UNKNOWN = (
+    "no batch of calibrate_on= ran it, or no derivative reaches it: its error is not "
+    "known"
+)
+
+PINS = frozenset({_OVERFLOWS, _UNKNOWN})
+"""The reasons for which an op stays fp32 whatever the budget."""
 
 _MOST = 10**15
 """The largest price of an error, in units; sums of it are exact."""

@@ -48,7 +48,7 @@ class Squares:
         own: op to the square that it costs to have the op low.
         down: edge to the square if the reader is low and the value is not.
         up: edge to the square if the value is low and the reader is not.
-        known: the ops that have run, and whose squares are therefore known.
+        known: the ops from which a derivative of the result was found.
     """
 
     own: dict[OpKey, float] = field(default_factory=lambda: defaultdict(float))
@@ -71,12 +71,6 @@ class Rounding:
     ) -> None:
         self.low, self.found, self.calls = low, found, calls
 
-    def see(self, trace: Trace) -> None:
-        """Notes which ops a call has run."""
-        for plan in trace.plans.values():
-            for squares in self.found.values():
-                squares.known.update(plan.keys.values())
-
     def moved(
         self, measure: str, trace: Trace, flows: Mapping[Use, Tensor], size: float
     ) -> None:
@@ -89,11 +83,13 @@ class Rounding:
         squares, size = self.found[measure], max(size * self.calls, _LEAST)
         for use, error in trace.errors.items():
             if use in flows:
+                squares.known.add(trace.maker(use))
                 square = _square(flows[use], error)
                 squares.own[trace.maker(use)] += square / size
         for use, value in trace.used.items():
             edge = trace.edge(use)
             if use in flows and edge.is_rounded:
+                squares.known.update(filter(None, (edge.reader,)))
                 square = _square(flows[use], rounding_error(value, self.low))
                 squares.down[edge] += square / size
 

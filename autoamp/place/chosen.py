@@ -57,7 +57,10 @@ class Chosen:
             return self.reasons[key]
         if key in self.known:
             return ""
-        return "no batch of calibrate_on= ran it, so that its error is not known"
+        return (
+            "no batch of calibrate_on= ran it, or no derivative reaches it: its error "
+            "is not known"
+        )
 
 
 def keys_of(classified: Classified) -> dict[str, OpKey]:

@@ -429,3 +429,41 @@ def test_a_budget_that_is_none(make: Callable[[], Budget], said: str) -> None:
 )
 def test_limits_as_people_write_them(given: Any, wanted: tuple[float, bool]) -> None:
     assert parsed(given, "budget") == pytest.approx(wanted)
+
+
+# -- models that are hard to differentiate ---------------------------------------------
+
+
+def test_a_model_that_asks_whether_its_tensors_have_gradients() -> None:
+    class Asks(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(32, 32).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.frozen(x)
+            torch._dynamo.graph_break()
+            hidden.requires_grad = True  # torch allows it of leaves alone
+            return super().forward(hidden)
+
+    model, data = Asks().train(), batches()
+    budget = Budget(outputs="0.7 autocast", loss_fn=square)
+    autoamp.convert(model, **BF16, budget=budget, calibrate_on=data)
+    model(data[0])
+    by_module = {op.module: op for op in autoamp.report(model).ops}
+    assert by_module["frozen"].precision == "fp32"
+    assert "no derivative reaches it" in by_module["frozen"].reason
+    assert any(op.is_low for op in by_module.values())
+
+
+def test_an_op_that_cannot_be_differentiated_by_an_operand() -> None:
+    class Counts(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            counted = torch.histc(x.detach(), bins=32)
+            return super().forward(x) + 0 * counted[:8]
+
+    model, data = Counts().train(), batches()
+    budget = Budget(outputs="0.7 autocast", loss_fn=square)
+    autoamp.convert(model, **BF16, budget=budget, calibrate_on=data)
+    model(data[0])
+    assert any(op.is_low for op in autoamp.report(model).ops)
