@@ -268,7 +268,7 @@ class Engine:
             copies = WeightCopies(low, kept=kept, layouts=prepared.layouts)
         captured = Graph(prepared, copies)
         if scaling.observers and self.runs_as_is and runs_every_op(captured.gm):
-            captured.prepared = observed(prepared, scaling.observers)
+            observed(captured, scaling.observers)
         options = self.options
         if options.locked is not None and prepared.instead_of is None:
             check_graph(options.locked, self.record, captured, strict=options.strict)

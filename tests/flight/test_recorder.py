@@ -172,13 +172,17 @@ def test_hashes_tell_batches_and_generators_apart(tmp_path: Path) -> None:
         assert len({*told}) == 3
 
 
-def test_the_ops_that_match_are_noted(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_ops_that_match_are_noted(
+    precision: str, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setenv("AUTOAMP_RECORD_OPS", "second, relu")
-    train(2, record=tmp_path, **BF16)
-    found = steps_in(tmp_path)[-1]["ops"]
-    assert {name.partition(":")[0] for name in found} == {"second", ""}
-    assert any("relu" in name for name in found)
-    assert all(largest >= mean > 0 for largest, mean in found.values())
+    train(2, record=tmp_path, precision=precision, do_no_harm=False)
+    for step in steps_in(tmp_path):
+        found = step["ops"]
+        assert {name.partition(":")[0] for name in found} == {"second", ""}
+        assert any("relu" in name for name in found)
+        assert all(largest >= mean > 0 for largest, mean in found.values())
 
 
 # -- deaths ----------------------------------------------------------------------------
