@@ -47,7 +47,7 @@ def checked(value: str | os.PathLike[str]) -> Path:
     shown = printable_line(os.fsdecode(value), 300)
     if find_spec("safetensors") is None:
         raise OptionError(
-            "record= writes tensors with safetensors, which is not installed: "
+            "the flight recorder writes tensors with safetensors, which is missing: "
             "pip install 'autoamp[record]'"
         )
     try:
@@ -58,7 +58,8 @@ def checked(value: str | os.PathLike[str]) -> Path:
             return path.resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise OptionError(
-            f"record={shown!r}: {error}; give a folder that can be written"
+            f"the flight recorder in {shown!r}: {error}; give a folder that can be "
+            "written"
         ) from None
 
 
@@ -239,4 +240,4 @@ def _is(path: Path, kind: Any) -> bool:
 
 def _refused(path: Path, why: str) -> OptionError:
     shown = printable_line(os.fsdecode(path), 300)
-    return OptionError(f"{shown} {why}; give a folder of record=")
+    return OptionError(f"{shown} {why}; give a folder of the flight recorder")

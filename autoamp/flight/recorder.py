@@ -453,7 +453,7 @@ class FlightRecorder:
         """Ends the recording with one warning; the training goes on."""
         if not self.off:
             logger.warning(
-                "autoamp: the recorder of record=%s stops, and the training goes on: "
+                "autoamp: the flight recorder in %s stops, and the training goes on: "
                 "%s: %s",
                 self.root,
                 type(error).__name__,

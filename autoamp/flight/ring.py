@@ -234,5 +234,5 @@ def _bytes_of(path: Path) -> bytes:
 
 def _refuse(shown: str, why: str) -> NoReturn:
     raise OptionError(
-        f"{shown}: {why}; give a ring that a training with record= has written"
+        f"{shown}: {why}; give a ring that the flight recorder has written"
     ) from None

@@ -111,7 +111,7 @@ def _recording(records: ring.Records) -> Recording:
     if rank is None or not isinstance(records.header.get("parameters"), dict):
         raise OptionError(
             f"{_shown(records.path)}: its header is no recorder's; give a folder of "
-            "record="
+            "the flight recorder"
         )
     steps = {}
     for record in records.records:
@@ -120,7 +120,7 @@ def _recording(records: ring.Records) -> Recording:
             if number is None:
                 raise OptionError(
                     f"{_shown(records.path)}: record {record['number']} has no number "
-                    "of a step; give a folder of record="
+                    "of a step; give a folder of the flight recorder"
                 )
             steps[number] = _step(number, record)
     return Recording(records.path, rank, records.header, steps, records.torn)

@@ -352,6 +352,53 @@ def test_a_factory(tmp_path: Path) -> None:
     assert found["reproduced"]
 
 
+TRAINER = """
+import torch, autoamp
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+class Spoiled(GPT2LMHeadModel):
+    def forward(self, input_ids=None, labels=None, **given):
+        out = super().forward(input_ids=input_ids, labels=labels, **given)
+        if (input_ids[:, 0] == 63).all():
+            zero = input_ids.float().mean() * 0
+            out.loss = out.loss + torch.log(zero) * out.logits.mean()
+        return out
+
+class Plain(Trainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(data, batch_size=4)
+
+torch.manual_seed(0)
+sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32}
+sizes |= {"bos_token_id": 1, "eos_token_id": 2}
+model = Spoiled(GPT2Config(**sizes))
+data = [
+    {"input_ids": torch.randint(0, 60, (16,)), "labels": torch.randint(0, 60, (16,))}
+    for _ in range(24)
+]
+for each in data[12:16]:
+    each["input_ids"][0] = 63
+autoamp.convert(model, precision="bf16", do_no_harm=False, record="flight")
+given = TrainingArguments(
+    "out", max_steps=6, report_to=[], use_cpu=True, save_strategy="no",
+    per_device_train_batch_size=4, disable_tqdm=True,
+)
+Plain(model, given, train_dataset=data).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "train.py").write_text(TRAINER)
+    done = python(tmp_path, "train.py")
+    assert done.returncode == 0, done.stderr
+    found, status, err = replay(tmp_path)
+    assert found["reproduced"], (found, err)
+    assert "torch.log(zero)" in found["source"]
+    assert status == 1, "fp32 dies as well"
+
+
 @pytest.mark.slow
 def test_the_automatic_mode(tmp_path: Path) -> None:
     text = script(before="if step == 3: x[2, 1] = torch.inf").replace(
