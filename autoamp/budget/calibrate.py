@@ -112,12 +112,7 @@ class Calibration(Trials):
     def _learn(
         self, rounding: Rounding, metric: Callable[[Any], Any] | None, seed: int
     ) -> None:
-        """Adds the squares of one batch, for each measure that has some.
-
-        Args:
-            metric: a function of the output that can be differentiated, or None.
-            seed: of the random directions.
-        """
+        """Adds the squares of one batch; nothing is added before an op has failed."""
         draws = torch.Generator().manual_seed(seed)
         weights = [p for p in self.twin.parameters() if p.requires_grad]
         with untouched(self.twin, trains=self.records_between), torch.enable_grad():

@@ -27,8 +27,7 @@ from autoamp.flight.instead import Replay, running
 from autoamp.flight.recorder import FlightRecorder
 from autoamp.messages import log_once
 from autoamp.model.call.entry import Entry
-from autoamp.model.call.recorded import RecordedEntry
-from autoamp.model.call.replayed import ReplayedEntry
+from autoamp.model.call.heard import RecordedEntry, ReplayedEntry
 from autoamp.model.conversion import (
     CONVERSIONS,
     DECLINED,
@@ -180,9 +179,9 @@ def _end_recording(call: Entry | None) -> None:
     """Ends the recorder of a call that a model has no more, unless a copy has it."""
     if not isinstance(call, RecordedEntry):
         return
-    recorders = [getattr(each.call, "recorder", None) for each in CONVERSIONS]
-    if call.recorder not in recorders:
-        call.recorder.finish()
+    held = [getattr(each.call, "told", None) for each in CONVERSIONS]
+    if all(each is not call.told for each in held):
+        call.told.finish()
 
 
 def _decline(

@@ -58,7 +58,7 @@ def deaths_of(root: Path) -> list[dict[str, Any]]:
 def test_a_second_conversion_ends_the_first_recorder(tmp_path: Path) -> None:
     model = autoamp.convert(net(), **BF16, record=tmp_path / "a")
     train(model, 2)
-    first = model._autoamp.call.recorder
+    first = model._autoamp.call.told
     autoamp.convert(model, **BF16, record=tmp_path / "b")
     assert first.off
     assert first._ring._file == -1
@@ -71,7 +71,7 @@ def test_a_second_conversion_ends_the_first_recorder(tmp_path: Path) -> None:
 def test_a_second_conversion_without_a_recorder_ends_it(tmp_path: Path) -> None:
     model = autoamp.convert(net(), **BF16, record=tmp_path)
     train(model, 2)
-    first = model._autoamp.call.recorder
+    first = model._autoamp.call.told
     autoamp.convert(model, **BF16)
     train(model, 2)
     assert first.off
@@ -90,7 +90,7 @@ def test_a_conversion_that_fails_leaves_the_recorder(tmp_path: Path) -> None:
 def test_revert_closes_the_ring(tmp_path: Path) -> None:
     model = autoamp.convert(net(), **BF16, record=tmp_path)
     train(model, 1)
-    recorder = model._autoamp.call.recorder
+    recorder = model._autoamp.call.told
     autoamp.revert(model)
     assert recorder.off
     assert recorder._ring._file == -1
@@ -186,7 +186,7 @@ def trained_by_ranks(rank: int, root: str) -> str:
     """Trains with DDP; the loss of rank 1 alone is infinite in the third step."""
     model = autoamp.convert(net(), **BF16, record=root)
     train(DistributedDataParallel(model), 4, bad=2 if rank == 1 else -1)
-    home = model._autoamp.call.recorder.home
+    home = model._autoamp.call.told.home
     autoamp.revert(model)
     return str(home)
 

@@ -123,4 +123,4 @@ def test_many_calls_without_a_step_are_not_kept(tmp_path: Path, monkeypatch) -> 
     model = autoamp.convert(net(), **BF16, record=tmp_path)
     for _ in range(9):
         model(torch.ones(2, 8)).sum().backward()
-    assert len(model._autoamp.call.recorder.calls) == 4
+    assert len(model._autoamp.call.told.calls) == 4
