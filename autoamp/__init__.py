@@ -35,8 +35,8 @@ from autoamp.errors import (
 )
 from autoamp.inspect.report import Report
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
+from autoamp.meshes.plan import plan
 from autoamp.place.frontier import Frontier
-from autoamp.planning.ask import plan
 from autoamp.planning.result import Plan
 from autoamp.questions import bench, compare, explain, find_overflow, tune
 from autoamp.rules import Rules

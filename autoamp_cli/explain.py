@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from autoamp_cli.asked import asking, convert_options, show, with_convert_options
+from autoamp_cli.mesh import mesh_options, planned_for, with_mesh_options
 from autoamp_cli.problem import Problem
 
 _PATH = click.Path(dir_okay=False, allow_dash=True)
@@ -21,6 +22,7 @@ _PATH = click.Path(dir_okay=False, allow_dash=True)
 @click.option("--full", is_flag=True, help="Print every op and cast, not a summary.")
 @click.option("--why", metavar="NODE", help="Print why NODE, or GRAPH:NODE, is low.")
 @click.option("--device", metavar="NAME", help="Explain for cuda:sm_90, cpu:amx, ...")
+@with_mesh_options
 @with_convert_options
 @click.argument("factory", metavar="MODULE:FACTORY")
 def explain(
@@ -40,7 +42,8 @@ def explain(
 
     FACTORY() returns (model, args) or (model, args, kwargs); the model is called once,
     in fp32, and is not converted.  Without a path the report is printed; - as a path is
-    stdout.  The model's own output goes to stderr.
+    stdout.  The model's own output goes to stderr.  With --mesh the answer is that of
+    autoamp plan --mesh, which takes names of models of transformers too.
 
     \b
     Examples:
@@ -49,11 +52,18 @@ def explain(
       autoamp explain models.resnet:example --html resnet.html
       autoamp explain models.resnet:example --why conv2d
       autoamp explain models.resnet:example --dot - | dot -Tsvg > resnet.svg
+      autoamp explain transformers:llama --mesh dp=16,tp=8,pp=4 --device cuda:sm_90
     """
     from autoamp import questions
     from autoamp_cli.factory import made_by
 
+    mesh = mesh_options(given)
     options = convert_options(given)
+    if mesh:
+        if html or dot or model_explorer or full or why:
+            raise Problem("--mesh shows tables, and writes --json: leave out the rest")
+        _mesh(factory, json, text=text, device=device, options=options, **mesh)
+        return
     with asking(factory):
         made = made_by(factory)
         report = questions.explain(
@@ -76,6 +86,15 @@ def explain(
         click.echo(answer)
     elif not full and (text or not texts):
         show(report)
+
+
+def _mesh(model: str, json: str | None, *, text: bool, **wanted: Any) -> None:
+    with asking(model):
+        found = planned_for(model, batch=None, sequence=None, **wanted)
+    if json:
+        _write(json, found.to_json())
+    if text or not json:
+        show(found)
 
 
 def _write(path: str, content: str) -> None:

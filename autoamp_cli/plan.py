@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from autoamp_cli.asked import asking, convert_options, show, with_convert_options
+from autoamp_cli.mesh import mesh_options, planned_for, with_mesh_options
 from autoamp_cli.problem import Problem
 
 _PATH = click.Path(dir_okay=False, allow_dash=True)
@@ -32,6 +33,7 @@ _PATH = click.Path(dir_okay=False, allow_dash=True)
     help="The optimizer; sgd has momentum.",
 )
 @click.option("--json", type=_PATH, help="Write the figures as JSON.")
+@with_mesh_options
 @with_convert_options
 @click.argument("model", metavar="NAME")
 def plan(
@@ -57,18 +59,25 @@ def plan(
       autoamp plan "transformers:LlamaConfig(num_hidden_layers=16)" --device cuda:sm_90
       autoamp plan llama/config.json --infer --sequence 2048
       autoamp plan models.resnet:example --optimizer sgd --json plan.json
+      autoamp plan transformers:llama --device cuda:sm_90 --mesh dp=16,tp=8,pp=4
     """
     from autoamp.planning.ask import plan as planned
     from autoamp.planning.named import names_a_model
 
+    mesh = mesh_options(given)
+    if mesh and infer:
+        raise Problem("--mesh plans training steps: leave out --infer")
     wanted: dict[str, Any] = {
         "device": device,
-        "infer": infer,
         "optimizer": optimizer,
         "options": convert_options(given),
     }
     with asking(model):
-        if names_a_model(model):
+        found: Any
+        if mesh:
+            found = planned_for(model, batch=batch, sequence=sequence, **wanted, **mesh)
+        elif names_a_model(model):
+            wanted["infer"] = infer
             found = planned(model, **wanted, batch=batch or 1, sequence=sequence)
         else:
             if batch or sequence:
@@ -76,6 +85,7 @@ def plan(
                     f"{model} makes its own arguments: --batch and --sequence are for "
                     "models of transformers"
                 )
+            wanted["infer"] = infer
             made = _made_without_weights(model)
             found = planned(made.model, *made.args, **wanted, **made.kwargs)
     if json:

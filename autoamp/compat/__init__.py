@@ -66,13 +66,16 @@ from autoamp.compat.distributed.fsdp import (
 )
 from autoamp.compat.distributed.groups import (
     are_several,
+    begin_fake_group,
     default_store,
     is_distributed,
+    is_distributed_type,
     local_part,
     own_rank,
     reached_on,
     shard_groups,
     stage_groups,
+    with_local_part,
 )
 from autoamp.compat.dynamo.authored import traced_in_widening
 from autoamp.compat.dynamo.entry import CompiledEntry

@@ -42,43 +42,10 @@ def plan(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Predicts time and peak memory of a step in fp32, autocast and autoamp.
-
-    No weights are needed and nothing is downloaded: a model may be named, or stand on
-    the meta device.  Memory is counted by running the step on tensors that hold no
-    data; times are the predictions of `autoamp.explain`.
-
-    Args:
-        model: a `torch.nn.Module`, which is not changed, or the name of one: a
-            configuration of transformers with literal arguments, such as
-            "transformers:LlamaConfig(num_hidden_layers=8)"; a type of model, such as
-            "transformers:gpt2"; or the path of a config.json of Hugging Face.
-        *args: the arguments of a call, where the model is a module.
-        device: the device to plan for, as for `autoamp.explain`; by default the GPU of
-            this machine, and "cuda:sm_80" where there is none.
-        batch: samples of a step of a named model.
-        sequence: tokens of a sample of a named model; by default as many as the model
-            takes, at most 1,024.
-        infer: whether a step is a call in eval mode without gradients.
-        optimizer: "adamw", "sgd" (with momentum), "none", or a function that makes an
-            optimizer of a list of parameters.
-        options: keyword arguments of `convert`, such as `{"precision": "bf16"}`.
-        **kwargs: keyword arguments of the call.
-
-    Returns:
-        The figures in bytes and seconds; `print(plan)` shows them as a table, and
-        `plan.to_json()` writes them.
+    """Predicts a step on one device; the arguments are those of `autoamp.plan`.
 
     Raises:
-        AutoampError: the model, the device or an option cannot be used; a model that
-            reads a value of a tensor cannot be planned.
-
-    Example:
-        >>> with torch.device("meta"):
-        ...     model = torch.nn.Linear(4096, 4096)
-        >>> found = autoamp.plan(model, torch.empty(512, 4096), device="cuda:sm_80")
-        >>> found.way("fp32").weights, found.way("fp32").optimizer
-        (67125248, 134250504)
+        AutoampError: the model, the device or an option cannot be used.
     """
     if batch < 1 or (sequence is not None and sequence < 1):
         raise OptionError("batch and sequence must be numbers above 0")

@@ -55,20 +55,26 @@ def without_memory(model: nn.Module, call: Call) -> Iterator[Call]:
 
 
 def _like(real: Tensor, mode: compat.FakeTensorMode) -> Tensor:
+    with torch.no_grad():
+        part = compat.local_part(real)
     with mode:
         made = torch.empty_strided(
-            real.shape, real.stride(), dtype=real.dtype, device="cpu"
+            part.shape, part.stride(), dtype=part.dtype, device="cpu"
         )
+    if part is not real:
+        made = compat.with_local_part(real, made)
     if isinstance(real, nn.Parameter):
         return nn.Parameter(made, requires_grad=real.requires_grad)
     return made.requires_grad_(real.requires_grad)
 
 
 def bytes_of(tensors: Any) -> int:
-    """Bytes of the distinct storages of tensors, which may be nested."""
-    sizes = {
-        compat.storage_id(each): each.untyped_storage().nbytes()
-        for each in pytree.tree_leaves(tensors)
-        if isinstance(each, Tensor)
-    }
+    """Bytes of the distinct storages of tensors, which may be nested.
+
+    Of a DTensor the part of this rank counts.
+    """
+    with torch.no_grad():
+        leaves = pytree.tree_leaves(tensors)
+        parts = [compat.local_part(each) for each in leaves if isinstance(each, Tensor)]
+    sizes = {compat.storage_id(each): each.untyped_storage().nbytes() for each in parts}
     return sum(sizes.values())

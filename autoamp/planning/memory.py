@@ -53,10 +53,25 @@ def step_memory(
         given: the arguments of the call, which exist before the step.
         copies: low copies of weights that exist before the step.
     """
-    counted = _Allocated(weights, given, copies)
+    return counted_step(forward, region, Allocated(weights, given, copies), trains)
+
+
+def counted_step(
+    forward: Callable[[], Tensor],
+    region: contextlib.AbstractContextManager[Any],
+    counted: Allocated,
+    trains: bool,
+) -> StepMemory:
+    """The memory of a forward and, if `trains`, its backward, as `counted` follows it.
+
+    Args:
+        forward, region: as for `step_memory`.
+        counted: follows what ops allocate.
+    """
     saved: dict[_Key, int] = {}
 
     def note(tensor: Tensor) -> None:
+        tensor = own_part(tensor)
         saved.setdefault(storage_key(tensor), tensor.untyped_storage().nbytes())
 
     def pack(tensor: Tensor) -> Tensor:
@@ -80,14 +95,17 @@ def step_memory(
     return StepMemory(kept, sum(low.values()), counted.most)
 
 
-class _Allocated(compat.CountingDispatch):
+class Allocated(compat.CountingDispatch):
     """Follows the storages that ops allocate, until they are freed.
+
+    Of a DTensor the part of this rank counts, which the ops inside it make.
 
     Attributes:
         weights: the storages of weights.
         before: the storages that existed before, including those of weights.
         copies: bytes of the storages of low copies of weights that are held now.
         most: the most bytes that were held at one time, including low copies.
+        now: the bytes that are held now, including low copies.
     """
 
     def __init__(
@@ -97,17 +115,21 @@ class _Allocated(compat.CountingDispatch):
         copies: Iterable[Tensor],
     ) -> None:
         super().__init__()
-        self.weights = {storage_key(each) for each in weights}
-        self.before = self.weights | {storage_key(each) for each in given}
+        self.weights = {storage_key(own_part(each)) for each in weights}
+        self.before = self.weights | {storage_key(own_part(each)) for each in given}
         self.copies: dict[_Key, int] = {}
         self._known = set(self.before)
-        self._now = self.most = 0
+        self.now = self.most = 0
         for each in copies:
-            self._note(each, is_copy=True)
+            self._note(own_part(each), is_copy=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if any(map(compat.is_distributed_type, types)):
+            return (
+                NotImplemented  # the ops on this rank's parts come here by themselves
+            )
         result = func(*args, **(kwargs or {}))
         is_copy = (
             func is torch.ops.aten._to_copy.default
@@ -128,11 +150,17 @@ class _Allocated(compat.CountingDispatch):
         self._known.add(key)
         if is_copy:
             self.copies[key] = size
-        self._now += size
-        self.most = max(self.most, self._now)
+        self.now += size
+        self.most = max(self.most, self.now)
         weakref.finalize(storage, self._freed, key, size)
 
     def _freed(self, key: _Key, size: int) -> None:
-        self._now -= size
+        self.now -= size
         self._known.discard(key)
         self.copies.pop(key, None)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or `tensor` itself."""
+    with torch.no_grad():
+        return compat.local_part(tensor)

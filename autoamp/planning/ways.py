@@ -47,7 +47,7 @@ def memory_of_ways(
     """
     with left_as_it_is(model), without_memory(model, call) as (args, kwargs):
         model.train(trains)
-        weights = _tensors_of(model)
+        weights = tensors_of(model)
         leaves = pytree.tree_leaves((args, kwargs))
         given = [each for each in leaves if isinstance(each, Tensor)]
 
@@ -71,12 +71,12 @@ def memory_of_ways(
         tell("counting the memory of a step in fp32")
         found = {FP32: memory(model, contextlib.nullcontext())}
         tell("counting the memory of a step under torch.autocast")
-        found[AUTOCAST] = memory(model, _autocast(low, device))
+        found[AUTOCAST] = memory(model, autocast_of(low, device))
         tell("capturing the model")
         # The few numbers that loss scaling adds to a graph's inputs are left out.
         unscaled = options.replace(loss_scale="off")
         with examined(model, unscaled, low, device) as (twin, engine):
-            copies = _Copies(low)
+            copies = Copies(low)
             engine.play = copies.play
             capture_now(twin, args, kwargs)
             tell("counting the memory of a step with autoamp")
@@ -86,7 +86,7 @@ def memory_of_ways(
 
 
 @contextlib.contextmanager
-def _autocast(low: torch.dtype, device: Device) -> Any:
+def autocast_of(low: torch.dtype, device: Device) -> Any:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.autocast("cpu", dtype=low))
         if device.type == "cuda":
@@ -94,7 +94,7 @@ def _autocast(low: torch.dtype, device: Device) -> Any:
         yield
 
 
-class _Copies:
+class Copies:
     """Runs rewritten graphs with one low copy of each weight.
 
     Attributes:
@@ -124,7 +124,7 @@ class _Copies:
         return self.made[key]
 
 
-def _tensors_of(model: nn.Module) -> list[Tensor]:
+def tensors_of(model: nn.Module) -> list[Tensor]:
     """The weights and buffers of a model."""
     return [
         tensor

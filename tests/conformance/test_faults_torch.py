@@ -369,6 +369,21 @@ def no_ddp(patch: pytest.MonkeyPatch) -> None:
     assert ddp.reduced_by_ddp(mlp()) == []
 
 
+def no_fake_store(patch: pytest.MonkeyPatch) -> None:
+    """Then the ranks that do not exist meet in a store of torch's own."""
+    hide(patch, "FakeStore")
+    assert groups.begin_fake_group(1, 2)
+    assert torch.distributed.get_rank() == 1
+    torch.distributed.destroy_process_group()
+
+
+def no_fake_group(patch: pytest.MonkeyPatch) -> None:
+    """Then no mesh whose devices share layers can be planned."""
+    name = "torch.testing._internal.distributed.fake_pg"
+    patch.setitem(sys.modules, name, None)
+    assert not groups.begin_fake_group(0, 2)
+
+
 class _Reducer:
     """What compat/distributed/ddp.py asks of a DistributedDataParallel."""
 
@@ -724,6 +739,8 @@ ALONE = [
     no_transforms,
     no_grad_dtype,
     no_ddp,
+    no_fake_store,
+    no_fake_group,
     no_task_id,
     no_addresses,
     no_hints,

@@ -50,6 +50,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"budget", "exported", "tuning"}),
     frozenset({"benchmark"}),
     frozenset({"planning"}),
+    frozenset({"meshes"}),
     frozenset({"api", "questions"}),
     frozenset({"auto"}),
     frozenset({"replay", "runs"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterable
@@ -90,3 +91,41 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's own memory of a DTensor, or `tensor` itself."""
     value: Any = tensor
     return cast(torch.Tensor, value.to_local()) if is_distributed(tensor) else tensor
+
+
+def is_distributed_type(kind: type) -> bool:
+    """Whether a type is that of DTensors."""
+    return issubclass(kind, torch.Tensor) and hasattr(kind, "device_mesh")
+
+
+def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A DTensor like `tensor` of which this rank holds `part`."""
+    from torch.distributed.tensor import DTensor
+
+    value: Any = tensor
+    made = DTensor.from_local(
+        part,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+    return made.detach()
+
+
+def begin_fake_group(rank: int, size: int) -> bool:
+    """Makes this process rank `rank` of `size` that do not exist; False if it cannot.
+
+    Collectives of the group do nothing, and give tensors of the right shape.
+    """
+    try:
+        # The import registers the backend.
+        made = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    except ImportError:
+        return False
+    kind = getattr(made, "FakeStore", torch.distributed.HashStore)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group(
+        "fake", store=kind(), rank=rank, world_size=size
+    )
+    return True

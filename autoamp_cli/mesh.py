@@ -1,0 +1,64 @@
+"""The options of commands that plan for a mesh of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from autoamp_cli.problem import Problem
+
+OPTIONS = (
+    click.option("--mesh", metavar="AXES", help="Plan many devices: dp=64,tp=8,pp=4."),
+    click.option("--node", type=int, metavar="N", help="Devices of a node; default 8."),
+    click.option("--network", type=int, metavar="GBIT", help="Gb/s each; default 400."),
+    click.option("--microbatches", type=int, metavar="N", help="Default four a stage."),
+)
+
+
+def with_mesh_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of a mesh to a command."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def mesh_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options of a mesh out of `given`; those that were not given are left.
+
+    Raises:
+        Problem: options of a mesh are given without a mesh.
+    """
+    names = ("mesh", "node", "network", "microbatches")
+    found = {name: given.pop(name) for name in names}
+    found = {name: value for name, value in found.items() if value is not None}
+    if found and "mesh" not in found:
+        raise Problem(f"--{next(iter(found))} needs --mesh, as --mesh dp=64,tp=8,pp=4")
+    return found
+
+
+def planned_for(
+    model: str, *, batch: int | None, sequence: int | None, **wanted: Any
+) -> Any:
+    """The plan of a model for a mesh, by its name or its MODULE:FACTORY."""
+    import torch
+
+    from autoamp.meshes.ask import maker_of_name, planned
+    from autoamp.planning.named import names_a_model
+    from autoamp_cli.factory import made_by
+
+    if names_a_model(model):
+        return planned(maker_of_name(model, batch or 1, sequence), **wanted)
+    if batch or sequence:
+        raise Problem(
+            f"{model} makes its own arguments: --batch and --sequence are for models "
+            "of transformers"
+        )
+
+    def make() -> Any:
+        with torch.device("meta"):
+            made = made_by(model)
+        return made.model, (made.args, made.kwargs)
+
+    return planned(make, **wanted)

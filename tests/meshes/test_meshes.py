@@ -1,0 +1,331 @@
+"""A step on many devices: extrapolated as captured whole, and split by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, distributed, nn
+
+import autoamp
+import autoamp_cli
+from autoamp import compat
+from autoamp.errors import OptionError
+from autoamp.meshes import agree, collectives, lines, rank
+from autoamp.meshes.collectives import Sharded
+from autoamp.meshes.layers import stack_of, with_layers
+from autoamp.meshes.lines import Figures, Line, line_of, whole
+from autoamp.meshes.links import Link
+from autoamp.meshes.one_rank import as_rank, parallelized
+from autoamp.meshes.predict import SHARDED, WAYS, Rank, Weights, way_of
+from autoamp.meshes.spec import Mesh
+from autoamp.meshes.step import Sent
+from autoamp.meshes.ways import Setting, steps_of
+from autoamp.options import Options
+from autoamp.place.devices import named_device
+from autoamp.planning.ways import AUTOAMP, AUTOCAST, FP32
+
+transformers = pytest.importorskip("transformers")
+
+LAYERS = 7
+BF16 = torch.bfloat16
+LINK = Link("a link", 1.0, 0.0)
+"""A byte a nanosecond, and no latency."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    """Layers that are alike, and a head that takes more memory than they do."""
+
+    def __init__(self, layers: int = LAYERS, head: int = 2048) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(64) for _ in range(layers))
+        self.head = nn.Linear(64, head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def setting() -> Setting:
+    options = Options().replace(precision="bf16", do_no_harm=False)
+    return Setting(options, BF16, named_device("cuda:sm_90", BF16))
+
+
+@pytest.mark.parametrize(("rows", "head"), [(512, 2048), (4, 8)])
+def test_what_is_extrapolated_is_what_the_whole_takes(rows: int, head: int) -> None:
+    """With many rows a step holds most in the head, with few where it ends."""
+    with torch.device("meta"):
+        model, x = Deep(head=head), torch.empty(rows, 64)
+    stack = stack_of(model)
+    assert stack is model.layers
+    seen = []
+    for depth in lines.DEPTHS:
+        with with_layers(stack, depth):
+            assert len(model.layers) == depth
+            seen.append(steps_of(model, ((x,), {}), setting(), stack[0]))
+    assert len(model.layers) == LAYERS
+    deep = steps_of(model, ((x,), {}), setting(), stack[0])
+    for name, step in deep.items():
+        line = line_of([each[name] for each in seen])
+        assert line is not None
+        predicted, real = line.at(LAYERS), whole(step)
+        assert predicted.forward == pytest.approx(real.forward)
+        assert predicted.backward == pytest.approx(real.backward)
+        assert vars(predicted) | {"forward": 0, "backward": 0} == vars(real) | {
+            "forward": 0,
+            "backward": 0,
+        }
+    assert deep[FP32].boundary == (rows * 64 * 4, "fp32")
+
+
+def test_layers_that_differ_are_no_stack() -> None:
+    model = Deep()
+    model.layers[3].norm.eps = 1e-3
+    assert stack_of(model) is None
+
+
+def test_what_is_off_the_line_is_captured_whole(monkeypatch) -> None:
+    monkeypatch.setattr(rank, "line_of", lambda _: None)
+    with torch.device("meta"):
+        model, x = Deep(), torch.empty(8, 64)
+    found = autoamp.plan(model, x, mesh="dp=2", device="cuda:sm_90")
+    assert not found.linear
+    assert "captured in all its depth" in str(found)
+    with pytest.raises(OptionError, match="not alike"):
+        autoamp.plan(model, x, mesh="pp=2", device="cuda:sm_90")
+
+
+def test_collectives_of_tensor_parallel_layers() -> None:
+    """Each layer reduces twice forward; backward once for each product it splits."""
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(
+            num_hidden_layers=2,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            vocab_size=64,
+        )
+        model = transformers.LlamaForCausalLM(config)
+        ids = torch.zeros(1, 16, dtype=torch.long)
+    call = ((), {"input_ids": ids, "labels": ids})
+    with as_rank(1, 2):
+        parallelized(model, 2)
+        step = steps_of(model, call, setting(), None, [FP32, AUTOCAST])
+    assert not distributed.is_initialized()
+    size = 16 * 64 * 4
+    counts = {each: step[FP32].first.sent.count(each) for each in step[FP32].first.sent}
+    # The embedding reduces too, and the head gathers its logits.
+    assert counts[Sent("forward", "all-reduce", "fp32", size)] == 2 * 2 + 1
+    assert counts[Sent("backward", "all-reduce", "fp32", size)] == 2 * 5 + 1
+    assert counts[Sent("forward", "all-gather", "fp32", size)] == 1
+    low = Sent("forward", "all-reduce", "bf16", size // 2)
+    assert step[AUTOCAST].first.sent.count(low) == 2 * 2
+
+
+def test_a_process_group_of_the_users_is_refused() -> None:
+    refused = pytest.raises(OptionError, match="a process group is up")
+    with as_rank(0, 2), refused, as_rank(0, 2):
+        pass
+    assert not distributed.is_initialized()
+
+
+def test_without_fake_groups_there_is_one_device_to_a_layer(monkeypatch) -> None:
+    monkeypatch.setattr(compat, "begin_fake_group", lambda *_: False)
+    with pytest.raises(OptionError, match="cannot pretend ranks"), as_rank(0, 2):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("plan", "tp", "said"),
+    [
+        ({}, 2, "has no plan of tensor parallelism"),
+        ({"head": "by moonlight"}, 2, "the style 'by moonlight'"),
+    ],
+)
+def test_models_that_cannot_be_split(plan: dict[str, str], tp: int, said: str) -> None:
+    model: Any = Deep()
+    model.tp_plan = plan
+    with as_rank(0, tp), pytest.raises(OptionError, match=said):
+        parallelized(model, tp)
+
+
+def test_what_does_not_divide_or_fit_is_named() -> None:
+    name = "transformers:LlamaConfig(num_hidden_layers=6, hidden_size=64, vocab_size=8)"
+    with pytest.raises(
+        OptionError, match="tp=3 does not divide num_attention_heads=32"
+    ):
+        autoamp.plan(name, mesh="tp=3", device="cuda:sm_90")
+    with torch.device("meta"):
+        model, x = Deep(6), torch.empty(8, 64)
+    with pytest.raises(OptionError, match="pp=7 is more than the 6 layers"):
+        autoamp.plan(model, x, mesh="pp=7", device="cuda:sm_90")
+
+
+def test_the_first_difference_of_ranks_is_named() -> None:
+    same = ["a", "b"]
+    assert agree.first_difference([same, same, same]) == ""
+    said = agree.first_difference([same, same, ["a", "c"]])
+    assert said == "rank 0 and rank 2 differ in op 1: b, but c"
+    assert "b, but nothing" in agree.first_difference([same, ["a"]])
+
+
+# -- by hand ---------------------------------------------------------------------------
+
+
+def test_gradients_of_replicas_by_hand() -> None:
+    assert collectives.reduced(100, 1, LINK) == []
+    (row,) = collectives.reduced(60 * 2**20, 4, LINK)
+    assert (row.kind, row.count, row.dtype) == ("all-reduce", 3, "fp32")
+    assert row.wire == 60 * 2**20 * 2 * 3 // 4
+    assert row.seconds == pytest.approx(row.wire * 1e-9)
+
+
+def test_shards_by_hand() -> None:
+    """A layer of 100 bytes, of which 80 are read through 40 bytes of low copies."""
+    weights = Sharded(layers=3, layer=100, copies=40, edges=20, low="bf16")
+    assert weights.gathered == 100 - 80 + 40
+    rows = [*collectives.sharded(weights, 2, 2, LINK)]
+    low = [row for row in rows if row.dtype == "bf16"]
+    assert sorted((row.phase, row.count, row.wire) for row in low) == [
+        ("backward", 6, 6 * 60 // 2),
+        ("forward", 6, 6 * 60 // 2),
+    ]
+    reduced = {row.count: row.wire for row in rows if row.kind == "reduce-scatter"}
+    assert reduced == {6: 6 * 100 // 2, 2: 2 * 20 // 2}
+    assert [*collectives.sharded(weights, 2, 1, LINK)] == []
+
+
+def by_hand(sent: dict[Sent, int]) -> Rank:
+    """Four layers: each 10 bytes of weights, and a second forward and two backward."""
+    values = {"saved": 6, "low": 5, "copies": 5, "forward": 1e9, "backward": 2e9}
+    peaks = {("most", "end"): 30, ("again", "end"): 20}
+    zero = {"saved": 1, "low": 0, "copies": 0, "forward": 0.0, "backward": 0.0}
+    slope: dict[object, float] = {**values, **peaks, **sent}
+    at_zero: dict[object, float] = {
+        **zero,
+        **dict.fromkeys(peaks, 3),
+        **dict.fromkeys(sent, 0),
+    }
+    step = Line(at_zero, slope)
+    weights = Weights(4, 10, 8, (4, 10, 8), 2.0, 0.0)
+    names = (FP32, AUTOCAST, AUTOAMP)
+    return Rank(
+        4,
+        weights,
+        dict.fromkeys(names, step),
+        dict.fromkeys(names, (10**9, "fp32")),
+        True,
+        "bf16",
+        1.0,
+    )
+
+
+def test_one_stage_by_hand() -> None:
+    links = dict.fromkeys(("dp", "tp", "pp"), LINK)
+    found = way_of(by_hand({}), FP32, Mesh(), links, 1)
+    (stage,) = found.stages
+    assert (stage.weights, stage.gradients, stage.optimizer) == (52, 52, 104)
+    assert stage.peak == 52 + 104 + 4 * 30 + 3
+    assert found.compute == found.seconds - found.optimizer_step == 12
+    assert found.transfers == ()
+
+
+def test_stages_by_hand() -> None:
+    """Two stages of two layers, four micro-batches of six seconds in each stage."""
+    links = dict.fromkeys(("dp", "tp", "pp"), LINK)
+    found = way_of(by_hand({}), FP32, Mesh(pp=2), links, 4)
+    first, last = found.stages
+    assert (first.name, first.weights, last.name, last.weights) == (
+        "first",
+        24,
+        "last",
+        28,
+    )
+    assert (first.saved, last.saved) == (2 * 12, 13)
+    # The first has two micro-batches under way.
+    assert first.peak == 24 + 48 + 24 + (2 * 20 + 3) + 12
+    assert last.peak == 28 + 56 + 28 + (2 * 20 + 3)
+    assert (found.compute, found.bubble) == (24, 6)
+    # A gigabyte at a byte a nanosecond goes forward, and its gradient back.
+    assert found.exposed == pytest.approx(2)
+    assert [(row.kind, row.count) for row in found.transfers] == [("send", 4)] * 2
+
+
+def test_waiting_for_layers_and_replicas_by_hand() -> None:
+    sent = {Sent("forward", "all-reduce", "bf16", 10**9): 1}
+    links = dict.fromkeys(("dp", "tp", "pp"), LINK)
+    found = way_of(by_hand(sent), FP32, Mesh(dp=2, tp=2), links, 1)
+    assert found.within_layers == pytest.approx(4)
+    assert found.exposed == 0  # 52 bytes are reduced in less than the backward
+    assert {row.axis for row in found.transfers} == {"dp", "tp"}
+
+
+def test_shards_divide_what_is_held_by_hand() -> None:
+    links = dict.fromkeys(("dp", "tp", "pp"), LINK)
+    found = way_of(by_hand({}), SHARDED, Mesh(dp=4), links, 1)
+    (stage,) = found.stages
+    assert (stage.weights, stage.gradients, stage.optimizer) == (13, 13, 26)
+    # Two layers of 5 bytes and the root of 12 are gathered; copies are not kept.
+    gathered = 2 * 5 + 12
+    assert stage.copies == gathered
+    assert stage.peak == 13 + 13 + 26 + (4 * 20 + 3 - 4 * 5) + gathered
+
+
+# -- the whole -------------------------------------------------------------------------
+
+NAME = (
+    "transformers:LlamaConfig(num_hidden_layers=6, hidden_size=64, vocab_size=64, "
+    "intermediate_size=128, num_attention_heads=4)"
+)
+
+
+def test_the_command_shows_and_writes_what_python_gives(tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    arguments = [NAME, "--mesh", "dp=4,tp=2,pp=2", "--sequence", "16"]
+    arguments += ["--device", "cuda:sm_90", "--precision", "bf16"]
+    result = CliRunner().invoke(
+        autoamp_cli.main, ["plan", *arguments, "--json", str(path)]
+    )
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "…" not in result.stdout
+    assert "All 2 ranks of tp run the same ops" in result.stdout
+    written = json.loads(path.read_text("utf-8"))
+    assert [way["name"] for way in written["here"]["ways"]] == [*WAYS]
+    assert [scale["devices"] for scale in written["scales"]] == [8, 512, 16_000]
+    assert written["linear"]
+
+
+def test_options_of_a_mesh_need_one() -> None:
+    for command in ("plan", "explain"):
+        result = CliRunner().invoke(autoamp_cli.main, [command, NAME, "--node", "4"])
+        assert result.exit_code != 0
+        assert "--node needs --mesh" in result.output
+
+
+def test_figures_have_the_weights_of_one_device() -> None:
+    with torch.device("meta"):
+        model, x = Deep(), torch.empty(8, 64)
+    found = autoamp.plan(model, x, mesh="dp=8", device="cuda:sm_90")
+    one = autoamp.plan(model, x, device="cuda:sm_90")
+    for name in (FP32, AUTOCAST, AUTOAMP):
+        stage, way = found.way(name).fullest, one.way(name)
+        assert stage.weights == way.weights
+        assert stage.optimizer == way.optimizer
+        assert stage.peak == way.peak
+    assert isinstance(found.scales[0].ways[0].stages[0].peak, int)
+    assert Figures is type(whole(steps_of(model, ((x,), {}), setting(), None)[FP32]))
