@@ -24,6 +24,7 @@ from autoamp.training.optimizers import closure_of, innermost
 from autoamp.training.step import closures
 from autoamp.training.step.boundary import BOUNDARIES, OptimizerBoundary
 from autoamp.training.step.take import take
+from autoamp.training.step.wrappers import show_on_wrappers
 
 _STATE = "_autoamp"
 
@@ -109,6 +110,7 @@ def detach(boundary: OptimizerBoundary) -> None:
     BOUNDARIES.discard(boundary)
     for hook in boundary.hooks:
         hook.remove()
+    show_on_wrappers(boundary, False)
     if boundary.masters is not None:
         boundary.masters.release()
         boundary.masters = None

@@ -97,4 +97,5 @@ RESULT = {
     "model": trainer.model,
     "optimizer": trainer.optimizer.optimizer,
     "wrapper": trainer.optimizer,
+    "rates": losses(trainer, "learning_rate"),
 }

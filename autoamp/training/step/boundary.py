@@ -46,6 +46,7 @@ class OptimizerBoundary:
         passed_sizes: how large gradients were in each of these evaluations.
         writes_first: whether the step may write before it evaluates its closure.
         listeners: `ModelScaling.on_step` of all models that the optimizer steps.
+        wrappers: the optimizers round this one that show whether a step was skipped.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -65,6 +66,7 @@ class OptimizerBoundary:
         self.passed_sizes: list[Sizes] = []
         self.writes_first = True
         self.listeners: Sequence[Callable[..., None]] = ()
+        self.wrappers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._outer: Callable[[], torch.optim.Optimizer | None] = lambda: None
 
     @property

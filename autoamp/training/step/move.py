@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -15,12 +14,14 @@ from autoamp.training.skips import count_skips, note_skip, note_step
 from autoamp.training.step.boundary import OptimizerBoundary
 from autoamp.training.step.decide import Decision, Way
 from autoamp.training.step.read import Reading
+from autoamp.training.step.wrappers import find, show, show_on_wrappers
 
 
 def move(boundary: OptimizerBoundary, reading: Reading, decision: Decision) -> None:
     """Moves loss scales and counters for a step, and marks the step on the optimizer.
 
-    A step that the kernel decides is marked after it: see `given_flag`.
+    A step that the kernel decides is marked after it (see `given_flag`), but for the
+    wrappers of the optimizer.
 
     Raises:
         LossScaleError: gradients overflow at the lowest loss scale allowed.
@@ -36,6 +37,8 @@ def move(boundary: OptimizerBoundary, reading: Reading, decision: Decision) -> N
     boundary.steps += 1
     for listener in boundary.listeners:
         listener(boundary, decision.flag, reading.sizes)
+    if decision.flag is not None and find(boundary):
+        show_on_wrappers(boundary, decision.flag.reshape(()) != 0)
     boundary.skipped_before = False  # the host does not know: see `unsure`
     boundary.unsure = reading.evidence.live or boundary.unsure
 
@@ -102,11 +105,10 @@ def _mark(
 ) -> None:
     """Counts a step; the optimizer shows whether the step was skipped."""
     boundary.steps += 1
-    optimizer: Any = boundary.optimizer
-    optimizer.step_was_skipped = skipped
+    show(boundary, skipped)
     boundary.skipped_before, boundary.unsure = skipped, ()
     if skipped:
-        compat.mark_stepped(optimizer)
+        compat.mark_stepped(boundary.optimizer)
     for listener in boundary.listeners:
         listener(boundary, skipped, sizes or {})
 

@@ -15,6 +15,7 @@ from autoamp.training.step.decide import LEFT_TO_SCALER, Decision, Way, decide
 from autoamp.training.step.kernel_flag import given_flag
 from autoamp.training.step.move import move
 from autoamp.training.step.read import read, read_evidence
+from autoamp.training.step.wrappers import show
 
 
 def take(
@@ -50,7 +51,7 @@ def _decided(
     if leaves_to_scaler(boundary):
         optimizer: Any = boundary.optimizer
         found = getattr(optimizer, "found_inf", None)
-        optimizer.step_was_skipped = found is not None and found.reshape(()) != 0
+        show(boundary, found is not None and found.reshape(()) != 0)
         boundary.log(LEFT_TO_SCALER.reason)
         return LEFT_TO_SCALER, None, args, kwargs
     loss, args, kwargs = evaluated(args, kwargs)
