@@ -42,8 +42,10 @@ from autoamp.pipeline.work import Setting
 from autoamp.place.cost import PriceModel
 from autoamp.place.devices import Device
 from autoamp.printable import printable
+from autoamp.trace.meshes import computes_on_dtensors
 from autoamp.trace.normalise import module_path
 from autoamp.weights.copies import WeightCopies
+from autoamp.weights.meshed import MeshedCopies
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +57,8 @@ _SWITCHED_OFF = (
 
 
 _DTENSORS = (
-    "it computes on DTensors (tensor parallel), which the pass cannot rewrite: it "
-    "runs under torch.autocast, in bf16 and unscaled where it is trained; where strict "
-    "is asked for, that is an error"
+    "it computes on DTensors (tensor parallel), and the pass failed on it: it runs "
+    "under torch.autocast, in bf16 and unscaled where it is trained"
 )
 
 
@@ -149,8 +150,6 @@ class Engine:
         low, scaling = self.record.low, self.record.scaling
         if self._switched_off:
             return self._as_it_is(gm, example_inputs, _SWITCHED_OFF)
-        if _computes_on_dtensors(gm, example_inputs):
-            return self._by_autocast(gm, example_inputs)
         modes, drawn = compat.Modes(), compat.Generators()
         own_autocast = compat.any_autocast()  # a region entered inside this call
         try:
@@ -171,6 +170,8 @@ class Engine:
                 self.local.error = self._strict_error(error)
                 raise self.local.error from error
             problem = printable(f"{type(error).__name__}: {error}")
+            if computes_on_dtensors(gm, example_inputs):
+                return self._by_autocast(gm, example_inputs, problem)
             log_once(
                 logger,
                 logging.WARNING,
@@ -210,13 +211,12 @@ class Engine:
         return self.record.low
 
     def _by_autocast(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any]
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], problem: str
     ) -> Prepared:
+        """A graph of DTensors that the passes failed on: autocast needs no graph."""
         label, low = self.record.label, self.record.low
-        if self.options.strict:
-            self.local.error = CaptureError(f"a graph of {label}: {_DTENSORS}")
-            raise self.local.error
-        log_once(logger, logging.WARNING, f"autoamp: a graph of {label}: {_DTENSORS}")
+        told = f"autoamp: a graph of {label}: {_DTENSORS}: {problem}"
+        log_once(logger, logging.WARNING, told)
         with autocast_region(gm, low):  # a compiler looks at autocast as it traces
             found = as_it_is(gm, example_inputs, self._options, _DTENSORS)
         found = replace(found, run=graph_under_autocast(gm, found.run, low))
@@ -265,7 +265,9 @@ class Engine:
         kept = self.options.weight_copies == "kept"
         copies = None
         if prepared.weights:
-            copies = WeightCopies(low, kept=kept, layouts=prepared.layouts)
+            meshed = any(compat.is_distributed(inputs[i]) for i in prepared.weights)
+            kind = MeshedCopies if meshed else WeightCopies
+            copies = kind(low, kept=kept, layouts=prepared.layouts)
         captured = Graph(prepared, copies)
         if scaling.observers and self.runs_as_is and runs_every_op(captured.gm):
             observed(captured, scaling.observers)
@@ -357,8 +359,3 @@ def _runs_low(prepared: Prepared) -> bool:
     if prepared.rewritten is None:
         return prepared.problem == _DTENSORS
     return prepared.rewritten.sums.low > 0
-
-
-def _computes_on_dtensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    values = [n.meta.get("example_value") for n in gm.graph.nodes]
-    return any(map(compat.is_distributed, [*inputs, *values]))

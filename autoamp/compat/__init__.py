@@ -55,6 +55,17 @@ from autoamp.compat.distributed.ddp import (
     reduced_by_ddp,
     without_buckets,
 )
+from autoamp.compat.distributed.dtensors import (
+    from_local,
+    may_send_back,
+    mesh_call,
+    moves_bytes,
+    only_gathers,
+    own_memory,
+    share_computed,
+    share_held,
+    with_memory,
+)
 from autoamp.compat.distributed.fsdp import (
     gather_low,
     gather_wide,

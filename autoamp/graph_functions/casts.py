@@ -187,6 +187,9 @@ def _scaled_and_rounded(grad: Tensor, loss_scale: Tensor, dtype: torch.dtype) ->
     """
     if compat.is_batch(grad):
         return (grad * loss_scale).to(dtype)
+    if compat.is_distributed(grad):
+        part = _scaled_and_rounded(compat.own_memory(grad), loss_scale, dtype)
+        return compat.with_memory(grad, part)
     low = torch.empty_like(grad, dtype=dtype)
     if grad.device.type != "cpu" or grad.numel() <= _PIECE:
         return torch.mul(grad, loss_scale, out=low)

@@ -83,6 +83,8 @@ def unscale_grad_(value: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> T
 
 def scaled(grad: Tensor, loss_scale: Tensor) -> Tensor:
     """`grad` times `loss_scale`, in the dtype of `grad`, even a 0-dim half `grad`."""
+    if compat.is_distributed(grad):  # a product of DTensors might add parts up first
+        return compat.with_memory(grad, scaled(compat.own_memory(grad), loss_scale))
     return (grad * loss_scale).to(grad.dtype)
 
 
@@ -100,7 +102,8 @@ def _unscaled_in_place(
     grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor
 ) -> Tensor:
     try:
-        compat.unscale_and_check(grad, inv_loss_scale, found_inf)
+        # Of a DTensor each rank looks at its own part, and optimizer steps agree.
+        compat.unscale_and_check(compat.own_memory(grad), inv_loss_scale, found_inf)
     except RuntimeError:
         if not compat.is_batch(grad):
             raise
@@ -147,6 +150,9 @@ def infinities_as_nan(grad: Tensor) -> Tensor:
     """
     if grad.layout != torch.strided or grad.is_complex():
         return grad
+    if compat.is_distributed(grad):
+        part = infinities_as_nan(compat.own_memory(grad))
+        return compat.with_memory(grad, part)
     return grad.nan_to_num(torch.nan, torch.nan, torch.nan)
 
 

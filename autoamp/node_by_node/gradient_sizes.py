@@ -45,6 +45,7 @@ class GradientSizes(Observer):
 def _note_size(magnitudes: list[torch.Tensor], grad: torch.Tensor | None) -> None:
     if grad is None:  # no gradient flows back here: a later op cuts it off
         return
+    grad = compat.own_memory(grad)  # ranks agree on the largest
     if compat.is_batch(grad):
         magnitudes.append(torch.tensor(torch.inf))
     elif grad.numel():

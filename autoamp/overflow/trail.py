@@ -202,6 +202,7 @@ def largest_in(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def _largest(value: torch.Tensor) -> torch.Tensor:
+    value = compat.own_memory(value)  # of a DTensor, what this rank holds
     if value.layout == torch.sparse_coo:
         value = value.coalesce().values()
     elif value.layout != torch.strided:

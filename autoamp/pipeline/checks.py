@@ -15,6 +15,7 @@ from autoamp.check.alike import check_alike
 from autoamp.check.allowed_changes import May
 from autoamp.check.differences import differences
 from autoamp.check.gradient_units import check_scales, check_units
+from autoamp.check.mesh_calls import check_mesh_calls
 from autoamp.check.same_calls import check_same_calls
 from autoamp.check.strides import check_strides
 from autoamp.check.verify import Verifier
@@ -123,6 +124,11 @@ class Checks:
         pairs = zip(copies, now.layouts, strict=False)
         last = {name for name, layout in pairs if layout in FORMATS.values()}
         check_strides(now.gm, last, FORMATS)
+
+    def on_meshes(self, was: Work, now: Work) -> None:
+        """Torch's calls on DTensors are back where the model makes them."""
+        if now.gm is not was.gm:
+            check_mesh_calls(was.gm, now.gm)
 
     def bound(self, was: Work, now: Work) -> None:
         """The code calls functions that call the graph's ops, on the same operands."""

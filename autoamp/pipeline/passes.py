@@ -45,6 +45,7 @@ from autoamp.rewrite.edge.scale_edge import scale_edge
 from autoamp.rewrite.for_compilers import for_compilers
 from autoamp.rewrite.hoist_weight_casts import hoist_weight_casts
 from autoamp.rewrite.layouts import lay_out
+from autoamp.rewrite.meshes import with_mesh_calls
 from autoamp.rewrite.unbind import with_unbind
 
 
@@ -86,6 +87,8 @@ class Pass:
             the work before and after.  A pass that edits no graph has none.
         retreat: what happens where the pass or its check fails.
         without: the report's words about a graph that goes without the pass.
+        needs_memory: whether the pass puts functions in that read the memory of their
+            operands, and so leaves all calls on DTensors.
     """
 
     name: str
@@ -95,6 +98,7 @@ class Pass:
     check: Callable[[Checks, Work, Work], None] | None = None
     retreat: Retreat = Retreat.RAISE
     without: str = ""
+    needs_memory: bool = False
 
 
 # -- the passes ----------------------------------------------------------------------
@@ -261,6 +265,10 @@ def _layouts(work: Work) -> Work:
     return replace(work, gm=gm, layouts=formats)
 
 
+def _meshes(work: Work) -> Work:
+    return replace(work, gm=with_mesh_calls(work.gm))
+
+
 def _bindings(work: Work) -> Work:
     if not _is_eager(work.options) or not work.plan.setting.makes_code:
         return work
@@ -281,6 +289,7 @@ PASSES: tuple[Pass, ...] = (
         Checks.replaced,
         Retreat.SPARE,
         "chains of calls stay as they are written",
+        needs_memory=True,
     ),
     Pass(
         *("facts", Phase.SEE, _facts),
@@ -332,6 +341,7 @@ PASSES: tuple[Pass, ...] = (
         Checks.replaced,
         Retreat.SPARE,
         "its attention has torch's backward",
+        needs_memory=True,
     ),
     Pass(
         *("softmax", Phase.PREPARE, _softmax),
@@ -339,6 +349,7 @@ PASSES: tuple[Pass, ...] = (
         Checks.replaced,
         Retreat.SPARE,
         "its softmax has torch's backward",
+        needs_memory=True,
     ),
     Pass(
         *("norms", Phase.PREPARE, _norms),
@@ -346,6 +357,7 @@ PASSES: tuple[Pass, ...] = (
         Checks.replaced,
         Retreat.SPARE,
         "its norms are torch's",
+        needs_memory=True,
     ),
     Pass(
         *("rotary", Phase.PREPARE, _rotary),
@@ -353,6 +365,7 @@ PASSES: tuple[Pass, ...] = (
         Checks.replaced,
         Retreat.SPARE,
         "its rotary embeddings stay as they are written",
+        needs_memory=True,
     ),
     Pass(
         *("unbind", Phase.PREPARE, _unbind),
@@ -360,6 +373,7 @@ PASSES: tuple[Pass, ...] = (
         Checks.replaced,
         Retreat.SPARE,
         "each of its selects has a gradient as large as the whole tensor",
+        needs_memory=True,
     ),
     Pass(
         *("layouts", Phase.PREPARE, _layouts),
@@ -367,6 +381,12 @@ PASSES: tuple[Pass, ...] = (
         Checks.laid_out,
         Retreat.SPARE,
         "its convolutions read the layout they are given",
+        needs_memory=True,
+    ),
+    Pass(
+        *("meshes", Phase.PREPARE, _meshes),
+        "a graph that computes on DTensors makes the model's own calls on the mesh",
+        Checks.on_meshes,
     ),
     Pass(
         *("bindings", Phase.PREPARE, _bindings),

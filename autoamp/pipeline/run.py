@@ -37,6 +37,7 @@ from autoamp.rewrite.edge.scale_edge import scale_inputs
 from autoamp.rewrite.hoist_weight_casts import read_wide
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.control_flow import BODY_LEFT, BODY_RECORDS, LOWERED_BODY
+from autoamp.trace.meshes import ON_MESH
 from autoamp.trace.normalise import UNTRACED, Normalised, normalise
 
 _ANYWHERE = Setting()
@@ -248,6 +249,8 @@ def _run(
 def _passed(each: Pass, work: Work, checks: Checks) -> Work:
     """The work after one pass and its check; the pass spares the nodes named by it."""
     left: tuple[str, ...] = ()
+    if each.needs_memory:
+        left = tuple(n.name for n in work.gm.graph.nodes if ON_MESH in n.meta)
     problem: Exception | None = None
     for _ in range(RETRIES + 1):
         try:

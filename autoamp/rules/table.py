@@ -190,7 +190,11 @@ class _StandsFor(NamedTuple):
 STANDS_FOR = {
     "autoamp::attention": _StandsFor(
         "aten::scaled_dot_product_attention", fp32_operands=("tensors",)
-    )
+    ),
+    **{
+        f"autoamp::{name}": _StandsFor("aten::clone", fp32_operands=())
+        for name in ("from_local", "redistribute", "to_local")
+    },
 }
 """Ops of autoamp's that every rules file knows by the name of torch's op."""
 

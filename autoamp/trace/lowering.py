@@ -24,6 +24,7 @@ from autoamp.trace.control_flow import (
     body_inputs,
     written_input,
 )
+from autoamp.trace.meshes import Meshes
 from autoamp.trace.op_cache.cache import OpCache
 from autoamp.trace.regions import CALLED_IN, Regions
 
@@ -38,6 +39,7 @@ class Lowering(fx.Interpreter):
         op_cache: OpCache | None,
         lower: Callable[[fx.GraphModule, Sequence[Any], Regions], fx.GraphModule],
         regions: Regions,
+        meshes: Meshes | None = None,
     ) -> None:
         """Takes the graph and runs none of it yet.
 
@@ -48,10 +50,12 @@ class Lowering(fx.Interpreter):
             lower: gives the ATen graph of a sub-graph, from the sub-graph, its inputs
                 and the autocast regions it is called in.
             regions: the autocast regions that `gm` begins in.
+            meshes: records calls on DTensors, which `gm` is run without; or None.
         """
         super().__init__(gm, garbage_collect_values=False)
         self._lower = lower
         self._regions = regions
+        self._meshes = meshes
         self.mode = mode
         self.op_cache = op_cache
         self.bodies: dict[str, fx.GraphModule] = {}
@@ -79,7 +83,7 @@ class Lowering(fx.Interpreter):
             mark = compat.recorded_so_far()
             try:
                 with self._regions.entered():
-                    result = getattr(self, n.op)(n.target, args, kwargs)
+                    result = self._result(n, args, kwargs)
             except Exception as error:
                 if not _may_stay_whole(n):
                     raise
@@ -89,7 +93,15 @@ class Lowering(fx.Interpreter):
             if known is not None and call is not None:
                 made = compat.recorded_since(mark)
                 result = known.dynamos_result(call, n, made, result)
+            if self._meshes is not None:
+                self._meshes.note_shares(n, compat.recorded_since(mark))
             return result
+
+    def _result(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        crossed = self._meshes.run(n, args) if self._meshes is not None else None
+        if crossed is not None:
+            return crossed
+        return getattr(self, n.op)(n.target, args, kwargs)
 
     def _called(self, n: fx.Node) -> Any:
         """Makes the call of a node that calls one of torch's functions or methods."""
@@ -135,7 +147,7 @@ class Lowering(fx.Interpreter):
         """Records a checkpointed region; its body becomes an ATen graph of its own."""
         body, *operands = args
         with compat.outside_trace():
-            result = _InPlace(body).run(*operands)
+            result = _InPlace(body, meshed=self._meshes is not None).run(*operands)
             lowered = self._lowered(body, operands, "checkpointed")
         proxy_body = self._register(lowered)
         options = {k: v for k, v in kwargs.items() if k == "preserve_rng_state"}
@@ -253,20 +265,26 @@ class _InPlace(fx.Interpreter):
     higher-order op, such as the branches of `torch.cond`.
     """
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, *, meshed: bool) -> None:
         super().__init__(gm)
         self._regions = Regions(gm)
+        self._meshes = Meshes(gm) if meshed else None
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target in (compat.ENTER_AUTOCAST, compat.EXIT_AUTOCAST):
             return self._regions.follow(n)  # the tracer would record the call
         with self._regions.entered():
+            if self._meshes is not None:
+                args, _ = self.fetch_args_kwargs_from_env(n)
+                crossed = self._meshes.run(n, args)
+                if crossed is not None:
+                    return crossed
             return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is compat.CHECKPOINT:
             body, *operands = args
-            return _InPlace(body).run(*operands)
+            return _InPlace(body, meshed=self._meshes is not None).run(*operands)
         return super().call_function(target, args, kwargs)
 
 

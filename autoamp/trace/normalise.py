@@ -23,6 +23,12 @@ from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.ops import drop_dead
 from autoamp.trace.lowering import Lowering
+from autoamp.trace.meshes import (
+    Meshes,
+    computes_on_dtensors,
+    note_held,
+    whole_inputs,
+)
 from autoamp.trace.op_cache.cache import OpCache
 from autoamp.trace.op_cache.usable import op_cache_for
 from autoamp.trace.regions import Region, Regions
@@ -75,7 +81,8 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
             "a sequence of one value per input"
         )
         raise CaptureError(message)
-    op_cache = op_cache_for(gm, example_inputs)
+    meshed = computes_on_dtensors(gm, example_inputs)
+    op_cache = None if meshed else op_cache_for(gm, example_inputs)
     if op_cache is not None:
         mode, fakes = op_cache.mode, op_cache.inputs
         with contextlib.suppress(CaptureError):  # the trace below reports the error
@@ -83,8 +90,14 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
             _restore_placeholders(lowered, gm, fakes, example_inputs)
             return Normalised(lowered, fakes, mode)
     mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
-    fakes = tuple(compat.fake_inputs(example_inputs, mode))
-    lowered = _trace(gm, fakes, mode)
+    if meshed:
+        given = whole_inputs(gm, example_inputs, mode)
+        fakes = tuple(compat.fake_inputs(given, mode))
+        lowered = _trace(gm, fakes, mode, meshed=True)
+        _note_held(lowered, example_inputs)
+    else:
+        fakes = tuple(compat.fake_inputs(example_inputs, mode))
+        lowered = _trace(gm, fakes, mode)
     _restore_placeholders(lowered, gm, fakes, example_inputs)
     return Normalised(lowered, fakes, mode)
 
@@ -95,11 +108,14 @@ def _trace(
     mode: compat.FakeTensorMode,
     op_cache: OpCache | None = None,
     outer: Sequence[Region] = (),
+    *,
+    meshed: bool = False,
 ) -> fx.GraphModule:
     """The ATen graph of `gm`, whose own parameters and buffers stay attributes.
 
     Args:
         outer: the autocast regions of the model's own that `gm` is called in.
+        meshed: whether `gm` computes on DTensors, each of which the inputs give whole.
     """
     gm = fold_transforms(gm)
     named = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
@@ -110,11 +126,12 @@ def _trace(
     def lower(
         body: fx.GraphModule, inputs: Sequence[Any], regions: Regions
     ) -> fx.GraphModule:
-        lowered = _trace(body, inputs, mode, outer=regions.inside)
+        lowered = _trace(body, inputs, mode, outer=regions.inside, meshed=meshed)
         _restore_placeholders(lowered, body, tuple(inputs), inputs)
         return lowered
 
-    lowering = Lowering(gm, mode, op_cache, lower, Regions(gm, outer))
+    meshes = Meshes(gm) if meshed else None
+    lowering = Lowering(gm, mode, op_cache, lower, Regions(gm, outer), meshes)
 
     def run(*values: Any) -> Any:
         attributes = dict(zip(named, values, strict=False))
@@ -150,6 +167,13 @@ def _trace(
     drop_dead(traced.graph)
     traced.recompile()
     return traced
+
+
+def _note_held(lowered: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Notes of each input which share of the whole one rank holds."""
+    placeholders = lowered.graph.find_nodes(op="placeholder")
+    for node, value in zip(placeholders, inputs, strict=True):
+        note_held(node, value)
 
 
 WIDENED = "autoamp_widened"

@@ -1,0 +1,132 @@
+"""DTensors: what a rank holds of them, and the calls that make and redistribute them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from autoamp.compat.distributed.groups import is_distributed
+
+_OF_DTENSORS = frozenset({"redistribute", "to_local", "full_tensor"})
+"""Methods of a DTensor that a plain tensor has not."""
+
+FROM_LOCAL = "from_local"
+"""The function that makes a DTensor of what each rank holds."""
+
+
+def mesh_call(node: fx.Node) -> str:
+    """The name of a call that crosses between DTensors and what ranks hold; else "".
+
+    Dynamo writes `DTensor.from_local` as a function, the others as methods.
+    """
+    if node.op == "call_method":
+        return str(node.target) if node.target in _OF_DTENSORS else ""
+    if node.op != "call_function":
+        return ""
+    module = getattr(node.target, "__module__", None) or ""
+    name = getattr(node.target, "__name__", "")
+    if not module.startswith("torch.distributed.tensor"):
+        return ""
+    return name if name == FROM_LOCAL or name in _OF_DTENSORS else ""
+
+
+def share_held(value: Any) -> float:
+    """The share of a DTensor's elements that this rank holds; 1 of anything else."""
+    if not is_distributed(value):
+        return 1.0
+    whole = math.prod(int(n) for n in value.shape)
+    return math.prod(int(n) for n in own_memory(value).shape) / whole if whole else 1.0
+
+
+def share_computed(values: Sequence[Any]) -> float:
+    """The share of an op that this rank computes, of the op's operands and results.
+
+    Where the mesh holds all of them whole along one of its dimensions, each rank along
+    this dimension does the whole op; elsewhere each does its part.
+    """
+    meshed = [v for v in values if is_distributed(v)]
+    if not meshed:
+        return 1.0
+    mesh = meshed[0].device_mesh
+    share = 1.0
+    for at in range(mesh.ndim):
+        if any(not v.placements[at].is_replicate() for v in meshed):
+            share /= int(mesh.size(at))
+    return share
+
+
+def moves_bytes(name: str, before: Any, after: Any) -> bool:
+    """Whether the forward of a mesh call sends something: from `before` to `after`."""
+    if name in (FROM_LOCAL, "to_local"):
+        return False
+    if not (is_distributed(before) and is_distributed(after)):
+        return True
+    pairs = zip(before.placements, after.placements, strict=True)
+    return any(a != b and not a.is_replicate() for a, b in pairs)
+
+
+def may_send_back(name: str, before: Any, after: Any) -> bool:
+    """Whether the backward of a mesh call may send something.
+
+    The gradient of a value that every rank holds whole may be a sum over the ranks.
+    """
+    if name == "to_local":
+        return False
+    made = after.placements if is_distributed(after) else ()
+    if name == FROM_LOCAL:
+        return any(p.is_replicate() for p in made)
+    if not is_distributed(before) or not made:
+        return True
+    return any(a != b for a, b in zip(before.placements, made, strict=True))
+
+
+def only_gathers(name: str, before: Any, after: Any) -> bool:
+    """Whether a mesh call gives each rank the parts of others, and adds nothing up."""
+    if name != "redistribute" or not (is_distributed(before) and is_distributed(after)):
+        return False
+    pairs = zip(before.placements, after.placements, strict=True)
+    changed = [(a, b) for a, b in pairs if a != b]
+    return bool(changed) and all(a.is_shard() and b.is_replicate() for a, b in changed)
+
+
+def own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's memory of a DTensor, with no history; another tensor as it is."""
+    if not is_distributed(tensor):
+        return tensor
+    held = getattr(tensor, "_local_tensor", None)
+    if isinstance(held, torch.Tensor):
+        return held
+    value: Any = tensor
+    with torch.no_grad():
+        return cast(torch.Tensor, value.to_local())
+
+
+def with_memory(like: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """A DTensor that lies on the mesh as `like` does, of which this rank holds `memory`.
+
+    A plain tensor `like` gives `memory` itself.
+    """
+    if not is_distributed(like):
+        return memory
+    from torch.distributed.tensor import DTensor
+
+    given: Any = like
+    return DTensor.from_local(
+        memory,
+        given.device_mesh,
+        given.placements,
+        run_check=False,
+        shape=given.shape,
+        stride=given.stride(),
+    )
+
+
+def from_local(memory: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`DTensor.from_local`."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(memory, *args, **kwargs)

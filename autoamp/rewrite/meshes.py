@@ -1,0 +1,40 @@
+"""Puts torch's calls on DTensors back, in the place of the ops that stood for them.
+
+The graph that the passes have worked on takes whole tensors.  After this pass it takes
+DTensors, and runs on each rank's part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from autoamp.graph_functions.meshes import IN_WHOLE, MESH_CALLS
+from autoamp.rewrite.copied import edited
+from autoamp.trace.meshes import MESH_CALL, Input, MeshCall
+
+_STAND_INS = frozenset(IN_WHOLE.values())
+
+
+def with_mesh_calls(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm` with torch's calls; `gm` itself where it computes on no DTensors."""
+    return edited(gm, _edit, finds=_found)
+
+
+def _found(graph: fx.Graph) -> list[fx.Node]:
+    """The ops that stand for calls; aliases and casts of their results are none."""
+    return [n for n in graph.nodes if n.target in _STAND_INS and MESH_CALL in n.meta]
+
+
+def _edit(graph: fx.Graph) -> None:
+    inputs = graph.find_nodes(op="placeholder")
+
+    def resolved(given: Any) -> Any:
+        return inputs[given.position] if isinstance(given, Input) else given
+
+    for node in _found(graph):
+        call: MeshCall = node.meta[MESH_CALL]
+        args, kwargs = fx.node.map_aggregate((call.args, call.kwargs), resolved)
+        node.target = MESH_CALLS[call.name]
+        node.args, node.kwargs = (node.args[0], *args), kwargs

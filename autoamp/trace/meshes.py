@@ -1,0 +1,202 @@
+"""Shows a graph that computes on DTensors to the passes as a graph of whole tensors.
+
+A DTensor behaves as the whole tensor that the ranks hold together, so that an op on
+DTensors is the op on whole tensors, and has the same category, the same dtypes and the
+same rules.  What differs is a rank's share of the work, which the prices read, and the
+calls that cross between a DTensor and what a rank holds (`graph_functions/meshes.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autoamp import compat
+from autoamp.errors import CaptureError
+from autoamp.graph_functions.meshes import IN_WHOLE
+
+MESH_CALL = "autoamp_mesh_call"
+"""In the `meta` of a node that stands for a call of torch's: a `MeshCall`."""
+
+ON_MESH = "autoamp_on_mesh"
+"""Set in the `meta` of a node that reads or makes a DTensor."""
+
+HELD = "autoamp_held"
+"""In the `meta` of a node: the share of its value that one rank holds."""
+
+COMPUTED = "autoamp_computed"
+"""In the `meta` of a node: the share of the op that one rank computes."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """Stands for an input of the graph among the arguments of a call."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class MeshCall:
+    """A call that crosses between DTensors and what ranks hold, as the model wrote it.
+
+    Attributes:
+        name: the name of the call, such as "redistribute".
+        args, kwargs: the arguments behind the first, with an `Input` for each input of
+            the graph.
+        sends: whether the forward sends something.
+        sends_back: whether the backward may send something.
+        gathers: whether each rank gets values that other ranks hold, and none of them
+            is a sum.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sends: bool
+    sends_back: bool
+    gathers: bool
+
+
+def computes_on_dtensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether an input or a value of a graph of Dynamo's is a DTensor."""
+    values = [n.meta.get("example_value") for n in gm.graph.nodes]
+    return any(map(compat.is_distributed, [*inputs, *values]))
+
+
+def whole_inputs(
+    gm: fx.GraphModule, inputs: Sequence[Any], mode: compat.FakeTensorMode
+) -> list[Any]:
+    """`inputs` with a fake of the whole tensor for each DTensor, and None for meshes."""
+    recorded = compat.inputs_of(gm)
+    pairs = zip(inputs, recorded, strict=True)
+    return [_whole(value, known, mode) for value, known in pairs]
+
+
+def _whole(value: Any, known: Any, mode: compat.FakeTensorMode) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value if isinstance(value, _NUMBERS) else None
+    if not compat.is_distributed(value):
+        return value
+    like = known if compat.is_distributed(known) else value
+    with mode, torch.no_grad():
+        made = torch.empty_strided(
+            tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device
+        )
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=value.requires_grad)
+    return made.requires_grad_(value.requires_grad)
+
+
+_NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class Meshes:
+    """Records the calls of one graph that cross between DTensors and what ranks hold."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        """Notes where the inputs of `gm` stand."""
+        inputs = gm.graph.find_nodes(op="placeholder")
+        self._positions = {node: at for at, node in enumerate(inputs)}
+
+    def run(self, n: fx.Node, args: Sequence[Any]) -> torch.Tensor | None:
+        """The result of a node that crosses; None for any other node.
+
+        Args:
+            args: the values of the node's arguments, in whole tensors.
+
+        Raises:
+            CaptureError: the call is one that the passes cannot see through.
+        """
+        name = compat.mesh_call(n)
+        if not name:
+            return None
+        first = n.args[0] if n.args else None
+        made = n.meta.get("example_value")
+        if not (isinstance(first, fx.Node) and isinstance(made, torch.Tensor)):
+            raise CaptureError(f"{n.name}: a call of {name} that Dynamo left open")
+        value, known = args[0], first.meta.get("example_value")
+        op = IN_WHOLE.get(name, IN_WHOLE["redistribute"])
+        size = _sizes(made.shape, value, n)
+        result: torch.Tensor = op(value, size, _strides(made, size, n))
+        call = MeshCall(
+            name,
+            *self._named((n.args[1:], dict(n.kwargs)), n),
+            sends=compat.moves_bytes(name, known, made),
+            sends_back=compat.may_send_back(name, known, made),
+            gathers=compat.only_gathers(name, known, made),
+        )
+        proxy = compat.recorded_proxy(result)
+        if proxy is not None:
+            compat.proxy_node(proxy).meta[MESH_CALL] = call
+        return result
+
+    def _named(self, given: Any, n: fx.Node) -> Any:
+        def named(node: fx.Node) -> Input:
+            if node not in self._positions:
+                raise CaptureError(f"{n.name}: its mesh or placement is computed")
+            return Input(self._positions[node])
+
+        args, kwargs = fx.map_arg(given, named)
+        return tuple(args), dict(kwargs)
+
+    def note_shares(self, n: fx.Node, made: Sequence[fx.Node]) -> None:
+        """Notes a rank's share of what the nodes `made` for node `n` hold and compute."""
+        result = n.meta.get("example_value")
+        operands = [o.meta.get("example_value") for o in n.all_input_nodes]
+        leaves = pytree.tree_leaves(result)
+        computed = compat.share_computed([*operands, *leaves])
+        held = min((compat.share_held(v) for v in leaves), default=1.0)
+        if not any(map(compat.is_distributed, [*operands, *leaves])):
+            return
+        for node in made:
+            node.meta[ON_MESH] = True
+            node.meta[COMPUTED], node.meta[HELD] = computed, held
+
+
+def note_held(node: fx.Node, value: Any) -> None:
+    """Notes the share of an input that one rank holds."""
+    if compat.is_distributed(value):
+        node.meta[HELD] = compat.share_held(value)
+
+
+def _sizes(shape: Sequence[Any], value: torch.Tensor, n: fx.Node) -> list[Any]:
+    """The sizes `shape`, each a number or made of a size of `value`.
+
+    Raises:
+        CaptureError: a size that depends on the call's input is neither the operand's
+            size nor a multiple or a part of it.
+    """
+    return [_size(size, value, at, n) for at, size in enumerate(shape)]
+
+
+def _size(size: Any, value: torch.Tensor, at: int, n: fx.Node) -> Any:
+    if isinstance(size, int):
+        return size
+    given = value.shape[at] if at < value.dim() else None
+    if isinstance(given, torch.SymInt):
+        one, other = compat.hint(size), compat.hint(given)
+        # Each rank's part put together, or a part of the whole.
+        made = given * (one // other) if one >= other else given // (other // one)
+        if compat.expression(made) == compat.expression(size):
+            return made
+    raise CaptureError(f"{n.name}: a size of its result is {size}, which is not its own")
+
+
+def _strides(made: torch.Tensor, size: Sequence[Any], n: fx.Node) -> list[Any]:
+    """The strides of a result: numbers, or those of contiguous memory."""
+    strides = list(made.stride())
+    if all(isinstance(each, int) for each in strides):
+        return strides
+    if not made.is_contiguous():
+        raise CaptureError(f"{n.name}: its result is laid out by a size that may change")
+    found: list[Any] = []
+    step: Any = 1
+    for each in reversed(size):
+        found.insert(0, step)
+        step = step * each
+    return found
