@@ -85,7 +85,7 @@ class Lowering(fx.Interpreter):
                 with self._regions.entered():
                     result = self._result(n, args, kwargs)
             except Exception as error:
-                if not _may_stay_whole(n):
+                if compat.mesh_call(n) or not _may_stay_whole(n):
                     raise
                 compat.forget_since(mark)
                 result = self._untraced(n, args, kwargs, error)

@@ -175,8 +175,8 @@ def _sizes(shape: Sequence[Any], value: torch.Tensor, n: fx.Node) -> list[Any]:
 
 
 def _size(size: Any, value: torch.Tensor, at: int, n: fx.Node) -> Any:
-    if isinstance(size, int):
-        return size
+    if isinstance(size, int) or compat.expression(size).is_number:
+        return compat.hint(size)
     given = value.shape[at] if at < value.dim() else None
     if isinstance(given, torch.SymInt):
         one, other = compat.hint(size), compat.hint(given)
@@ -190,8 +190,8 @@ def _size(size: Any, value: torch.Tensor, at: int, n: fx.Node) -> Any:
 def _strides(made: torch.Tensor, size: Sequence[Any], n: fx.Node) -> list[Any]:
     """The strides of a result: numbers, or those of contiguous memory."""
     strides = list(made.stride())
-    if all(isinstance(each, int) for each in strides):
-        return strides
+    if all(isinstance(s, int) or compat.expression(s).is_number for s in strides):
+        return [*map(compat.hint, strides)]
     if not made.is_contiguous():
         raise CaptureError(f"{n.name}: its result is laid out by a size that may change")
     found: list[Any] = []
