@@ -29,6 +29,7 @@ from autoamp.analyse.typed_as import typed_as
 from autoamp.dtypes import HIGH_DTYPE
 from autoamp.graph_functions import WITH_FP32_STATE
 from autoamp.op_names import op_name
+from autoamp.trace.meshes import HELD
 from autoamp.trace.regions import Regions
 
 FP32 = "<fp32>"
@@ -58,8 +59,9 @@ class NodeFacts:
         makes_others: whether the node produces tensors that are not floats (indices).
         operands: the node's fp32 tensor operands in argument order.
         mixes_floats: whether the node reads or makes floats of another dtype.
-        numel: elements of the fp32 outputs, a hint where the size is symbolic.
-        read_numel: elements of the fp32 operands, a hint where the size is symbolic.
+        numel: elements of the fp32 outputs, a hint where the size is symbolic; of a
+            DTensor the elements that this rank holds.
+        read_numel: the same of the fp32 operands.
         region: number of the grad-mode and autocast region that the node stands in.
         autocast: None outside any `torch.autocast` of the model, else its `enabled`.
         requires_grad: whether a gradient flows through the node.
@@ -240,8 +242,8 @@ class _Collector:
     def _record(self, node: fx.Node) -> None:
         outputs = tensors_of(node.meta.get("val"))
         floats = [t for t in outputs if t.dtype == HIGH_DTYPE]
-        operands, inputs = self._operands(node)
-        read = [t for t in inputs if t.dtype == HIGH_DTYPE]
+        operands, inputs, read = self._operands(node)
+        held = node.meta.get(HELD, 1.0)
         if node.target is operator.getitem:
             self.element_of[node.name] = str(node.args[0])
         single = isinstance(node.meta.get("val"), torch.Tensor)
@@ -261,8 +263,8 @@ class _Collector:
             mixes_floats=any(
                 _is_inexact(t) and t.dtype != HIGH_DTYPE for t in (*outputs, *inputs)
             ),
-            numel=_numel(floats),
-            read_numel=_numel(read),
+            numel=round(_numel(floats) * held),
+            read_numel=read,
             region=self.region,
             autocast=self.autocasts.is_on,
             requires_grad=node.name in self.grad_needed,
@@ -277,11 +279,13 @@ class _Collector:
 
     def _operands(
         self, node: fx.Node
-    ) -> tuple[tuple[Operand, ...], list[torch.Tensor]]:
+    ) -> tuple[tuple[Operand, ...], list[torch.Tensor], int]:
+        """The fp32 operands, all tensors read, and how many fp32 numbers are read."""
         operands: list[Operand] = []
         inputs: list[torch.Tensor] = []
+        read = 0
         if node.op in ("placeholder", "get_attr"):
-            return (), inputs
+            return (), inputs, 0
         for name, value in named_arguments(node):
             leaves: list[fx.Node] = []
             fx.node.map_arg(value, leaves.append)
@@ -293,7 +297,8 @@ class _Collector:
                 if tensor.dtype == HIGH_DTYPE:
                     epoch = self.writes.get(compat.storage_id(tensor), 0)
                     operands.append(Operand(leaf.name, name, tensor.dim() == 0, epoch))
-        return tuple(operands), inputs
+                    read += round(_numel([tensor]) * leaf.meta.get(HELD, 1.0))
+        return tuple(operands), inputs, read
 
     def _note_writes(self, node: fx.Node) -> None:
         opaque = isinstance(node.target, compat.HigherOrderOperator)

@@ -31,7 +31,7 @@ from autoamp.capture.graph import (
 from autoamp.capture.locked import check_graph
 from autoamp.capture.record import Record
 from autoamp.dtypes import needs_loss_scale
-from autoamp.errors import AutoampError, CaptureError
+from autoamp.errors import AutoampError
 from autoamp.messages import log_once
 from autoamp.node_by_node.held import hold_first_run
 from autoamp.node_by_node.runner import runs_every_op

@@ -8,6 +8,7 @@ from torch import fx
 
 from autoamp.check.standin import where
 from autoamp.errors import VerificationError
+from autoamp.graph_functions.gathers import gathered_low
 from autoamp.trace.meshes import MESH_CALL
 
 
@@ -23,7 +24,7 @@ def check_mesh_calls(before: fx.GraphModule, after: fx.GraphModule) -> None:
     inputs = [n.name for n in after.graph.nodes if n.op == "placeholder"]
     for old, new in zip(before.graph.nodes, after.graph.nodes, strict=True):
         same = _shown(old) == _shown(new)
-        if getattr(old.target, "namespace", "") == "autoamp" and MESH_CALL in old.meta:
+        if _stands_for_a_call(old):
             same = old.name == new.name and _is_back(old, new, inputs)
         if not same:
             raise VerificationError(
@@ -36,14 +37,21 @@ def check_mesh_calls(before: fx.GraphModule, after: fx.GraphModule) -> None:
             check_mesh_calls(body, other)
 
 
+def _stands_for_a_call(node: fx.Node) -> bool:
+    ours = getattr(node.target, "namespace", "") == "autoamp"
+    return MESH_CALL in node.meta and (ours or node.target is gathered_low)
+
+
 def _is_back(old: fx.Node, new: fx.Node, inputs: list[str]) -> bool:
     call = old.meta[MESH_CALL]
-    given = [str(old.args[0]), _written(call.args, inputs)]
-    named = _written(call.kwargs, inputs)
+    low = old.target is gathered_low
+    own = old.args if low else old.args[:1]
+    wanted = "gather_low" if low else call.name
     return (
-        getattr(new.target, "__name__", "") == call.name
-        and [str(new.args[0]), _written(new.args[1:], inputs)] == given
-        and _written(new.kwargs, inputs) == named
+        getattr(new.target, "__name__", "") == wanted
+        and repr(new.args[: len(own)]) == repr(own)
+        and _written(new.args[len(own) :], inputs) == _written(call.args, inputs)
+        and _written(new.kwargs, inputs) == _written(call.kwargs, inputs)
     )
 
 

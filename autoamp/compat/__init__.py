@@ -62,6 +62,7 @@ from autoamp.compat.distributed.dtensors import (
     moves_bytes,
     only_gathers,
     own_memory,
+    scattered_sum,
     share_computed,
     share_held,
     with_memory,

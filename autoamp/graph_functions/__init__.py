@@ -20,8 +20,10 @@ from autoamp.graph_functions.casts import (
 )
 from autoamp.graph_functions.checkpoints import checkpoint_as_python_does, checkpointed
 from autoamp.graph_functions.edge import scale_grad, unscale_grad, unscale_grad_
+from autoamp.graph_functions.gathers import gather_low, gathered_low
 from autoamp.graph_functions.half import unscale_half
 from autoamp.graph_functions.layouts import laid_out
+from autoamp.graph_functions.meshes import MESH_CALLS
 from autoamp.graph_functions.promises import dtypes_in, with_dtypes
 from autoamp.graph_functions.states import (
     STATE,
@@ -43,6 +45,8 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         attention,
         traced_attention,
         checkpointed,
+        gather_low,
+        gathered_low,
         laid_out,
         layer_norm,
         low_uses,
@@ -61,6 +65,7 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         unscale_half,
         with_dtypes,
         *FOR_COMPILERS.values(),
+        *MESH_CALLS.values(),
         *WITH_FP32_STATE.values(),
     }
 )

@@ -14,6 +14,7 @@ from autoamp.check import allowed_changes as kinds
 from autoamp.check.alike import check_alike
 from autoamp.check.allowed_changes import May
 from autoamp.check.differences import differences
+from autoamp.check.gathers import check_low_gathers
 from autoamp.check.gradient_units import check_scales, check_units
 from autoamp.check.mesh_calls import check_mesh_calls
 from autoamp.check.same_calls import check_same_calls
@@ -100,6 +101,11 @@ class Checks:
         copies: dict[str, str | None] = dict(zip(extra, weights, strict=True))
         may = May(kinds.USES, copies, fold=True)
         differences(was.gm, now.gm, may)
+
+    def gathered(self, was: Work, now: Work) -> None:
+        """Gathers in the low dtype stand for a gather and its casts, nothing else."""
+        if now.gm is not was.gm:
+            check_low_gathers(was.gm, now.gm)
 
     def edge(self, was: Work, now: Work) -> None:
         """Only gradients changed, and their units agree."""

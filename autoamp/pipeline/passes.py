@@ -43,6 +43,7 @@ from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.copied import with_targets
 from autoamp.rewrite.edge.scale_edge import scale_edge
 from autoamp.rewrite.for_compilers import for_compilers
+from autoamp.rewrite.gathers import with_low_gathers
 from autoamp.rewrite.hoist_weight_casts import hoist_weight_casts
 from autoamp.rewrite.layouts import lay_out
 from autoamp.rewrite.meshes import with_mesh_calls
@@ -193,6 +194,12 @@ def _hoist(work: Work) -> Work:
     return replace(work, gm=hoisted.gm, weights=tuple(hoisted.weights))
 
 
+def _gathers(work: Work) -> Work:
+    if not _is_eager(work.options):
+        return work
+    return replace(work, gm=with_low_gathers(work.gm, work.plan.low, work.left))
+
+
 def _edge(work: Work) -> Work:
     if not work.plan.scaled:
         return work
@@ -328,6 +335,13 @@ PASSES: tuple[Pass, ...] = (
         Checks.hoisted,
         Retreat.SPARE,
         "its weights are cast at every call",
+    ),
+    Pass(
+        *("gathers", Phase.PREPARE, _gathers),
+        "DTensors that are read low are gathered low; their gradients sum up in fp32",
+        Checks.gathered,
+        Retreat.SPARE,
+        "DTensors are gathered in fp32 and cast then",
     ),
     Pass(
         *("edge", Phase.PREPARE, _edge),

@@ -26,6 +26,7 @@ from autoamp.errors import PassError
 from autoamp.place.devices import NEUTRAL, Device
 from autoamp.place.flops import flops_of
 from autoamp.rules import family
+from autoamp.trace.meshes import COMPUTED, MESH_CALL, MeshCall
 
 UNIT_NS = 0.1
 """Nanoseconds per unit of price."""
@@ -209,7 +210,9 @@ def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> P
     times = TRAINING_FACTOR if fact.requires_grad else 1
     low = itemsize < HIGH_DTYPE.itemsize
     moved = itemsize * (fact.read_numel + fact.numel)
-    flops = flops_of(node, fact)
+    if MESH_CALL in node.meta and not fact.op.startswith("aten"):
+        return _crossing(node.meta[MESH_CALL], moved, fact, device)
+    flops = flops_of(node, fact) * node.meta.get(COMPUTED, 1.0)
     if not flops:
         heavy = fact.base.rstrip("_") in family("function_of_each_number")
         bandwidth = device.bandwidth(moved, low=low, heavy=heavy)
@@ -219,6 +222,15 @@ def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> P
     return Parts(
         times * start, times * moved / device.bytes_per_ns, times * flops / rate
     )
+
+
+def _crossing(call: MeshCall, moved: int, fact: NodeFacts, device: Device) -> Parts:
+    """The parts of a call between ranks: at least their memory is read and written.
+
+    The links between the ranks are not known here; none is faster than the memory.
+    """
+    times = call.sends + (call.sends_back and fact.requires_grad)
+    return Parts(times * device.launch_ns, times * moved / device.bytes_per_ns, 0.0)
 
 
 def kind_of_product(node: fx.Node, fact: NodeFacts) -> str:

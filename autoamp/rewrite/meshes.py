@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import fx
 
+from autoamp.graph_functions.gathers import gather_low, gathered_low
 from autoamp.graph_functions.meshes import IN_WHOLE, MESH_CALLS
 from autoamp.rewrite.copied import edited
 from autoamp.trace.meshes import MESH_CALL, Input, MeshCall
 
-_STAND_INS = frozenset(IN_WHOLE.values())
+_STAND_INS = frozenset({*IN_WHOLE.values(), gathered_low})
 
 
 def with_mesh_calls(gm: fx.GraphModule) -> fx.GraphModule:
@@ -36,5 +37,7 @@ def _edit(graph: fx.Graph) -> None:
     for node in _found(graph):
         call: MeshCall = node.meta[MESH_CALL]
         args, kwargs = fx.node.map_aggregate((call.args, call.kwargs), resolved)
-        node.target = MESH_CALLS[call.name]
-        node.args, node.kwargs = (node.args[0], *args), kwargs
+        low = node.target is gathered_low
+        own = node.args if low else node.args[:1]
+        node.target = gather_low if low else MESH_CALLS[call.name]
+        node.args, node.kwargs = (*own, *args), kwargs

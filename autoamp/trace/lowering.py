@@ -39,7 +39,8 @@ class Lowering(fx.Interpreter):
         op_cache: OpCache | None,
         lower: Callable[[fx.GraphModule, Sequence[Any], Regions], fx.GraphModule],
         regions: Regions,
-        meshes: Meshes | None = None,
+        *,
+        meshed: bool = False,
     ) -> None:
         """Takes the graph and runs none of it yet.
 
@@ -50,12 +51,12 @@ class Lowering(fx.Interpreter):
             lower: gives the ATen graph of a sub-graph, from the sub-graph, its inputs
                 and the autocast regions it is called in.
             regions: the autocast regions that `gm` begins in.
-            meshes: records calls on DTensors, which `gm` is run without; or None.
+            meshed: whether `gm` computes on DTensors, each of which it is given whole.
         """
         super().__init__(gm, garbage_collect_values=False)
         self._lower = lower
         self._regions = regions
-        self._meshes = meshes
+        self._meshes = Meshes(gm) if meshed else None
         self.mode = mode
         self.op_cache = op_cache
         self.bodies: dict[str, fx.GraphModule] = {}

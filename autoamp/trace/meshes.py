@@ -71,7 +71,7 @@ def computes_on_dtensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
 def whole_inputs(
     gm: fx.GraphModule, inputs: Sequence[Any], mode: compat.FakeTensorMode
 ) -> list[Any]:
-    """`inputs` with a fake of the whole tensor for each DTensor, and None for meshes."""
+    """`inputs` with a fake whole tensor for each DTensor, and None for meshes."""
     recorded = compat.inputs_of(gm)
     pairs = zip(inputs, recorded, strict=True)
     return [_whole(value, known, mode) for value, known in pairs]
@@ -96,7 +96,7 @@ _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Meshes:
-    """Records the calls of one graph that cross between DTensors and what ranks hold."""
+    """Records the calls of a graph that cross between DTensors and ranks' parts."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         """Notes where the inputs of `gm` stand."""
@@ -123,9 +123,11 @@ class Meshes:
         op = IN_WHOLE.get(name, IN_WHOLE["redistribute"])
         size = _sizes(made.shape, value, n)
         result: torch.Tensor = op(value, size, _strides(made, size, n))
+        behind, named = self._named((n.args[1:], dict(n.kwargs)), n)
         call = MeshCall(
             name,
-            *self._named((n.args[1:], dict(n.kwargs)), n),
+            behind,
+            named,
             sends=compat.moves_bytes(name, known, made),
             sends_back=compat.may_send_back(name, known, made),
             gathers=compat.only_gathers(name, known, made),
@@ -136,7 +138,7 @@ class Meshes:
         return result
 
     def _named(self, given: Any, n: fx.Node) -> Any:
-        def named(node: fx.Node) -> Input:
+        def named(node: fx.Node) -> Any:
             if node not in self._positions:
                 raise CaptureError(f"{n.name}: its mesh or placement is computed")
             return Input(self._positions[node])
@@ -145,7 +147,7 @@ class Meshes:
         return tuple(args), dict(kwargs)
 
     def note_shares(self, n: fx.Node, made: Sequence[fx.Node]) -> None:
-        """Notes a rank's share of what the nodes `made` for node `n` hold and compute."""
+        """Notes a rank's share of what the nodes `made` for `n` hold and compute."""
         result = n.meta.get("example_value")
         operands = [o.meta.get("example_value") for o in n.all_input_nodes]
         leaves = pytree.tree_leaves(result)
@@ -184,7 +186,7 @@ def _size(size: Any, value: torch.Tensor, at: int, n: fx.Node) -> Any:
         made = given * (one // other) if one >= other else given // (other // one)
         if compat.expression(made) == compat.expression(size):
             return made
-    raise CaptureError(f"{n.name}: a size of its result is {size}, which is not its own")
+    raise CaptureError(f"{n.name}: a size of its result, {size}, is not one of its own")
 
 
 def _strides(made: torch.Tensor, size: Sequence[Any], n: fx.Node) -> list[Any]:
@@ -193,7 +195,9 @@ def _strides(made: torch.Tensor, size: Sequence[Any], n: fx.Node) -> list[Any]:
     if all(isinstance(s, int) or compat.expression(s).is_number for s in strides):
         return [*map(compat.hint, strides)]
     if not made.is_contiguous():
-        raise CaptureError(f"{n.name}: its result is laid out by a size that may change")
+        raise CaptureError(
+            f"{n.name}: its result lies in memory by a size that may change"
+        )
     found: list[Any] = []
     step: Any = 1
     for each in reversed(size):

@@ -24,7 +24,6 @@ from autoamp.errors import CaptureError
 from autoamp.ops import drop_dead
 from autoamp.trace.lowering import Lowering
 from autoamp.trace.meshes import (
-    Meshes,
     computes_on_dtensors,
     note_held,
     whole_inputs,
@@ -91,8 +90,8 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
             return Normalised(lowered, fakes, mode)
     mode = compat.current_fake_mode(example_inputs) or compat.new_fake_mode()
     if meshed:
-        given = whole_inputs(gm, example_inputs, mode)
-        fakes = tuple(compat.fake_inputs(given, mode))
+        whole = whole_inputs(gm, example_inputs, mode)
+        fakes = tuple(compat.fake_inputs(whole, mode))
         lowered = _trace(gm, fakes, mode, meshed=True)
         _note_held(lowered, example_inputs)
     else:
@@ -130,8 +129,8 @@ def _trace(
         _restore_placeholders(lowered, body, tuple(inputs), inputs)
         return lowered
 
-    meshes = Meshes(gm) if meshed else None
-    lowering = Lowering(gm, mode, op_cache, lower, Regions(gm, outer), meshes)
+    regions = Regions(gm, outer)
+    lowering = Lowering(gm, mode, op_cache, lower, regions, meshed=meshed)
 
     def run(*values: Any) -> Any:
         attributes = dict(zip(named, values, strict=False))

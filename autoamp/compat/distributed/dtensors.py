@@ -1,4 +1,4 @@
-"""DTensors: what a rank holds of them, and the calls that make and redistribute them."""
+"""DTensors: what a rank holds of them, and the calls that redistribute them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def own_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_memory(like: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """A DTensor that lies on the mesh as `like` does, of which this rank holds `memory`.
+    """A DTensor that lies on the mesh as `like`, of which this rank holds `memory`.
 
     A plain tensor `like` gives `memory` itself.
     """
@@ -130,3 +130,44 @@ def from_local(memory: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(memory, *args, **kwargs)
+
+
+def scattered_sum(
+    grad: Any, placements: Sequence[Any], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The sum over the ranks of a partial DTensor, in `dtype`, under `placements`.
+
+    The ranks exchange their summands as they are, and each rank adds up its own part in
+    `dtype`.  The result is None where the sum is not one over one dimension of the mesh
+    whose parts are alike: then it is to be had by `redistribute`.
+    """
+    changed = [at for at, p in enumerate(grad.placements) if p != placements[at]]
+    if len(changed) != 1:
+        return None
+    (along,) = changed
+    partial, shard = grad.placements[along], placements[along]
+    is_sum = partial.is_partial() and getattr(partial, "reduce_op", "") == "sum"
+    exchange = getattr(torch.distributed, "all_to_all_single", None)
+    if not (is_sum and shard.is_shard()) or exchange is None:
+        return None
+    local, ranks, dim = own_memory(grad), int(grad.device_mesh.size(along)), shard.dim
+    if type(shard).__name__ != "Shard" or local.shape[dim] % ranks:
+        return None
+    parts = local.movedim(dim, 0).contiguous()
+    theirs = torch.empty_like(parts)
+    try:
+        exchange(theirs, parts, group=grad.device_mesh.get_group(along))
+    except (RuntimeError, NotImplementedError):  # a backend without this exchange
+        return None
+    each = theirs.view(ranks, parts.shape[0] // ranks, *parts.shape[1:])
+    summed = each.sum(0, dtype=dtype).movedim(0, dim).contiguous()
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        summed,
+        grad.device_mesh,
+        tuple(placements),
+        run_check=False,
+        shape=grad.shape,
+        stride=grad.stride(),
+    )
