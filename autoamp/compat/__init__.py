@@ -200,6 +200,7 @@ from autoamp.compat.recording import (
     record_call,
     record_op,
     record_value,
+    recorded_input,
     recorded_inputs,
     recorded_proxy,
     recorded_since,

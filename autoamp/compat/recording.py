@@ -135,6 +135,13 @@ def recorded_inputs(values: Sequence[Any]) -> Sequence[Any]:
     return values
 
 
+def recorded_input(at: int) -> Any:
+    """The record of input number `at` of the trace that is running."""
+    tracer = _tracer()
+    inputs = tracer.graph.find_nodes(op="placeholder")
+    return fx.Proxy(inputs[at], tracer)
+
+
 def record_op(target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
     """Records a call of a torch op on nodes of the trace that is running.
 

@@ -40,6 +40,8 @@ def scale_grad(value: Tensor, loss_scale: Tensor) -> Tensor:
     """
     if value.requires_grad:
         whole = compat.whole(value)
+        if not whole.requires_grad:  # a rank's part of a DTensor shows its memory
+            whole = value
         if whole.grad_fn is None:
             compat.hook_gradient(whole, functools.partial(_scale, loss_scale))
         else:

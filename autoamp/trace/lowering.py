@@ -152,6 +152,8 @@ class Lowering(fx.Interpreter):
             lowered = self._lowered(body, operands, "checkpointed")
         proxy_body = self._register(lowered)
         options = {k: v for k, v in kwargs.items() if k == "preserve_rng_state"}
+        if self._meshes is not None and self.current_node is not None:
+            operands = self._meshes.given(self.current_node.args[1:], operands)
         return compat.record_call(
             checkpointed, (proxy_body, *operands), options, result, "checkpointed"
         )

@@ -101,6 +101,8 @@ class Meshes:
     def __init__(self, gm: fx.GraphModule) -> None:
         """Notes where the inputs of `gm` stand."""
         inputs = gm.graph.find_nodes(op="placeholder")
+        own = [*gm.parameters(), *gm.buffers()]  # which a trace has as inputs, too
+        self._offset = len(own)
         self._positions = {node: at for at, node in enumerate(inputs)}
 
     def run(self, n: fx.Node, args: Sequence[Any]) -> torch.Tensor | None:
@@ -136,6 +138,21 @@ class Meshes:
         if proxy is not None:
             compat.proxy_node(proxy).meta[MESH_CALL] = call
         return result
+
+    def given(self, nodes: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Operands of a sub-graph, with the record of an input for each mesh.
+
+        Args:
+            nodes: the operands in the graph.
+            values: their values, in which a mesh is None.
+        """
+        pairs = zip(nodes, values, strict=True)
+        return [
+            compat.recorded_input(self._offset + self._positions[node])
+            if value is None and node in self._positions
+            else value
+            for node, value in pairs
+        ]
 
     def _named(self, given: Any, n: fx.Node) -> Any:
         def named(node: fx.Node) -> Any:
