@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Shard
 
 import autoamp
 from autoamp import compat
@@ -458,6 +459,25 @@ def no_stages_and_no_store(patch: pytest.MonkeyPatch) -> None:
     assert groups.default_store() is None
 
 
+def no_memory_of_dtensors(patch: pytest.MonkeyPatch) -> None:
+    """Then a rank's part is asked for, and sums over ranks are torch's own."""
+
+    class Part:
+        device_mesh = SimpleNamespace(size=lambda _: 2, get_group=lambda _: None)
+
+    memory = torch.ones(2)
+    held = torch.Tensor._make_subclass(type("Held", (Tensor,), {}), memory)
+    held.device_mesh, held._local_tensor = Part.device_mesh, memory
+    held.to_local = memory.clone
+    assert compat.own_memory(held) is memory
+    hide(patch, "_local_tensor")
+    assert compat.own_memory(held) is not memory
+    assert torch.equal(compat.own_memory(held), memory)
+    held.placements = [Partial("sum")]
+    hide(patch, "all_to_all_single")
+    assert compat.scattered_sum(held, [Shard(0)], torch.float32) is None
+
+
 def no_buckets(patch: pytest.MonkeyPatch) -> None:
     """Where there is no DDPOptimizer, a graph is compiled as a whole."""
     whole, gm = object(), SimpleNamespace()
@@ -717,6 +737,7 @@ ALONE = [
     no_hooks_of_ddp,
     no_records_of_fsdp,
     no_stages_and_no_store,
+    no_memory_of_dtensors,
     no_buckets,
     no_backends,
     no_layouts,
@@ -767,6 +788,7 @@ _NOT_OF_TORCH = {
     *(
         "to_local",
         "device_mesh",
+        "reduce_op",
         "_fsdp_flattened",
         "fsdp_pre_all_gather",
         "found_inf",
