@@ -401,6 +401,7 @@ PASSES: tuple[Pass, ...] = (
         *("meshes", Phase.PREPARE, _meshes),
         "a graph that computes on DTensors makes the model's own calls on the mesh",
         Checks.on_meshes,
+        Retreat.REPLAN,
     ),
     Pass(
         *("bindings", Phase.PREPARE, _bindings),

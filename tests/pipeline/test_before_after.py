@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from autoamp.pipeline.passes import PASSES
@@ -101,6 +102,14 @@ def mean_of_layer(x: Tensor, w: Tensor) -> Tensor:
 def logits(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     result = F.linear(x, w)
     return result, torch.logsumexp(result, -1)
+
+
+def gathered(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x.redistribute(placements=(Replicate(),)), w)
+
+
+def handed_on(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w).to_local()
 
 
 EXAMPLES: tuple[Example, ...] = (
@@ -279,6 +288,33 @@ EXAMPLES: tuple[Example, ...] = (
     linear_1_fp32: f32 = aten._to_copy(linear_1, dtype=f32)
     return linear_1_fp32
     """,
+    ),
+    Example(
+        "gathers",
+        gathered,
+        LAYER,
+        before="""
+    x: f32
+    w: f32
+    w_copy: bf16
+    redistribute: f32 = autoamp.redistribute(x, [2, 8], [8, 1])
+    redistribute_bf16: bf16 = aten._to_copy(redistribute, dtype=bf16)
+    w_copy_use: bf16 = low_weight(w, w_copy)
+    linear: bf16 = aten.linear(redistribute_bf16, w_copy_use)
+    linear_fp32: f32 = aten._to_copy(linear, dtype=f32)
+    return linear_fp32
+    """,
+        after="""
+    x: f32
+    w: f32
+    w_copy: bf16
+    redistribute_bf16: bf16 = gathered_low(x, bf16, 1)
+    w_copy_use: bf16 = low_weight(w, w_copy)
+    linear: bf16 = aten.linear(redistribute_bf16, w_copy_use)
+    linear_fp32: f32 = aten._to_copy(linear, dtype=f32)
+    return linear_fp32
+    """,
+        on_mesh={"x": Shard(0), "w": Replicate()},
     ),
     Example(
         "edge",
@@ -597,6 +633,34 @@ EXAMPLES: tuple[Example, ...] = (
     return conv2d_fp32
     """,
         backend="inductor",
+    ),
+    Example(
+        "meshes",
+        handed_on,
+        LAYER,
+        before="""
+    x: f32
+    w: f32
+    w_copy: bf16
+    x_bf16: bf16 = aten._to_copy(x, dtype=bf16)
+    w_copy_use: bf16 = low_weight(w, w_copy)
+    linear: bf16 = aten.linear(x_bf16, w_copy_use)
+    linear_fp32: f32 = aten._to_copy(linear, dtype=f32)
+    to_local: f32 = autoamp.to_local(linear_fp32, [2, 8], [8, 1])
+    return to_local
+    """,
+        after="""
+    x: f32
+    w: f32
+    w_copy: bf16
+    x_bf16: bf16 = aten._to_copy(x, dtype=bf16)
+    w_copy_use: bf16 = low_weight(w, w_copy)
+    linear: bf16 = aten.linear(x_bf16, w_copy_use)
+    linear_fp32: f32 = aten._to_copy(linear, dtype=f32)
+    to_local: f32 = to_local(linear_fp32)
+    return to_local
+    """,
+        on_mesh={"x": Replicate(), "w": Shard(0)},
     ),
     Example(
         "bindings",

@@ -6,6 +6,8 @@ check sees none of the faults planted here, fails.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
@@ -15,6 +17,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 import autoamp
@@ -25,6 +33,7 @@ from autoamp.pipeline.work import Work
 from autoamp.place.devices import Device
 from autoamp.rewrite.copied import copied
 from tests.metrics import relative_error
+from tests.one_rank import one_rank
 from tests.quick import some_slow
 
 ATEN = torch.ops.aten
@@ -61,6 +70,25 @@ class Everything(nn.Module):
         e = (y - y.amax(-1, keepdim=True)).exp()
         y = self.norm(self.inner(e / e.sum(-1, keepdim=True)))
         z = self.leave(y)
+        return z, z.square().mean()
+
+
+class OnMesh(nn.Module):
+    """A program on DTensors: a part is normed, gathered, read and handed on."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(WIDTH)
+        up, down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up = parallelize_module(up, mesh, ColwiseParallel())
+        self.down = parallelize_module(down, mesh, RowwiseParallel())
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        part = DTensor.from_local(self.norm(x), self.mesh, (Shard(1),))
+        y = self.up(part.redistribute(placements=(Replicate(),))).relu()
+        z = self.down(y)
         return z, z.square().mean()
 
 
@@ -185,8 +213,8 @@ def planted(each: Pass, fault: Callable[..., bool], hit: list[bool]) -> Pass:
 
 
 @functools.cache
-def captured(scaled: bool, compiled: bool) -> Work:
-    """The work on `Everything` as the list of passes gets it."""
+def captured(scaled: bool, compiled: bool, on_mesh: bool) -> Work:
+    """The work on a program as the list of passes gets it."""
     options: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
     if scaled:
         options["loss_scale"] = 128.0
@@ -201,13 +229,26 @@ def captured(scaled: bool, compiled: bool) -> Work:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "_run", spied)
-        autoamp.convert(Everything(), **options, strict=True)(*data())
+        with contextlib.ExitStack() as stack:
+            model, given = program(stack, on_mesh)
+            autoamp.convert(model, **options, strict=True)(*given)
     return seen[-1]
+
+
+MESHED = ("gathers", "meshes")
+"""The passes that find something in a graph on DTensors alone."""
+
+
+def program(stack: contextlib.ExitStack, on_mesh: bool) -> tuple[nn.Module, Any]:
+    """A program, and the arguments of a call of it."""
+    if not on_mesh:
+        return Everything(), data()
+    return OnMesh(stack.enter_context(one_rank())), data()[1:]
 
 
 def work_for(each: Pass) -> Work:
     compiled = each.name == "for compilers"
-    return captured(compiled or each.name == "edge", compiled)
+    return captured(compiled or each.name == "edge", compiled, each.name in MESHED)
 
 
 def up_to(each: Pass, instead: Pass) -> list[Pass]:
@@ -254,7 +295,6 @@ def test_planted_faults_are_refused(each: Pass) -> None:
 )
 def test_a_fault_costs_a_region_and_no_number(each: Pass, monkeypatch) -> None:
     """A pass that is broken is spared or planned anew: its graph stays converted."""
-    truth = [*step(Everything())]
     broken = planted(each, another_function, [])
     listed = tuple(broken if p is each else p for p in PASSES)
     monkeypatch.setattr(run._run, "__defaults__", (listed, *run._run.__defaults__[1:]))
@@ -264,16 +304,23 @@ def test_a_fault_costs_a_region_and_no_number(each: Pass, monkeypatch) -> None:
     if each.name == "for compilers":
         options["backend"] = lookup_backend("aot_eager")
         options["loss_scale"] = 128.0
-    model = autoamp.convert(Everything(), **options, strict=False)
-    for found, true in zip(step(model), truth, strict=True):
-        assert relative_error(found, true) < 0.1
+    with contextlib.ExitStack() as stack:
+        made, given = program(stack, each.name in MESHED)
+        truth = [*step(copy.deepcopy(made), given)]
+        model = autoamp.convert(made, **options, strict=False)
+        for found, true in zip(step(model, given), truth, strict=True):
+            assert relative_error(whole(found), whole(true)) < 0.1
     told = [why for _, why in autoamp.report(model).skipped]
     assert any("please report" in why and each.without in why for why in told), told
 
 
-def step(model: nn.Module) -> Iterator[Tensor]:
+def whole(value: Any) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def step(model: nn.Module, given: Any) -> Iterator[Tensor]:
     model.zero_grad()
-    results = model(*data())
+    results = model(*given)
     (results[0].sum() + results[1]).backward()
     yield from results
     yield from (p.grad for p in model.parameters() if p.grad is not None)

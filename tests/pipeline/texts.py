@@ -14,12 +14,13 @@ name is cut to `sdpa`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import cleandoc
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import distribute_tensor
 
 from autoamp.compat import OpOverload
 from autoamp.dtypes import parse_low_dtype
@@ -30,6 +31,7 @@ from autoamp.pipeline.passes import PASSES, Phase, copies_of, takes_our_ops
 from autoamp.pipeline.run import _begun, _passed, _rewritten
 from autoamp.pipeline.work import Plan, Setting, Work
 from autoamp.trace.normalise import normalise
+from tests.one_rank import one_rank
 
 _SHORT = {
     torch.float32: "f32",
@@ -52,6 +54,7 @@ class Example:
         precision: the compute dtype.
         scaled: whether gradients are scaled at the edge of the graph.
         backend: what runs the graph.
+        on_mesh: how inputs that are DTensors lie on a mesh of one rank.
     """
 
     of: str
@@ -62,6 +65,7 @@ class Example:
     precision: str = "bf16"
     scaled: bool = False
     backend: str = "eager"
+    on_mesh: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def expected(self) -> tuple[str, str]:
@@ -109,8 +113,32 @@ def _captured(example: Example) -> Work:
         own_ops=takes_our_ops(options),
     )
     gm = fx.symbolic_trace(example.program)
-    normalised = normalise(gm, list(example.given.values()))
+    if example.on_mesh:
+        with one_rank() as mesh:
+            given = [_lies(example, name, mesh) for name in example.given]
+            _Known(gm).run(*given)
+            normalised = normalise(gm, given)
+    else:
+        normalised = normalise(gm, list(example.given.values()))
     return _begun(normalised, Plan(options, low, setting, example.scaled), {})
+
+
+def _lies(example: Example, name: str, mesh: Any) -> Tensor:
+    """An input of an example, on the mesh if the example says so."""
+    value = example.given[name]
+    if name not in example.on_mesh:
+        return value
+    part = distribute_tensor(value.detach(), mesh, [example.on_mesh[name]])
+    is_weight = isinstance(value, nn.Parameter)
+    return nn.Parameter(part) if is_weight else part
+
+
+class _Known(fx.Interpreter):
+    """Leaves on each node its value, as Dynamo does."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        n.meta["example_value"] = super().run_node(n)
+        return n.meta["example_value"]
 
 
 def _lines(graph: fx.Graph, typed: Mapping[str, str]) -> Iterator[str]:
