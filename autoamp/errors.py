@@ -81,7 +81,7 @@ class LossScaleError(AutoampError, ValueError):
 
 
 class RankError(AutoampError, RuntimeError):
-    """Ranks of one training have not converted the same model in the same way."""
+    """Ranks of one training run a model in different ways, or one of them has left."""
 
 
 class CheckpointError(AutoampError, ValueError):

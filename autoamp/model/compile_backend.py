@@ -82,7 +82,7 @@ class GraphBackend:
             logger.warning("autoamp: %s is left as it is: %s", self.label, why_not)
             return None
         scale = resolve_loss_scale(self.options.loss_scale, low)
-        scaling = new_scaling(self.options, scale, self.label)
+        scaling = new_scaling(self.options, scale, self.label, low=low)
         record = Record(self.label, low, scaling)
         return Engine(self.options, record, on_capture=self.on_capture)
 

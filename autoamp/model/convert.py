@@ -109,10 +109,9 @@ def convert_model(
         state = install(model)
     before = state.call
     listeners = [convert_again] if options.heal else []
-    heard = {} if recorder is None else recorder.listeners
-    scaling = new_scaling(
-        options, scale, label, _models_of, listeners, automatic=automatic, **heard
-    )
+    heard = {} if recorder is None else {**recorder.listeners}
+    heard |= {"automatic": automatic, "low": low}
+    scaling = new_scaling(options, scale, label, _models_of, listeners, **heard)
     record = Record(label, low, scaling)
     of_class = state.previous is None
     engine = Engine(options, record, price=price, on_capture=on_capture)

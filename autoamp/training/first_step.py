@@ -48,6 +48,7 @@ def new_scaling(
     find_models: Callable[[ModelScaling], Sequence[torch.nn.Module]] | None = None,
     on_remedy: Sequence[Callable[[ModelScaling, Remedy], None]] = (),
     *,
+    low: torch.dtype | None = None,
     automatic: bool = False,
     on_step: Sequence[Callable[..., None]] = (),
     observers: Sequence[Callable[[], Any]] = (),
@@ -57,12 +58,13 @@ def new_scaling(
     Args:
         options: the options of the conversion.
         loss_scale: the loss scale to begin with.
-        label, find_models, on_remedy, automatic, on_step, observers: as for
+        label, find_models, on_remedy, low, automatic, on_step, observers: as for
             `ModelScaling`.
     """
     scaling = ModelScaling(
         ScaleDomain(loss_scale),
         label,
+        low=low,
         asked=options.loss_scale != "auto",
         automatic=automatic,
         by_variables=options.by_variables,

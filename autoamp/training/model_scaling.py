@@ -58,6 +58,7 @@ class ModelScaling:
     Attributes:
         domain: the loss scale, shared with the models that backwards have joined.
         label: the model's class name, for messages.
+        low: the precision that graphs are rewritten to; None where none is captured.
         asked: whether the user has asked for a loss scale other than "auto".
         automatic: whether the model was converted without being named.  Such a model
             runs unscaled while no optimizer is known that would skip an overflow, and
@@ -77,6 +78,7 @@ class ModelScaling:
 
     domain: ScaleDomain
     label: str
+    low: torch.dtype | None = None
     asked: bool = False
     automatic: bool = False
     by_variables: bool = False

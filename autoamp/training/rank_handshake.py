@@ -18,6 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from autoamp import compat
+from autoamp.dtypes import short_name
 from autoamp.errors import RankError
 from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.ranks import Team
@@ -66,12 +67,17 @@ def shake_hands(
     for group in team.groups:
         name = str(group.group_name)
         number = _counts[name] = _counts.get(name, -1) + 1
-        prefix = f"autoamp/{name}/{number}"
-        store.set(f"{prefix}/{mine}", json.dumps(ours))
         ranks = torch.distributed.get_process_group_ranks(group)
+        keys = {rank: f"autoamp/{name}/{number}/{rank}" for rank in ranks}
         whose = ours.get("models", "a pipeline's stage")
-        _wait(store, {rank: f"{prefix}/{rank}" for rank in ranks}, whose)
-        words = {r: json.loads(store.get(f"{prefix}/{r}")) for r in ranks}
+        try:
+            store.set(keys[mine], json.dumps(ours))
+            _wait(store, keys, whose)
+            words = {r: json.loads(store.get(key)) for r, key in keys.items()}
+        except RankError:
+            raise
+        except RuntimeError as error:  # torch's errors of a store's network, too
+            raise _gone(whose, error) from error
         _compare(words, speaks=mine == min(ranks))
 
 
@@ -84,10 +90,24 @@ def _words(
     guards = ["on" if each.ledger.guards else "off" for each in each_once]
     words = {"loss scaling": ", ".join(scales), "guard": ", ".join(guards)}
     if not team.staged:
+        words["precision"] = ", ".join(map(_precision, each_once))
         words["models"] = ", ".join(each.label for each in each_once)
         words["parameters"] = str(len(params))
         words[_GRAPHS] = ", ".join(each.ledger.graphs for each in each_once)
     return words
+
+
+def _precision(scaling: ModelScaling) -> str:
+    return "the model's own" if scaling.low is None else short_name(scaling.low)
+
+
+def _gone(whose: str, error: BaseException) -> RankError:
+    return RankError(
+        f"the ranks cannot compare how they run {whose}, because the store by which "
+        f"they met does not answer: {str(error).partition(chr(10))[0]}. The rank that "
+        "holds the store, mostly rank 0, has likely died: see what it said last, and "
+        "start all ranks again"
+    )
 
 
 def _wait(store: Any, keys: dict[int, str], whose: str) -> None:
@@ -102,8 +122,8 @@ def _wait(store: Any, keys: dict[int, str], whose: str) -> None:
         if waited > patience:
             raise RankError(
                 f"rank {names} has not stepped its converted {whose} {patience:.0f} s "
-                "after this rank's first step. Convert the model "
-                "on every rank, with the same options"
+                "after this rank's first step. Convert the model on every rank, with "
+                "the same options; if they all have, see whether the rank has died"
             )
         if waited > _FIRST_WORD and not said:
             said = True

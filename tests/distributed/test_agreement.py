@@ -141,6 +141,7 @@ def pipeline(rank: int, bad: int) -> Trained:
     return trained
 
 
+@pytest.mark.row("pipelines (torch.distributed.pipelining)")
 @pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_stages_of_a_pipeline_step_together(bad: int, two: Ranks) -> None:
     first, last = two.run(pipeline, bad)
@@ -189,7 +190,7 @@ def test_scales_are_equal_at_every_step(wrap: str, count: int, two: Ranks) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrap", "count"), [("ddp", 3000), ("fsdp", 300)])
+@pytest.mark.parametrize(("wrap", "count"), [("ddp", 3000), ("fsdp", 1000)])
 def test_scales_of_four_ranks_are_equal(wrap: str, count: int, four: Ranks) -> None:
     check_many(four, wrap, count)
 

@@ -81,6 +81,7 @@ def test_a_training_goes_on_bit_for_bit(
         assert two.run(resume, wrap, str(tmp_path), named)[0] == tuple(expected)
 
 
+@pytest.mark.row("another number of ranks after a restart")
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_onto_another_number_of_ranks(

@@ -124,6 +124,7 @@ def test_ranks_skip_the_first_step(setting: dict[str, Any], two: Ranks) -> None:
     assert trained.weights[1] != trained.weights[0]
 
 
+@pytest.mark.row("DistributedDataParallel")
 @pytest.mark.parametrize("setting", slow(["plain", "accumulation", "zero"], "plain"))
 def test_losses_are_as_near_to_fp32s_as_autocasts(setting: str, two: Ranks) -> None:
     more = {**SETTINGS[setting], "bad": -1}
@@ -135,6 +136,7 @@ def test_losses_are_as_near_to_fp32s_as_autocasts(setting: str, two: Ranks) -> N
     assert 0 < deviation <= bound(plain, autocast)
 
 
+@pytest.mark.row("with a compiler")
 @pytest.mark.slow
 @pytest.mark.parametrize("cap", [25, 0.001])
 def test_compiled_graphs_skip_the_same_step(cap: float, two: Ranks) -> None:
@@ -207,6 +209,7 @@ def train_uneven(rank: int, zero: bool) -> tuple[Trained, Trained]:
     return uneven, even
 
 
+@pytest.mark.row("join(), uneven inputs")
 @pytest.mark.parametrize("zero", [False, True])
 def test_uneven_inputs(zero: bool, two: Ranks) -> None:
     """Scales may part while a rank waits; they are one again after the next step."""
@@ -226,6 +229,7 @@ def train_one_weight(rank: int) -> Trained:
     return steps(ddp, optimizer, batches, bad=[BAD] if rank == 1 else ())
 
 
+@pytest.mark.row("ZeroRedundancyOptimizer")
 def test_a_rank_whose_optimizer_holds_no_weight_takes_part(two: Ranks) -> None:
     trained = agreed(two.run(train_one_weight))
     assert trained.weights[BAD] == trained.weights[BAD - 1]
@@ -269,6 +273,7 @@ def train_near_the_limit(rank: int) -> Trained:
     return steps(ddp, optimizer, batches)
 
 
+@pytest.mark.row("communication hooks")
 def test_a_gradient_that_overflows_as_it_is_reduced(two: Ranks) -> None:
     trained = agreed(two.run(train_near_the_limit))
     assert trained.skipped[BAD]

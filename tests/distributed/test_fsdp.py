@@ -98,6 +98,7 @@ def losses(results: list[tuple[Trained, float]]) -> Tensor:
     return torch.tensor([trained.losses for trained, _ in results])
 
 
+@pytest.mark.row("FSDP2 (fully_shard)")
 @pytest.mark.parametrize("setting", slow(SETTINGS, "plain"))
 def test_all_products_are_low(setting: str, two: Ranks) -> None:
     more = SETTINGS[setting]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from autoamp.errors import RankError
 from autoamp.training.ledger.graph_run import Sizes
 from autoamp.training.rank_handshake import shake_hands
 from autoamp.training.ranks import Team, judged
@@ -35,8 +36,8 @@ def agree(boundary: OptimizerBoundary, reading: Reading) -> Reading:
     """The reading that holds on all ranks; makes the loss scales equal there.
 
     Raises:
-        RankError: at the first step, a rank does not answer, or has converted its
-            models otherwise.
+        RankError: a rank has left; or, at the first step, a rank does not answer, or
+            has converted its models otherwise.
     """
     team = reading.team
     if not team.groups:
@@ -66,8 +67,11 @@ def _reduced(
     numbers = [flag.reshape(()), *(number for row in rows for number in row)]
     ours = torch.stack([n.to(team.device, torch.float32) for n in numbers])
     agreed = ours.clone()
-    for group in team.groups:
-        torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, group)
+    try:
+        for group in team.groups:
+            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, group)
+    except RuntimeError as error:
+        raise _left_alone(error) from error
     known = free_to_read(agreed)
     for scale, mine, other in zip(
         scales, ours[1:].split(3), agreed[1:].split(3), strict=False
@@ -79,6 +83,14 @@ def _reduced(
         ):  # the few looks may wait for a device
             sizes[id(scale)] = _size(other[2])
     return agreed[:1], sizes
+
+
+def _left_alone(error: RuntimeError) -> RankError:
+    return RankError(
+        "a rank does not take part in the agreement whether to make this optimizer "
+        f"step: {str(error).partition(chr(10))[0]}. It has died or raised, or it steps "
+        "another optimizer: see what each rank said last, and start all ranks again"
+    )
 
 
 def _row(scale: LossScale, sizes: Sizes) -> list[torch.Tensor]:
