@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoamp import compat
+from autoamp import compat, foreign
 from autoamp.analyse.nodes import graph_paths
 from autoamp.ask.examine import options_for
 from autoamp.budget.budget import Budget
@@ -449,6 +449,9 @@ def _checked_optimizers(optimizer: Any, model: Any) -> list[torch.optim.Optimize
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in given:
         name = type(each).__name__
+        engine = foreign.optimizer_left(each)
+        if engine:
+            raise OptionError(f"optimizer={name} cannot be taken. {engine}")
         if not isinstance(each, torch.optim.Optimizer):
             raise OptionError(
                 f"optimizer={name} is not a torch.optim.Optimizer: the second argument "

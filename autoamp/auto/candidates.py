@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autoamp import compat
+from autoamp import compat, foreign
 from autoamp.model.conversion import conversion_of, inside_wrappers
 from autoamp.model.eligible import parameters_of
 from autoamp.model.methods import computing_methods
@@ -28,12 +28,14 @@ class Choice(NamedTuple):
         transparent: whether the module has no weights to convert, so that a decision is
             made on each module that it calls.
         final: whether the decision holds for later calls.
+        left_to: why the module is left to another library's engine, or "".
     """
 
     target: nn.Module | None = None
     only_if_it_pays: bool = False
     transparent: bool = False
     final: bool = True
+    left_to: str = ""
 
 
 def choose(module: nn.Module) -> Choice:
@@ -41,6 +43,11 @@ def choose(module: nn.Module) -> Choice:
     target = inside(module)
     if isinstance(target, torch.jit.ScriptModule):
         return Choice()
+    # A lone layer is not searched for: a script may call thousands of them.
+    alone = _is_lone_layer(target)
+    engine = foreign.left_to(target) or (not alone and foreign.left_to_outer(target))
+    if engine:
+        return Choice(left_to=engine)
     parameters = parameters_of(target)
     if any(is_lazy(p) for p in parameters):
         return Choice(final=False)  # its first call makes its weights
@@ -48,7 +55,7 @@ def choose(module: nn.Module) -> Choice:
         return Choice(transparent=True)  # a loss, a metric, a transform
     if conversion_of(target) is not None:
         return Choice()  # the model was converted, or declined, before
-    return Choice(target, only_if_it_pays=_is_lone_layer(target))
+    return Choice(target, only_if_it_pays=alone)
 
 
 def inside(module: nn.Module) -> nn.Module:

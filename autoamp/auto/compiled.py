@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from autoamp import compat
+from autoamp import compat, foreign
 from autoamp.capture.engine import Engine
 from autoamp.model.compile_backend import GraphBackend
 from autoamp.options import Options
@@ -107,13 +107,15 @@ def _is_plain(model: Any, backend: Any) -> bool:
     """Whether `model` is a function of the script's own, and `backend` is not ours.
 
     A module does not count, and neither does the bound method `_call_impl`, which
-    `Module.compile` hands to `torch.compile`.
+    `Module.compile` hands to `torch.compile`; nor does a function of a library whose
+    engine owns the precision.
     """
     owner = getattr(model, "__self__", None)
     return (
         callable(model)
         and not isinstance(model, nn.Module)
         and not (isinstance(owner, nn.Module) and model.__name__ == "_call_impl")
+        and not foreign.is_part_of_one(model)
         and backend != "autoamp"
         and not isinstance(backend, GraphBackend)
     )

@@ -210,6 +210,8 @@ class AutomaticMode:
             choice = choose(module)
             if not choice.final:
                 return None
+            if choice.left_to:
+                self._leave(module, choice.left_to)
             if choice.target is not None:
                 self._convert(choice.target, choice.only_if_it_pays)
             ours = self._ours(module) is not None
@@ -244,6 +246,17 @@ class AutomaticMode:
         known = self._known.get(key)
         if known is not None and known.module is ref:
             del self._known[key]
+
+    def _leave(self, module: nn.Module, engine: str) -> None:
+        """Leaves a module to another library's engine, with all modules inside it.
+
+        A module that was called, and converted, before the engine was made is reverted.
+        """
+        log_once(logger, logging.INFO, f"autoamp: {engine}")
+        for each in compat.modules_of(inside(module)):
+            if self._ours(each) is not None:
+                revert_model(each)
+                self._known.pop(id(each), None)
 
     def _convert(self, target: nn.Module, only_if_it_pays: bool) -> None:
         """Converts `target`, or logs why it cannot be converted."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoamp import foreign
 from autoamp.capture.alike import STATE
 from autoamp.capture.engine import Engine
 from autoamp.capture.keep import for_model
@@ -81,8 +82,8 @@ def convert_model(
         OptionError: `example_inputs`, or a pattern of `keep=`, cannot be used.
     """
     model = inside_wrappers(model)
-    reason = unsupported(model)
-    if reason is not None:
+    reason = unsupported(model) or _inside_engine(model)
+    if reason:
         raise UnsupportedModelError(reason)
     if example_inputs is not None and not isinstance(example_inputs, tuple):
         raise OptionError("example_inputs must be a tuple of the model's arguments")
@@ -129,6 +130,11 @@ def convert_model(
     DECLINED.pop(model, None)
     logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
     return model
+
+
+def _inside_engine(model: nn.Module) -> str:
+    engine = foreign.left_to_outer(model)
+    return f"{class_name(model)} cannot be converted. {engine}" if engine else ""
 
 
 def _as_replayed(model: nn.Module, options: Options) -> Options:

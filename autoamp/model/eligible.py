@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoamp import compat
+from autoamp import compat, foreign
 from autoamp.dtypes import LOW_DTYPES, parse_low_dtype, short_name, usual_dtype
 from autoamp.errors import UnsupportedModelError
 from autoamp.inspect.text import CANNOT_PAY
@@ -51,6 +51,9 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
             f"{name} is already compiled; convert the model inside it "
             "(model._orig_mod) and compile the result, or pass backend='inductor'"
         )
+    engine = foreign.left_to(model)
+    if engine:
+        return f"{name} cannot be converted. {engine}"
     has_forward = type(model).forward is not nn.Module.forward
     if not (has_forward or "forward" in model.__dict__ or computing_methods(model)):
         return f"{name} has no forward; convert the module that calls its submodules"

@@ -6,6 +6,7 @@ models are converted.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from autoamp import compat
+from autoamp import compat, foreign
+from autoamp.messages import log_once
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
 from autoamp.training import guard
@@ -35,6 +37,8 @@ from autoamp.training.step.move import move
 from autoamp.training.step.read import gather, read
 from autoamp.training.step.take import leaves_to_scaler
 from autoamp.weights.copies import before_write
+
+logger = logging.getLogger(__name__)
 
 _scalings: weakref.WeakSet[ModelScaling] = weakref.WeakSet()
 _hook: list[RemovableHandle] = []
@@ -144,6 +148,11 @@ def _before_step(
         return None
     # Models that were garbage-collected, not reverted, have left the hook behind.
     if not _scalings and not (_expecting and closure_of(args[1:], kwargs)):
+        return None
+    engine = "" if boundary_of(optimizer) else foreign.stepped_by()
+    if engine:
+        log_once(logger, logging.INFO, f"autoamp: {engine}")
+        before_write(params_of(optimizer))
         return None
     changed = None
     if compat.are_several() and not have_shaken_hands(optimizer):

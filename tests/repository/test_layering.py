@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"messages", "printable"}),
     frozenset({"errors", "dtypes"}),
     frozenset({"compat"}),
-    frozenset({"op_names", "kernels.*.function"}),
+    frozenset({"foreign", "op_names", "kernels.*.function"}),
     frozenset({"graph_functions", "training.scale", "ops"}),
     frozenset({"counted", "rules", "saved"}),
     frozenset({"kernels.shared.proof"}),

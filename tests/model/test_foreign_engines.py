@@ -1,0 +1,300 @@
+"""DeepSpeed's and Megatron's engines, as their sources have them, are left alone.
+
+Neither library is installed: their classes are made in modules of their names.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+
+import autoamp
+from autoamp import messages
+from autoamp.training.attach import boundary_of
+
+X = torch.randn(4, 16)
+OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu())
+
+
+class Engine(nn.Module):
+    """What all engines are: a module that holds the model and calls it."""
+
+    def __init__(self, module: nn.Module, optimizer: Any = None) -> None:
+        super().__init__()
+        self.module, self.optimizer = module, optimizer
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    def train_batch(self, x: Tensor) -> Tensor:
+        """As a pipeline's, which is no call of the engine."""
+        loss: Tensor = self.forward(x).square().mean()
+        loss.backward()
+        self.step()
+        return loss
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Wrapping:
+    """An engine's optimizer: no torch.optim.Optimizer, but it holds and steps one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def made(where: str, name: str, *bases: type) -> type:
+    """A class of that name, in a package of that name which has been imported."""
+    package = where.partition(".")[0]
+    sys.modules.setdefault(package, types.ModuleType(package))
+    return type(name, bases, {"__module__": where})
+
+
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch, caplog) -> Iterator[None]:
+    known = dict(sys.modules)
+    monkeypatch.setattr(messages, "_logged", set())
+    caplog.set_level(logging.INFO, "autoamp")
+    yield
+    autoamp.disable()
+    for name in [*sys.modules]:
+        if name not in known and name.partition(".")[0] in ("deepspeed", "megatron"):
+            del sys.modules[name]
+
+
+def deepspeed() -> type:
+    return made("deepspeed.runtime.engine", "DeepSpeedEngine", Engine)
+
+
+def pipeline() -> type:
+    return made("deepspeed.runtime.pipe.engine", "PipelineEngine", deepspeed())
+
+
+def megatron() -> type:
+    return made("megatron.core.transformer.module", "MegatronModule", Engine)
+
+
+def float16() -> type:
+    return made("megatron.core.transformer.module", "Float16Module", megatron())
+
+
+def megatron_ddp() -> type:
+    base = made("megatron.core.distributed", "_BaseDataParallel", megatron())
+    where = "megatron.core.distributed.distributed_data_parallel"
+    return made(where, "DistributedDataParallel", base)
+
+
+def legacy_ddp() -> type:
+    return made("megatron.model.distributed", "DistributedDataParallel", Engine)
+
+
+def fsdp() -> type:
+    return made("megatron_fsdp.megatron_fsdp", "MegatronFSDP", Engine)
+
+
+ENGINES = [deepspeed, pipeline, megatron, float16, megatron_ddp, legacy_ddp, fsdp]
+
+
+def said(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+
+
+def left(caplog, kind: type) -> bool:
+    """Whether one line, and no more, says that an engine is left alone."""
+    (line,) = said(caplog)
+    library = "DeepSpeed" if kind.__module__.startswith("deepspeed") else "Megatron"
+    return f"{library}'s {kind.__name__}, with the modules inside it, is left" in line
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_the_automatic_mode_leaves_an_engine_and_what_is_inside(
+    make: Callable[[], type], caplog
+) -> None:
+    autoamp.enable(**OPTIONS)
+    model = Net()
+    engine = make()(model)
+    with torch.no_grad():
+        expected = model.b(model.a(X).relu())
+    for call in (engine, engine.forward, model, engine):
+        for _ in range(3):
+            assert torch.equal(call(X), expected)
+    assert not any(autoamp.is_converted(each) for each in engine.modules())
+    assert left(caplog, type(engine))
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_a_model_called_alone_first_is_left_too(
+    make: Callable[[], type], caplog
+) -> None:
+    autoamp.enable(**OPTIONS)
+    model = Net()
+    engine = make()(model)
+    model(X)
+    assert not autoamp.is_converted(model)
+    assert left(caplog, type(engine))
+
+
+def test_a_model_converted_before_its_engine_was_made_is_reverted(caplog) -> None:
+    autoamp.enable(**OPTIONS)
+    model = Net()
+    model(X)
+    assert autoamp.is_converted(model)
+    engine = deepspeed()(model)
+    for call in (engine, model, engine):
+        call(X)
+    assert not autoamp.is_converted(model)
+    assert "DeepSpeedEngine" in said(caplog)[-1]
+
+
+@pytest.mark.parametrize("make", ENGINES)
+def test_convert_refuses_an_engine_and_what_is_inside_or_holds_one(
+    make: Callable[[], type],
+) -> None:
+    model = Net()
+    engine = make()(model)
+    for each in (engine, model, nn.Sequential(engine, nn.Linear(16, 4))):
+        before = dict(vars(each))
+        with pytest.raises(autoamp.UnsupportedModelError, match="is left alone"):
+            autoamp.convert(each, **OPTIONS)
+        assert vars(each) == before
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ("mine.engine", "DeepSpeedEngine"),
+        ("deepspeed_like.runtime.engine", "DeepSpeedEngine"),
+        ("mine.deepspeed.runtime.engine", "DeepSpeedEngine"),
+        ("mine.megatron.core", "MegatronModule"),
+        ("__main__", "Float16Module"),
+        ("mine.distributed", "DistributedDataParallel"),
+        ("deepspeed.moe.layer", "MoE"),  # a layer of the library's is no engine
+    ],
+)
+def test_another_class_of_that_name_or_package_is_converted(
+    where: str, name: str
+) -> None:
+    deepspeed(), megatron()  # both libraries have been imported
+    autoamp.enable(**OPTIONS)
+    theirs = made(where, name, Engine)
+    model = theirs(Net())
+    model(X)
+    assert autoamp.is_converted(model)
+    named = theirs(Net())
+    assert autoamp.is_converted(autoamp.convert(named, **OPTIONS))
+
+
+# -- optimizers ------------------------------------------------------------------------
+
+
+def zero() -> type:
+    base = made("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer", Wrapping)
+    return made("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", base)
+
+
+def old_zero() -> type:
+    where = "deepspeed.runtime.zero.stage2"
+    return made(where, "DeepSpeedZeroOptimizer", Wrapping)
+
+
+def fp16() -> type:
+    return made("deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer", Wrapping)
+
+
+def chained() -> type:
+    where = "megatron.core.optimizer.optimizer"
+    base = made(where, "MegatronOptimizer", Wrapping)
+    return made(where, "ChainedOptimizer", base)
+
+
+OPTIMIZERS = [zero, old_zero, fp16, chained]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_no_step_of_ours_is_put_on_an_optimizer_of_an_engine(
+    make: Callable[[], type], caplog
+) -> None:
+    model = autoamp.convert(Net(), **OPTIONS)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = make()(inner)
+    for _ in range(2):
+        model(X).sum().backward()
+        outer.step()
+    assert boundary_of(inner) is None
+    assert "step" not in vars(inner)
+    assert any(type(outer).__name__ in line for line in said(caplog))
+    before = model.a.weight.detach().clone()
+    model(X).sum().backward()
+    inner.step()  # by itself it is an optimizer as any other
+    assert boundary_of(inner) is not None
+    assert not torch.equal(model.a.weight, before)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_convert_refuses_an_optimizer_of_an_engine(make: Callable[[], type]) -> None:
+    model = Net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = make()(inner)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    Accelerator(cpu=True)
+    wrapper = AcceleratedOptimizer(inner)
+    wrapper.optimizer = outer
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for each in (outer, wrapper):
+        with pytest.raises(autoamp.OptionError, match="is left alone"):
+            autoamp.convert(model, each, **OPTIONS)
+    assert not autoamp.is_converted(model)
+
+
+def test_an_engine_trains_as_without_autoamp(caplog) -> None:
+    def losses() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = pipeline()(model, zero()(inner))
+        engine.optimizer.zero_grad = inner.zero_grad
+        found = [engine.train_batch(X).detach() for _ in range(4)]
+        assert boundary_of(inner) is None
+        return found
+
+    plain = losses()
+    autoamp.enable(**OPTIONS)
+    assert losses() == plain
+
+
+def test_a_function_that_the_library_compiles_is_left_alone() -> None:
+    deepspeed()
+    autoamp.enable(**OPTIONS)
+
+    def product(x: Tensor) -> Tensor:
+        return x @ x.T
+
+    expected = product(X)
+    theirs, mine = types.FunctionType(product.__code__, globals()), product
+    theirs.__module__ = "megatron.core.fusions"
+    assert torch.equal(torch.compile(theirs, backend="eager")(X), expected)
+    assert not torch.equal(torch.compile(mine, backend="eager")(X), expected)
