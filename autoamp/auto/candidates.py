@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 import types
@@ -48,6 +49,8 @@ def choose(module: nn.Module) -> Choice:
     engine = foreign.left_to(target) or (not alone and foreign.left_to_outer(target))
     if engine:
         return Choice(left_to=engine)
+    if _replaces_itself(target):
+        return Choice(transparent=True, final=False)
     parameters = parameters_of(target)
     if any(is_lazy(p) for p in parameters):
         return Choice(final=False)  # its first call makes its weights
@@ -111,6 +114,31 @@ def _is_asynchronous(module: nn.Module) -> bool:
         or inspect.isgeneratorfunction(forward)
         or inspect.isasyncgenfunction(forward)
     )
+
+
+def _replaces_itself(module: nn.Module) -> bool:
+    """Whether the instance's `forward` puts another `forward` there when it runs.
+
+    Lightning sends `training_step` through DDP by such a `forward`.  A conversion would
+    be undone by the call itself, and the model's own `forward` is called inside.
+    """
+    forward = vars(module).get("forward")
+    if not isinstance(forward, types.FunctionType) or not forward.__closure__:
+        return False
+    # A look at the held values comes first, because few such functions hold a module.
+    held = [cell.cell_contents for cell in forward.__closure__ if _is_full(cell)]
+    return any(each is module for each in held) and any(
+        each.opname == "STORE_ATTR" and each.argval == "forward"
+        for each in dis.get_instructions(forward)
+    )
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return False
+    return True
 
 
 def _is_lone_layer(module: nn.Module) -> bool:

@@ -209,7 +209,8 @@ class AutomaticMode:
             disown(module)
             choice = choose(module)
             if not choice.final:
-                return None
+                passing = _Known(self._reference(module), transparent=True)
+                return passing if choice.transparent else None
             if choice.left_to:
                 self._leave(module, choice.left_to)
             if choice.target is not None:
