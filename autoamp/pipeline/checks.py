@@ -13,6 +13,7 @@ from autoamp import compat
 from autoamp.check import allowed_changes as kinds
 from autoamp.check.alike import check_alike
 from autoamp.check.allowed_changes import May
+from autoamp.check.calls_once import check_calls_once
 from autoamp.check.differences import differences
 from autoamp.check.gathers import check_low_gathers
 from autoamp.check.gradient_units import check_scales, check_units
@@ -67,6 +68,11 @@ class Checks:
             return
         found = differences(was.gm, now.gm, May(replace=True))
         check_alike(found, every=was.options.strict)
+
+    def made_once(self, was: Work, now: Work) -> None:
+        """Calls on the mesh are gone that were made before, and nothing else."""
+        if now.gm is not was.gm:
+            check_calls_once(was.gm, now.gm)
 
     def recounted(self, was: Work, now: Work) -> None:
         """The casts and ops of the emitted graph cost what the placement promised."""

@@ -38,6 +38,7 @@ from autoamp.place.cost import PriceModel, as_authors_ask, price_graph
 from autoamp.place.devices import main_device
 from autoamp.place.layouts import FORMATS, choose_layouts, convolved
 from autoamp.rewrite.bindings import with_bindings
+from autoamp.rewrite.calls_once import with_calls_once
 from autoamp.rewrite.casts import insert_casts
 from autoamp.rewrite.cleanup import clean_up
 from autoamp.rewrite.copied import with_targets
@@ -119,6 +120,10 @@ def _kernels(work: Work) -> Work:
     if found is None:
         return work
     return replace(work, gm=found.gm, fused=True)
+
+
+def _calls_once(work: Work) -> Work:
+    return replace(work, gm=with_calls_once(work.gm, work.left))
 
 
 def _facts(work: Work) -> Work:
@@ -297,6 +302,13 @@ PASSES: tuple[Pass, ...] = (
         Retreat.SPARE,
         "chains of calls stay as they are written",
         needs_memory=True,
+    ),
+    Pass(
+        *("calls once", Phase.SEE, _calls_once),
+        "a value is handed to the mesh once, however many readers it has there",
+        Checks.made_once,
+        Retreat.SPARE,
+        "values are handed to the mesh for each reader",
     ),
     Pass(
         *("facts", Phase.SEE, _facts),

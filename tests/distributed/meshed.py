@@ -224,26 +224,60 @@ class Words(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama of transformers, whose attention sees a rank's own heads."""
+    """A Llama of transformers, whose attention sees a rank's own heads.
 
-    def __init__(self, mesh: Any) -> None:
+    Where `sequences` are in parts, the ranks share the tokens between the linears.
+    """
+
+    def __init__(
+        self, mesh: Any, *, sequences: bool = False, config: Any = None
+    ) -> None:
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
         shape = {"num_hidden_layers": 2, "num_attention_heads": 4}
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
-        self.llama = LlamaForCausalLM(LlamaConfig(vocab_size=32, **shape, **sizes))
-        columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        columns += ("mlp.gate_proj", "mlp.up_proj")
-        rows = ("self_attn.o_proj", "mlp.down_proj")
-        plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
-        plan |= {name: RowwiseParallel() for name in rows}
+        small = LlamaConfig(vocab_size=32, **shape, **sizes)
+        self.llama = LlamaForCausalLM(config or small)
         for layer in self.llama.model.layers:
-            parallelize_module(layer, mesh, plan)
+            parallelize_module(layer, mesh, _layer_plan(sequences=sequences))
+        if sequences:
+            rows = {"input_layouts": (Replicate(),)}
+            wanted = {"desired_input_layouts": (Shard(1),), "use_local_output": True}
+            first = PrepareModuleInput(**rows, **wanted)
+            parallelize_module(self.llama.model.layers[0], mesh, first)
+            head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+            parallelize_module(
+                self.llama, mesh, {"model.norm": SequenceParallel(), "lm_head": head}
+            )
 
     def forward(self, words: Tensor) -> Tensor:
         scores: Tensor = self.llama(input_ids=words, use_cache=False).logits
         return scores
+
+
+def _layer_plan(*, sequences: bool) -> dict[str, Any]:
+    """How the modules of a layer of Llama lie on the mesh."""
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    columns += ("mlp.gate_proj", "mlp.up_proj")
+    rows = ("self_attn.o_proj", "mlp.down_proj")
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+    if not sequences:
+        return plan | {name: RowwiseParallel() for name in rows}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    whole = {"hidden_states": Replicate()}
+    part = {"hidden_states": Shard(1)}
+    return {
+        **plan,
+        **{name: RowwiseParallel(output_layouts=Shard(1)) for name in rows},
+        **{name: SequenceParallel() for name in norms},
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts=part, desired_input_kwarg_layouts=whole
+        ),
+        "mlp": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+    }
 
 
 class Pictures(nn.Module):
@@ -308,6 +342,9 @@ PROGRAMS: dict[str, Callable[[Any], Program]] = {
     "loss of the script": lambda mesh: _of_words(mesh, own_loss=False),
     "loss of the model": lambda mesh: _of_words(mesh, own_loss=True),
     "Llama": lambda mesh: Program(Llama(mesh), _tokens(2, 12, words=32), _next_word),
+    "Llama, sequences": lambda mesh: Program(
+        Llama(mesh, sequences=True), _tokens(2, 12, words=32), _next_word
+    ),
     "pictures": lambda mesh: Program(
         Pictures(mesh), _pictures(), lambda y, _: (y**2).mean()
     ),

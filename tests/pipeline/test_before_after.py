@@ -108,6 +108,11 @@ def gathered(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x.redistribute(placements=(Replicate(),)), w)
 
 
+def handed_twice(x: Tensor, w: Tensor) -> Tensor:
+    one = x.redistribute(placements=(Replicate(),))
+    return F.linear(one, w) * x.redistribute(placements=(Replicate(),))
+
+
 def handed_on(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w).to_local()
 
@@ -153,6 +158,29 @@ EXAMPLES: tuple[Example, ...] = (
     rms_norm_default: f32 = aten.rms_norm(x, [8], w, 1e-06)
     return rms_norm_default
     """,
+    ),
+    Example(
+        "calls once",
+        handed_twice,
+        LAYER,
+        before="""
+    x: f32
+    w: f32
+    redistribute: f32 = autoamp.redistribute(x, [2, 8], [8, 1])
+    linear: f32 = aten.linear(redistribute, w)
+    redistribute_1: f32 = autoamp.redistribute(x, [2, 8], [8, 1])
+    mul: f32 = aten.mul(linear, redistribute_1)
+    return mul
+    """,
+        after="""
+    x: f32
+    w: f32
+    redistribute: f32 = autoamp.redistribute(x, [2, 8], [8, 1])
+    linear: f32 = aten.linear(redistribute, w)
+    mul: f32 = aten.mul(linear, redistribute)
+    return mul
+    """,
+        on_mesh={"x": Shard(0), "w": Replicate()},
     ),
     Example(
         "casts",
