@@ -17,6 +17,7 @@ after:
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from torch import fx
 
@@ -54,11 +55,9 @@ def _pairs(graph: fx.Graph, left: Collection[str]) -> list[tuple[fx.Node, fx.Nod
             known.clear()
         if node.target not in _CROSSING or node.name in left:
             continue
-        source = node.args[0]
-        read = stands.get(source, source)
+        read = _source(node, stands)
         for first in known:
-            value = first.args[0]
-            same_value = stands.get(value, value) is read
+            same_value = _source(first, stands) is read
             if same_value and first.meta[MESH_CALL] == node.meta[MESH_CALL]:
                 found.append((node, first))
                 stands[node] = first
@@ -66,3 +65,8 @@ def _pairs(graph: fx.Graph, left: Collection[str]) -> list[tuple[fx.Node, fx.Nod
         else:
             known.append(node)
     return found
+
+
+def _source(node: fx.Node, stands: dict[fx.Node, fx.Node]) -> Any:
+    value: Any = node.args[0]
+    return stands.get(value, value)
