@@ -146,8 +146,8 @@ def _notes(found: Found, mesh: Mesh) -> Iterator[str]:
         yield f"All {mesh.tp} ranks of tp run the same ops on the same shapes."
     if not found.rewritten:
         yield (
-            "autoamp runs this model, or parts of it, under torch.autocast, since it "
-            "computes on DTensors or cannot be captured."
+            "autoamp runs this model, or parts of it, under torch.autocast, since its "
+            "graphs cannot be captured or rewritten."
         )
 
 

@@ -64,7 +64,7 @@ def found_for(
         model, call = make()
         parallelized(model, size)
         stack = stack_of(model)
-        steps, linear = _steps(model, call, setting, stack, tell)
+        steps, linear, ops = _steps(model, call, setting, stack, tell)
         parameters = [nn.Parameter(own_part(p), p.requires_grad) for p in _own(model)]
         cost = optimizer_cost(parameters, optimizer)
         rank = Rank(
@@ -77,10 +77,8 @@ def found_for(
             setting.device.bytes_per_ns,
         )
         rewritten = steps[AUTOAMP][1].rewritten
-    ranks = [
-        _ops(make, each, size, setting, tell) for each in range(size if size > 1 else 0)
-    ]
-    return Found(rank, linear, rewritten, cost, first_difference(ranks))
+    others = [_ops(make, each, size, setting, tell) for each in range(1, size)]
+    return Found(rank, linear, rewritten, cost, first_difference([ops, *others]))
 
 
 def _steps(
@@ -89,9 +87,13 @@ def _steps(
     setting: Setting,
     stack: Any,
     tell: Callable[[str], None],
-) -> tuple[dict[str, tuple[Line | Figures, WayStep]], bool]:
-    """For each way its figures and one of the steps, and whether they are lines."""
+) -> tuple[dict[str, tuple[Line | Figures, WayStep]], bool, list[str]]:
+    """For each way its figures and one of the steps, and whether they are lines.
+
+    The last are the ops of autoamp's step with as many layers as `_ops` runs.
+    """
     layer = None if stack is None else stack[0]
+    ops: list[str] | None = None
     if stack is not None and len(stack) >= FEWEST:
         seen = []
         for depth in DEPTHS:
@@ -100,11 +102,13 @@ def _steps(
                 seen.append(steps_of(model, call, setting, layer))
         lines = {name: line_of([each[name] for each in seen]) for name in seen[0]}
         found = {n: (line, seen[-1][n]) for n, line in lines.items() if line}
+        ops = seen[0][AUTOAMP].first.ops
         if len(found) == len(lines):
-            return dict(found), True
+            return dict(found), True, ops
     tell("running a step of all layers")
     steps = steps_of(model, call, setting, layer)
-    return {name: (whole(step), step) for name, step in steps.items()}, False
+    ops = steps[AUTOAMP].first.ops if ops is None else ops
+    return {name: (whole(step), step) for name, step in steps.items()}, False, ops
 
 
 def _boundaries(steps: dict[str, WayStep]) -> dict[str, tuple[int, str]]:
@@ -123,14 +127,15 @@ def _ops(
     setting: Setting,
     tell: Callable[[str], None],
 ) -> list[str]:
-    """The ops of one rank with autoamp, with two of the layers."""
+    """The ops of one rank with autoamp, with two of many layers."""
     tell(f"comparing rank {rank} of {size}")
     with as_rank(rank, size):
         model, call = make()
         stack = stack_of(model)
-        with with_layers(stack, DEPTHS[0]):
+        is_deep = stack is not None and len(stack) >= FEWEST
+        with with_layers(stack if is_deep else None, DEPTHS[0]):
             parallelized(model, size)
-            step = steps_of(model, call, setting, None, [AUTOAMP])
+            step = steps_of(model, call, setting, None, [AUTOAMP], again=False)
     return step[AUTOAMP].first.ops
 
 

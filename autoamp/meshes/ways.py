@@ -72,16 +72,20 @@ def steps_of(
     setting: Setting,
     layer: nn.Module | None,
     names: Iterable[str] = (FP32, AUTOCAST, AUTOAMP),
+    *,
+    again: bool = True,
 ) -> dict[str, WayStep]:
     """A step in each way; the model is left as it was.
 
     Args:
         layer: a layer whose result is the boundary between two stages.
         names: the ways that are wanted.
+        again: whether the step also runs with the gradients of another; otherwise
+            `again` of each way is its `first`.
     """
     with left_as_it_is(model), without_memory(model, call) as given:
         model.train()
-        runner = _Runner(model, given, setting, layer)
+        runner = _Runner(model, given, setting, layer, again=again)
         found = {}
         if FP32 in names:
             found[FP32] = runner.plain(contextlib.nullcontext)
@@ -98,9 +102,16 @@ class _Runner:
     """Runs one model on one call, in several ways."""
 
     def __init__(
-        self, model: nn.Module, call: Call, setting: Setting, layer: nn.Module | None
+        self,
+        model: nn.Module,
+        call: Call,
+        setting: Setting,
+        layer: nn.Module | None,
+        *,
+        again: bool,
     ) -> None:
         self.model, self.setting, self.layer = model, setting, layer
+        self.count = 2 if again else 1
         self.args, self.kwargs = call
         self.weights = tensors_of(model)
         self.boundary = (0, "")
@@ -159,13 +170,13 @@ class _Runner:
         for _ in range(2 if is_split else 1):
             steps: list[Observed] = []
             try:
-                for _ in range(2):
+                for _ in range(self.count):
                     steps.append(self._step(called, region(), copies))
             finally:
                 for parameter in parameters:
                     parameter.grad = None
         kept = sum(own_part(each).nbytes for each in copies)
-        return WayStep(steps[0], steps[1], kept, self.boundary, rewritten)
+        return WayStep(steps[0], steps[-1], kept, self.boundary, rewritten)
 
     def _step(
         self, called: nn.Module, region: Any, copies: Iterable[Tensor]

@@ -80,8 +80,9 @@ def whole_inputs(
 def _whole(value: Any, known: Any, mode: compat.FakeTensorMode) -> Any:
     if not isinstance(value, torch.Tensor):
         return value if isinstance(value, _NUMBERS) else None
-    if not compat.is_distributed(value):
-        return value
+    is_of_another = isinstance(value, compat.FakeTensor) and value.fake_mode is not mode
+    if not (compat.is_distributed(value) or is_of_another):
+        return value  # fake tensors that a model is called with are made anew
     like = known if compat.is_distributed(known) else value
     with mode, torch.no_grad():
         made = torch.empty_strided(

@@ -1,0 +1,168 @@
+"""`python -m benchmarks.meshes`: steps of Llama on many devices, and what a plan takes.
+
+Each plan is made in a process of its own, whose time and peak memory are measured: the
+prediction has to stay cheap for models that no single device holds.  Nothing that is
+predicted is measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import autoamp
+from autoamp.inspect.costs import bytes_text, seconds_text
+
+from . import report
+from .capability import capability
+from .processes import commit, commits, failures, fill, in_a_process
+from .ratios import Row
+
+STEM = "meshes"
+MODULE = "benchmarks.meshes"
+DEVICE = "cuda:sm_90"
+LIMIT_S = 1800
+
+LLAMA = {
+    "7B": "hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, "
+    "num_attention_heads=32",
+    "70B": "hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, "
+    "num_attention_heads=64, num_key_value_heads=8",
+}
+CASES = {
+    f"{size}, tp={tp}, pp={pp}": (size, f"tp={tp},pp={pp}")
+    for size, tp, pp in (
+        ("7B", 1, 1), ("7B", 8, 1), ("70B", 1, 1), ("70B", 8, 1), ("70B", 8, 4),
+    )
+}  # fmt: skip
+
+HEADER = (
+    "model", "devices", "way", "step", "not computing", "peak memory", "fits",
+    "sent by a device",
+)  # fmt: skip
+COST = ("model", "seconds", "processor seconds", "peak memory of the process")
+
+NOTE = f"""\
+A training step of Llama, 1 sample of 1,024 tokens for each micro-batch, AdamW, bf16, as
+`autoamp plan --mesh` predicts it for {DEVICE}, with 8 devices a node and 400 Gb/s for
+each. These are predictions: no GPU ran. "Not computing" is the part of a step in which
+the device waits, or steps its weights. The second table has what each plan took,
+in a process of its own: one plan gives all its numbers of devices. Other programs ran
+on the machine, so that seconds are an upper bound; processor seconds hardly change."""
+
+
+def measured(name: str) -> Row:
+    """The plan of one case, and what this process took to make it."""
+    size, mesh = CASES[name]
+    begin = time.perf_counter()
+    found = autoamp.plan(
+        f"transformers:LlamaConfig({LLAMA[size]})",
+        mesh=mesh,
+        device=DEVICE,
+        options={"precision": "bf16"},
+    )
+    seconds = time.perf_counter() - begin
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "name": name,
+        "commit": commit(),
+        "machine": capability("cpu"),
+        "parameters": found.parameters,
+        "memory": found.memory,
+        "linear": found.linear,
+        "rewritten": found.rewritten,
+        "notes": found.notes,
+        "seconds": seconds,
+        "processor_seconds": used.ru_utime + used.ru_stime,
+        "peak_bytes": used.ru_maxrss * 1024,  # Linux counts in KiB
+        "scales": [asdict(scale) for scale in found.scales],
+        "failures": {},
+    }
+
+
+def brief(row: Row) -> str:
+    """A row in one line."""
+    if row["failures"]:
+        return "; ".join(row["failures"].values())
+    return f"{row['seconds']:.0f} s, {bytes_text(row['peak_bytes'])}"
+
+
+def _lines(row: Row) -> list[list[str]]:
+    lines = []
+    for scale in row["scales"]:
+        for way in scale["ways"]:
+            peak = max(stage["peak"] for stage in way["stages"])
+            sent = sum(each["wire"] for each in way["transfers"])
+            lines.append(
+                [
+                    f"{row['name'].partition(',')[0]}, {scale['mesh']}",
+                    f"{scale['devices']:,}",
+                    way["name"],
+                    seconds_text(way["seconds"]),
+                    f"{1 - way['compute'] / way['seconds']:.0%}",
+                    bytes_text(peak),
+                    "yes" if peak <= row["memory"] else "no",
+                    bytes_text(sent),
+                ]
+            )
+    return lines
+
+
+def write(rows: Sequence[Row], folder: Path) -> str:
+    """Writes the tables and their rows to `folder`; returns the text."""
+    done = [row for row in rows if not row["failures"]]
+    cost = [
+        [
+            row["name"],
+            f"{row['seconds']:.0f}",
+            f"{row['processor_seconds']:.0f}",
+            bytes_text(row["peak_bytes"]),
+        ]
+        for row in done
+    ]
+    machine = "; ".join(sorted({row["machine"] for row in done}))
+    parts = [
+        NOTE,
+        f"{machine}; commit {commits(rows)}.",
+        report.markdown(HEADER, [line for row in done for line in _lines(row)]),
+        report.markdown(COST, cost),
+        "\n".join(failures(rows)),
+    ]
+    text = "\n\n".join(part for part in parts if part) + "\n"
+    report.write(folder / STEM, text, {"models": list(rows)})
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plans what is asked and not yet there; 1 if a plan failed."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
+    parser.add_argument("--one", choices=CASES, help="one case, as a line of JSON")
+    parser.add_argument("--again", action="store_true", help="plan what is there, too")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    chosen: Any = parser.parse_args(arguments)
+    if chosen.one:
+        print(json.dumps(measured(chosen.one)))
+        return 0
+    text = fill(
+        list(CASES),
+        chosen.out / STEM,
+        take=partial(in_a_process, module=MODULE, limit=LIMIT_S),
+        write=write,
+        brief=brief,
+        again=chosen.again,
+    )
+    print(text)
+    rows = json.loads((chosen.out / STEM).with_suffix(".json").read_text())["models"]
+    return int(any(row["failures"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
