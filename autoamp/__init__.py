@@ -36,6 +36,7 @@ from autoamp.errors import (
 from autoamp.inspect.report import Report
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.meshes.plan import plan
+from autoamp.meshes.result import MeshPlan
 from autoamp.place.frontier import Frontier
 from autoamp.planning.result import Plan
 from autoamp.questions import bench, compare, explain, find_overflow, tune
@@ -65,6 +66,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
+    "MeshPlan",
     "Monitor",
     "NoLossScale",
     "OptionError",

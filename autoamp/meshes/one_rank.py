@@ -25,6 +25,9 @@ _SIZES = (
 )
 """Numbers of a configuration that the devices of a layer must share evenly."""
 
+_WHOLE = "replicated_with_grad_allreduce"
+"""The style of a module that each device has whole, such as a norm of heads."""
+
 
 @contextlib.contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
@@ -73,7 +76,11 @@ def parallelized(model: nn.Module, size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
 
-    styles = {name: _style(name, style, model) for name, style in plan.items()}
+    styles = {
+        name: _style(name, style, model)
+        for name, style in plan.items()
+        if style != _WHOLE
+    }
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, styles, src_data_rank=None)
 
@@ -111,7 +118,7 @@ def _style(name: str, style: str, model: nn.Module) -> Any:
     if style not in known:
         raise OptionError(
             f"{class_name(model)} splits {name} in the style {style!r}, which is not "
-            f"planned (planned are {', '.join(known)}): give tp=1, or a "
+            f"planned (planned are {', '.join([*known, _WHOLE])}): give tp=1, or a "
             "MODULE:FACTORY that calls parallelize_module itself"
         )
     return known[style]()

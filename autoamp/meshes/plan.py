@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from torch import nn
 
 from autoamp.ask.examine import checked_model, refuse_options
 from autoamp.errors import OptionError
+from autoamp.meshes.result import MeshPlan
 from autoamp.planning.ask import plan as plan_of_one
 from autoamp.planning.optimizer import Make
 from autoamp.planning.result import Plan
-
-if TYPE_CHECKING:
-    from autoamp.meshes.result import MeshPlan
 
 
 @overload

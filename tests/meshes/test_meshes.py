@@ -9,12 +9,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import autoamp
 import autoamp_cli
 from autoamp import compat
 from autoamp.errors import OptionError
 from autoamp.meshes import agree, collectives, lines, rank
+from autoamp.meshes.ask import planned
 from autoamp.meshes.collectives import Sharded
 from autoamp.meshes.layers import stack_of, with_layers
 from autoamp.meshes.lines import Figures, Line, line_of, whole
@@ -175,6 +182,96 @@ def test_what_does_not_divide_or_fit_is_named() -> None:
         autoamp.plan(model, x, mesh="pp=7", device="cuda:sm_90")
 
 
+class Split(nn.Module):
+    """A block that its maker splits over two ranks; rank `odd` leaves its norm out."""
+
+    def __init__(self, odd: int = -1) -> None:
+        super().__init__()
+        self.block = Block(64)
+        if distributed.get_rank() == odd:
+            self.block.norm = nn.Identity()  # type: ignore[assignment]
+        mesh = init_device_mesh("cpu", (2,))
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(self.block, mesh, styles, src_data_rank=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).square().mean()
+
+
+def split(odd: int = -1) -> Any:
+    with torch.device("meta"):
+        return Split(odd), ((torch.empty(4096, 64),), {})
+
+
+def test_ranks_that_part_are_named() -> None:
+    found = planned(lambda: split(odd=1), "tp=2", device="cuda:sm_90")
+    (said,) = [note for note in found.notes if "do not run the same ops" in note]
+    assert "rank 0 and rank 1 differ in op 0: forward " in said
+    assert ", but forward " in said
+    assert "All 2 ranks" not in str(found)
+
+
+def test_a_factory_that_splits_its_model_itself(tmp_path, monkeypatch) -> None:
+    (tmp_path / "split_net.py").write_text(
+        "from tests.meshes.test_meshes import split\n\n\n"
+        "def net():\n    model, (args, _) = split()\n    return model, args\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plan.json"
+    arguments = ["split_net:net", "--mesh", "tp=2", "--device", "cuda:sm_90"]
+    result = CliRunner().invoke(
+        autoamp_cli.main, ["plan", *arguments, "--json", str(path)]
+    )
+    assert result.exit_code == 0, result.output
+    written = json.loads(path.read_text("utf-8"))
+    assert written["rewritten"]
+    fp32 = written["here"]["ways"][0]
+    # What is halved, and what each rank has whole: the norm, and the bias of `down`.
+    halved = 64 * 128 + 128 + 128 * 64
+    assert fp32["stages"][0]["weights"] == 4 * (halved // 2 + 64 + 2 * 64)
+    (row,) = [each for each in fp32["transfers"] if each["phase"] == "forward"]
+    assert (row["kind"], row["count"]) == ("all-reduce", 1)
+
+
+def test_graphs_on_dtensors_are_rewritten() -> None:
+    """A rank's products are low: what is reduced forward, and what is kept, is low."""
+    with torch.device("meta"), as_rank(0, 2):
+        model, call = split()
+        step = steps_of(model, call, setting(), None)
+    assert step[AUTOAMP].rewritten
+    size = 4096 * 64 * 4
+    low = Sent("forward", "all-reduce", "bf16", size // 2)
+    for name in (AUTOCAST, AUTOAMP):
+        assert [s for s in step[name].first.sent if s.phase == "forward"] == [low]
+    saved = {name: each.first.memory.saved for name, each in step.items()}
+    assert saved[AUTOAMP] <= saved[AUTOCAST] < saved[FP32]
+
+
+def test_a_norm_of_heads_stays_whole() -> None:
+    with torch.device("meta"):
+        config = transformers.Qwen3Config(
+            num_hidden_layers=1,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=16,
+            vocab_size=64,
+        )
+        model = transformers.Qwen3ForCausalLM(config)
+        ids = torch.zeros(1, 16, dtype=torch.long)
+    with as_rank(0, 2):
+        parallelized(model, 2)
+        attention = model.model.layers[0].self_attn
+        assert not compat.is_distributed(attention.q_norm.weight)
+        assert compat.is_distributed(attention.q_proj.weight)
+        step = steps_of(
+            model, ((), {"input_ids": ids, "labels": ids}), setting(), None, [FP32]
+        )
+    # The norm sees the heads of this rank alone.
+    assert any("fp32[1, 16, 2, 16]" in op for op in step[FP32].first.ops)
+
+
 def test_the_first_difference_of_ranks_is_named() -> None:
     same = ["a", "b"]
     assert agree.first_difference([same, same, same]) == ""
@@ -308,6 +405,7 @@ def test_the_command_shows_and_writes_what_python_gives(tmp_path) -> None:
     assert [way["name"] for way in written["here"]["ways"]] == [*WAYS]
     assert [scale["devices"] for scale in written["scales"]] == [8, 512, 16_000]
     assert written["linear"]
+    assert written["rewritten"]
 
 
 def test_options_of_a_mesh_need_one() -> None:

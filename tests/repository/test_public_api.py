@@ -29,6 +29,7 @@ NAMES = {
     "LossScale",
     "LossScaleError",
     "LossScaleReport",
+    "MeshPlan",
     "Monitor",
     "NoLossScale",
     "OptionError",
