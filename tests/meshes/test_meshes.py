@@ -143,6 +143,30 @@ def test_collectives_of_tensor_parallel_layers() -> None:
     assert step[AUTOCAST].first.sent.count(low) == 2 * 2
 
 
+def test_values_are_sent_as_autocast_sends_them_or_lower() -> None:
+    """A rank's part is cheap to cast, and still nothing is widened before a gather."""
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(
+            num_hidden_layers=1,
+            hidden_size=64,
+            intermediate_size=128,
+            num_attention_heads=8,
+            vocab_size=1024,
+        )
+        model = transformers.LlamaForCausalLM(config)
+        ids = torch.zeros(4, 64, dtype=torch.long)
+    call = ((), {"input_ids": ids, "labels": ids})
+    with as_rank(0, 8):
+        parallelized(model, 8)
+        step = steps_of(model, call, setting(), None, [AUTOCAST, AUTOAMP])
+    for kind in ("all-gather", "all-reduce"):
+        theirs, ours = (
+            sum(each.size for each in step[way].first.sent if each.kind == kind)
+            for way in (AUTOCAST, AUTOAMP)
+        )
+        assert 0 < ours <= theirs
+
+
 def test_a_process_group_of_the_users_is_refused() -> None:
     refused = pytest.raises(OptionError, match="a process group is up")
     with as_rank(0, 2), refused, as_rank(0, 2):
