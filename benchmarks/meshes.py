@@ -55,8 +55,7 @@ A training step of Llama, 1 sample of 1,024 tokens for each micro-batch, AdamW, 
 `autoamp plan --mesh` predicts it for {DEVICE}, with 8 devices a node and 400 Gb/s for
 each. These are predictions: no GPU ran. "Not computing" is the part of a step in which
 the device waits, or steps its weights. The second table has what each plan took,
-in a process of its own: one plan gives all its numbers of devices. Other programs ran
-on the machine, so that seconds are an upper bound; processor seconds hardly change."""
+in a process of its own: one plan gives all its numbers of devices."""
 
 
 def measured(name: str) -> Row:

@@ -21,6 +21,7 @@ from autoamp.node_by_node.observer import Observer
 from autoamp.node_by_node.runner import Runner
 from autoamp.pipeline.prepared import Prepared
 from autoamp.rewrite.emitted import stands_for
+from autoamp.rewrite.meshes import crossed, stands_in
 from autoamp.rewrite.rewritten import Rewritten
 
 Hear = Callable[["Key", fx.Node, torch.Tensor, Callable[..., Any]], None]
@@ -134,4 +135,7 @@ class Listener(Observer):
         args, kwargs = map_arg(node.args, operand), map_arg(node.kwargs, operand)
         target: Any = node.target
         with torch.no_grad():
+            if stands_in(node):
+                inputs = node.graph.find_nodes(op="placeholder")
+                return crossed(node, args[0], [run.env[each] for each in inputs])
             return target(*args, **kwargs)

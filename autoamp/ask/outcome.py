@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from autoamp import compat
 from autoamp.ask.comparison import Errors, NodeError
 from autoamp.ask.lockstep import Key
 from autoamp.inspect.rows import OpRow
@@ -54,8 +55,10 @@ def errors_of(heard: Heard, fp32: Heard) -> Errors:
 def relative_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """||found - wanted|| / ||wanted|| in fp64; NaN if either holds a NaN.
 
-    Infinity if the shapes differ, because the two calls took different branches.
+    Infinity if the shapes differ, because the two calls took different branches.  Of
+    DTensors the parts that this rank holds are compared.
     """
+    found, wanted = ([*map(compat.own_memory, each)] for each in (found, wanted))
     if [t.shape for t in found] != [t.shape for t in wanted]:
         return math.inf
     distance = sum(

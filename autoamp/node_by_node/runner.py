@@ -11,6 +11,7 @@ from autoamp import compat
 from autoamp.graph_functions import checkpointed
 from autoamp.node_by_node.bodies import UNROLLED
 from autoamp.node_by_node.observer import Observer
+from autoamp.rewrite.meshes import crossed, stands_in
 
 
 class Runner(fx.Interpreter):
@@ -52,10 +53,17 @@ class Runner(fx.Interpreter):
         """Runs one node."""
         for each in self.observers:
             each.before(self, n)
-        value = super().run_node(n)
+        value = self._crossed(n) if stands_in(n) else super().run_node(n)
         for each in self.observers:
             value = each.after(self, n, value)
         return value
+
+    def _crossed(self, n: fx.Node) -> Any:
+        """The call on DTensors that a node stands for in a graph of whole tensors."""
+        args, _ = self.fetch_args_kwargs_from_env(n)
+        # An input that only such calls read has no reader, and so is still there.
+        inputs = [self.env.get(i) for i in n.graph.find_nodes(op="placeholder")]
+        return crossed(n, args[0], inputs)
 
     def call_function(self, target: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs one call; the body of a checkpointed region runs node by node too.

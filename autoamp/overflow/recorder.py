@@ -19,6 +19,7 @@ from autoamp.op_names import base_name
 from autoamp.overflow.location import Location, given_location
 from autoamp.overflow.python_calls import outside_location
 from autoamp.overflow.trail import Step, Trail, floats_in, largest_in
+from autoamp.rewrite.meshes import stands_in
 
 Names = Mapping[int, Location]
 """The names of weights and inputs, by the `id` of the tensor."""
@@ -139,6 +140,8 @@ class Recorder(Observer):
             return max((o.largest for o in step.operands), default=None)
         if n.op != "call_function" or not isinstance(n.target, compat.OpOverload):
             return None
+        if stands_in(n):  # moved, not computed
+            return max((o.largest for o in step.operands), default=None)
         args, kwargs = self._unwritten or _operands_in_fp32(run, n)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
