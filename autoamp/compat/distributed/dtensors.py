@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autoamp.compat.distributed.groups import is_distributed
+from autoamp.compat.tracing import hint
 
 _OF_DTENSORS = frozenset({"redistribute", "to_local", "full_tensor"})
 """Methods of a DTensor that a plain tensor has not."""
@@ -38,8 +39,9 @@ def share_held(value: Any) -> float:
     """The share of a DTensor's elements that this rank holds; 1 of anything else."""
     if not is_distributed(value):
         return 1.0
-    whole = math.prod(int(n) for n in value.shape)
-    return math.prod(int(n) for n in own_memory(value).shape) / whole if whole else 1.0
+    # `int` of a symbolic size would make one graph for each size.
+    whole = math.prod(map(hint, value.shape))
+    return math.prod(map(hint, own_memory(value).shape)) / whole if whole else 1.0
 
 
 def share_computed(values: Sequence[Any]) -> float:

@@ -1,0 +1,74 @@
+"""A graph on DTensors that the pass fails on runs under autocast, and says so."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import autoamp
+from autoamp.errors import CaptureError
+from autoamp.trace import normalise
+from tests.one_rank import one_rank
+
+OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
+
+
+def net(mesh: Any) -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    return parallelize_module(
+        made, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+
+
+@pytest.fixture
+def _failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> Any:
+        raise CaptureError("a mesh by moonlight")
+
+    monkeypatch.setattr(normalise, "whole_inputs", fails)
+
+
+@pytest.mark.usefixtures("_failing")
+def test_it_is_autocasts_to_the_bit(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(4, 16)
+    with one_rank() as mesh:
+        model = net(mesh)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(x)
+        autoamp.convert(model, **OPTIONS)
+        with caplog.at_level(logging.WARNING, "autoamp"):
+            found = model(x)
+        ((_, why),) = autoamp.report(model).skipped
+    assert found.dtype == torch.float32  # as the call gives without autoamp
+    assert torch.equal(found, expected.float())
+    assert "under torch.autocast" in why
+    assert "a mesh by moonlight" in caplog.text
+
+
+@pytest.mark.usefixtures("_failing")
+def test_strict_is_an_error() -> None:
+    with one_rank() as mesh:
+        model = autoamp.convert(net(mesh), **OPTIONS, strict=True)
+        with pytest.raises(CaptureError, match="a mesh by moonlight"):
+            model(torch.randn(4, 16))
+
+
+def test_other_sizes_make_no_graph_for_each_size() -> None:
+    """One for the first size, one for all others, as without DTensors."""
+    with one_rank() as mesh:
+        model = autoamp.convert(net(mesh), **OPTIONS, strict=True)
+        for rows in (8, 6, 10, 4, 12, 7):
+            model(torch.randn(rows, 16)).sum().backward()
+        report = autoamp.report(model)
+    assert len(report.graphs) == 2
+    assert report.skipped == []
