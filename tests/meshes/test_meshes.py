@@ -414,6 +414,7 @@ NAME = (
 )
 
 
+@pytest.mark.slow
 def test_the_command_shows_and_writes_what_python_gives(tmp_path) -> None:
     path = tmp_path / "plan.json"
     arguments = [NAME, "--mesh", "dp=4,tp=2,pp=2", "--sequence", "16"]
