@@ -87,7 +87,6 @@ from autoamp.compat.distributed.groups import (
     reached_on,
     shard_groups,
     stage_groups,
-    with_local_part,
 )
 from autoamp.compat.dynamo.authored import traced_in_widening
 from autoamp.compat.dynamo.entry import CompiledEntry

@@ -62,7 +62,7 @@ def _like(real: Tensor, mode: compat.FakeTensorMode) -> Tensor:
             part.shape, part.stride(), dtype=part.dtype, device="cpu"
         )
     if part is not real:
-        made = compat.with_local_part(real, made)
+        made = compat.with_memory(real, made).detach()
     if isinstance(real, nn.Parameter):
         return nn.Parameter(made, requires_grad=real.requires_grad)
     return made.requires_grad_(real.requires_grad)

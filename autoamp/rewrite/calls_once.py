@@ -47,6 +47,8 @@ def with_calls_once(gm: fx.GraphModule, left: Collection[str] = ()) -> fx.GraphM
 
 def _pairs(graph: fx.Graph, left: Collection[str]) -> list[tuple[fx.Node, fx.Node]]:
     """Each call that is made again, with the first one, in graph order."""
+    if not any(node.target in _CROSSING for node in graph.nodes):
+        return []
     found: list[tuple[fx.Node, fx.Node]] = []
     stands: dict[fx.Node, fx.Node] = {}
     known: list[fx.Node] = []

@@ -84,6 +84,8 @@ def reached_on(group: Any, device: torch.device) -> torch.device:
 
 def is_distributed(value: Any) -> bool:
     """Whether a value is a DTensor, of which this rank holds a part or a copy."""
+    if type(value) is torch.Tensor:  # each gradient of each step is asked
+        return False
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 
@@ -96,22 +98,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 def is_distributed_type(kind: type) -> bool:
     """Whether a type is that of DTensors."""
     return issubclass(kind, torch.Tensor) and hasattr(kind, "device_mesh")
-
-
-def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A DTensor like `tensor` of which this rank holds `part`."""
-    from torch.distributed.tensor import DTensor
-
-    value: Any = tensor
-    made = DTensor.from_local(
-        part,
-        value.device_mesh,
-        value.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-    return made.detach()
 
 
 def begin_fake_group(rank: int, size: int) -> bool:
