@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -23,8 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from . import gpu_tests, report
+from . import gpu_tests, processes, report, step_times, turns
+from .ratios import Row
 from .setting import NO_GPU, Setting, usable
 
 FINISHED, FAILED, REFUSED, CUT_OFF = range(4)
@@ -67,9 +70,18 @@ class Piece:
     goes_on: bool = True
     quick: tuple[str, ...] = ()
 
+    @property
+    def in_rows(self) -> bool:
+        """Whether it is a table of models, each measured in a process of its own."""
+        return self.goes_on and self.module != gpu_tests.MODULE
+
     def setting(self, asked: Setting) -> Setting:
         """The setting that the piece is measured in."""
         return replace(asked, precision=self.precision or asked.precision)
+
+    def tables(self) -> Any:
+        """The module, which has `names` and `write` where the piece is in rows."""
+        return importlib.import_module(self.module)
 
     def results(self, asked: Setting, folder: Path) -> Path:
         """The file that has its figures once there are any."""
@@ -80,7 +92,7 @@ class Piece:
         """The command that measures what is missing."""
         words = [sys.executable, "-m", self.module, *self.setting(asked).arguments()]
         words += ["--out", str(folder), *self.quick * asked.quick]
-        if self.goes_on and self.module != gpu_tests.MODULE:
+        if self.in_rows:
             words += ["--limit", f"{limit * MODEL_SHARE:g}"]
         return words
 
@@ -144,6 +156,48 @@ def measure(piece: Piece, asked: Setting, folder: Path, limit: float) -> int:
     return FINISHED if whole else FAILED
 
 
+def side_by_side(
+    wanted: Sequence[Piece], asked: Setting, folder: Path, limit: float, at_once: int
+) -> dict[str, int]:
+    """Measures what is missing of tables of models, `at_once` prepared together.
+
+    Returns:
+        For each piece `FINISHED`, `FAILED` or `CUT_OFF`.
+    """
+    jobs, ended = {}, {}
+    for piece in wanted:
+        setting = piece.setting(asked)
+        names = piece.quick if asked.quick else piece.tables().names(setting)
+        done = processes.finished(piece.results(asked, folder))
+        todo = [name for name in names if name not in done]
+        arguments = tuple(setting.arguments())
+        jobs |= {turns.Job(piece.module, n, arguments): piece for n in todo}
+        ended[piece.name] = CUT_OFF if todo else FINISHED
+    left = {piece.name: [*jobs.values()].count(piece) for piece in wanted}
+    for job, row in turns.rows([*jobs], at_once=at_once, limit=limit, errors=None):
+        piece = jobs[job]
+        _keep(row, piece, asked, folder)
+        left[piece.name] -= 1
+        if not left[piece.name]:
+            whole = processes.finished(piece.results(asked, folder))
+            every = {each.name for each, of in jobs.items() if of is piece}
+            ended[piece.name] = FINISHED if every <= whole else FAILED
+    return ended
+
+
+def _keep(row: Row, piece: Piece, asked: Setting, folder: Path) -> None:
+    """Writes a row to the table of its piece."""
+    tables, setting = piece.tables(), piece.setting(asked)
+    processes.fill(
+        [row["name"]],
+        piece.results(asked, folder).with_suffix(""),
+        take=lambda _: row,
+        write=lambda rows, to: str(tables.write(rows, to, setting)),
+        brief=getattr(tables, "brief", step_times.brief),
+        again=True,
+    )
+
+
 def within(limit: float, command: Sequence[str]) -> int | None:
     """The exit status of a command; None if it was ended after `limit` seconds.
 
@@ -193,6 +247,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("pieces", nargs="*", help="what to run (all)")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     parser.add_argument("--limit", type=float, default=PIECE_S, help="seconds a piece")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="models prepared side by side; each is timed alone",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="small, to try it")
     given = parser.parse_args(arguments)
@@ -204,13 +265,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(NO_GPU, file=sys.stderr)
         return REFUSED
     asked, folder = Setting(given.device, quick=given.quick), given.out.resolve()
-    ended = {}
+    ended, together = {}, [p for p in wanted if p.in_rows and given.at_once > 1]
     for piece in wanted:
+        if piece in together:
+            continue
         print(f"{piece.name}: begun", flush=True)
         begun = time.monotonic()
         ended[piece.name] = measure(piece, asked, folder, given.limit)
         taken = time.monotonic() - begun
         print(f"{piece.name}: {SAID[ended[piece.name]]} ({taken:.0f} s)", flush=True)
+    if together:
+        ended |= side_by_side(together, asked, folder, given.limit, given.at_once)
     print(asked.capability)
     for name, status in ended.items():
         print(f"  {name}: {SAID[status]}")

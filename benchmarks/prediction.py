@@ -21,7 +21,7 @@ from torch import nn
 
 import autoamp
 
-from . import report, step_times
+from . import report, step_times, turns
 from .bytes_models import PAPER, WRITTEN
 from .metrics import ModelCase, to_device
 from .processes import commit
@@ -93,6 +93,9 @@ def measured(name: str, setting: Setting = CPU_BF16) -> Row:
     for call in ways.values():
         call()
         call()
+    if turns.wait():
+        for call in ways.values():  # their memory went back to the device
+            call()
     times = interleaved(ways, _rounds(setting), setting.device)
     return {
         "name": name,

@@ -94,16 +94,26 @@ def fill(
         The table.
     """
     path = stem.with_suffix(".json")
-    rows: dict[str, Row] = {}
-    if path.exists():
-        rows = {row["name"]: row for row in json.loads(path.read_text())["models"]}
-    todo = [n for n in names if again or n not in rows or rows[n]["failures"]]
+    rows, done = kept(path), finished(path)
+    todo = [name for name in names if again or name not in done]
     text = ""
     for name in track(todo, stem.name):
         rows[name] = take(name)
         print(f"{name}: {brief(rows[name])}", flush=True)
         text = write(list(rows.values()), stem.parent)
     return text or write(list(rows.values()), stem.parent)
+
+
+def kept(path: Path) -> dict[str, Row]:
+    """The rows of a file of results by model; none where there is no such file."""
+    if not path.exists():
+        return {}
+    return {row["name"]: row for row in json.loads(path.read_text())["models"]}
+
+
+def finished(path: Path) -> set[str]:
+    """The models of a file of results of which no way failed."""
+    return {name for name, row in kept(path).items() if not row["failures"]}
 
 
 def failures(rows: Sequence[Row]) -> list[str]:

@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 import statistics
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import report
+from . import on_gpu, report, turns
 from .bars import grouped, svg
 from .errors import Batch
 from .metrics import ModelCase
@@ -27,6 +28,8 @@ from .timing import interleaved, ratios
 BASELINE = "autocast"
 WARM_UP, FP16_WARM_UP = 3, 12
 ROUNDS, QUICK_ROUNDS = 11, 3
+STEPS_ON_GPU = 4
+"""Steps of a timed round on a GPU: nobody waits for it between them, as in training."""
 CPU_BF16 = Setting()
 
 Prepared = tuple[nn.Module, Callable[[], AbstractContextManager[Any]], Batch]
@@ -81,19 +84,45 @@ def measured(
         steps: for each way the function that makes its step.
     """
     row: Row = {"name": name, "commit": commit(), "ways": {}, "failures": {}}
-    ready = {}
+    ready, held = {}, {}
     for way, make in steps.items():
         try:
             torch.manual_seed(0)
+            before = on_gpu.allocated(setting.device)
             step = make()
             for _ in range(warm_up(setting)):
                 step()
             ready[way] = step
+            held[way] = on_gpu.allocated(setting.device) - before
         except Exception as error:  # noqa: BLE001 - the other ways are still timed
+            traceback.print_exc()
             row["failures"][way] = said(error)
-    taken = interleaved(ready, rounds(setting), setting.device)
-    row["ways"] = {way: {"seconds": seconds} for way, seconds in taken.items()}
+    if turns.wait():
+        for step in ready.values():  # their memory went back to the device
+            step()
+    count = steps_a_round(setting)
+    several = {way: partial(repeated, step, count) for way, step in ready.items()}
+    taken = interleaved(several, rounds(setting), setting.device)
+    row["ways"] = {
+        way: {"seconds": [each / count for each in seconds]}
+        for way, seconds in taken.items()
+    }
+    if setting.device != "cpu":
+        for way, step in ready.items():
+            counted = on_gpu.counted(step, held[way], setting.device)
+            row["ways"][way].update(counted)
     return row
+
+
+def repeated(step: Step, times: int) -> None:
+    """Takes a step several times."""
+    for _ in range(times):
+        step()
+
+
+def steps_a_round(setting: Setting) -> int:
+    """Steps of one timed round."""
+    return 1 if setting.device == "cpu" else STEPS_ON_GPU
 
 
 def rounds(setting: Setting) -> int:
@@ -135,6 +164,32 @@ def table(rows: Sequence[Row], ways: Sequence[str]) -> str:
     return report.markdown(header, [*lines, ["geometric mean", "", *means]])
 
 
+def gpu_table(rows: Sequence[Row], ways: Sequence[str]) -> str:
+    """The Markdown table of memory, of kernels and of the time in which they run."""
+    lines = []
+    for row in rows:
+        found = [row["ways"].get(way) for way in ways]
+        lines.append([row["name"], *(_on_gpu(each) for each in found)])
+    header = ("model", *(f"{way}: MiB, kernels, ms" for way in ways))
+    return report.markdown(header, lines)
+
+
+def _on_gpu(way: Mapping[str, Any] | None) -> str:
+    if way is None or "peak" not in way:
+        return "failed"
+    memory = f"{(way['held'] + way['peak']) / 2**20:.0f}"
+    if "kernels" not in way:
+        return memory
+    return f"{memory}, {way['kernels']}, {1e3 * way['busy']:.1f}"
+
+
+GPU_NOTE = f"""\
+On the GPU: the memory of a way (its weights and copies, and the most that a step
+allocates beside them), the kernels of a step, and the time in which they run: a step
+that takes longer waits for Python. A timed round is {STEPS_ON_GPU} steps between which
+nobody waits for the GPU."""
+
+
 def _cell(found: Mapping[str, float], way: str) -> str:
     return f"{found[way]:.2f}" if way in found else "failed"
 
@@ -149,6 +204,9 @@ def write(
     setting: Setting = CPU_BF16,
 ) -> str:
     """Writes tables as .md, rows as .json and a plot as .svg; returns the text."""
+    if setting.device != "cpu":
+        every = dict.fromkeys(way for row in rows for way in row["ways"])
+        tables = [*tables, GPU_NOTE, gpu_table(rows, [*every])]
     text = write_text(stem, rows, note, tables, setting)
     drawn = {row["name"]: shares(row) for row in rows if shares(row)}
     plots = [grouped(title, drawn)] if drawn else []

@@ -113,7 +113,9 @@ def _living() -> dict[int, int]:
 def _most_allocated(step: Callable[[], Any]) -> int:
     """The most bytes that were allocated during `step()` and not yet freed."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    seen = torch.profiler.profile(activities=activities, profile_memory=True)
+    # Torch 2.11 warns that events of earlier cycles are lost, where there is but one.
+    options = {"profile_memory": True, "acc_events": True}
+    seen = torch.profiler.profile(activities=activities, **options)
     with _mute():
         seen.start()
     try:

@@ -70,7 +70,7 @@ def device_for(device: torch.device, low: torch.dtype, *, calibrate: bool) -> De
         calibrate: whether the figures may be measured ones.
     """
     table = device_of(device, low)
-    if not (calibrate and table.pays and _is_here(device)) or is_off():
+    if is_off() or not (calibrate and table.pays and _is_here(device)):
         return table
     key = described(device), low, compat.are_several()
     with _measuring:

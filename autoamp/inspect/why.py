@@ -51,7 +51,7 @@ def explain(section: Section, name: str) -> str:
         return "\n".join(_op(section, rows, rows[name]))
     for cast in section.casts:
         if cast.name == name:
-            output = next(reversed(section.rewritten.gm.graph.nodes)).name
+            output = section.rewritten.gm.graph.output_node().name
             readers = ", ".join(r for r in cast.readers if r != output) or "the output"
             article = "an" if cast.kind == "up" else "a"
             kept = "" if cast.every_call else ", kept until the weight changes"

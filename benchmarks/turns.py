@@ -1,0 +1,147 @@
+"""A turn at the device: processes prepare side by side, and are timed one at a time."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from .processes import ROOT, commit
+from .ratios import Row
+
+WAITS = "BENCHMARK_WAITS"
+"""The variable by which a process is told to wait for its turn."""
+READY = "ready for its turn"
+
+
+def wait() -> bool:
+    """Waits for this process's turn at the device, if it has to; whether it had to.
+
+    Memory that is free goes back to the device meanwhile, for the processes beside.
+    """
+    if not os.environ.get(WAITS):
+        return False
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    print(READY, flush=True)
+    sys.stdin.readline()
+    return True
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row to measure: `python -m MODULE --one NAME ARGUMENTS`."""
+
+    module: str
+    name: str
+    arguments: tuple[str, ...] = ()
+
+
+class Beside:
+    """A process that prepares a job, and measures it when it is told to.
+
+    Args:
+        job: the job.
+        errors: where its stderr goes.
+    """
+
+    def __init__(self, job: Job, errors: int | None = subprocess.DEVNULL) -> None:
+        self.job = job
+        self._lines: list[str] = []
+        self._ready = threading.Event()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", job.module, "--one", job.name, *job.arguments],
+            cwd=ROOT,
+            env=os.environ | {WAITS: "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == READY:
+                self._ready.set()
+            else:
+                self._lines.append(line)
+        self._ready.set()
+
+    def wait_until_ready(self, limit: float) -> None:
+        """Returns when it waits for its turn, has ended, or after `limit` seconds."""
+        self._ready.wait(max(limit, 0.0))
+
+    def row(self, limit: float) -> Row:
+        """Gives it its turn; its row, or one that says how it failed."""
+        if not self._ready.is_set():
+            return self._failed("it was not ready for its turn in time")
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        self._reader.join(max(limit, 0.0))
+        if self._reader.is_alive():
+            return self._failed(f"its turn took more than {limit:.0f} s")
+        if status := self._process.wait():
+            return self._failed(f"exit {status}")
+        row: Row = json.loads(self._lines[-1])
+        return row
+
+    def _failed(self, why: str) -> Row:
+        name = self.job.name
+        return {"name": name, "commit": commit(), "ways": {}, "failures": {"all": why}}
+
+    def end(self) -> None:
+        """Kills it, if it runs."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError, ValueError):
+                pipe.close()
+
+
+def rows(
+    jobs: Sequence[Job],
+    *,
+    at_once: int,
+    limit: float,
+    errors: int | None = subprocess.DEVNULL,
+) -> Iterator[tuple[Job, Row]]:
+    """Each job with its row: `at_once` are prepared together, then timed in turn.
+
+    Nothing is prepared while a job is timed.
+
+    Args:
+        jobs: what to measure, in this order.
+        at_once: processes at a time.
+        limit: seconds from now after which jobs have failed.
+        errors: where the stderr of the processes goes; None is that of this process.
+    """
+    until = time.monotonic() + limit
+    for first in range(0, len(jobs), at_once):
+        beside = [Beside(job, errors) for job in jobs[first : first + at_once]]
+        try:
+            for each in beside:
+                each.wait_until_ready(until - time.monotonic())
+            for each in beside:
+                yield each.job, each.row(until - time.monotonic())
+                each.end()
+        finally:
+            for each in beside:
+                each.end()
