@@ -89,10 +89,8 @@ def measured(
         try:
             torch.manual_seed(0)
             before = on_gpu.allocated(setting.device)
-            step = make()
-            for _ in range(warm_up(setting)):
-                step()
-            ready[way] = step
+            warmed = partial(_warmed, make, warm_up(setting))
+            ready[way] = turns.prepared_beside_others(warmed)
             held[way] = on_gpu.allocated(setting.device) - before
         except Exception as error:  # noqa: BLE001 - the other ways are still timed
             traceback.print_exc()
@@ -112,6 +110,12 @@ def measured(
             counted = on_gpu.counted(step, held[way], setting.device)
             row["ways"][way].update(counted)
     return row
+
+
+def _warmed(make: Callable[[], Step], times: int) -> Step:
+    step = make()
+    repeated(step, times)
+    return step
 
 
 def repeated(step: Step, times: int) -> None:

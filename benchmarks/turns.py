@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -28,15 +29,46 @@ def wait() -> bool:
 
     Memory that is free goes back to the device meanwhile, for the processes beside.
     """
-    if not os.environ.get(WAITS):
+    if not is_beside_others():
         return False
+    give_back()
+    print(READY, flush=True)
+    sys.stdin.readline()
+    return True
+
+
+def is_beside_others() -> bool:
+    """Whether this process is one of several that prepare side by side."""
+    return bool(os.environ.get(WAITS))
+
+
+def give_back() -> None:
+    """Gives memory that is free back to the GPU, if this process has one."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    print(READY, flush=True)
-    sys.stdin.readline()
-    return True
+
+
+def prepared_beside_others(prepare: Callable[[], Made]) -> Made:
+    """What `prepare` makes, once the processes beside this one leave memory for it."""
+    if not is_beside_others():
+        return prepare()
+    for pause in PAUSES_S:
+        try:
+            made = prepare()
+            give_back()
+            return made
+        except torch.OutOfMemoryError:
+            give_back()
+            time.sleep(pause)
+    return prepare()
+
+
+PAUSES_S = (2.0, 4.0, 8.0)
+"""Pauses before something is prepared again for which there was no memory."""
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -57,13 +89,13 @@ class Beside:
     """
 
     def __init__(self, job: Job, errors: int | None = subprocess.DEVNULL) -> None:
-        self.job = job
+        self.job, self.late = job, False
         self._lines: list[str] = []
         self._ready = threading.Event()
         self._process = subprocess.Popen(
             [sys.executable, "-m", job.module, "--one", job.name, *job.arguments],
             cwd=ROOT,
-            env=os.environ | {WAITS: "1"},
+            env={"OMP_NUM_THREADS": "2"} | os.environ | {WAITS: "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -83,12 +115,14 @@ class Beside:
         self._ready.set()
 
     def wait_until_ready(self, limit: float) -> None:
-        """Returns when it waits for its turn, has ended, or after `limit` seconds."""
-        self._ready.wait(max(limit, 0.0))
+        """Returns when it waits for its turn or has ended; ends it after `limit` s."""
+        if not self._ready.wait(max(limit, 0.0)):
+            self._process.kill()
+            self.late = True
 
     def row(self, limit: float) -> Row:
         """Gives it its turn; its row, or one that says how it failed."""
-        if not self._ready.is_set():
+        if self.late:
             return self._failed("it was not ready for its turn in time")
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
@@ -116,6 +150,10 @@ class Beside:
                 pipe.close()
 
 
+PREPARING = 0.7
+"""The share of the time that is left in which jobs are prepared."""
+
+
 def rows(
     jobs: Sequence[Job],
     *,
@@ -125,7 +163,8 @@ def rows(
 ) -> Iterator[tuple[Job, Row]]:
     """Each job with its row: `at_once` are prepared together, then timed in turn.
 
-    Nothing is prepared while a job is timed.
+    Nothing is prepared while a job is timed: a job that is not ready after
+    `PREPARING` of the time that is left has failed.
 
     Args:
         jobs: what to measure, in this order.
@@ -136,9 +175,10 @@ def rows(
     until = time.monotonic() + limit
     for first in range(0, len(jobs), at_once):
         beside = [Beside(job, errors) for job in jobs[first : first + at_once]]
+        ready_at = time.monotonic() + PREPARING * (until - time.monotonic())
         try:
             for each in beside:
-                each.wait_until_ready(until - time.monotonic())
+                each.wait_until_ready(ready_at - time.monotonic())
             for each in beside:
                 yield each.job, each.row(until - time.monotonic())
                 each.end()

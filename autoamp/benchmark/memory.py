@@ -114,8 +114,9 @@ def _most_allocated(step: Callable[[], Any]) -> int:
     """The most bytes that were allocated during `step()` and not yet freed."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     # Torch 2.11 warns that events of earlier cycles are lost, where there is but one.
-    options = {"profile_memory": True, "acc_events": True}
-    seen = torch.profiler.profile(activities=activities, **options)
+    seen = torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    )
     with _mute():
         seen.start()
     try:

@@ -2,7 +2,7 @@
 
 Each step puts one kind of kernel into the graph, and is the `emit.py` of the kernel's
 folder.  The steps run in this order: torch's softmax, for which a chain may stand, is
-the middle of attention; and attention that is one call can be told of its mask.
+the middle of attention; and attention that is one call can do without some masks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.kernels.attention.emit import put_attention
-from autoamp.kernels.causal_mask.emit import tell_causal
+from autoamp.kernels.causal_mask.emit import without_masks
 from autoamp.kernels.chains.emit import put_kernels
 from autoamp.kernels.shared.condition import Allowed, in_regions
 from autoamp.kernels.table import KERNEL_NAMES
@@ -24,7 +24,7 @@ from autoamp.options import Options
 from autoamp.rules import Rules
 from autoamp.trace.normalise import Normalised
 
-STEPS = (put_kernels, put_attention, tell_causal)
+STEPS = (put_kernels, put_attention, without_masks)
 
 
 def fuse(  # noqa: PLR0917

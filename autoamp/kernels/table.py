@@ -155,6 +155,9 @@ graph (`attention_backward/`)."""
 CAUSAL_MASK = "causal_mask"
 """Attention whose mask is causal, told so instead of given a mask (`causal_mask/`)."""
 
+NO_MASK = "no_mask"
+"""Attention whose mask hides no key, which gets none (`causal_mask/`)."""
+
 ROTARY = "rotary"
 """Rotary position embedding, where no compiler runs the graph (`rotary/`)."""
 
@@ -167,6 +170,7 @@ KERNEL_NAMES: tuple[str, ...] = (
     ATTENTION,
     ATTENTION_BACKWARD,
     CAUSAL_MASK,
+    NO_MASK,
     ROTARY,
     CHANNELS_LAST,
 )

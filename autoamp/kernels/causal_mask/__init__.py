@@ -1,1 +1,1 @@
-"""Attention whose mask is the causal one is told so, and needs no mask."""
+"""Attention whose mask is the causal one, or hides no key, needs no mask."""

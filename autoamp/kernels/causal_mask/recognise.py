@@ -1,28 +1,31 @@
-"""Finds masks that are the causal one, so that a kernel can be told instead.
+"""Finds masks that are the causal one, or hide no key, so that no mask is needed.
 
-Captured, a model of transformers makes its causal mask from index numbers, and the
-attention reads the mask, widens it and keeps it for the backward.  A kernel that is
-told `is_causal=True` needs no mask, and skips the products that the mask hides.
+Captured, a model of transformers makes its masks from index numbers, and the attention
+reads the mask, widens it and keeps it for the backward.  A kernel that is told
+`is_causal=True` needs no mask, and skips the products that the mask hides.  A mask of
+an encoder that hides no key says nothing; on GPUs it may lead to the attention
+that torch computes by products in fp32, where there is none such without a mask.
 
-A mask is causal if a statement about its positions says so, as it is broadcast to all
-queries and keys, for every size that the graph may run with (`shared/positions/`).
-Where the sizes are known numbers, the mask is computed besides, by torch, and has to
-agree.
+A mask is causal, or shows all keys, if a statement about its positions says so, as it
+is broadcast to all queries and keys, for every size that the graph may run with
+(`shared/positions/`).  Where the sizes are known numbers, the mask is computed besides,
+by torch, and has to agree.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from autoamp.kernels.shared.constants import constant
 from autoamp.kernels.shared.positions.reading import Positions
 from autoamp.kernels.shared.positions.sizes import shape_of
 from autoamp.kernels.shared.positions.statements import (
+    HOLDS,
     AtMostZero,
     Choice,
     Every,
@@ -48,17 +51,60 @@ _LARGEST = 2**22
 """The most elements of a mask that is computed to check a statement."""
 
 
-def causal_attention(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The calls of torch's attention with a mask that hides just the later keys."""
+def needless_masks(graph: fx.Graph) -> Iterator[tuple[fx.Node, bool]]:
+    """The calls of torch's attention that need no mask, each with whether it is causal.
+
+    The mask of such a call hides just the later keys, or no key.
+    """
     positions = Positions(graph)
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         mask = node.args[MASK] if len(node.args) > MASK else None
         says_causal = len(node.args) > CAUSAL and node.args[CAUSAL]
-        if not isinstance(mask, fx.Node) or says_causal:
+        if not isinstance(mask, fx.Node) or says_causal or _widens(node):
             continue
         scores = [shape_of(node.args[at])[-2] for at in (0, 1)]
         if shows_no_later_keys(mask, positions, scores):
-            yield node
+            yield node, True
+        elif _shows_all_keys(mask, positions):
+            yield node, False
+
+
+def needless_choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The attention whose mask is a bias wherever a mask that hides no key says so.
+
+    Captured, encoders with a bias by distance make `where(shown, bias, lowest)` for
+    each layer, as large as the scores of all texts; the bias is one for all of them.
+
+    Yields:
+        A call of torch's attention, and the bias.
+    """
+    positions = Positions(graph)
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        mask = node.args[MASK] if len(node.args) > MASK else None
+        if not isinstance(mask, fx.Node) or mask.target not in _CHOICES:
+            continue
+        shown, bias = mask.args[:2]
+        if isinstance(shown, fx.Node) and isinstance(bias, fx.Node):
+            stays = positions.is_never_written(bias) and _broadcasts(bias, mask)
+            if stays and not _widens(node) and _shows_all_keys(shown, positions):
+                yield node, bias
+
+
+_CHOICES = (torch.ops.aten.where.self, torch.ops.aten.where.ScalarOther)
+
+
+def _broadcasts(bias: fx.Node, mask: fx.Node) -> bool:
+    """Whether attention reads a bias as the mask, which is as wide or wider."""
+    one, other = shape_of(bias), shape_of(mask)
+    same = bias.meta["val"].dtype == mask.meta["val"].dtype
+    return same and len(one) == len(other) and one[-2:] == other[-2:]
+
+
+def _widens(attention: fx.Node) -> bool:
+    """Whether the result has dimensions or sizes that come from the mask alone."""
+    query, key = (shape_of(attention.args[at]) for at in (0, 1))  # type: ignore[arg-type]
+    batch = shape_of(attention)[:-2]
+    return batch not in (query[:-2], key[:-2])
 
 
 def shows_no_later_keys(mask: Any, positions: Positions, sizes: list[Any]) -> bool:
@@ -80,6 +126,16 @@ def hides_later_keys(mask: Any, positions: Positions, sizes: list[Any]) -> bool:
     return _is_causal(mask, opposite(hidden), sizes, shows=False)
 
 
+def _shows_all_keys(mask: fx.Node, positions: Positions) -> bool:
+    found = positions.of(mask)
+    shown = HOLDS if found == 0 else _shown(found)
+    if shown is None or simplified(shown, shape_of(mask)) != HOLDS:
+        return False
+    return _agrees(
+        mask, lambda shape: torch.ones(shape, dtype=torch.bool, device="cpu")
+    )
+
+
 def _shown(found: Any) -> Statement | None:
     """Where a mask shows a key, of bools or of numbers that are added."""
     if isinstance(found, (AtMostZero, Every, Some)):
@@ -97,21 +153,29 @@ def _is_causal(
     mask: fx.Node, shown: Statement, sizes: list[Any], *, shows: bool
 ) -> bool:
     shape = shape_of(mask)
-    if len(shape) < 2 or simplified(shown, shape) != _CAUSAL:
+    if len(shape) < 2 or simplified(shown, shape) != _CAUSAL or shape[-2:] != sizes:
         return False
-    return shape[-2:] == sizes and _agrees(mask, shows=shows)
+    return _agrees(mask, _lower if shows else lambda shape: ~_lower(shape))
 
 
-def _agrees(mask: fx.Node, *, shows: bool) -> bool:
-    """Whether the mask that torch computes is the causal one, where one is computed."""
+def _lower(shape: tuple[int, ...]) -> Tensor:
+    return torch.ones(shape[-2:], dtype=torch.bool, device="cpu").tril()
+
+
+def _agrees(mask: fx.Node, expected: Callable[[tuple[int, ...]], Tensor]) -> bool:
+    """Whether the mask that torch computes is the one expected, where it is computed.
+
+    Args:
+        expected: makes bools of a shape; numbers are 0 where these bools are True.
+    """
     sizes = mask.meta["val"].shape
     if not all(isinstance(s, int) for s in sizes) or math.prod(sizes) > _LARGEST:
         return True
     found = constant(mask)
     if found is None:
         return False  # the mask is made by ops that are not read here
-    seen = torch.ones(sizes[-2:], dtype=torch.bool, device="cpu").tril()
+    seen = expected(tuple(sizes))
     if found.dtype == torch.bool:
-        return bool((found == (seen if shows else ~seen)).all())
+        return bool((found == seen).all())
     hidden = found <= LOWEST
     return bool(((found == 0) & seen | hidden & ~seen).all())

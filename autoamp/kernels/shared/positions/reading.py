@@ -43,6 +43,10 @@ class Positions:
             self._known[value] = self._read(value)
         return self._known[value]
 
+    def is_never_written(self, node: fx.Node) -> bool:
+        """Whether no call of the graph writes to a tensor."""
+        return compat.storage_id(node.meta["val"]) not in self._written
+
     def _read(self, node: fx.Node) -> Element | None:
         size = size_of(node)
         if size is not None:
