@@ -27,7 +27,7 @@ from .timing import interleaved, ratios
 
 BASELINE = "autocast"
 WARM_UP, FP16_WARM_UP = 3, 12
-ROUNDS, QUICK_ROUNDS = 11, 3
+ROUNDS, ROUNDS_ON_GPU, QUICK_ROUNDS = 11, 7, 3
 STEPS_ON_GPU = 4
 """Steps of a timed round on a GPU: nobody waits for it between them, as in training."""
 CPU_BF16 = Setting()
@@ -131,7 +131,9 @@ def steps_a_round(setting: Setting) -> int:
 
 def rounds(setting: Setting) -> int:
     """Timed rounds."""
-    return QUICK_ROUNDS if setting.quick else ROUNDS
+    if setting.quick:
+        return QUICK_ROUNDS
+    return ROUNDS if setting.device == "cpu" else ROUNDS_ON_GPU
 
 
 def warm_up(setting: Setting) -> int:

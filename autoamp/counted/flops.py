@@ -60,6 +60,14 @@ def _with_heads_of(q: torch.Size, kv: torch.Size) -> torch.Size:
     return torch.Size([kv[0], q[1], *kv[2:]])
 
 
+_FUSED_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
 def _rnn(
     x: torch.Size,
     weight_in: torch.Size,
@@ -84,8 +92,8 @@ def _packet(name: str) -> Any:
 _MISSING: dict[str, Formula] = {
     "_addmm_activation": _addmm,
     "bmm": _bmm,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    **dict.fromkeys(_FUSED_ATTENTION, _attention),
+    **dict.fromkeys([f"{n}_backward" for n in _FUSED_ATTENTION], _attention_backward),
     "mkldnn_rnn_layer": _rnn,
     "mkldnn_rnn_layer_backward": _rnn_backward,
 }

@@ -51,6 +51,7 @@ pytestmark = [
         "ignore:.*should not be instantiated:DeprecationWarning"
     ),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores:UserWarning"),
 ]
 
 S = 2.0**10
@@ -134,8 +135,10 @@ def check_compiled(name: str, backend: Any) -> None:
     script = SCRIPTS[name]
     unscaled = seen_by(script, converting(loss_scale="off", backend=backend))
     scaled = seen_by(script, converting(loss_scale=S, backend=backend))
-    # What a compiler fuses differs with the graph, and so does the order of sums.
-    close(scaled, unscaled, 2.0**-20)
+    # What a compiler fuses differs with the graph, and so does the order of sums; on a
+    # GPU so does where inductor rounds.
+    by_triton = backend == "inductor" and torch.get_default_device().type == "cuda"
+    close(scaled, unscaled, EPS["bf16"] if by_triton else 2.0**-20)
 
 
 ALIASES = ["returns_used_inside", "returns_base_and_view", "returns_two_views"]
@@ -375,10 +378,13 @@ def test_derivatives_of_derivatives(precision: str, order: int, conv: bool) -> N
         return {n: p.grad for n, p in model.named_parameters()} | {"x": x.grad}
 
     unscaled = seen_by(script, converting(precision, loss_scale="off"))
-    scaled = seen_by(script, converting(precision, loss_scale=64.0))
+    on_gpu = torch.get_default_device().type == "cuda"
+    # Derivatives of higher order come near the range of fp16 there.
+    scaled = seen_by(script, converting(precision, loss_scale=4.0 if on_gpu else 64.0))
     if precision == "bf16":
         # A convolution's use has a gradient of each order: summed as an LSTM's, above.
-        close(scaled, unscaled, EPS["bf16"] if conv else 2.0**-20)
+        # So has the weight of a norm, which a GPU takes in the dtype of the data.
+        close(scaled, unscaled, EPS["bf16"] if conv or on_gpu else 2.0**-20)
         return
     true = seen_by(script, lambda model: model)
     error = sum(float((scaled[n] - v).norm() / v.norm()) for n, v in true.items())

@@ -123,11 +123,13 @@ def check_skips(  # noqa: PLR0917
     assert dirty.step(99, factor), "the bad batch was not noticed"
     at_bad = dirty.records.pop()
     assert_same(at_bad, dirty.records[-1] if bad else before)
-    assert dirty.hooks == hooks, "a hook fired"
+    by_kernel = "fused" in label and torch.get_default_device().type == "cuda"
+    fired = ["pre", "post"] if by_kernel else []  # as under GradScaler
+    assert dirty.hooks == [*hooks, *fired]
     for number in range(bad, STEPS):
         assert not dirty.step(number)
     assert_same(dirty.records, clean)
-    assert dirty.hooks == ["pre", "post"] * STEPS
+    assert dirty.hooks == [*fired, *["pre", "post"] * STEPS]
     report = autoamp.report(dirty.model).loss_scale
     assert report.scale == 2.0**14
     assert report.skipped_steps == 1

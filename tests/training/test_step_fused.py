@@ -264,6 +264,7 @@ def test_weights_added_later_have_their_first_step_with_a_wait(base: nn.Module) 
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("label", FUSED)
 def test_no_step_waits_for_the_gpu(label: str, precision: str) -> None:

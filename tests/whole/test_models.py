@@ -35,6 +35,9 @@ pytestmark = [
         "ignore:.*should not be instantiated:DeprecationWarning"
     ),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    # On GPUs: of copies of recurrent layers, and of the hooks that count saved tensors.
+    pytest.mark.filterwarnings("ignore:RNN module weights are not part:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
 ]
 
 HALF = {"gpt2", "bert", "vit"}
