@@ -80,6 +80,7 @@ from autoamp.compat.distributed.groups import (
     are_several,
     begin_fake_group,
     default_store,
+    has_ranks,
     is_distributed,
     is_distributed_type,
     local_part,

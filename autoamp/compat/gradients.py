@@ -104,14 +104,14 @@ def seen_as(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
 
 
 def unscale_and_check(
-    grad: torch.Tensor, inv_scale: torch.Tensor, found_inf: torch.Tensor
+    grads: Sequence[torch.Tensor], inv_scale: torch.Tensor, found_inf: torch.Tensor
 ) -> None:
-    """Multiplies fp32 `grad` by 0-dim `inv_scale` in place, in one kernel with a check.
+    """Multiplies fp32 gradients by 0-dim `inv_scale` in place, in one op with a check.
 
-    `found_inf` (one fp32 element) becomes 1 where `grad` is not finite.  The kernel is
-    the one `torch.amp.GradScaler` uses.
+    `found_inf` (one fp32 element) becomes 1 where one of `grads`, which are on one
+    device, is not finite.  The kernel is the one `torch.amp.GradScaler` uses.
     """
-    torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, inv_scale)
+    torch._amp_foreach_non_finite_check_and_unscale_([*grads], found_inf, inv_scale)
 
 
 def check_finite(grad: torch.Tensor, found_inf: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ from autoamp.graph_functions.states import (
     WITH_FP32_STATE,
     op_with_its_state,
 )
+from autoamp.graph_functions.together import low_weights, low_weights_unscaled
 from autoamp.graph_functions.traceable import (
     FOR_COMPILERS,
     traced_scale_grad_,
@@ -52,6 +53,8 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         low_uses,
         low_weight,
         low_weight_unscaled,
+        low_weights,
+        low_weights_unscaled,
         rms_norm,
         rotary,
         saturating_cast,

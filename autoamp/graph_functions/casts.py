@@ -26,10 +26,10 @@ class _LowWeight(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _as_the_weight(grad, ctx), None
+        return as_the_weight(grad, ctx), None
 
 
-def _as_the_weight(grad: Tensor, ctx: Any) -> Tensor:
+def as_the_weight(grad: Tensor, ctx: Any) -> Tensor:
     """A low weight's gradient in the weight's dtype and layout.
 
     A convolution with the channels last gives its weight such a gradient as well.  CPUs
@@ -61,7 +61,7 @@ class LowWeightUnscaled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        wide = leaving(_as_the_weight(grad, ctx), ctx.inv, ctx.found_inf)
+        wide = leaving(as_the_weight(grad, ctx), ctx.inv, ctx.found_inf)
         if not ctx.is_leaf:
             wide = passed_on(wide, ctx.found_inf)
         return wide, None, None, None

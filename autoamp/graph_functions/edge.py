@@ -105,7 +105,7 @@ def _unscaled_in_place(
 ) -> Tensor:
     try:
         # Of a DTensor each rank looks at its own part, and optimizer steps agree.
-        compat.unscale_and_check(compat.own_memory(grad), inv_loss_scale, found_inf)
+        compat.unscale_and_check([compat.own_memory(grad)], inv_loss_scale, found_inf)
     except RuntimeError:
         if not compat.is_batch(grad):
             raise

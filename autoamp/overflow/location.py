@@ -10,7 +10,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.nodes import module_paths, source_line
 from autoamp.op_names import op_name
-from autoamp.rewrite.emitted import is_inserted, stands_for
+from autoamp.rewrite.emitted import TOGETHER, is_inserted, parts_for, stands_for
 
 OP, WEIGHT, INPUT, OUTSIDE = "op", "weight", "input", "outside"
 
@@ -46,7 +46,9 @@ def readers(node: fx.Node) -> list[fx.Node]:
     """The ops of the model that read `node`, through casts and uses of casts."""
     found: list[fx.Node] = []
     for user in node.users:
-        if is_inserted(user):
+        if user.target in TOGETHER:
+            found += [op for part in parts_for(user, node) for op in readers(part)]
+        elif is_inserted(user):
             found += readers(user)
         elif user.op != "output":
             found.append(user)

@@ -20,6 +20,7 @@ from autoamp.check.gradient_units import check_scales, check_units
 from autoamp.check.mesh_calls import check_mesh_calls
 from autoamp.check.same_calls import check_same_calls
 from autoamp.check.strides import check_strides
+from autoamp.check.together import check_together
 from autoamp.check.verify import Verifier
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import (
@@ -136,6 +137,11 @@ class Checks:
         pairs = zip(copies, now.layouts, strict=False)
         last = {name for name, layout in pairs if layout in FORMATS.values()}
         check_strides(now.gm, last, FORMATS)
+
+    def together(self, was: Work, now: Work) -> None:
+        """Uses of weights come from one call of several; all else stays."""
+        if now.gm is not was.gm:
+            check_together(was.gm, now.gm)
 
     def on_meshes(self, was: Work, now: Work) -> None:
         """Torch's calls on DTensors are back where the model makes them."""

@@ -48,6 +48,7 @@ from autoamp.rewrite.gathers import with_low_gathers
 from autoamp.rewrite.hoist_weight_casts import hoist_weight_casts
 from autoamp.rewrite.layouts import lay_out
 from autoamp.rewrite.meshes import with_mesh_calls
+from autoamp.rewrite.together import with_uses_together
 from autoamp.rewrite.unbind import with_unbind
 
 
@@ -277,6 +278,14 @@ def _layouts(work: Work) -> Work:
     return replace(work, gm=gm, layouts=formats)
 
 
+def _together(work: Work) -> Work:
+    if not _may_replace(work) or not _is_eager(work.options):
+        return work
+    if not work.device.starts_kernels:
+        return work
+    return replace(work, gm=with_uses_together(work.gm, work.left))
+
+
 def _meshes(work: Work) -> Work:
     return replace(work, gm=with_mesh_calls(work.gm))
 
@@ -407,6 +416,14 @@ PASSES: tuple[Pass, ...] = (
         Checks.laid_out,
         Retreat.SPARE,
         "its convolutions read the layout they are given",
+        needs_memory=True,
+    ),
+    Pass(
+        *("together", Phase.PREPARE, _together),
+        "on GPUs the gradients of several weights are cast by one kernel",
+        Checks.together,
+        Retreat.SPARE,
+        "the gradient of each of its weights is cast by itself",
         needs_memory=True,
     ),
     Pass(

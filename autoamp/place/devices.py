@@ -56,6 +56,11 @@ class Device:
     low: Rates = BY_ROOFLINE
     casts: Curve = ()
 
+    @property
+    def starts_kernels(self) -> bool:
+        """Whether one op on many tensors is faster than many ops: each is a kernel."""
+        return self.type == "cuda"
+
     def flops_per_ns(self, kind: str, rows: float, *, low: bool) -> float:
         """The rate of products, in GFLOP/s.
 

@@ -17,6 +17,8 @@ from autoamp.graph_functions import (
     low_uses,
     low_weight,
     low_weight_unscaled,
+    low_weights,
+    low_weights_unscaled,
     saturating_cast,
     scale_grad,
     scaled_result,
@@ -34,7 +36,11 @@ WEIGHT_PATH = "autoamp_weight"
 USES = frozenset({low_uses, low_weight, low_weight_unscaled})
 """Calls through which ops read a low copy, and which sum its gradients in fp32."""
 
+TOGETHER: dict[Any, int] = {low_weights: 0, low_weights_unscaled: 2}
+"""Calls for several weights, each with the number of operands before the weights."""
+
 _LOSS_SCALING = frozenset({scale_grad, scaled_result, unscale_grad, unscale_half})
+_INSERTED = USES | _LOSS_SCALING | TOGETHER.keys()
 _CAST = torch.ops.aten._to_copy.default
 
 
@@ -185,7 +191,22 @@ def is_inserted(node: fx.Node) -> bool:
     """Whether `node` is a cast, one use of a cast, or loss scaling."""
     if node.target is operator.getitem:
         return is_inserted(node.all_input_nodes[0])
-    return CAST_KIND in node.meta or node.target in USES | _LOSS_SCALING
+    return CAST_KIND in node.meta or node.target in _INSERTED
+
+
+def is_use(node: fx.Node) -> bool:
+    """Whether `node` is a use of a low copy, a call of several or one of these."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes[0].target in TOGETHER
+    return node.target in USES or node.target in TOGETHER
+
+
+def parts_for(group: fx.Node, value: fx.Node) -> list[fx.Node]:
+    """The uses among the results of `low_weights` that are of one weight, or copy."""
+    given = group.args[TOGETHER[group.target] :]
+    count = len(given) // 2
+    places = {at % count for at, each in enumerate(given) if each is value}
+    return [user for user in group.users if user.args[1] in places]
 
 
 def stands_for(node: fx.Node) -> fx.Node:
@@ -194,5 +215,11 @@ def stands_for(node: fx.Node) -> fx.Node:
     A weight copy that a graph is called with has no operand, and stands for itself.
     """
     while is_inserted(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+        first = node.all_input_nodes[0]
+        if node.target is operator.getitem and first.target in TOGETHER:
+            at = TOGETHER[first.target] + node.args[1]  # type: ignore[operator]
+            weight = first.args[at]  # type: ignore[index]
+            assert isinstance(weight, fx.Node)
+            return weight
+        node = first
     return node

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn import functional as F
 
 from autoamp.pipeline.passes import PASSES
+from autoamp.place.devices import Device
 from tests.pipeline.texts import Example, texts
 
 
@@ -663,6 +664,82 @@ EXAMPLES: tuple[Example, ...] = (
         backend="inductor",
     ),
     Example(
+        "together",
+        sum_of_layers,
+        {"x": ROWS, "w": weight(8, 8), "v": weight(8, 8)},
+        before="""
+    x: f32
+    w: f32
+    v: f32
+    w_copy: f16
+    v_copy: f16
+    loss_scale: f32
+    inv_loss_scale: f32
+    found_inf: f32
+    x_fp16: f16 = aten._to_copy(x, dtype=f16)
+    w_copy_use: f16 = low_weight_unscaled(w, w_copy, inv_loss_scale, found_inf)
+    linear: f16 = aten.linear(x_fp16, w_copy_use)
+    v_copy_use: f16 = low_weight_unscaled(v, v_copy, inv_loss_scale, found_inf)
+    linear_1: f16 = aten.linear(x_fp16, v_copy_use)
+    add: f16 = aten.add(linear, linear_1)
+    softmax: f16 = aten.softmax(add, -1)
+    scaled_result: f32 = scaled_result(softmax, loss_scale)
+    return scaled_result
+    """,
+        after="""
+    x: f32
+    w: f32
+    v: f32
+    w_copy: f16
+    v_copy: f16
+    loss_scale: f32
+    inv_loss_scale: f32
+    found_inf: f32
+    x_fp16: f16 = aten._to_copy(x, dtype=f16)
+    low_weights_unscaled = low_weights_unscaled(inv_loss_scale, found_inf, w, v, w_copy, v_copy)
+    w_copy_use: f16 = getitem(low_weights_unscaled, 0)
+    linear: f16 = aten.linear(x_fp16, w_copy_use)
+    v_copy_use: f16 = getitem(low_weights_unscaled, 1)
+    linear_1: f16 = aten.linear(x_fp16, v_copy_use)
+    add: f16 = aten.add(linear, linear_1)
+    softmax: f16 = aten.softmax(add, -1)
+    scaled_result: f32 = scaled_result(softmax, loss_scale)
+    return scaled_result
+    """,  # noqa: E501
+        precision="fp16",
+        scaled=True,
+    ),
+    Example(
+        "together",
+        twice,
+        LAYER,
+        before="""
+    x: f32
+    w: f32
+    w_copy: bf16
+    x_bf16: bf16 = aten._to_copy(x, dtype=bf16)
+    w_bf16_use: bf16 = low_weight(w, w_copy)
+    linear: bf16 = aten.linear(x_bf16, w_bf16_use)
+    w_bf16_use_1: bf16 = low_weight(w, w_copy)
+    linear_1: bf16 = aten.linear(linear, w_bf16_use_1)
+    linear_1_fp32: f32 = aten._to_copy(linear_1, dtype=f32)
+    return linear_1_fp32
+    """,
+        after="""
+    x: f32
+    w: f32
+    w_copy: bf16
+    x_bf16: bf16 = aten._to_copy(x, dtype=bf16)
+    low_weights = low_weights(w, w, w_copy, w_copy)
+    w_bf16_use: bf16 = getitem(low_weights, 0)
+    linear: bf16 = aten.linear(x_bf16, w_bf16_use)
+    w_bf16_use_1: bf16 = getitem(low_weights, 1)
+    linear_1: bf16 = aten.linear(linear, w_bf16_use_1)
+    linear_1_fp32: f32 = aten._to_copy(linear_1, dtype=f32)
+    return linear_1_fp32
+    """,
+    ),
+    Example(
         "meshes",
         handed_on,
         LAYER,
@@ -801,6 +878,7 @@ def test_a_pass_makes_the_graph_after_of_the_graph_before(
     example: Example, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("autoamp.compat.inductor_permutes", lambda: True)
+    monkeypatch.setattr(Device, "starts_kernels", example.of == "together")
     before, after = texts(example)
     assert before == example.expected[0], f"the graph before {example.of}"
     assert after == example.expected[1], f"the graph after {example.of}"

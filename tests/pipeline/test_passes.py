@@ -105,6 +105,7 @@ def _a_device_on_which_every_pass_pays(
     bf16_units: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Device, "channels_last", True)
+    monkeypatch.setattr(Device, "starts_kernels", True)
 
 
 EDITING = [each for each in PASSES if each.check is not None]

@@ -25,14 +25,14 @@ def own_rank() -> int | None:
     return int(os.environ.get("RANK", "0")) if several else None
 
 
+def has_ranks() -> bool:
+    """Whether this process is a rank, perhaps the only one."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def are_several() -> bool:
     """Whether this process is one of several ranks."""
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    return has_ranks() and torch.distributed.get_world_size() > 1
 
 
 def shard_groups(params: Iterable[torch.Tensor]) -> list[Any]:

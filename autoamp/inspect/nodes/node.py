@@ -19,7 +19,7 @@ from autoamp.inspect.nodes.plumbing import plumbing_of
 from autoamp.inspect.rows import CastRow, OpRow, Section, target_name
 from autoamp.inspect.text import op_title, shorten
 from autoamp.inspect.why import undecided
-from autoamp.rewrite.emitted import USES
+from autoamp.rewrite.emitted import is_use
 
 _LATE = frozenset({"weight", "constant", "state", "body", "cast", "use"})
 """Kinds of nodes that are drawn where the readers of the node are drawn."""
@@ -151,7 +151,7 @@ class Nodes:
         node = self._node(name)
         if name in self._casts:
             return "cast"
-        if name not in self._before and node.target in USES:
+        if name not in self._before and is_use(node):
             return "use"
         if node.op == "get_attr":
             is_body = self._body(node) or _is_graph(node)

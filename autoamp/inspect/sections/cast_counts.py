@@ -28,7 +28,7 @@ from autoamp.inspect.costs import bytes_text
 from autoamp.inspect.rows import Section
 from autoamp.inspect.text import counted
 from autoamp.kernels.rotary.function import rotary
-from autoamp.rewrite.emitted import CAST_KIND, USES, WEIGHT_PATH
+from autoamp.rewrite.emitted import CAST_KIND, TOGETHER, USES, WEIGHT_PATH
 from autoamp.rewrite.layouts import LAST
 
 CHECKPOINTED = "checkpointed"
@@ -116,7 +116,9 @@ def _in_backward(section: Section) -> int:
     if section.caller == CHECKPOINTED:
         count += sum(_runs_again(node) for node in casts)
     for node in section.gm.graph.nodes:
-        if node.target in USES:
+        if node.target in TOGETHER:
+            count += len(node.users)
+        elif node.target in USES:
             count += 1
         elif node.target not in _WITHOUT_GRADIENT_CASTS:
             count += _widened_operands(node, facts)
