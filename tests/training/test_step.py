@@ -123,8 +123,11 @@ def check_skips(  # noqa: PLR0917
     assert dirty.step(99, factor), "the bad batch was not noticed"
     at_bad = dirty.records.pop()
     assert_same(at_bad, dirty.records[-1] if bad else before)
-    by_kernel = "fused" in label and torch.get_default_device().type == "cuda"
-    fired = ["pre", "post"] if by_kernel else []  # as under GradScaler
+    # A GPU's kernel decides, except about the first step, which makes the state: hooks
+    # fire as under GradScaler, and nobody looks for the op to blame.
+    on_gpu = torch.get_default_device().type == "cuda"
+    by_kernel = "fused" in label and on_gpu and bad > 0
+    fired = ["pre", "post"] if by_kernel else []
     assert dirty.hooks == [*hooks, *fired]
     for number in range(bad, STEPS):
         assert not dirty.step(number)
@@ -133,7 +136,7 @@ def check_skips(  # noqa: PLR0917
     report = autoamp.report(dirty.model).loss_scale
     assert report.scale == 2.0**14
     assert report.skipped_steps == 1
-    assert len(report.skips) == 1
+    assert len(report.skips) == (not by_kernel)
     assert report.growth_tracker == STEPS - bad
 
 

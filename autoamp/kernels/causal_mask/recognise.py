@@ -60,7 +60,7 @@ def needless_masks(graph: fx.Graph) -> Iterator[tuple[fx.Node, bool]]:
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         mask = node.args[MASK] if len(node.args) > MASK else None
         says_causal = len(node.args) > CAUSAL and node.args[CAUSAL]
-        if not isinstance(mask, fx.Node) or says_causal or _widens(node):
+        if not isinstance(mask, fx.Node) or says_causal:
             continue
         scores = [shape_of(node.args[at])[-2] for at in (0, 1)]
         if shows_no_later_keys(mask, positions, scores):
@@ -86,7 +86,7 @@ def needless_choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
         shown, bias = mask.args[:2]
         if isinstance(shown, fx.Node) and isinstance(bias, fx.Node):
             stays = positions.is_never_written(bias) and _broadcasts(bias, mask)
-            if stays and not _widens(node) and _shows_all_keys(shown, positions):
+            if stays and _shows_all_keys(shown, positions):
                 yield node, bias
 
 
@@ -98,13 +98,6 @@ def _broadcasts(bias: fx.Node, mask: fx.Node) -> bool:
     one, other = shape_of(bias), shape_of(mask)
     same = bias.meta["val"].dtype == mask.meta["val"].dtype
     return same and len(one) == len(other) and one[-2:] == other[-2:]
-
-
-def _widens(attention: fx.Node) -> bool:
-    """Whether the result has dimensions or sizes that come from the mask alone."""
-    query, key = (shape_of(attention.args[at]) for at in (0, 1))  # type: ignore[arg-type]
-    batch = shape_of(attention)[:-2]
-    return batch not in (query[:-2], key[:-2])
 
 
 def shows_no_later_keys(mask: Any, positions: Positions, sizes: list[Any]) -> bool:
