@@ -64,6 +64,7 @@ def test_turns_do_not_overlap_and_begin_when_all_are_ready(module: str) -> None:
         assert one["ended"] <= other["turn"]
 
 
+@pytest.mark.slow
 def test_so_many_at_once(module: str) -> None:
     every = found(module, ["quick-a", "quick-b", "quick-c"], at_once=2, limit=60)
     spans = [row["ways"] for row in every.values()]
@@ -78,6 +79,7 @@ def test_a_process_that_fails_takes_no_other_with_it(module: str) -> None:
     assert not every["quick-b"]["failures"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_late_has_failed(module: str) -> None:
     begun = time.monotonic()
     every = found(module, ["slow-a", "quick-b", "stuck-c"], at_once=3, limit=20)
@@ -143,7 +145,7 @@ def test_tables_of_models_are_filled_side_by_side(tmp_path: Path, monkeypatch) -
 
 def row(name: str, failure: str = "") -> dict[str, Any]:
     """A row of the table of training steps, or one that failed, of any table."""
-    ways = dict.fromkeys(("fp32", "autocast", "autoamp"), {"seconds": [0.5]})
+    ways = {way: {"seconds": [0.5]} for way in ("fp32", "autocast", "autoamp")}
     failures = {"all": failure} if failure else {}
     return {"name": name, "commit": "abc", "ways": {} if failure else ways} | {
         "failures": failures
