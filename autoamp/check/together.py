@@ -16,10 +16,17 @@ from autoamp.graph_functions import (
     low_weight_unscaled,
     low_weights,
     low_weights_unscaled,
+    unscale_grad,
+    unscaled_weights,
 )
 
-_APART = {low_weights: (low_weight, 0), low_weights_unscaled: (low_weight_unscaled, 2)}
-"""For a call of several weights the call of one, and the number of leading operands."""
+_APART = {
+    low_weights: (low_weight, 0, 2),
+    low_weights_unscaled: (low_weight_unscaled, 2, 2),
+    unscaled_weights: (unscale_grad, 2, 1),
+}
+"""For a call of several weights the call of one, the number of leading operands, and
+the number of operands for each weight."""
 
 
 def check_together(before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -55,13 +62,14 @@ def _is_same(old: fx.Node, new: fx.Node, given: dict[str, tuple[Any, ...]]) -> b
         assert isinstance(call, fx.Node)
         if call.name not in given or not isinstance(at, int):
             return False
-        single, leading = _APART[call.target]  # type: ignore[index]
+        single, leading, each = _APART[call.target]  # type: ignore[index]
         operands = given[call.name]
         several = operands[leading:]
-        count = len(several) // 2
+        count = len(several) // each
         if old.target is not single or not 0 <= at < count:
             return False
-        stands_for = several[at], several[count + at], *operands[:leading]
+        own = (several[at + which * count] for which in range(each))
+        stands_for = *own, *operands[:leading]
         return _shown((stands_for, {})) == _shown((old.args, old.kwargs))
     return (new.op, new.target) == (old.op, old.target) and _shown(
         (old.args, old.kwargs)

@@ -30,7 +30,11 @@ from autoamp.graph_functions.states import (
     WITH_FP32_STATE,
     op_with_its_state,
 )
-from autoamp.graph_functions.together import low_weights, low_weights_unscaled
+from autoamp.graph_functions.together import (
+    low_weights,
+    low_weights_unscaled,
+    unscaled_weights,
+)
 from autoamp.graph_functions.traceable import (
     FOR_COMPILERS,
     traced_scale_grad_,
@@ -66,6 +70,7 @@ LEAF_FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
         traced_scale_grad_,
         traced_scale_grad_apart,
         unscale_half,
+        unscaled_weights,
         with_dtypes,
         *FOR_COMPILERS.values(),
         *MESH_CALLS.values(),

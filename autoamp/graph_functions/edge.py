@@ -170,15 +170,20 @@ def scale_inside_grad(grad: Tensor, loss_scale: Tensor) -> Tensor:
     return _apply_scale(grad, loss_scale)
 
 
+def unscaled_grad(grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
+    """`unscaled`, in differentiable form where the result is differentiated again."""
+    if torch.is_grad_enabled():  # create_graph=True
+        return unscale_inside_grad(grad, inv_loss_scale, found_inf)
+    return unscaled(grad, inv_loss_scale, found_inf)
+
+
 @compat.never_captured
 def _unscale(
     inv_loss_scale: Tensor, found_inf: Tensor, grad: Tensor | None
 ) -> Tensor | None:
     if grad is None:  # no gradient flows back here: low copies send theirs elsewhere
         return None
-    if torch.is_grad_enabled():  # create_graph=True
-        return unscale_inside_grad(grad, inv_loss_scale, found_inf)
-    return unscaled(grad, inv_loss_scale, found_inf)
+    return unscaled_grad(grad, inv_loss_scale, found_inf)
 
 
 @compat.never_captured

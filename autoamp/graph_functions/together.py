@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autoamp import compat
 from autoamp.graph_functions.casts import as_the_weight, low_weight, low_weight_unscaled
-from autoamp.graph_functions.edge import leaving, passed_on
+from autoamp.graph_functions.edge import leaving, passed_on, unscale_grad, unscaled_grad
 
 _NO_GRADS = (None, None)
 
@@ -137,6 +137,54 @@ def low_weights_unscaled(
             for weight, copy in zip(given[:count], given[count:], strict=True)
         )
     result: tuple[Tensor, ...] = _apply(inv_loss_scale, found_inf, *given)
+    return result
+
+
+class _Unscaled(torch.autograd.Function):
+    """As `unscale_grad` of several weights that are read in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inv: Tensor, found_inf: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.edge = inv, found_inf
+        ctx.kinds = tuple(map(_Kind.of, weights))
+        return tuple(weight.detach() for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        inv, found_inf = ctx.edge
+        there = [at for at, grad in enumerate(grads) if grad is not None]
+        given = [grads[at] for at in there]
+        kinds = [ctx.kinds[at] for at in there]
+        if torch.is_grad_enabled() or not all(map(_is_ordinary, given, kinds)):  # type: ignore[arg-type]
+            wide = [unscaled_grad(each, inv, found_inf) for each in given]  # type: ignore[arg-type]
+        else:
+            wide = [torch.empty_like(each) for each in given]  # type: ignore[arg-type]
+            compat.copy_all(wide, given)  # type: ignore[arg-type]
+            compat.unscale_and_check(wide, inv, found_inf)
+        found: list[Tensor | None] = [None] * len(grads)
+        for at, kind, grad in zip(there, kinds, wide, strict=True):
+            found[at] = grad if kind.is_leaf else passed_on(grad, found_inf)
+        return (*_NO_GRADS, *found)
+
+
+_apply_unscaled: Any = compat.direct_apply(_Unscaled)
+
+
+def unscaled_weights(
+    inv_loss_scale: Tensor, found_inf: Tensor, *weights: Tensor
+) -> tuple[Tensor, ...]:
+    """`unscale_grad` of several weights that ops read in fp32, with one autograd node.
+
+    Args:
+        inv_loss_scale, found_inf: as for `unscale_grad`.
+        weights: fp32 tensors on one device, to which the graph does not write.
+    """
+    if _stay_apart():
+        return tuple(unscale_grad(each, inv_loss_scale, found_inf) for each in weights)
+    result: tuple[Tensor, ...] = _apply_unscaled(inv_loss_scale, found_inf, *weights)
     return result
 
 

@@ -24,6 +24,7 @@ from autoamp.graph_functions import (
     scaled_result,
     unscale_grad,
     unscale_half,
+    unscaled_weights,
 )
 
 CAST_KIND = "autoamp_cast"
@@ -36,7 +37,11 @@ WEIGHT_PATH = "autoamp_weight"
 USES = frozenset({low_uses, low_weight, low_weight_unscaled})
 """Calls through which ops read a low copy, and which sum its gradients in fp32."""
 
-TOGETHER: dict[Any, int] = {low_weights: 0, low_weights_unscaled: 2}
+TOGETHER: dict[Any, int] = {
+    low_weights: 0,
+    low_weights_unscaled: 2,
+    unscaled_weights: 2,
+}
 """Calls for several weights, each with the number of operands before the weights."""
 
 _LOSS_SCALING = frozenset({scale_grad, scaled_result, unscale_grad, unscale_half})
@@ -204,7 +209,7 @@ def is_use(node: fx.Node) -> bool:
 def parts_for(group: fx.Node, value: fx.Node) -> list[fx.Node]:
     """The uses among the results of `low_weights` that are of one weight, or copy."""
     given = group.args[TOGETHER[group.target] :]
-    count = len(given) // 2
+    count = len(group.meta["val"])
     places = {at % count for at, each in enumerate(given) if each is value}
     return [user for user in group.users if user.args[1] in places]
 

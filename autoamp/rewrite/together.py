@@ -23,10 +23,14 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.nodes import tensors_of, written_values
 from autoamp.graph_functions import (
+    layer_norm,
     low_weight,
     low_weight_unscaled,
     low_weights,
     low_weights_unscaled,
+    rms_norm,
+    unscale_grad,
+    unscaled_weights,
 )
 from autoamp.rewrite.copied import copied
 
@@ -39,7 +43,11 @@ MOST_BYTES = 2**26
 _TOGETHER: dict[Any, Callable[..., Any]] = {
     low_weight: low_weights,
     low_weight_unscaled: low_weights_unscaled,
+    unscale_grad: unscaled_weights,
 }
+
+_OWN: dict[Any, int] = {low_weight: 2, low_weight_unscaled: 2, unscale_grad: 1}
+"""How many of the operands of a use are its own: the others are those of all."""
 
 
 def with_uses_together(
@@ -69,23 +77,39 @@ def _groups(graph: fx.Graph, left: Collection[str]) -> Iterator[list[fx.Node]]:
         for value in written_values(node)
         for tensor in tensors_of(value.meta.get("val"))
     }
-    group: list[fx.Node] = []
+    groups: dict[Any, list[fx.Node]] = {target: [] for target in _TOGETHER}
     for node in graph.nodes:
-        is_use = node.target in _TOGETHER and node.name not in left
-        if is_use and _is_of_inputs(node, written):
+        group = groups.get(node.target, [])
+        if node.target in compat.MODE_CHANGES:
+            yield from _of_several(groups)
+        elif node.target in _TOGETHER and node.name not in left:
+            if not _is_of_inputs(node, written) or not _is_only_computed_with(node):
+                continue
             if group and not _fits(group, node):
-                yield from _of_several(group)
-                group = []
+                yield from _of_several({node.target: group})
             group.append(node)
-        elif node.target in compat.MODE_CHANGES:
-            yield from _of_several(group)
-            group = []
-    yield from _of_several(group)
+    yield from _of_several(groups)
 
 
-def _of_several(group: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    if len(group) > 1:
-        yield group
+def _of_several(groups: dict[Any, list[fx.Node]]) -> Iterator[list[fx.Node]]:
+    """The groups that are groups; all begin anew."""
+    for group in groups.values():
+        if len(group) > 1:
+            yield [*group]
+        group.clear()
+
+
+def _is_only_computed_with(use: fx.Node) -> bool:
+    """Whether nothing sees that an fp32 use is an alias of the weight."""
+    return use.target is not unscale_grad or all(
+        user.target in (layer_norm, rms_norm) or _makes_new(user.target)
+        for user in use.users
+    )
+
+
+def _makes_new(target: Any) -> bool:
+    is_op = isinstance(target, compat.OpOverload)
+    return is_op and not any(r.alias_info for r in compat.schema(target).returns)
 
 
 def _is_of_inputs(use: fx.Node, written: Collection[int]) -> bool:
@@ -109,7 +133,7 @@ def _fits(group: list[fx.Node], use: fx.Node) -> bool:
         len(group) < MOST
         and sum(sizes) * use.meta["val"].itemsize <= MOST_BYTES
         and use.target is first.target
-        and use.args[2:] == first.args[2:]
+        and use.args[_OWN[use.target] :] == first.args[_OWN[use.target] :]
         and use.meta["val"].device == first.meta["val"].device
         and use.meta["val"].dtype == first.meta["val"].dtype
     )
@@ -117,10 +141,12 @@ def _fits(group: list[fx.Node], use: fx.Node) -> bool:
 
 def _put_together(uses: list[fx.Node]) -> None:
     first = uses[0]
-    weights, copies = ([use.args[at] for use in uses] for at in (0, 1))
-    args = (*first.args[2:], *weights, *copies)
+    own = _OWN[first.target]
+    each = (use.args[at] for at in range(own) for use in uses)
     with first.graph.inserting_before(first):
-        call = first.graph.call_function(_TOGETHER[first.target], args)
+        call = first.graph.call_function(
+            _TOGETHER[first.target], (*first.args[own:], *each)
+        )
     call.meta = {**first.meta, "val": tuple(use.meta["val"] for use in uses)}
     for at, use in enumerate(uses):
         use.target, use.args = operator.getitem, (call, at)

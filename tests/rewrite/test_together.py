@@ -21,6 +21,8 @@ from autoamp.graph_functions import (
     low_weight_unscaled,
     low_weights,
     low_weights_unscaled,
+    unscale_grad,
+    unscaled_weights,
 )
 from autoamp.model.conversion import conversion_of
 from autoamp.place.devices import Device
@@ -30,7 +32,7 @@ from tests.one_rank import one_rank
 
 together: Any = importlib.import_module("autoamp.rewrite.together")
 WIDTH = 8
-TOGETHER = (low_weights, low_weights_unscaled)
+TOGETHER = (low_weights, low_weights_unscaled, unscaled_weights)
 
 
 @pytest.fixture(autouse=True)
@@ -39,19 +41,22 @@ def kernels_cost_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Net(nn.Module):
-    """A convolution, layers, a weight that is used twice, and a frozen one."""
+    """A convolution, norms, layers, a weight that is used twice, and a frozen one."""
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.conv = nn.Conv2d(3, WIDTH, 3, padding=1)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv(x).mean((2, 3))
         for layer in (*self.layers, self.layers[0]):
             h = layer(h).tanh()
+        for norm in self.norms:
+            h = norm(h)
         return self.frozen(h)
 
 
@@ -113,7 +118,7 @@ def pair(
 def test_gradients_are_the_same_bits(pair: tuple[nn.Module, nn.Module]) -> None:
     ours, apart = pair
     assert calls_of(graph_of(ours), *TOGETHER)
-    assert not calls_of(graph_of(ours), low_weight, low_weight_unscaled)
+    assert not calls_of(graph_of(ours), low_weight, low_weight_unscaled, unscale_grad)
     assert not calls_of(graph_of(apart), *TOGETHER)
     assert alike(gradients(ours), gradients(apart))
 
@@ -173,7 +178,8 @@ def test_weights_that_are_computed(pair: tuple[nn.Module, nn.Module]) -> None:
 
 
 def test_an_overflow_is_found() -> None:
-    model = converted(Net(), "fp16", loss_scale="dynamic")
+    scale = autoamp.DynamicLossScale(16.0)
+    model = converted(Net(), "fp16", loss_scale=scale)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for factor in (1.0, 1e38, 1.0):
         before = copy.deepcopy(model.state_dict())

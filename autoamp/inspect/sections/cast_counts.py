@@ -23,6 +23,7 @@ from autoamp.graph_functions import (
     WITH_FP32_STATE,
     saturating_cast,
     scaled_result,
+    unscaled_weights,
 )
 from autoamp.inspect.costs import bytes_text
 from autoamp.inspect.rows import Section
@@ -117,7 +118,7 @@ def _in_backward(section: Section) -> int:
         count += sum(_runs_again(node) for node in casts)
     for node in section.gm.graph.nodes:
         if node.target in TOGETHER:
-            count += len(node.users)
+            count += len(node.users) * (node.target is not unscaled_weights)
         elif node.target in USES:
             count += 1
         elif node.target not in _WITHOUT_GRADIENT_CASTS:
