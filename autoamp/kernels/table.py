@@ -165,6 +165,10 @@ CHANNELS_LAST = "channels_last"
 """Convolutions with the channels last, where no compiler runs the graph
 (`place/layouts.py`)."""
 
+TOGETHER = "together"
+"""Gradients of several weights cast by one call, on GPUs and where no compiler runs the
+graph (`rewrite/together.py`)."""
+
 KERNEL_NAMES: tuple[str, ...] = (
     *(kernel.name for kernel in KERNELS),
     ATTENTION,
@@ -173,5 +177,6 @@ KERNEL_NAMES: tuple[str, ...] = (
     NO_MASK,
     ROTARY,
     CHANNELS_LAST,
+    TOGETHER,
 )
 """The names that `unfused=` takes."""

@@ -15,6 +15,7 @@ from autoamp import compat
 from autoamp.ask.examine import examined
 from autoamp.ask.stand_in import Call, default_loss, floats_of
 from autoamp.dtypes import short_name
+from autoamp.kernels.table import TOGETHER
 from autoamp.meshes.step import Observed, observed_step
 from autoamp.model.eligible import parameters_of
 from autoamp.model.kept import capture_now, left_as_it_is
@@ -132,9 +133,11 @@ class _Runner:
     def ours(self) -> WayStep:
         """A step with autoamp's graphs."""
         setting = self.setting
-        # The few numbers that loss scaling adds to a graph's inputs are left out.
-        unscaled = setting.options.replace(loss_scale="off")
-        with examined(self.model, unscaled, setting.low, setting.device) as (
+        # The few numbers that loss scaling adds to a graph's inputs are left out, and
+        # gradients arrive one by one, as they do among ranks.
+        unfused = (*setting.options.unfused, TOGETHER)
+        options = setting.options.replace(loss_scale="off", unfused=unfused)
+        with examined(self.model, options, setting.low, setting.device) as (
             twin,
             engine,
         ):

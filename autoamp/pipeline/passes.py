@@ -28,7 +28,7 @@ from autoamp.kernels.cpu_norms.condition import norm_at
 from autoamp.kernels.fuse import fuse
 from autoamp.kernels.rotary.emit import with_rotary
 from autoamp.kernels.softmax_backward.condition import softmax_at
-from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY
+from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY, TOGETHER
 from autoamp.options import Options
 from autoamp.pipeline.checks import Checks
 from autoamp.pipeline.retreat import LeaveOut
@@ -279,7 +279,7 @@ def _layouts(work: Work) -> Work:
 
 
 def _together(work: Work) -> Work:
-    if not _may_replace(work) or not _is_eager(work.options):
+    if not _may_replace(work, TOGETHER) or not _is_eager(work.options):
         return work
     if not work.device.starts_kernels:
         return work

@@ -167,7 +167,7 @@ def test_torchs_own_switch_keeps_us_out(script: str) -> None:
 def fastest(what: Callable[[], object], after: Callable[[], object]) -> float:
     """Seconds of this thread, of many rounds: other programs do not count."""
     found = []
-    for _ in range(40):
+    for _ in range(300):
         start = time.thread_time()
         what()
         found.append(time.thread_time() - start)

@@ -192,6 +192,12 @@ def test_an_overflow_is_found() -> None:
         assert bool(optimizer.step_was_skipped) != moved  # type: ignore[attr-defined]
 
 
+def test_it_can_be_switched_off() -> None:
+    model = converted(Net(), "bf16", unfused=["together"])
+    gradients(model)
+    assert not calls_of(graph_of(model), *TOGETHER)
+
+
 def test_gradients_arrive_one_by_one_among_ranks(monkeypatch) -> None:
     """DDP sends the first while the last are computed, and FSDP takes each module's."""
     with one_rank():

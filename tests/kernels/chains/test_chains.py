@@ -23,7 +23,9 @@ from autoamp.kernels.table import (
     CAUSAL_MASK,
     CHANNELS_LAST,
     KERNEL_NAMES,
+    NO_MASK,
     ROTARY,
+    TOGETHER,
 )
 from autoamp.options import Options
 from tests.metrics import relative_error
@@ -375,6 +377,7 @@ def test_another_function_is_no_kernel(name: str) -> None:
 
 def test_every_kernel_is_spelled_above() -> None:
     elsewhere = {ATTENTION, ATTENTION_BACKWARD, CAUSAL_MASK, CHANNELS_LAST, ROTARY}
+    elsewhere |= {NO_MASK, TOGETHER}
     assert {name for name, _ in SPELLINGS.values()} == {*KERNEL_NAMES} - elsewhere
 
 
