@@ -22,6 +22,8 @@ LEFT, WIDTH, HEIGHT = 60, 760, 220
 
 TOP = 40
 BELOW = 60
+_STEPS, _MOST_TICKS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0), 9
+"""Distances of the lines of an axis, of which the first one is taken with few lines."""
 
 
 def bytes_svg(paper: Sequence[Row], zoo: Sequence[Row]) -> str:
@@ -101,7 +103,8 @@ def _bar(x: float, width: float, share: float, way: str, title: str) -> str:
 
 def _axis(top: float) -> list[str]:
     lines = []
-    for tick in (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0):
+    step = next((each for each in _STEPS if top / each <= _MOST_TICKS), top)
+    for tick in (step * number for number in range(_MOST_TICKS + 1)):
         if tick <= top:
             y = TOP + HEIGHT * (1 - tick / top)
             colour = "#333" if tick in (0, 1) else "#ccc"
