@@ -47,13 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+ZEROED = "nobody waits for a GPU to see that a gradient was zeroed (loss-scaling.md)"
+MASKS = "a GPU's dropout has another mask in each dtype"
 NOT_ON_GPUS = {
     "Adagrad-fused": "torch has no fused Adagrad for GPUs",
-    "zeroed in place": "nobody waits for a GPU to see that a gradient was zeroed",
-    "a_second_backward_is_judged_by_itself[cuda-False]": "the same",
-    "overflowed[cuda-False-False]": "the same",
-    "digits_allow[cuda-checkpoint": "a GPU's dropout has another mask in each dtype",
-    "changes_no_bit[cuda-checkpoint": "the same",
+    "[cuda-overflow zeroed in place": ZEROED,
+    "a_second_backward_is_judged_by_itself[cuda-False]": ZEROED,
+    "overflowed[cuda-False-False]": ZEROED,
+    "digits_allow[cuda-checkpoint": MASKS,
+    "changes_no_bit[cuda-checkpoint": MASKS,
     "[cuda-fourier]": "torch has no FFT in bf16 on GPUs: autocast fails",
 }
 """Parts of the names of tests, each with the reason why no GPU can run them."""

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from autoamp import compat
 from autoamp.graph_functions.casts import as_the_weight, low_weight, low_weight_unscaled
-from autoamp.graph_functions.edge import leaving, passed_on, unscale_grad, unscaled_grad
-
-_NO_GRADS = (None, None)
+from autoamp.graph_functions.edge import passed_on, unscale_grad, unscaled_grad
 
 
 class _Kind(NamedTuple):
@@ -31,34 +29,38 @@ class _Kind(NamedTuple):
         return cls(weight.dtype, weight.is_contiguous(), weight.is_leaf)
 
 
-class _LowWeights(torch.autograd.Function):
-    """As `low_weight`, or `low_weight_unscaled`, for each of several weights.
+class _Together(torch.autograd.Function):
+    """As a call of one weight for each of several weights.
 
-    A gradient is cast once all gradients of the group are there.
+    The results are the copies, or the weights themselves where there are none.  A
+    gradient is cast once all gradients of the group are there.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, inv: Tensor | None, found_inf: Tensor | None, *given: Tensor
+        ctx: Any,
+        count: int,
+        inv: Tensor | None,
+        found_inf: Tensor | None,
+        *given: Tensor,
     ) -> tuple[Tensor, ...]:
-        count = len(given) // 2
         ctx.set_materialize_grads(False)
-        ctx.edge = inv, found_inf
+        ctx.edge, ctx.given = (inv, found_inf), len(given)
         ctx.kinds = tuple(map(_Kind.of, given[:count]))
-        return tuple(copy.detach() for copy in given[count:])
+        return tuple(each.detach() for each in given[-count:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        there = [at for at, grad in enumerate(grads) if grad is not None]
-        low = [grads[at] for at in there]
-        wide = _wide(low, [ctx.kinds[at] for at in there], *ctx.edge)  # type: ignore[arg-type]
-        found: list[Tensor | None] = [None] * (2 * len(grads))
-        for at, grad in zip(there, wide, strict=True):
+        there = [(at, grad) for at, grad in enumerate(grads) if grad is not None]
+        kinds = [ctx.kinds[at] for at, _ in there]
+        wide = _wide([grad for _, grad in there], kinds, *ctx.edge)
+        found: list[Tensor | None] = [None] * ctx.given
+        for (at, _), grad in zip(there, wide, strict=True):
             found[at] = grad
-        return (*_NO_GRADS, *found)
+        return (None, None, None, *found)
 
 
-_apply: Any = compat.direct_apply(_LowWeights)
+_apply: Any = compat.direct_apply(_Together)
 
 
 def _wide(
@@ -68,8 +70,12 @@ def _wide(
     found_inf: Tensor | None,
 ) -> list[Tensor]:
     """Gradients as their weights want them; with `inv` unscaled and checked too."""
-    at_once = not torch.is_grad_enabled() and all(map(_is_ordinary, grads, kinds))
-    if at_once:
+    if torch.is_grad_enabled() or not all(map(_is_ordinary, grads, kinds)):
+        wide = [*map(as_the_weight, grads, kinds)]
+        if inv is None or found_inf is None:
+            return wide
+        wide = [unscaled_grad(each, inv, found_inf) for each in wide]
+    else:
         wide = [
             torch.empty_like(
                 grad,
@@ -81,14 +87,9 @@ def _wide(
             for grad, kind in zip(grads, kinds, strict=True)
         ]
         compat.copy_all(wide, grads)
-    else:
-        wide = [*map(as_the_weight, grads, kinds)]
-    if inv is None or found_inf is None:
-        return wide
-    if at_once:
+        if inv is None or found_inf is None:
+            return wide
         compat.unscale_and_check(wide, inv, found_inf)
-    else:
-        wide = [leaving(each, inv, found_inf) for each in wide]
     return [
         each if kind.is_leaf else passed_on(each, found_inf)
         for each, kind in zip(wide, kinds, strict=True)
@@ -114,10 +115,10 @@ def low_weights(*given: Tensor) -> tuple[Tensor, ...]:
     Returns:
         A use of each weight.
     """
+    count = len(given) // 2
     if _stay_apart():
-        count = len(given) // 2
         return tuple(map(low_weight, given[:count], given[count:]))
-    result: tuple[Tensor, ...] = _apply(None, None, *given)
+    result: tuple[Tensor, ...] = _apply(count, None, None, *given)
     return result
 
 
@@ -130,47 +131,14 @@ def low_weights_unscaled(
         inv_loss_scale, found_inf: as for `low_weight_unscaled`.
         given: as for `low_weights`.
     """
+    count = len(given) // 2
     if _stay_apart():
-        count = len(given) // 2
         return tuple(
             low_weight_unscaled(weight, copy, inv_loss_scale, found_inf)
             for weight, copy in zip(given[:count], given[count:], strict=True)
         )
-    result: tuple[Tensor, ...] = _apply(inv_loss_scale, found_inf, *given)
+    result: tuple[Tensor, ...] = _apply(count, inv_loss_scale, found_inf, *given)
     return result
-
-
-class _Unscaled(torch.autograd.Function):
-    """As `unscale_grad` of several weights that are read in fp32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, inv: Tensor, found_inf: Tensor, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.edge = inv, found_inf
-        ctx.kinds = tuple(map(_Kind.of, weights))
-        return tuple(weight.detach() for weight in weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        inv, found_inf = ctx.edge
-        there = [at for at, grad in enumerate(grads) if grad is not None]
-        given = [grads[at] for at in there]
-        kinds = [ctx.kinds[at] for at in there]
-        if torch.is_grad_enabled() or not all(map(_is_ordinary, given, kinds)):  # type: ignore[arg-type]
-            wide = [unscaled_grad(each, inv, found_inf) for each in given]  # type: ignore[arg-type]
-        else:
-            wide = [torch.empty_like(each) for each in given]  # type: ignore[arg-type]
-            compat.copy_all(wide, given)  # type: ignore[arg-type]
-            compat.unscale_and_check(wide, inv, found_inf)
-        found: list[Tensor | None] = [None] * len(grads)
-        for at, kind, grad in zip(there, kinds, wide, strict=True):
-            found[at] = grad if kind.is_leaf else passed_on(grad, found_inf)
-        return (*_NO_GRADS, *found)
-
-
-_apply_unscaled: Any = compat.direct_apply(_Unscaled)
 
 
 def unscaled_weights(
@@ -184,7 +152,8 @@ def unscaled_weights(
     """
     if _stay_apart():
         return tuple(unscale_grad(each, inv_loss_scale, found_inf) for each in weights)
-    result: tuple[Tensor, ...] = _apply_unscaled(inv_loss_scale, found_inf, *weights)
+    edge = inv_loss_scale, found_inf
+    result: tuple[Tensor, ...] = _apply(len(weights), *edge, *weights)
     return result
 
 

@@ -26,7 +26,16 @@ pytestmark = pytest.mark.filterwarnings(
 LOWS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 both = pytest.mark.parametrize("precision", LOWS)
 ALL: dict[str, Any] = {"do_no_harm": False, "strict": True}
-WIDTH, HEADS = 64, 4
+WIDTH, HEADS, DEPTH = 64, 4, 10
+
+
+def near(precision: str) -> float:
+    """Three standard deviations of the roundings of `Net`: `DEPTH` calls run low.
+
+    Each rounds its input and its output by half an eps at most, forward and backward.
+    """
+    eps = torch.finfo(LOWS[precision]).eps
+    return float(3 * (4 * DEPTH) ** 0.5 * eps / 2)
 
 
 @pytest.fixture(
@@ -166,11 +175,21 @@ def no_worse(make: Callable[[], nn.Module], where: str, low: str, *given: Any) -
 
 
 @both
-@pytest.mark.parametrize(
-    "kind", [{}, {"dropout": 0.1}, {"dropout": 0.1, "again": True}], ids=str
-)
+@pytest.mark.parametrize("kind", [{}, {"again": True}], ids=str)
 def test_gradients(where: str, precision: str, kind: dict[str, Any]) -> None:
     no_worse(lambda: Net(**kind), where, precision, ids(where))
+
+
+@both
+def test_a_checkpoint_draws_again_what_it_drew(where: str, precision: str) -> None:
+    """Not held against fp32: a GPU's dropout has another mask in each dtype."""
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = converted(Net(dropout=0.1, again=again).to(where), precision)
+        gradients(model, ids(where))
+        found.append(gradients(model, ids(where)))
+    assert relative_error(*found) < near(precision)
 
 
 @both
@@ -201,7 +220,7 @@ def test_a_kernel_of_attention_that_the_user_chose(where: str, kind: str) -> Non
     free = gradients(model, ids(where))
     with sdpa_kernel([getattr(SDPBackend, kind), SDPBackend.MATH]):
         chosen = gradients(model, ids(where))
-    assert relative_error(chosen, free) < 0.02
+    assert relative_error(chosen, free) < near("bf16")
 
 
 @pytest.mark.parametrize("first", ["convert", "move"])
@@ -306,13 +325,10 @@ def test_the_automatic_mode(where: str, precision: str) -> None:
 def test_inductor(where: str, precision: str) -> None:
     torch.manual_seed(0)
     model = Net().to(where)
-    rough = under_autocast(copy.deepcopy(model), where, LOWS[precision])
     exact = gradients(model, ids(where))
-    scale = 256.0 if precision == "fp16" else 1.0
-    bound = relative_error(gradients(rough, ids(where), scale=scale), exact)
     ours = converted(model, precision, backend="inductor")
     error = relative_error(gradients(ours, ids(where)), exact)
-    assert 0 < error <= 1.2 * bound
+    assert 0 < error < near(precision)
 
 
 @both
@@ -325,7 +341,7 @@ def test_inference_modes(where: str, precision: str) -> None:
             with mode():
                 found = ours(ids(where, length=length))
             assert found.device.type == where
-        assert relative_error(found, exact) < 0.02
+        assert relative_error(found, exact) < near(precision)
 
 
 def test_a_cuda_graph_of_a_step(where: str) -> None:
@@ -382,7 +398,7 @@ def test_a_cuda_graph_of_inference(where: str) -> None:
         model.head.weight.mul_(2.0)
         graph.replay()
         twice = out.clone()
-        assert relative_error(twice, model(ids(where, 5))) < 0.02
+        assert relative_error(twice, model(ids(where, 5))) < near("bf16")
 
 
 def test_another_stream(where: str) -> None:
@@ -395,7 +411,7 @@ def test_another_stream(where: str) -> None:
     with torch.cuda.stream(stream):
         found = gradients(model, ids(where))
     torch.cuda.current_stream().wait_stream(stream)
-    assert relative_error(found, expected) < 1e-2
+    assert relative_error(found, expected) < near("bf16")
 
 
 def test_a_copy_refreshed_on_one_stream_is_read_on_another(where: str) -> None:
@@ -484,7 +500,7 @@ def test_export(where: str) -> None:
     model = Net().to(where).eval()
     program = autoamp.export(model, (ids(where),), precision="bf16")
     found = program.module()(ids(where))
-    assert relative_error(found, model(ids(where))) < 0.02
+    assert relative_error(found, model(ids(where))) < near("bf16")
 
 
 def test_data_parallel_state_dict_and_revert(where: str, tmp_path: Path) -> None:

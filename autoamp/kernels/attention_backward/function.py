@@ -51,14 +51,15 @@ class _Attention(torch.autograd.Function):
             attn_mask=given.mask,
             scale=given.scale,
         )
-        ctx.given = kinds, numbers
+        ctx.given, ctx.masked = (kinds, numbers), bool(tensors)
         ctx.save_for_backward(query, key, value, *tensors)
         return result  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # A mask of the caller's may hide all keys from a query.
-        return gradients(ctx, grad, safe=len(ctx.saved_tensors) > 3)
+        # A mask of the caller's may hide all keys from a query.  The saved tensors are
+        # read once: a checkpoint gives each only once.
+        return gradients(ctx, grad, safe=ctx.masked)
 
 
 _apply = compat.direct_apply(_Attention)

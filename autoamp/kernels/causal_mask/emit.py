@@ -14,24 +14,28 @@ from autoamp.kernels.causal_mask.recognise import (
     needless_masks,
 )
 from autoamp.kernels.shared.condition import Allowed
+from autoamp.kernels.shared.positions.reading import Positions
 from autoamp.kernels.table import CAUSAL_MASK, NO_MASK
 
 
 def without_masks(graph: fx.Graph, _: compat.FakeTensorMode, allowed: Allowed) -> bool:
     """Takes masks away that attention can do without; whether there was any."""
+    if not graph.find_nodes(op="call_function", target=ATTENTION):
+        return False
+    positions = Positions(graph)
     found = [
         (node, name)
-        for node, causal in needless_masks(graph)
+        for node, causal in needless_masks(graph, positions)
         if (name := CAUSAL_MASK if causal else NO_MASK) not in allowed.off
         and allowed.takes([node])
     ]
-    for node, name in found:
-        _without_mask(node, name)
     biased = [
         (node, bias)
-        for node, bias in needless_choices(graph)
+        for node, bias in needless_choices(graph, positions)
         if NO_MASK not in allowed.off and allowed.takes([node, node.args[MASK]])  # type: ignore[list-item]
     ]
+    for node, name in found:
+        _without_mask(node, name)
     for node, bias in biased:
         _with_bias(graph, node, bias)
     return bool(found or biased)

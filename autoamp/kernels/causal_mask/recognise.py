@@ -51,12 +51,13 @@ _LARGEST = 2**22
 """The most elements of a mask that is computed to check a statement."""
 
 
-def needless_masks(graph: fx.Graph) -> Iterator[tuple[fx.Node, bool]]:
+def needless_masks(
+    graph: fx.Graph, positions: Positions
+) -> Iterator[tuple[fx.Node, bool]]:
     """The calls of torch's attention that need no mask, each with whether it is causal.
 
     The mask of such a call hides just the later keys, or no key.
     """
-    positions = Positions(graph)
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         mask = node.args[MASK] if len(node.args) > MASK else None
         says_causal = len(node.args) > CAUSAL and node.args[CAUSAL]
@@ -69,7 +70,9 @@ def needless_masks(graph: fx.Graph) -> Iterator[tuple[fx.Node, bool]]:
             yield node, False
 
 
-def needless_choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+def needless_choices(
+    graph: fx.Graph, positions: Positions
+) -> Iterator[tuple[fx.Node, fx.Node]]:
     """The attention whose mask is a bias wherever a mask that hides no key says so.
 
     Captured, encoders with a bias by distance make `where(shown, bias, lowest)` for
@@ -78,7 +81,6 @@ def needless_choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     Yields:
         A call of torch's attention, and the bias.
     """
-    positions = Positions(graph)
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         mask = node.args[MASK] if len(node.args) > MASK else None
         if not isinstance(mask, fx.Node) or mask.target not in _CHOICES:

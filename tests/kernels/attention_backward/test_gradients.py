@@ -6,6 +6,7 @@ autocast rounds scores and weights.  Ours rounds neither.
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
+import autoamp
 from autoamp.kernels.attention.function import WRITTEN_ATTENTION
 from autoamp.kernels.attention.function.scores import Kind
 from autoamp.kernels.attention_backward.function import LONG, attention
@@ -239,3 +242,29 @@ def test_an_infinity_stays_where_it_was() -> None:
     v[..., 0, 3] = torch.inf
     result = WRITTEN_ATTENTION(q.requires_grad_(), k, v, [], [Kind.SCALE], [1.0])
     assert result.isfinite().all(-2).tolist() == [[[c != 3 for c in range(8)]]]
+
+
+def test_a_checkpoint_gives_each_saved_tensor_once() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.attended, x, use_reentrant=False)
+
+        def attended(self, x: Tensor) -> Tensor:
+            q = self.layer(x)[:, None]
+            return functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain, x = Net(), torch.randn(2, 8, 16)
+    ours = copy.deepcopy(plain)
+    autoamp.convert(ours, precision="bf16", do_no_harm=False, strict=True)
+    found = []
+    for model in (ours, plain):
+        model(x).sum().backward()
+        assert model.layer.weight.grad is not None
+        found.append(model.layer.weight.grad)
+    assert (found[0] - found[1]).norm() < 2**-5 * found[1].norm()
