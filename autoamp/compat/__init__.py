@@ -57,6 +57,7 @@ from autoamp.compat.distributed.ddp import (
 )
 from autoamp.compat.distributed.dtensors import (
     from_local,
+    hides_mesh_call,
     may_send_back,
     mesh_call,
     moves_bytes,

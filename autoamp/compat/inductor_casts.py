@@ -7,6 +7,8 @@ and goes on in the same kernel is not rounded, unless inductor is told to.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +20,12 @@ from torch._ops import OpOverload
 
 try:
     from torch._inductor import config as _config
-    from torch._inductor.custom_graph_pass import CustomSchedulerPass as _Pass
 except ImportError:
-    _config, _Pass = None, object  # type: ignore[assignment, misc]
+    _config = None  # type: ignore[assignment]
+try:
+    from torch._inductor.custom_graph_pass import CustomSchedulerPass as _Pass
+except ImportError:  # torch 2.11 takes any function here
+    _Pass = object  # type: ignore[assignment, misc]
 
 WRITTEN, PARTLY, INSIDE, REMOVED = "written", "partly", "inside", "removed"
 """What becomes of a cast.
@@ -57,6 +62,20 @@ class CastReading:
 def can_round_at_casts() -> bool:
     """Whether inductor can be told to round at each cast."""
     return hasattr(_config, _ROUNDING)
+
+
+@functools.cache
+def _cpus_round() -> bool:
+    """Whether kernels for CPUs round where inductor is told to; torch 2.11's do not.
+
+    No setting tells, so that the source of the code that writes the kernels is read.
+    """
+    try:
+        from torch._inductor.codegen import cpp
+
+        return _ROUNDING in inspect.getsource(cpp)
+    except (ImportError, OSError):
+        return True
 
 
 def inductor(
@@ -135,7 +154,9 @@ class _Reader(_Pass):
 
             if not V.graph.is_backward:
                 fates = _fates(nodes, frozenset(self.names))
-                rounds = getattr(_config, _ROUNDING, False)
+                rounds = getattr(_config, _ROUNDING, False) and not (
+                    "cpu" in V.graph.device_types and not _cpus_round()
+                )
                 told = [f"{_KEY}{fate} {name}" for name, fate in fates.items()]
                 for key in (_ROUNDED if rounds else f"{_KEY}read", *told):
                     _counters()[key] += 1

@@ -116,6 +116,11 @@ class Meshes:
             CaptureError: the call is one that the passes cannot see through.
         """
         name = compat.mesh_call(n)
+        if compat.hides_mesh_call(n):
+            raise CaptureError(
+                f"{n.name}: Dynamo of torch {torch.__version__} hides the mesh and the "
+                "placements of a call on DTensors; that of torch 2.13 shows them"
+            )
         if not name:
             return None
         first = n.args[0] if n.args else None

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 import autoamp
 from autoamp.auto.environment import read
+from autoamp.compat import inductor_casts
+from autoamp.inspect.sections.compiled_casts import UNABLE
 from autoamp.options import Options
 from tests.small_models import Of
 
@@ -61,6 +63,11 @@ def wave(read_twice: bool) -> nn.Module:
     return Of(forward, fc=nn.Linear(64, 64))
 
 
+OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+rounds_on_cpus = pytest.mark.skipif(
+    OLDER_TORCH, reason="kernels for CPUs of a torch before 2.13 cannot round at casts"
+)
+
 LOW_EXP: dict[str, Any] = {**BF16, "allow": ["exp"]}
 
 
@@ -83,6 +90,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(map(torch.equal, a, b))
 
 
+@rounds_on_cpus
 def test_a_gated_block_agrees_with_eager_where_casts_are_exact() -> None:
     model, x = gated(), torch.randn(32, 64)
     eager = autoamp.convert(copy.deepcopy(model), **BF16)(x)
@@ -91,6 +99,18 @@ def test_a_gated_block_agrees_with_eager_where_casts_are_exact() -> None:
         assert torch.equal(compiled(model, exact_casts=True, **BF16)(x), eager)
 
 
+def test_a_torch_that_cannot_round_on_cpus_is_said_to(monkeypatch) -> None:
+    """So is torch 2.11: its Triton kernels round, and its C++ kernels do not."""
+    monkeypatch.setattr(inductor_casts, "_cpus_round", lambda: False)
+    model = compiled(wave(False), exact_casts=True, **LOW_EXP)
+    with torch.no_grad():
+        model(torch.randn(32, 64))
+    told = " ".join(str(autoamp.report(model)).split())
+    assert f"rounds no value (at sin_bf16); {UNABLE}." in told
+    assert "round at each cast" not in told
+
+
+@rounds_on_cpus
 def test_the_backward_rounds_as_well_and_no_setting_stays() -> None:
     model, x = gated(), torch.randn(32, 64, requires_grad=True)
     before = config.emulate_precision_casts, config._post_fusion_custom_pass
@@ -109,6 +129,7 @@ def test_the_backward_rounds_as_well_and_no_setting_stays() -> None:
     assert before == after == (False, None)
 
 
+@rounds_on_cpus
 def test_a_cast_inside_a_kernel_rounds_no_value() -> None:
     """The fates read from the schedule are those that the numbers show."""
     model, x = wave(False), torch.randn(32, 64)
@@ -211,6 +232,7 @@ def test_a_compiler_of_the_users_own_is_told(caplog) -> None:
     assert options.compiled_by(inductor).exact_casts
 
 
+@rounds_on_cpus
 def test_a_users_own_compilation_by_inductor_rounds_and_keeps_its_options() -> None:
     """The wrapper that `torch.compile` makes holds settings of the user's."""
     model, x = wave(False), torch.randn(32, 64)

@@ -72,7 +72,9 @@ def test_a_compiled_function_that_writes_to_a_parameter(
     with torch.no_grad():
         compiled(update)(p, g)
         update(expected, g)
-    assert torch.equal(p, expected)
+    # Dynamo of torch 2.11 makes a product and a sum of `alpha`, which round twice.
+    # What a cast to bf16 would change is a thousand times larger.
+    torch.testing.assert_close(p.detach(), expected)
 
 
 def test_a_compiled_function_that_writes_to_a_list_of_parameters() -> None:

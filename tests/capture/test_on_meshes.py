@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -17,7 +17,10 @@ from torch.distributed.tensor.parallel import (
 import autoamp
 from autoamp.errors import CaptureError
 from autoamp.trace import normalise
+from autoamp.trace.meshes import Meshes
 from tests.one_rank import one_rank
+
+OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 OPTIONS: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 
@@ -63,6 +66,26 @@ def test_strict_is_an_error() -> None:
             model(torch.randn(4, 16))
 
 
+def test_calls_that_dynamo_hides_are_an_error_that_says_so() -> None:
+    """Torch 2.11 hides them; here its way of naming them is copied."""
+
+    def prim_redistribute(x: Any) -> Any:
+        return x
+
+    prim_redistribute.__module__ = "torch._dynamo.variables.tensor"
+    graph = fx.Graph()
+    graph.call_function(prim_redistribute, (graph.placeholder("x"),))
+    meshes = Meshes(fx.GraphModule(nn.Module(), graph))
+    (call,) = graph.find_nodes(op="call_function", target=prim_redistribute)
+    with pytest.raises(CaptureError, match="hides the mesh and the placements"):
+        meshes.run(call, [None])
+
+
+@pytest.mark.skipif(
+    OLDER_TORCH,
+    reason="Dynamo of a torch before 2.13 hides the placements of calls on DTensors, "
+    "so that graphs with such calls run under autocast",
+)
 def test_other_sizes_make_no_graph_for_each_size() -> None:
     """One for the first size, one for all others, as without DTensors."""
     with one_rank() as mesh:

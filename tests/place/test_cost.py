@@ -426,12 +426,15 @@ def test_a_gpu_is_taken_for_the_newest_that_is_not_newer(
 
 
 KINDS = ("matmul", "conv", "rnn")
+OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
 TF32_SCRIPTS: dict[str, tuple[str, set[str]]] = {
     "as torch starts": ("", {"conv", "rnn"}),
     "older switch of products": ("b.cuda.matmul.allow_tf32 = True", {*KINDS}),
     "older switch of cudnn": ("b.cudnn.allow_tf32 = False", set()),
     "all at once": ("b.fp32_precision = 'tf32'", {*KINDS}),
-    "all off": ("b.fp32_precision = 'ieee'", set()),
+    # A torch before 2.13 leaves convolutions and recurrent layers as they were.
+    "all off": ("b.fp32_precision = 'ieee'", {"conv", "rnn"} if OLDER_TORCH else set()),
     "products alone": (
         "b.cuda.matmul.fp32_precision = 'tf32'; b.cudnn.conv.fp32_precision = 'ieee'",
         {"matmul", "rnn"},

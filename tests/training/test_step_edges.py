@@ -61,8 +61,10 @@ def test_a_generator_that_is_not_converted_lowers_its_critics_scale(
         for module in (move, kernel_flag):
             monkeypatch.setattr(module, "free_to_read", lambda _: False)
     first, critic = nn.Linear(8, 8), autoamp.convert(mlp(), **BF16)
-    g: Any = torch.optim.Adam(first.parameters(), fused=fused)
-    d: Any = torch.optim.SGD(critic.parameters(), 0.1)
+    # No step changes a weight: at 2**14 gradients are near the largest number, so that
+    # for one seed in three a small change made a step overflow that had just not.
+    g: Any = torch.optim.Adam(first.parameters(), 0.0, fused=fused)
+    d: Any = torch.optim.SGD(critic.parameters(), 0.0)
     scale, x = scaling_of(critic).loss_scale, torch.ones(1, 8)
     skipped = []
     # Times 2**15 this is infinite.  At 2**13 the sums of 4 and 8 products are finite,

@@ -35,6 +35,20 @@ def mesh_call(node: fx.Node) -> str:
     return name if name == FROM_LOCAL or name in _OF_DTENSORS else ""
 
 
+def hides_mesh_call(node: fx.Node) -> bool:
+    """Whether a node is such a call in a function that Dynamo made for it alone.
+
+    Dynamo of torch 2.11 does so: the function holds the mesh and the placements, which
+    no code of a graph can name.
+    """
+    module = getattr(node.target, "__module__", None) or ""
+    name = getattr(node.target, "__name__", "")
+    return module.startswith("torch._dynamo.") and name.startswith(_HIDDEN)
+
+
+_HIDDEN = ("prim_redistribute", "prim_to_local", f"prim {FROM_LOCAL}")
+
+
 def share_held(value: Any) -> float:
     """The share of a DTensor's elements that this rank holds; 1 of anything else."""
     if not is_distributed(value):

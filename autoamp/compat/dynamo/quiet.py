@@ -12,6 +12,8 @@ from collections.abc import Iterator
 def quietly() -> Iterator[None]:
     """A region in which Dynamo's messages reach only those who asked for them."""
     with warnings.catch_warnings():
+        # Advice to those who write extensions of torch: a list's own `append` is none.
+        warnings.filterwarnings("ignore", r"\s*Dynamo does not know how to trace the b")
         # Dynamo looks at `.grad` of every input and hides the warning, but not from a
         # filter that makes the warning an error, and the error would end the capture.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")

@@ -50,6 +50,10 @@ class CompiledCasts:
         return tuple(c for c in self.casts if c.kind != "up" and c.compiled in fates)
 
 
+UNABLE = "the inductor of this torch cannot be told to round on CPUs"
+"""Said where `exact_casts=True` was asked for and a kernel rounds no value."""
+
+
 def compiled_casts(sections: Sequence[Section]) -> CompiledCasts | None:
     """What inductor makes of casts; None where it compiles no graph."""
     compiled = [section for section in sections if section.is_compiled]
@@ -62,7 +66,7 @@ def compiled_casts(sections: Sequence[Section]) -> CompiledCasts | None:
         len(told),
         len(compiled) - len(told),
         all(section.exact_casts for section in told),
-        options.advice("exact_casts", True),
+        "" if options.exact_casts else options.advice("exact_casts", True),
     )
 
 
@@ -80,9 +84,9 @@ def compiled_text(found: CompiledCasts | None) -> Iterator[str]:
     elif found.told:
         names = [cast.name for cast in found.unrounded]
         at = f" (at {_some(names)})" if names else ""
+        way = f"{found.advice} has it round" if found.advice else UNABLE
         yield (
-            f"Inside a kernel inductor computes in fp32 and rounds no value{at}; "
-            f"{found.advice} has it round."
+            f"Inside a kernel inductor computes in fp32 and rounds no value{at}; {way}."
         )
     if found.untold:
         yield (

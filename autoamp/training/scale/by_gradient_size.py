@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isinf
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _DROP = 2.0**-7
 eight powers of two together."""
 
 _LARGEST = largest(NARROWEST)
+_FP32_MOST = largest(torch.float32)
 
 _HIGHEST = 2.0**126
 """The inverse of a higher scale is no normal number of fp32."""
@@ -181,8 +183,10 @@ class Climb:
             raise LossScaleError(f"the state of a scale that climbs is missing {names}")
         for name in (_LEFT, _UNTIL, _LENT):
             count(name, state[name])
-        if not (isinstance(state[_SEEN], float) and state[_SEEN] >= 0):
-            raise LossScaleError(f"{_SEEN}={state[_SEEN]!r} is no magnitude")
+        seen = state[_SEEN]
+        in_fp32 = isinstance(seen, float) and (0 <= seen <= _FP32_MOST or isinf(seen))
+        if not in_fp32 or seen < 0:
+            raise LossScaleError(f"{_SEEN}={seen!r} is no magnitude in fp32")
 
 
 def _room(scale: torch.Tensor, seen: torch.Tensor, times: float) -> torch.Tensor:
