@@ -37,6 +37,8 @@ from tests.kernels.attention.test_attention import (
     timm,
 )
 
+OLDER_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
 SEEDS = 6
 SIZE = HEADS * WIDTH
 
@@ -154,7 +156,10 @@ def test_the_fp32_backward(  # noqa: PLR0917
 def test_only_where_it_is_faster() -> None:
     def name(length: int, **options: Any) -> str:
         q = torch.randn(1, 2, length, 8, dtype=torch.bfloat16, requires_grad=True)
-        return attention(q, q, q, **options).grad_fn.name()
+        result = attention(
+            q, q, q, **options
+        )  # held: torch 2.11 frees the node with it
+        return result.grad_fn.name()
 
     assert name(LONG - 1) == "_AttentionBackward"
     assert name(LONG) == "ScaledDotProductFlashAttentionForCpuBackward0"
@@ -199,7 +204,7 @@ def test_a_models_own_attention_has_it_unless_it_is_left_out() -> None:
             return functional.scaled_dot_product_attention(*heads)
 
     def backwards(model: nn.Module) -> int:
-        with profile(activities=[ProfilerActivity.CPU]) as found:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
             model(torch.randn(2, 8, SIZE)).sum().backward()
         return sum("autoamp::attention_backward" in e.name for e in found.events())
 
@@ -228,6 +233,8 @@ def test_a_query_that_sees_nothing(number: float, trains: bool) -> None:
 @pytest.mark.parametrize("empty", range(4))
 def test_operands_without_numbers(empty: int) -> None:
     """The kernel for CPUs ends the process where there are no heads (torch 2.13)."""
+    if empty == 1 and OLDER_TORCH:
+        pytest.skip("before torch 2.13 torch's own attention ends the process there")
     shape = [2, 3, 4, 8]
     shape[empty] = 0
     q, k, v = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(3))
