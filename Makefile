@@ -14,12 +14,16 @@ BIN := $(VENV)/bin
 OLDEST_BIN := $(OLDEST_VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
 OLDEST_TORCH := $(shell sed -nE 's/^ *"torch>=([0-9.]+)",$$/torch==\1/p' pyproject.toml)
-QUICK := not slow and not gpu and not conformance
+THOROUGH := not slow and not gpu and not conformance
+QUICK := $(THOROUGH) and not thorough
 ZOO := $(shell grep -E '^(pillow|timm|torchvision)==' constraints.txt)
 
+# Tests start Python hundreds of times: each would compile autoamp anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help setup zoo demo test test-all test-oldest test-executorch test-cuda-fake \
-  conformance mutants \
+.PHONY: help setup zoo demo test test-thorough test-all test-oldest test-executorch \
+  test-cuda-fake conformance mutants \
   lint types bench gpu docs check-wheel clean
 .DELETE_ON_ERROR:
 
@@ -60,7 +64,10 @@ demo: $(VENV)/.ready ## Train a small network in fp32, by autocast and by autoam
 test: lint types ## Lint, types and the quick tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(QUICK)"
 
-test-all: lint types $(VENV)/.zoo ## The same with the slow tests, and the GPU tests where there is a GPU
+test-thorough: $(VENV)/.ready ## The tests that take longer than the quick, and are not slow
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "thorough and $(THOROUGH)"
+
+test-all: lint types $(VENV)/.zoo ## The quick, the thorough and the slow tests, and the GPU tests where there is a GPU
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The oldest torch that pyproject.toml allows, beside the versions of constraints.txt less

@@ -18,6 +18,7 @@ from torch._dynamo import guards
 
 import autoamp
 from autoamp import messages
+from tests import levels
 from tests.small_models import BF16
 from tests.training.steps import converted
 
@@ -35,8 +36,13 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Skips tests of GPUs where there is none, and those that no GPU can run."""
+    config.stash[levels.EXCEPTED] = levels.excepted(items)
+    config.stash[levels.CASES] = levels.settle(items)
     here = torch.cuda.is_available()
     for item in items:
         if here and (why := not_on_gpus(item)):
