@@ -16,6 +16,7 @@ from autoamp.compat.apart import (
     job_for,
 )
 from autoamp.compat.capture import (
+    any_batch,
     as_dynamo_gave,
     compile_with,
     dispatch_mode,

@@ -148,10 +148,15 @@ _transforms_active: Callable[[], bool] = getattr(
 
 def is_batch(value: torch.Tensor) -> bool:
     """Whether `value` is a batch of gradients, taken with `is_grads_batched`."""
+    return any_batch((value,))
+
+
+def any_batch(values: Sequence[torch.Tensor]) -> bool:
+    """`is_batch` of any of `values`."""
     functorch = getattr(torch._C, "_functorch", None)
     for name in ("is_legacy_batchedtensor", "is_batchedtensor"):
         ask = getattr(functorch, name, None)
-        if ask is not None and ask(value):
+        if ask is not None and any(map(ask, values)):
             return True
     return False
 

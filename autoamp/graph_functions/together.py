@@ -7,6 +7,8 @@ take longer to start than to run; one kernel takes a list of tensors.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -45,64 +47,79 @@ class _Together(torch.autograd.Function):
         *given: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        weights = given[:count]
         ctx.edge, ctx.given = (inv, found_inf), len(given)
-        ctx.kinds = tuple(map(_Kind.of, given[:count]))
-        return tuple(each.detach() for each in given[-count:])
+        ctx.kinds = None if _are_usual(weights) else tuple(map(_Kind.of, weights))
+        return tuple(map(Tensor.detach, given[-count:]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        there = [(at, grad) for at, grad in enumerate(grads) if grad is not None]
-        kinds = [ctx.kinds[at] for at, _ in there]
-        wide = _wide([grad for _, grad in there], kinds, *ctx.edge)
-        found: list[Tensor | None] = [None] * ctx.given
-        for (at, _), grad in zip(there, wide, strict=True):
-            found[at] = grad
-        return (None, None, None, *found)
+        rest = (None,) * (ctx.given - len(grads))
+        there = [grad for grad in grads if grad is not None]
+        if ctx.kinds is None and not torch.is_grad_enabled() and _are_ordinary(there):
+            wide: list[Tensor | None] = [*_all_wide(there, *ctx.edge)]
+            if len(wide) < len(grads):
+                left = iter(wide)
+                wide = [None if grad is None else next(left) for grad in grads]
+        else:
+            kinds = ctx.kinds or (_USUAL,) * len(grads)
+            wide = [
+                None if grad is None else _wide(grad, kind, *ctx.edge)
+                for grad, kind in zip(grads, kinds, strict=True)
+            ]
+        return (None, None, None, *wide, *rest)
 
 
 _apply: Any = compat.direct_apply(_Together)
 
+_USUAL = _Kind(torch.float32, plain=True, is_leaf=True)
+
+
+def _are_usual(weights: Sequence[Tensor]) -> bool:
+    """Whether each of `weights` is of the kind `_USUAL`: asked at every call."""
+    return (
+        all(map(Tensor.is_contiguous, weights))
+        and all(map(_IS_LEAF, weights))
+        and {*map(_DTYPE, weights)} == {_USUAL.dtype}
+    )
+
+
+def _are_ordinary(grads: Sequence[Tensor]) -> bool:
+    """Whether all of `grads` are plain tensors, with memory of their own."""
+    return (
+        {*map(type, grads)} == {Tensor}
+        and {*map(_LAYOUT, grads)} == {torch.strided}
+        and not compat.any_batch(grads)
+    )
+
+
+_IS_LEAF, _DTYPE, _LAYOUT = map(operator.attrgetter, ("is_leaf", "dtype", "layout"))
+
+
+def _all_wide(
+    grads: Sequence[Tensor], inv: Tensor | None, found_inf: Tensor | None
+) -> list[Tensor]:
+    """Gradients in fp32; with `inv` unscaled and checked too.  One op for all."""
+    plain = torch.contiguous_format
+    wide = [
+        torch.empty_like(grad, dtype=_USUAL.dtype, memory_format=plain)
+        for grad in grads
+    ]
+    compat.copy_all(wide, grads)
+    if inv is not None and found_inf is not None:
+        compat.unscale_and_check(wide, inv, found_inf)
+    return wide
+
 
 def _wide(
-    grads: list[Tensor],
-    kinds: list[_Kind],
-    inv: Tensor | None,
-    found_inf: Tensor | None,
-) -> list[Tensor]:
-    """Gradients as their weights want them; with `inv` unscaled and checked too."""
-    if torch.is_grad_enabled() or not all(map(_is_ordinary, grads, kinds)):
-        wide = [*map(as_the_weight, grads, kinds)]
-        if inv is None or found_inf is None:
-            return wide
-        wide = [unscaled_grad(each, inv, found_inf) for each in wide]
-    else:
-        wide = [
-            torch.empty_like(
-                grad,
-                dtype=kind.dtype,
-                memory_format=(
-                    torch.contiguous_format if kind.plain else torch.preserve_format
-                ),
-            )
-            for grad, kind in zip(grads, kinds, strict=True)
-        ]
-        compat.copy_all(wide, grads)
-        if inv is None or found_inf is None:
-            return wide
-        compat.unscale_and_check(wide, inv, found_inf)
-    return [
-        each if kind.is_leaf else passed_on(each, found_inf)
-        for each, kind in zip(wide, kinds, strict=True)
-    ]
-
-
-def _is_ordinary(grad: Tensor, kind: _Kind) -> bool:
-    return (
-        type(grad) is Tensor
-        and kind.dtype == torch.float32
-        and grad.layout == torch.strided
-        and not compat.is_batch(grad)
-    )
+    grad: Tensor, kind: _Kind, inv: Tensor | None, found_inf: Tensor | None
+) -> Tensor:
+    """One gradient as its weight wants it; with `inv` unscaled and checked too."""
+    wide = as_the_weight(grad, kind)
+    if inv is None or found_inf is None:
+        return wide
+    wide = unscaled_grad(wide, inv, found_inf)
+    return wide if kind.is_leaf else passed_on(wide, found_inf)
 
 
 def low_weights(*given: Tensor) -> tuple[Tensor, ...]:
