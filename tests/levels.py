@@ -21,7 +21,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-SECONDS = 0.5
+SECONDS = 0.7
 OTHERS = ("slow", "gpu", "conformance")
 """Marks of tests that have commands of their own, and are never thorough as well."""
 

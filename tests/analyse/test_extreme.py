@@ -51,6 +51,16 @@ def attention(m: Of, x: Tensor, keep: Tensor, kind: str = "add") -> Tensor:
     return scores.softmax(-1) @ m.fc(x)
 
 
+@pytest.mark.thorough(
+    but=[
+        "lists0-add-fp16",
+        "lists0-number-bf16",
+        "lists0-fill-bf16",
+        "lists1-where-fp16",
+        "lists1-made-fp16",
+        "lists1-sdpa-bf16",
+    ]
+)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("kind", ["add", "where", "number", "made", "fill", "sdpa"])
 @pytest.mark.parametrize("lists", [{}, {"allow": ["softmax", "add", "where"]}])

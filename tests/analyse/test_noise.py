@@ -59,6 +59,16 @@ NOISE: dict[str, Callable[[Of, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.thorough(
+    but=[
+        "randn_like-bf16",
+        "randint_like-bf16",
+        "uniform_-bf16",
+        "exponential_-fp16",
+        "bernoulli-fp16",
+        "two-fp16",
+    ]
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", NOISE)
 def test_the_draws_are_those_of_the_users_program(kind: str, precision: str) -> None:

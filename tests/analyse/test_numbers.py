@@ -63,6 +63,9 @@ SMALL: dict[str, Callable[[Of, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.thorough(
+    but=["number", "as tensor", "new full", "filled", "element", "negative"]
+)
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_small_number_in_a_tensor_keeps_its_op_in_fp32(kind: str) -> None:
     function = SMALL[kind]
@@ -75,6 +78,16 @@ def test_a_small_number_in_a_tensor_keeps_its_op_in_fp32(kind: str) -> None:
     assert not any("rounds to zero" in d.reason for d in bf16.decisions.values())
 
 
+@pytest.mark.thorough(
+    but=[
+        "number-bf16",
+        "as tensor-bf16",
+        "new full-bf16",
+        "filled-fp16",
+        "element-fp16",
+        "negative-fp16",
+    ]
+)
 @pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
 @pytest.mark.parametrize("kind", SMALL)
 def test_small_numbers_are_no_less_true_than_under_autocast(
@@ -96,6 +109,16 @@ GUARDS: dict[str, Callable[[Of, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.thorough(
+    but=[
+        "sum-bf16",
+        "buffer-bf16",
+        "maximum-bf16",
+        "clamp-fp16",
+        "where-fp16",
+        "fill-fp16",
+    ]
+)
 @pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
 @pytest.mark.parametrize("kind", GUARDS)
 def test_what_guards_a_division_by_zero_does(kind: str, low: torch.dtype) -> None:
@@ -164,6 +187,15 @@ def test_a_mask_of_several_numbers_is_none_of_them() -> None:
     assert "computes with" not in reasons["add"].reason
 
 
+@pytest.mark.thorough(
+    but=[
+        "1e-08-<lambda>-bf16",
+        "1e-08-<lambda>-fp16",
+        "1.0-<lambda>-bf16",
+        "1000000000.0-<lambda>-bf16",
+        "1000000000.0-<lambda>-fp16",
+    ]
+)
 @pytest.mark.parametrize("low", LOW, ids=["bf16", "fp16"])
 @pytest.mark.parametrize(
     ("size", "function"),
@@ -199,6 +231,7 @@ HELD: dict[str, Callable[[Of, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.thorough(but=["tensor", "attribute", "buffer", "element", "divisor"])
 @pytest.mark.parametrize("kind", HELD)
 def test_a_converted_model_knows_its_own_numbers(kind: str) -> None:
     """Dynamo hands buffers, attributes and globals in; their values are the model's."""

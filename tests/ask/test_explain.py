@@ -54,6 +54,7 @@ def decided(report: Report) -> list[tuple[str, str, str, str]]:
     return [(op.body, op.name, op.precision, op.reason) for op in report.ops]
 
 
+@pytest.mark.thorough(but=["Net"])
 @pytest.mark.parametrize("make", [Net, Broken])
 def test_explain_says_what_convert_then_does(make: type[nn.Module]) -> None:
     model = make()
@@ -130,6 +131,7 @@ def test_no_low_copies_are_left_behind() -> None:
     assert before == COPIES
 
 
+@pytest.mark.thorough(but=["cpu:plain"])
 @pytest.mark.parametrize("device", known_devices())
 def test_every_device_of_the_table_explains(device: str) -> None:
     model = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))

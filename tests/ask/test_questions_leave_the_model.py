@@ -93,6 +93,7 @@ def generators() -> str:
     )
 
 
+@pytest.mark.thorough(but=["find_overflow"])
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_question_leaves_everything_as_it_was(question: str, monkeypatch) -> None:
     monkeypatch.setattr("autoamp.tuning.tune._BUDGET", 0.01)
@@ -105,6 +106,7 @@ def test_a_question_leaves_everything_as_it_was(question: str, monkeypatch) -> N
     assert held == [id(v) for d in diaries for v in (d.history, d.cache, d.recent)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fp32", "predicted", "measured"])
 def test_whichever_way_tune_keeps(name: str, monkeypatch) -> None:
     """The way that is kept is captured on the model itself."""

@@ -150,6 +150,7 @@ def test_nothing_heavy_is_imported_where_it_is_off(script: str) -> None:
     assert python(script, "-W", "error", AUTOAMP_ENABLE="off") == (off, [])
 
 
+@pytest.mark.thorough
 def test_nothing_heavy_is_imported_until_a_module_is_called(script: str) -> None:
     out, err = python(script, "-W", "error", AUTOAMP_ENABLE="1")
     assert out == "[] True\nTrue autoamp.auto.switch\n"
@@ -175,6 +176,7 @@ def fastest(what: Callable[[], object], after: Callable[[], object]) -> float:
     return min(found)
 
 
+@pytest.mark.thorough
 def test_cost_of_import_and_of_the_call(monkeypatch, tmp_path) -> None:
     """Beside the import of an empty module, which takes longer in a large process."""
     (tmp_path / "an_empty_module.py").touch()
@@ -456,6 +458,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "when"),
     [

@@ -160,6 +160,16 @@ def test_loss_scales_that_are_no_scale(value: str) -> None:
     )
 
 
+@pytest.mark.thorough(
+    but=[
+        "expp-ADD-AUTOAMP_ALLOWLIST",
+        "\\u30d5-ADD-AUTOAMP_DENYLIST",
+        "\\x1b-ADD-AUTOAMP_CLEARLIST",
+        "mm;bmm-REMOVE-AUTOAMP_ALLOWLIST",
+        "value4-REMOVE-AUTOAMP_INFERLIST",
+        "-3-REMOVE-AUTOAMP_CLEARLIST",
+    ]
+)
 @pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("change", ["ADD", "REMOVE"])
 @pytest.mark.parametrize("value", ["expp", "フ", "\x1b", "mm;bmm", "y" * 10**5, "-3"])
@@ -392,6 +402,7 @@ def names_only(name: str) -> st.SearchStrategy[str]:
     return texts.filter(lambda t: "/" not in t)
 
 
+@pytest.mark.thorough
 @settings(max_examples=120)
 @given(st.sampled_from(ALL).flatmap(lambda n: st.tuples(st.just(n), names_only(n))))
 def test_any_text_is_settings_or_a_line_that_names_the_variable(

@@ -44,6 +44,7 @@ for _ in range(3):
 CONVERTS = {"AUTOAMP_PRECISION": "bf16", "AUTOAMP_DO_NO_HARM": "0"}
 
 
+@pytest.mark.thorough(but=["script2-variables2-1-left to the script's own autocast"])
 @pytest.mark.parametrize(
     ("script", "variables", "most", "text"),
     [

@@ -174,6 +174,7 @@ print(repr(loss.item()), "autoamp" in sys.modules)
 """
 
 
+@pytest.mark.thorough
 def test_a_small_script_imports_nothing_and_is_told_so_in_a_line() -> None:
     off = run(TRAINS, AUTOAMP_ENABLE="0")
     kept = {k: v for k, v in os.environ.items() if not k.startswith("AUTOAMP_")}
@@ -192,6 +193,7 @@ def test_a_small_script_imports_nothing_and_is_told_so_in_a_line() -> None:
     assert not off.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "variable",
     [
@@ -206,6 +208,7 @@ def test_at_once_where_asked(variable: dict[str, str]) -> None:
     assert "not hot" not in found.stderr
 
 
+@pytest.mark.thorough
 def test_a_wrong_value_is_told_at_the_first_call_though_nothing_is_hot() -> None:
     found = run(TRAINS, AUTOAMP_PRECISION="fp17")
     assert "fp17" in found.stderr

@@ -59,6 +59,7 @@ def low_products(model: nn.Module) -> int:
     return sum(row.op == "aten::linear.default" and row.is_low for row in rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("automatic")
 def test_every_kind_of_block_is_converted_in_the_automatic_mode() -> None:
     model = Broken([kind_of_block(i)(8) for i in range(MANY)])
@@ -66,6 +67,7 @@ def test_every_kind_of_block_is_converted_in_the_automatic_mode() -> None:
     assert low_products(model) == MANY
 
 
+@pytest.mark.thorough
 def test_every_block_of_one_class_is_converted_whatever_its_size() -> None:
     model = autoamp.convert(Broken([Block(8 + i) for i in range(MANY)]), **BF16)
     model(torch.randn(2, 8))
@@ -85,6 +87,7 @@ class Choosy(nn.Module):
         return self.blocks[1](x) * len(word)
 
 
+@pytest.mark.thorough
 def test_the_recompile_limit_is_told(caplog) -> None:
     model = autoamp.convert(Choosy(), **BF16)
     for i in range(MANY):
@@ -105,6 +108,7 @@ class Halves(nn.Module):
         return self.second(x)
 
 
+@pytest.mark.thorough
 def test_threads_that_race_at_a_new_size_all_run_rewritten_graphs() -> None:
     model = autoamp.convert(Halves(), **BF16)
     model(torch.randn(3, 8))
@@ -135,6 +139,7 @@ def failing_on(graph: int) -> Callable[..., Any]:
     return fail
 
 
+@pytest.mark.thorough(but=["0-0-3", "-1-3-0"])
 @pytest.mark.parametrize(
     ("graph", "aside", "in_part"), [(0, 0, 3), (1, 0, 3), (-1, 3, 0)]
 )
@@ -180,6 +185,7 @@ def error_of(model: nn.Module) -> str:
     raise AssertionError("a batch-norm of one sample raises")
 
 
+@pytest.mark.thorough(but=["convert"])
 @pytest.mark.parametrize("mode", ["convert", "automatic"])
 def test_an_error_of_the_users_is_told_once(mode: str, request, caplog) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))

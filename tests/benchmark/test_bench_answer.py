@@ -34,6 +34,7 @@ def measured(model: nn.Module, *args: Tensor, **given: Any) -> Answer:
 # -- measured here ---------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("bf16_units")
 def test_input_bound() -> None:
     class Slow:
@@ -55,6 +56,7 @@ def test_tiny_model() -> None:
     assert "its matrices are too small" in found.sentence
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("bf16_units")
 def test_launch_bound() -> None:
     found = measured(layers(8, depth=60), torch.randn(2, 8), infer=True)
@@ -172,6 +174,7 @@ def test_compute_bound() -> None:
     assert "100% of their flops run in fp16" in found.sentence
 
 
+@pytest.mark.thorough
 def test_odd_dimensions() -> None:
     found = answer(on_a_gpu(layers(1001), torch.randn(4096, 1001), 0.8))
     assert found.helps is True

@@ -72,6 +72,7 @@ def true_errors(model: nn.Module, exact: nn.Module, x: Tensor) -> dict[str, floa
 # -- the budget is kept ----------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("budget", "limits"),
     [
@@ -103,6 +104,7 @@ def test_errors_are_within_the_budget(budget: Budget, limits: dict[str, float]) 
     assert [c.held_out for c in report.frontier.checks] == [False] * 3 + [True]
 
 
+@pytest.mark.thorough
 def test_a_smaller_budget_costs_time_and_error_falls() -> None:
     model, data = Net().eval(), batches()
     times, errors = [], []
@@ -121,6 +123,7 @@ def test_a_smaller_budget_costs_time_and_error_falls() -> None:
     assert errors[-1] == 0.0, "no op is exact enough for a hundredth"
 
 
+@pytest.mark.thorough
 def test_a_budget_that_nothing_meets_but_fp32_gives_the_bits_of_fp32() -> None:
     model, data = Net().eval(), batches()
     exact = copy.deepcopy(model)
@@ -139,6 +142,7 @@ def test_what_is_loudest_goes_to_fp32_first() -> None:
     assert "loud" not in low
 
 
+@pytest.mark.thorough
 def test_a_large_budget_goes_below_the_ceiling_and_says_so() -> None:
     class Sums(nn.Module):
         def __init__(self) -> None:
@@ -162,6 +166,7 @@ def test_a_large_budget_goes_below_the_ceiling_and_says_so() -> None:
     assert "bf16" in [op.precision for op in ops if op.op.startswith("aten::add")]
 
 
+@pytest.mark.thorough
 def test_a_metric_of_one_output_and_of_two() -> None:
     model, data = Net().eval(), batches()
 
@@ -194,6 +199,7 @@ def test_a_metric_of_one_output_and_of_two() -> None:
         assert any(op.is_low for op in found.ops), metric
 
 
+@pytest.mark.thorough
 def test_fp16_trains_with_a_budget() -> None:
     model, data = Net().train(), batches()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -220,6 +226,7 @@ def test_fp16_trains_with_a_budget() -> None:
 # -- what belongs to a conversion ------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_placement_stays_with_the_model() -> None:
     model, data = Net().eval(), batches()
     autoamp.convert(model, **BF16, budget="0.4 autocast", calibrate_on=data)
@@ -240,6 +247,7 @@ def test_the_placement_stays_with_the_model() -> None:
     assert autoamp.report(model).frontier is None
 
 
+@pytest.mark.thorough
 def test_an_op_that_no_batch_ran_stays_fp32() -> None:
     class Either(Net):
         def __init__(self) -> None:
@@ -258,6 +266,7 @@ def test_an_op_that_no_batch_ran_stays_fp32() -> None:
     assert "no batch of calibrate_on= ran it" in row.reason
 
 
+@pytest.mark.thorough
 def test_the_report_shows_it() -> None:
     model, data = Net().eval(), batches()
     autoamp.convert(model, **BF16, budget="0.4 autocast", calibrate_on=data)
@@ -324,6 +333,16 @@ def broken_metric(out: Tensor) -> Tensor:
     raise KeyError("logits")
 
 
+@pytest.mark.thorough(
+    but=[
+        "options0-needs data",
+        "options4-not a positive",
+        "options8-holds no batch",
+        "options11-calibrate_on[1]",
+        "options15-objective='memory'",
+        "options19-KeyError",
+    ]
+)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -391,6 +410,7 @@ def test_bad_input_changes_nothing(options: dict[str, Any], said: str) -> None:
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.thorough
 def test_a_model_that_fp32_does_not_repeat() -> None:
     model = Drifting().eval()
     with pytest.raises(BudgetError, match="cannot be met even in fp32"):
@@ -434,6 +454,7 @@ def test_limits_as_people_write_them(given: Any, wanted: tuple[float, bool]) -> 
 # -- models that are hard to differentiate ---------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_model_that_asks_whether_its_tensors_have_gradients() -> None:
     class Asks(Net):
         def __init__(self) -> None:
@@ -456,6 +477,7 @@ def test_a_model_that_asks_whether_its_tensors_have_gradients() -> None:
     assert any(op.is_low for op in by_module.values())
 
 
+@pytest.mark.thorough
 def test_an_op_that_cannot_be_differentiated_by_an_operand() -> None:
     class Counts(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -137,6 +137,7 @@ def test_nothing_is_kept_once_all_are_gone() -> None:
     assert len(_PROGRAMS) == before
 
 
+@pytest.mark.thorough
 def test_kinds_of_calls_are_captured_once_each(prepared: list[Any]) -> None:
     models = several()
     for model in models:
@@ -156,6 +157,7 @@ def test_methods_are_shared_too(prepared: list[Any]) -> None:
     assert len(prepared) == 1
 
 
+@pytest.mark.thorough(but=["number"])
 @pytest.mark.parametrize(
     "other",
     [
@@ -213,6 +215,7 @@ class Holder:
         self.inside = inside
 
 
+@pytest.mark.thorough(but=["list", "object"])
 @pytest.mark.parametrize(
     "within",
     [lambda t: [t], lambda t: {0: (t,)}, lambda t: Holder([t])],
@@ -239,6 +242,7 @@ def test_a_model_with_a_vocabulary_is_not_looked_through() -> None:
     assert likeness(model, (X,), {}) is not None
 
 
+@pytest.mark.thorough
 def test_hooks_and_functions_of_an_instance_are_its_own() -> None:
     models = several(count=3)
     seen: list[int] = []
@@ -354,6 +358,7 @@ def test_threads_call_models_alike_at_once() -> None:
         assert autoamp.report(model).runs == 1
 
 
+@pytest.mark.thorough
 def test_one_inside_the_call_of_another() -> None:
     """After a graph break the outer model's graphs count for it again."""
 

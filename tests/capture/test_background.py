@@ -167,6 +167,7 @@ class Training:
         return str(graph["background"])
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("compiled_once")
 def test_a_loop_is_compiled_and_exchanged_between_steps(made) -> None:
     """The loss curve stays within the rounding of fp16 at every step."""
@@ -196,6 +197,7 @@ def test_a_loop_is_compiled_and_exchanged_between_steps(made) -> None:
     assert losses[:3] == wanted[:3]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("compiled_once")
 def test_no_exchange_between_two_micro_batches(made) -> None:
     now = Training("auto")
@@ -210,6 +212,7 @@ def test_no_exchange_between_two_micro_batches(made) -> None:
     assert now.state == "compiled"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("compiled_once")
 def test_a_backward_belongs_to_the_forward_that_was_run(made) -> None:
     """An eager forward's gradients are eager's, though the exchange came in between."""
@@ -233,6 +236,7 @@ def test_a_backward_belongs_to_the_forward_that_was_run(made) -> None:
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("compiled_once")
 def test_a_compiled_backward_may_run_twice_over_a_retained_graph(made) -> None:
     now = Training("auto")
@@ -250,6 +254,7 @@ def test_a_compiled_backward_may_run_twice_over_a_retained_graph(made) -> None:
         torch.testing.assert_close(both.grad, 2 * first)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("compiled_once")
 def test_loss_scaling_and_skipped_steps_go_on_across_the_exchange(made) -> None:
     eager, now = Training("eager"), Training("auto")
@@ -329,6 +334,7 @@ def growing(m: Any, x: Tensor) -> Tensor:
     return result
 
 
+@pytest.mark.thorough(but=["a write"])
 @pytest.mark.parametrize(
     ("forward", "sizes", "why"),
     [
@@ -361,6 +367,7 @@ def test_a_backward_that_is_differentiated_again_keeps_the_graph_eager(made) -> 
     assert "create_graph=True" in autoamp.report(model).full()
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("compiled_once")
 def test_models_that_are_alike_share_the_code_and_have_steps_of_their_own(made) -> None:
     models = [auto(small(), precision="fp16") for _ in range(2)]
@@ -533,6 +540,7 @@ END
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", ["pass", "import os; os._exit(0)"])
 def test_a_process_that_exits_takes_its_compilation_along(end: str) -> None:
     """Also where no Python code runs at the exit."""

@@ -118,6 +118,7 @@ def size(kept: Any) -> Any:
     return kept if isinstance(kept, (int, float)) else len(kept)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("case", "name"), each_with_one(CASES, CALLED))
 def test_every_call_stays_low_and_graphs_are_not_made_for_each(
     case: tuple[type[Changing], Any], name: str, caplog
@@ -163,6 +164,7 @@ def test_what_settles_stays_one_graph() -> None:
     assert len(report.graphs) <= 3
 
 
+@pytest.mark.thorough
 def test_the_report_names_what_is_left_to_python() -> None:
     model = autoamp.convert(Appends([]), **BF16)
     for _ in range(CALLS):
@@ -185,6 +187,7 @@ def changed_outside(model: Changing, call: int) -> None:
         model.kept[f"key {call}"] = call
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("make", "name"), each_with_one([float, dict], CALLED))
 def test_past_the_recompile_limit_modules_stay_low(make: Any, name: str) -> None:
     model, plain = Scaled(make()), Scaled(make())

@@ -90,6 +90,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(map(torch.equal, a, b))
 
 
+@pytest.mark.thorough
 @rounds_on_cpus
 def test_a_gated_block_agrees_with_eager_where_casts_are_exact() -> None:
     model, x = gated(), torch.randn(32, 64)
@@ -110,6 +111,7 @@ def test_a_torch_that_cannot_round_on_cpus_is_said_to(monkeypatch) -> None:
     assert "round at each cast" not in told
 
 
+@pytest.mark.thorough
 @rounds_on_cpus
 def test_the_backward_rounds_as_well_and_no_setting_stays() -> None:
     model, x = gated(), torch.randn(32, 64, requires_grad=True)
@@ -129,6 +131,7 @@ def test_the_backward_rounds_as_well_and_no_setting_stays() -> None:
     assert before == after == (False, None)
 
 
+@pytest.mark.thorough
 @rounds_on_cpus
 def test_a_cast_inside_a_kernel_rounds_no_value() -> None:
     """The fates read from the schedule are those that the numbers show."""
@@ -150,6 +153,7 @@ def test_a_cast_inside_a_kernel_rounds_no_value() -> None:
     assert "rounds no value" not in autoamp.report(exact).full()
 
 
+@pytest.mark.thorough
 def test_a_cast_may_be_written_and_be_read_before_that() -> None:
     model, x = wave(True), torch.randn(32, 64)
     low = copy.deepcopy(model).bfloat16()
@@ -170,6 +174,7 @@ def test_a_cast_may_be_written_and_be_read_before_that() -> None:
     )
 
 
+@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("trains", [False, True])
 def test_the_fates_are_known_of_code_from_a_cache(trains: bool) -> None:
     found = []

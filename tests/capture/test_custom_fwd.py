@@ -112,6 +112,7 @@ def reason_of(model: nn.Module) -> str:
 CASTS = itertools.product([BF16, FP16, FP32, None], BODIES)
 
 
+@pytest.mark.thorough(but=["cast0-True", "cast39-False"])
 @pytest.mark.parametrize(("cast", "grad"), each_with_one(CASTS, [True, False]))
 def test_results_and_gradients_are_autocasts(
     cast: tuple[torch.dtype | None, str], grad: bool
@@ -170,6 +171,7 @@ def test_the_models_own_region_goes_first(enabled: bool) -> None:
     assert same(run(converted(Within(applied))), by_autocast(Within(applied)))
 
 
+@pytest.mark.thorough
 def test_a_region_in_code_left_to_python_goes_first_too() -> None:
     class Broken(Model):
         @torch._dynamo.disable(recursive=False)
@@ -203,6 +205,7 @@ class Nested(Model):
         return self.inner(x, self.weight, 2.0)
 
 
+@pytest.mark.thorough(but=["['*']"])
 @pytest.mark.parametrize("keep", [["inner"], ["*"]], ids=str)
 def test_the_users_own_word_goes_first(keep: list[str]) -> None:
     applied = function(BODIES["product"], CPU_FWD(cast_inputs=BF16))
@@ -231,6 +234,7 @@ def test_a_module_called_in_a_method_is_kept() -> None:
     assert [row.precision for row in rows] == ["fp32", "bf16"]
 
 
+@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_in_a_checkpointed_region(reentrant: bool) -> None:
     class Checkpointed(Model):
@@ -279,6 +283,7 @@ def test_results_may_be_written_to() -> None:
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.thorough
 def test_one_operand_given_twice() -> None:
     class Twice(Model):
         def called(self, x: Tensor) -> Any:

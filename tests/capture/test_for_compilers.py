@@ -112,6 +112,7 @@ def test_the_kernels_of_the_loss_read_16_bits(options: dict[str, float]) -> None
     assert count(ours, autocast=False) <= 1.01 * most
 
 
+@pytest.mark.thorough(but=["RNN-aot_eager"])
 @pytest.mark.parametrize(
     "backend", [aot_eager, pytest.param("inductor", marks=pytest.mark.slow)]
 )

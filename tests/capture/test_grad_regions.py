@@ -87,6 +87,7 @@ def grad_mode() -> Iterator[None]:
     torch.set_grad_enabled(True)
 
 
+@pytest.mark.thorough(but=["NeverEntered"])
 @pytest.mark.parametrize(
     "kind", [EnteredLater, NeverEntered, Decorates, Enables, BreaksInside, Sets]
 )

@@ -36,6 +36,7 @@ class Looping(nn.Module):
         return self.head(self.net(self.deep(x)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", some_slow(["bf16", "fp16"], "bf16".__eq__))
 def test_layers_are_low_where_their_caller_is_left_to_python(precision: str) -> None:
     """No further off than a rounding for every product, forward and backward."""
@@ -61,6 +62,7 @@ def test_layers_are_low_where_their_caller_is_left_to_python(precision: str) -> 
     assert not counts.high_flops
 
 
+@pytest.mark.thorough
 def test_each_layer_is_given_its_own_weights() -> None:
     """Layers of one size share a graph."""
     model = Looping()
@@ -76,6 +78,7 @@ def test_each_layer_is_given_its_own_weights() -> None:
     assert [t.unique().tolist() for t in seen] == [[0.0], [1.0], [2.0]]
 
 
+@pytest.mark.thorough
 def test_the_report_names_what_is_left_to_python() -> None:
     model = autoamp.convert(Looping(), precision="bf16", do_no_harm=False)
     model(torch.randn(2, 4, WIDTH))

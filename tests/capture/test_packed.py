@@ -62,6 +62,7 @@ def low_ops(model: nn.Module) -> set[str]:
     return {row.op for row in autoamp.report(model).ops if row.is_low}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("name", "precision"), each_with_one(LAYERS, [*LOW]))
 def test_no_less_true_than_autocast(name: str, precision: str) -> None:
     torch.manual_seed(0)
@@ -78,6 +79,7 @@ def test_no_less_true_than_autocast(name: str, precision: str) -> None:
     assert f"aten::{OP[name]}.data" in low_ops(ours)
 
 
+@pytest.mark.thorough
 def test_batches_of_other_lengths_share_the_graphs() -> None:
     torch.manual_seed(0)
     model = Reader(nn.GRU, bidirectional=True)
@@ -91,6 +93,7 @@ def test_batches_of_other_lengths_share_the_graphs() -> None:
     assert len(autoamp.report(ours).graphs) == captured
 
 
+@pytest.mark.thorough
 def test_a_state_given_by_the_caller_is_used() -> None:
     torch.manual_seed(0)
     layer = nn.GRU(WIDTH, WIDTH)
@@ -104,6 +107,7 @@ def test_a_state_given_by_the_caller_is_used() -> None:
     assert "aten::gru.data" in low_ops(ours)
 
 
+@pytest.mark.thorough
 def test_dynamo_sees_them_as_ever_elsewhere() -> None:
     """What lets our captures pass through them is undone with each."""
     model = Reader(nn.GRU)
@@ -117,6 +121,7 @@ def test_dynamo_sees_them_as_ever_elsewhere() -> None:
 _aot: Any = torch._dynamo.lookup_backend("aot_eager")
 
 
+@pytest.mark.thorough
 def test_a_compiler_is_not_given_them() -> None:
     model = Reader(nn.GRU)
     options = {"precision": "bf16", "do_no_harm": False, "backend": _aot}
@@ -133,6 +138,7 @@ PACKED = itertools.product(
 )
 
 
+@pytest.mark.thorough(but=["case3-False"])
 @pytest.mark.parametrize(("case", "training"), each_with_one(PACKED, [True, False]))
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_results_have_the_dtypes_that_the_next_graph_was_told(

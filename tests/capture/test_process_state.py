@@ -146,6 +146,7 @@ def check(at: int, error: type[BaseException], warm: bool) -> str:
 TOLD = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
+@pytest.mark.thorough(but=["StopError-False"])
 @TOLD
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize(

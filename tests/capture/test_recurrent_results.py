@@ -32,6 +32,15 @@ def told(results: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.thorough(
+    but=[
+        "gru-1-False-False",
+        "lstm-1-True-False",
+        "projected-2-False-False",
+        "relu-2-False-True",
+        "tanh-2-True-True",
+    ]
+)
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
@@ -80,6 +89,7 @@ class Series(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 def test_a_capture_makes_no_operation_of_a_step(
     kind: type[nn.RNNBase], monkeypatch

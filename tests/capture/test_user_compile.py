@@ -86,6 +86,7 @@ def decorated(model: nn.Module, seen: Seen) -> Callable[..., Any]:
 WAYS = [whole, in_place, function, decorated]
 
 
+@pytest.mark.thorough(but=["decorated"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.usefixtures("automatic")
 def test_automatic_mode(way: Callable[..., Any], x: Tensor) -> None:
@@ -115,6 +116,7 @@ def test_what_is_compiled_after_disable_is_plain(
     assert torch.equal(way(model, seen)(x), exact)
 
 
+@pytest.mark.thorough(but=["whole", "decorated"])
 @pytest.mark.parametrize("way", [whole, in_place, decorated])
 def test_converted_model(way: Callable[..., Any], x: Tensor) -> None:
     model, seen = mlp(), Seen()
@@ -131,6 +133,7 @@ def test_converted_model(way: Callable[..., Any], x: Tensor) -> None:
 
 # Dynamo looks at `.grad` of whatever crosses a break; it hides the warning, though not
 # from a filter that makes it an error.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_converted_module_inside(x: Tensor) -> None:
     model, seen = Outer(mlp()), Seen("aot_eager")
@@ -146,6 +149,7 @@ def test_converted_module_inside(x: Tensor) -> None:
     assert relative_error([p.grad for p in model.parameters()], wanted) < CLOSE
 
 
+@pytest.mark.thorough(but=["fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_as_one_graph_autocast_stands_in(precision: str, x: Tensor, caplog) -> None:
     model, seen = mlp(), Seen("aot_eager")
@@ -190,6 +194,7 @@ def test_an_autocast_region_in_a_function_is_left_to_it(x: Tensor) -> None:
 # -- questions to Dynamo ---------------------------------------------------------------
 
 
+@pytest.mark.thorough(but=["0"])
 @pytest.mark.parametrize("calls_before", [0, 2])
 def test_dynamo_explains_the_models_own_code(calls_before: int) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))

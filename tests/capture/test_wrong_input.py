@@ -77,6 +77,7 @@ def by_the_mode(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.thorough(but=["too few arguments-by_convert-train"])
 @pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("convert", [by_convert, by_the_mode])
 @pytest.mark.parametrize("wrong", WRONG)
@@ -135,6 +136,14 @@ class Refused(nn.Module):
         return self.call(self.body(x), i)
 
 
+@pytest.mark.thorough(
+    but=[
+        "an integer weight",
+        "a product with a vector",
+        "a norm's weight",
+        "a cross product",
+    ]
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_error_about_integers_names_the_dtypes_of_the_model(name: str) -> None:
     call, integers = REFUSED[name]

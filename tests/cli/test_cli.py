@@ -67,6 +67,7 @@ def asked(environ: dict[str, str]) -> dict[str, str]:
 # -- run -------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "how", ["script", pytest.param("module", marks=pytest.mark.slow)]
 )

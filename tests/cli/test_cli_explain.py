@@ -201,6 +201,7 @@ def test_words_in_the_help_are_autoamps_own() -> None:
 FORCED = ("--precision", "bf16", "--no-do-no-harm")
 
 
+@pytest.mark.thorough
 def test_the_report_is_printed() -> None:
     result = call("nets:small", *FORCED)
     assert result.exit_code == 0
@@ -210,6 +211,7 @@ def test_the_report_is_printed() -> None:
     assert timeless(full.stdout) == timeless(f"{expected.full()}\n")
 
 
+@pytest.mark.thorough
 def test_what_the_model_prints_goes_to_stderr() -> None:
     result = call("nets:small", *FORCED, "--json", "-")
     assert result.stdout == _explained().to_json()
@@ -218,6 +220,7 @@ def test_what_the_model_prints_goes_to_stderr() -> None:
     assert "the model runs\n" in result.stderr
 
 
+@pytest.mark.thorough
 def test_reports_are_written(tmp_path: Path) -> None:
     report = _explained()
     result = call("nets:small", *FORCED, "--json", "a.json", "--dot", "a.dot")
@@ -253,6 +256,7 @@ def test_a_comparison_is_printed() -> None:
     assert "the model runs\n" in result.stderr
 
 
+@pytest.mark.thorough
 def test_a_tolerance_gives_a_rules_file(tmp_path: Path) -> None:
     given = ("nets:small", *FORCED, "--tolerance")
     result = compared(*given, "1e-6", "--to-rules", "keep.toml")
@@ -317,6 +321,7 @@ def test_the_installed_command_is_the_quick_one() -> None:
     assert main is autoamp_cli.main
 
 
+@pytest.mark.thorough(but=["", "rules why"])
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_answers_without_torch_and_shows_an_example(
     command: tuple[str, ...],
@@ -339,6 +344,7 @@ def test_help_takes_a_third_of_a_second() -> None:
         assert spent < 0.3, f"autoamp {command} --help took {spent:.2f} s of CPU time"
 
 
+@pytest.mark.thorough(but=["zsh"])
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_shells_complete_commands(shell: str) -> None:
     script = process(_AUTOAMP_COMPLETE=f"{shell}_source")

@@ -56,6 +56,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     sys.modules.pop("exported_models", None)
 
 
+@pytest.mark.thorough
 def test_files_of_two_targets_and_a_report_have_one_plan(run: Run) -> None:
     of = "exported_models:example"
     told = run("export", of, "--out", "a.pt2", *FORCED)

@@ -162,6 +162,7 @@ def test_an_allow_rule_is_checked_on_the_model() -> None:
     assert AGAIN.format("sums") in told.output
 
 
+@pytest.mark.thorough(but=["before0-after0-rule0-True"])
 @pytest.mark.usefixtures("there")
 @pytest.mark.parametrize(
     ("before", "after", "rule", "again"),
@@ -236,6 +237,7 @@ def test_calls_in_no_module_cannot_be_kept() -> None:
     assert "they are in no module, so that keep= cannot name them" in told.output
 
 
+@pytest.mark.thorough(but=["False"])
 @pytest.mark.usefixtures("there")
 @pytest.mark.parametrize("exact", [True, False])
 def test_an_op_that_moved_both_ways_by_a_rule(exact: bool) -> None:
@@ -324,6 +326,7 @@ def test_a_report_without_costs_says_none() -> None:
     assert json.loads(told.output)["seconds_of_the_rest"] is None
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("there")
 def test_json_has_the_check_and_nothing_else() -> None:
     write("old.json", "two", keep=["first"])
@@ -339,6 +342,7 @@ def test_json_has_the_check_and_nothing_else() -> None:
     assert (same.exit_code, found["causes"], found["check"]) == (0, {}, None)
 
 
+@pytest.mark.thorough(but=["True"])
 @pytest.mark.usefixtures("there")
 @pytest.mark.parametrize("reverse", [False, True])
 def test_ops_and_graphs_that_came_or_went(reverse: bool) -> None:

@@ -63,6 +63,7 @@ def _backward(case: Case, call: Callable[..., Any]) -> None:
     case.loss(call(*args, **kwargs)).backward()
 
 
+@pytest.mark.thorough(but=["mlp", "straight_through", "branching"])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_counting_does_not_stop_capture_and_misses_nothing(name: str) -> None:
     case = BY_NAME[name]
@@ -85,6 +86,7 @@ def test_a_plain_mode_would_stop_capture() -> None:
     assert captured.runs == 0
 
 
+@pytest.mark.thorough(but=["mlp", "straight_through", "branching"])
 @pytest.mark.parametrize("name", CAPTURED)
 def test_hooks_for_saved_bytes_do_not_stop_capture(name: str) -> None:
     case = BY_NAME[name]
@@ -146,6 +148,7 @@ def test_refreshing_weight_copies_is_counted_by_tensor() -> None:
     assert counts.casts == {Cast("forward", "value", "down"): 1}
 
 
+@pytest.mark.thorough
 def test_inference_mode_hides_nothing() -> None:
     model = BY_NAME["gpt2"].model().eval()
     _, kwargs = BY_NAME["gpt2"].inputs(0)

@@ -52,6 +52,7 @@ def train(rank: int, converted: list[dict[str, Any] | None], wrap: str) -> Train
     return steps(net, sgd, [batch(step, rank) for step in range(3)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wrap", "options"),
     [
@@ -104,6 +105,7 @@ def other_graphs(rank: int) -> list[str]:
     return [text for text in heard.said if "other graphs" in text]
 
 
+@pytest.mark.thorough
 def test_other_graphs_are_a_warning_of_one_rank(two: Ranks) -> None:
     first, second = two.run(other_graphs)
     assert second == []
@@ -176,6 +178,7 @@ def many(rank: int, count: int, wrap: str) -> tuple[list[float], list[bool], boo
     return scales, skipped, finite
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("wrap", "count"),
     [

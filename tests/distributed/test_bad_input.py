@@ -124,6 +124,7 @@ def without_a_store(rank: int) -> None:
     assert "more" not in str(told.value)
 
 
+@pytest.mark.thorough
 def test_a_store_that_died_is_named(two: Ranks) -> None:
     two.run(without_a_store)
 
@@ -138,6 +139,7 @@ def other_precisions(rank: int, wrap: str) -> Trained:
     return steps(net, sgd, [batch(step, rank) for step in range(2)])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrap", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_another_precision_is_an_error_on_every_rank(wrap: str, two: Ranks) -> None:
     with pytest.raises(RankError, match="fp16 on rank 0; bf16 on rank 1") as told:
@@ -192,6 +194,7 @@ def on_a_mesh(rank: int, shape: tuple[int, ...], converted: bool) -> str:
     return ""
 
 
+@pytest.mark.thorough(but=["shape1"])
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_a_mesh_larger_than_the_world(shape: tuple[int, ...], two: Ranks) -> None:
     for told in two.run(on_a_mesh, shape, True):

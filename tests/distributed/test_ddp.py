@@ -105,6 +105,7 @@ def agreed(results: list[Trained]) -> Trained:
     return first
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "setting",
     slow(SETTINGS, "plain", "converted after", "unused parameters", "reduced in fp16"),
@@ -124,6 +125,7 @@ def test_ranks_skip_the_first_step(setting: dict[str, Any], two: Ranks) -> None:
     assert trained.weights[1] != trained.weights[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.row("DistributedDataParallel")
 @pytest.mark.parametrize("setting", slow(["plain", "accumulation", "zero"], "plain"))
 def test_losses_are_as_near_to_fp32s_as_autocasts(setting: str, two: Ranks) -> None:
@@ -181,6 +183,7 @@ def train_by(rank: int, *, by_price: bool) -> tuple[Trained, float]:
     return trained, autoamp.report(ddp).coverage.share_of_flops or 0.0
 
 
+@pytest.mark.thorough(but=["a mode"])
 @pytest.mark.parametrize("why", ["a mode", "price"])
 def test_a_rank_without_graphs_takes_part(why: str, two: Ranks) -> None:
     (first, covered), (second, not_covered) = two.run(train_without_a_graph, why)
@@ -209,6 +212,7 @@ def train_uneven(rank: int, zero: bool) -> tuple[Trained, Trained]:
     return uneven, even
 
 
+@pytest.mark.thorough
 @pytest.mark.row("join(), uneven inputs")
 @pytest.mark.parametrize("zero", [False, True])
 def test_uneven_inputs(zero: bool, two: Ranks) -> None:
@@ -229,6 +233,7 @@ def train_one_weight(rank: int) -> Trained:
     return steps(ddp, optimizer, batches, bad=[BAD] if rank == 1 else ())
 
 
+@pytest.mark.thorough
 @pytest.mark.row("ZeroRedundancyOptimizer")
 def test_a_rank_whose_optimizer_holds_no_weight_takes_part(two: Ranks) -> None:
     trained = agreed(two.run(train_one_weight))
@@ -255,6 +260,7 @@ def train_clipped(rank: int, after: bool) -> Trained:
     return steps(ddp, optimizer, batches)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", [False, True])
 def test_a_gradient_clipped_before_it_is_reduced(after: bool, two: Ranks) -> None:
     results = two.run(train_clipped, after)
@@ -273,6 +279,7 @@ def train_near_the_limit(rank: int) -> Trained:
     return steps(ddp, optimizer, batches)
 
 
+@pytest.mark.thorough
 @pytest.mark.row("communication hooks")
 def test_a_gradient_that_overflows_as_it_is_reduced(two: Ranks) -> None:
     trained = agreed(two.run(train_near_the_limit))
@@ -293,6 +300,7 @@ def train_with_other_sizes(rank: int) -> Trained:
     return steps(ddp, torch.optim.SGD(ddp.parameters(), 1e-9), batches)
 
 
+@pytest.mark.thorough
 def test_ranks_climb_together(two: Ranks) -> None:
     trained = agreed(two.run(train_with_other_sizes))
     assert len(set(trained.scales)) > 1
@@ -322,6 +330,7 @@ def events(rank: int, backend: str) -> list[str]:
     return seen
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )

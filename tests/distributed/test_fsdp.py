@@ -98,6 +98,7 @@ def losses(results: list[tuple[Trained, float]]) -> Tensor:
     return torch.tensor([trained.losses for trained, _ in results])
 
 
+@pytest.mark.thorough
 @pytest.mark.row("FSDP2 (fully_shard)")
 @pytest.mark.parametrize("setting", slow(SETTINGS, "plain"))
 def test_all_products_are_low(setting: str, two: Ranks) -> None:
@@ -113,6 +114,7 @@ def test_all_products_are_low(setting: str, two: Ranks) -> None:
     assert 0 < deviation <= bound(plain, autocast)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bad", [pytest.param(0, marks=pytest.mark.slow), BAD])
 @pytest.mark.parametrize(
     "setting", slow(["plain", "root alone", "checkpointed"], "plain")
@@ -147,6 +149,7 @@ def traffic(rank: int, mixed: str, *, low: bool = True, **more: Any) -> Any:
     return trained, sum(sizes[len(sizes) * 2 // STEPS :])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "setting", slow(["plain", "offloaded", "checkpointed"], "plain")
 )
@@ -277,6 +280,7 @@ def gathered_low(model: nn.Module) -> list[bool]:
     return [type(record).__name__ == "LowGathered" for _, record in pairs]
 
 
+@pytest.mark.thorough
 def test_a_weight_that_a_new_graph_reads_is_gathered_in_fp32_again(two: Ranks) -> None:
     for before, after, others in two.run(read_later):
         assert before
@@ -295,6 +299,7 @@ def graph_on_one_rank(rank: int) -> list[bool]:
     return gathered_low(net)
 
 
+@pytest.mark.thorough
 def test_ranks_gather_alike(two: Ranks) -> None:
     first, second = two.run(graph_on_one_rank)
     assert first == second
@@ -328,6 +333,7 @@ def freed(rank: int) -> bool:
     return all(ref() is None for ref in known)
 
 
+@pytest.mark.thorough
 def test_nothing_of_ours_keeps_a_model(two: Ranks) -> None:
     assert two.run(freed) == [True, True]
 

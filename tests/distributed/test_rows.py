@@ -164,6 +164,7 @@ def check_losses(ranks: Ranks, name: str, precision: str, **more: Any) -> None:
     assert 0 < deviation <= bound(losses(plain), losses(autocast))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_as_near_to_fp32s_as_autocasts(
@@ -179,6 +180,7 @@ def test_losses_of_accumulated_gradients(name: str, precision: str, two: Ranks) 
     check_losses(two, name, precision, no_sync=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_skip_the_same_step(
@@ -203,6 +205,7 @@ def train_near_the_limit(rank: int, precision: str) -> Trained:
     return steps(net, torch.optim.SGD(net.parameters(), 1e-9), batches)
 
 
+@pytest.mark.thorough(but=["bf16"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_gradient_that_overflows_as_it_is_reduced(precision: str, two: Ranks) -> None:
     first, second = two.run(train_near_the_limit, precision)

@@ -135,6 +135,7 @@ def test_a_package_of_another_tool_has_no_plan(tmp_path: Path) -> None:
         autoamp.load(path)
 
 
+@pytest.mark.thorough(but=["none", "older"])
 @pytest.mark.parametrize("older", [b"older", None], ids=["older", "none"])
 def test_a_compilation_that_fails_leaves_the_folder_as_it_was(
     older: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,7 @@ def two(bias: bool = True) -> nn.Sequential:
     ).eval()
 
 
+@pytest.mark.thorough(but=["mlp-fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     "name",
@@ -144,6 +145,7 @@ class Structured(nn.Module):
         return {"y": y, "z": (y.sum(), [x.shape[0]])} if flag else y
 
 
+@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("flag", [True, False])
 def test_the_callers_signature_is_kept(flag: bool) -> None:
     model = Structured().eval()
@@ -160,6 +162,7 @@ def test_the_callers_signature_is_kept(flag: bool) -> None:
     assert "scale" in names
 
 
+@pytest.mark.thorough
 def test_any_batch_and_length_in_one_program() -> None:
     layer = nn.MultiheadAttention(32, 4, batch_first=True).eval()
 
@@ -184,6 +187,7 @@ def test_any_batch_and_length_in_one_program() -> None:
             assert torch.equal(program.module()(x), fixed.module()(x))
 
 
+@pytest.mark.thorough
 def test_options_of_a_conversion_are_those_of_its_export() -> None:
     kept = autoamp.convert(two(), keep=["0"], **BF16)
     low = {
@@ -249,6 +253,7 @@ def test_buffers_and_generators_are_left_as_they_are() -> None:
             assert torch.equal(program.state_dict[name], value)
 
 
+@pytest.mark.thorough
 def test_it_works_in_any_mode_of_the_callers() -> None:
     same_calls.forget()
     expected = autoamp.export(two(), (X,), **BF16).module()(X)
@@ -344,6 +349,7 @@ def test_bad_options_are_refused(
         autoamp.export(lambda x: x, (X,))  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_another_result_than_the_converted_models_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -358,6 +364,7 @@ def test_another_result_than_the_converted_models_is_said(
         autoamp.export(strict, (X,), deny=["linear"])
 
 
+@pytest.mark.thorough
 def test_a_wrong_weight_or_result_is_a_bug_and_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -378,6 +385,7 @@ def test_a_wrong_weight_or_result_is_a_bug_and_raises(
             autoamp.export(two(), (X,), **BF16)
 
 
+@pytest.mark.thorough
 def test_an_encoder_that_torch_captures_otherwise_is_as_true(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -393,6 +401,7 @@ def test_an_encoder_that_torch_captures_otherwise_is_as_true(
     assert errors[0] <= 1.1 * errors[1]
 
 
+@pytest.mark.thorough
 def test_a_lstm_trains_on_after_its_export() -> None:
     model = nn.LSTM(16, 8)
     x = torch.randn(5, 2, 16)
@@ -406,6 +415,7 @@ def test_a_lstm_trains_on_after_its_export() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.thorough
 def test_gradients_and_masters_stay_behind() -> None:
     model = mlp().eval()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)

@@ -30,6 +30,7 @@ def program() -> Any:
     return autoamp.export(two(), (X,), **BF16)
 
 
+@pytest.mark.thorough
 def test_a_file_is_read_and_run_without_our_modules(
     tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,15 @@ def changed_plan(program: Any, **changes: Any) -> Any:
     return plan
 
 
+@pytest.mark.thorough(
+    but=[
+        "changes0-node linear is bfloat16 and was planned as float32",
+        "changes3-schema is not",
+        "changes6-version is no number",
+        "changes8-nodes.linear is no object",
+        "changes11-target is no string",
+    ]
+)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -88,6 +88,7 @@ def test_onnx_runtime_is_as_true_as_the_converted_model(
             assert errors[1] <= 1.1 * errors[0]
 
 
+@pytest.mark.thorough
 def test_the_file_holds_low_weights_and_the_callers_types(written: Path) -> None:
     model = onnx.load(written)
     kinds = {i.name: i.data_type for i in model.graph.initializer}
@@ -104,6 +105,7 @@ def test_the_file_holds_low_weights_and_the_callers_types(written: Path) -> None
     assert errors[1] <= 1.1 * errors[0]
 
 
+@pytest.mark.thorough
 def test_bf16_takes_an_opset_whose_ops_take_it(tmp_path: Path) -> None:
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 16, 3), torch.nn.GroupNorm(4, 16), torch.nn.ReLU()
@@ -181,6 +183,7 @@ def test_the_plan_names_the_ops_of_the_report(written: Path) -> None:
     assert names["linear"] == "fp16"
 
 
+@pytest.mark.thorough
 def test_a_large_model_is_two_files(
     program: torch.export.ExportedProgram,
     tmp_path: Path,
@@ -194,6 +197,7 @@ def test_a_large_model_is_two_files(
     assert run(path, X)[0].shape == (8, 64)
 
 
+@pytest.mark.thorough
 def test_what_onnx_refuses_is_not_written(
     program: torch.export.ExportedProgram,
     tmp_path: Path,

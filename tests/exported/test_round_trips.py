@@ -43,6 +43,7 @@ def by_safetensors(state: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
 WAYS = {"torch": by_pickle, "safetensors": by_safetensors}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_trained_with_autoamp_is_a_plain_one(
     way: str, tmp_path: Path
@@ -61,6 +62,7 @@ def test_a_checkpoint_trained_with_autoamp_is_a_plain_one(
     assert not torch.equal(expected, autoamp.convert(two(), **BF16)(X))
 
 
+@pytest.mark.thorough(but=["safetensors"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_plain_checkpoint_loads_into_a_converted_model(
     way: str, tmp_path: Path

@@ -48,6 +48,7 @@ def test_a_runtime_refuses_what_it_cannot_run(tmp_path: Any) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.thorough
 def test_a_runtime_that_gains_nothing_gets_fp32(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -75,6 +76,7 @@ def ops_of(program: Any) -> dict[str, dict[str, Any]]:
     return {op["op"]: op for op in compat.plan_in(program)["report"]["ops"]}
 
 
+@pytest.mark.thorough
 def test_ops_that_a_runtime_lacks_stay_fp32_with_its_reason() -> None:
     allowed = ops_of(autoamp.export(Picks().eval(), (X,), **BF16))
     assert allowed["aten::einsum.default"]["precision"] == "bf16"
@@ -97,6 +99,7 @@ def test_a_users_rules_stand_beside_those_of_a_target() -> None:
     assert target_of("pt2").rules(options, low) is options
 
 
+@pytest.mark.thorough
 def test_a_device_that_is_not_here_places_the_casts() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()).eval()
@@ -116,6 +119,7 @@ def test_another_spelling_that_computes_something_else_raises(
         autoamp.export(two(), (X,), target="onnx", **BF16)
 
 
+@pytest.mark.thorough
 def test_norms_have_one_dtype_where_a_runtime_asks_for_it() -> None:
     def dtypes(target: str) -> list[set[torch.dtype]]:
         program = autoamp.export(two(), (X,), target=target, **BF16)

@@ -134,6 +134,7 @@ class Words(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.thorough
 def test_trainer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -191,6 +192,7 @@ def trained_by_ranks(rank: int, root: str) -> str:
     return str(home)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no process groups")
 def test_ranks_have_rings_of_one_run(tmp_path: Path, two: Ranks) -> None:
     homes = [Path(each) for each in two.run(trained_by_ranks, str(tmp_path))]

@@ -153,6 +153,7 @@ def test_attention_logits_that_grow(tmp_path: Path) -> None:
     assert run_script(tmp_path / "healed.py", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.thorough
 def test_a_bad_batch(tmp_path: Path) -> None:
     bad = "if step == 3: x[2, 1] = torch.inf"
     found, status = died(tmp_path, script(before=bad))
@@ -161,6 +162,7 @@ def test_a_bad_batch(tmp_path: Path) -> None:
     assert (found["in_fp32"], status) == (True, 1)
 
 
+@pytest.mark.thorough
 def test_bad_labels(tmp_path: Path) -> None:
     bad = "if step == 3: labels[2, 1] = torch.nan"
     found, status = died(tmp_path, script(before=bad))
@@ -168,6 +170,7 @@ def test_bad_labels(tmp_path: Path) -> None:
     assert status == 1
 
 
+@pytest.mark.thorough
 def test_a_learning_rate_spike(tmp_path: Path) -> None:
     spike = "optimizer.param_groups[0]['lr'] = 1e26 if step == 3 else 1e-3"
     spike += "\nif step == 4: optimizer.param_groups[0]['lr'] = 1e26"
@@ -178,6 +181,7 @@ def test_a_learning_rate_spike(tmp_path: Path) -> None:
     assert status == 1
 
 
+@pytest.mark.thorough
 def test_a_weight_that_was_flipped(tmp_path: Path) -> None:
     flip = """
         if step == 3:
@@ -193,6 +197,7 @@ def test_a_weight_that_was_flipped(tmp_path: Path) -> None:
     assert status == 1
 
 
+@pytest.mark.thorough
 def test_the_optimizer(tmp_path: Path) -> None:
     """The optimizer divides 0 by 0, since one input is always 0."""
     text = script(
@@ -206,6 +211,7 @@ def test_the_optimizer(tmp_path: Path) -> None:
     assert status == 1
 
 
+@pytest.mark.thorough
 def test_the_loss(tmp_path: Path) -> None:
     text = script(
         before="factor = torch.tensor(0.0 if step == 3 else 1.0)",
@@ -218,6 +224,7 @@ def test_the_loss(tmp_path: Path) -> None:
     assert status == 1
 
 
+@pytest.mark.thorough
 def test_only_the_backward(tmp_path: Path) -> None:
     """The root of 0 is 0, and its slope is infinite."""
     text = script(
@@ -413,6 +420,7 @@ def test_the_automatic_mode(tmp_path: Path) -> None:
     assert found["headline"] == "the batch holds inf in x"
 
 
+@pytest.mark.thorough
 def test_what_does_not_die_again(tmp_path: Path) -> None:
     text = script(
         loss="(out - labels).square().mean() * (float('inf') if step == 3 else 1)"
@@ -423,6 +431,7 @@ def test_what_does_not_die_again(tmp_path: Path) -> None:
     assert "the loss was inf, and is" in found["headline"]
 
 
+@pytest.mark.thorough(but=["gone"])
 @pytest.mark.parametrize("harm", ["torn", "gone", "json", "tensors", "other", "pickle"])
 def test_bad_folders_are_refused(harm: str, tmp_path: Path) -> None:
     where = tmp_path / "flight"

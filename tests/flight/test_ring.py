@@ -49,6 +49,7 @@ def test_numbers_that_are_not_finite_are_words(path: Path) -> None:
     assert record["big"] == str(1 << 80)
 
 
+@pytest.mark.thorough
 def test_a_kill_leaves_what_was_written(path: Path) -> None:
     """A process that writes as fast as it can is killed; no record before is lost."""
     code = f"""

@@ -158,6 +158,7 @@ def test_tables_count_the_rows(report: Report) -> None:
         assert len(stayed) == len(section.ops) - low
 
 
+@pytest.mark.thorough
 def test_reasons_stand_in_the_order_of_the_summary() -> None:
     # The four denied ops move more bytes than the product, and take less time.
     model = nn.Sequential(nn.Linear(2048, 2048), *(nn.Softplus() for _ in range(4)))
@@ -195,6 +196,7 @@ def test_a_module_of_many_nodes_is_drawn_in_parts() -> None:
     assert [g["is_part"] for g in groups] == [False, *[True] * (len(groups) - 1)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("blocks", "count"),
     [
@@ -237,6 +239,7 @@ def test_a_buffer_that_a_float_op_reads_is_no_plumbing() -> None:
     assert "running_mean" not in hidden
 
 
+@pytest.mark.thorough
 def test_each_call_of_a_shared_relu_has_a_box() -> None:
     (pair,) = pairs_of(explained(ResNet((1, 1)), torch.randn(2, 3, 32, 32)))
     groups, nodes = pair[1]["groups"], pair[1]["nodes"]
@@ -271,6 +274,7 @@ def _ancestors(groups: list[dict[str, Any]], node: dict[str, Any]) -> list[int]:
 # -- one voice ----------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_page_says_the_figures_that_the_summary_prints(trains: bool) -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512)).requires_grad_(trains)
@@ -425,6 +429,7 @@ def test_hostile_names_reach_the_page_as_data_only(report: Report) -> None:
     assert "hacked=2" in text, "the source line of the call is shown"
 
 
+@pytest.mark.thorough
 def test_the_page_is_the_same_each_time(report: Report) -> None:
     assert report.to_html() == report.to_html()
 
@@ -478,6 +483,7 @@ def test_an_interrupted_write_leaves_the_older_file(
     assert os.listdir(tmp_path) == ["page.html"]
 
 
+@pytest.mark.thorough(but=["missing/page.html", "\\x00"])
 @pytest.mark.parametrize(
     "place", ["missing/page.html", "file/page.html", "folder", "\0"]
 )

@@ -86,6 +86,7 @@ def page(browser: Browser, written: Path) -> Iterator[Page]:
     assert browser.requests == [written.resolve().as_uri()]
 
 
+@pytest.mark.thorough
 def test_the_first_view_is_closed_modules_without_overlap(page: Page) -> None:
     assert page.shows(page.group("blocks.0"))
     assert not page.shows(page.id_of("exp"))
@@ -101,6 +102,7 @@ def test_the_first_view_is_closed_modules_without_overlap(page: Page) -> None:
     assert page.browser.run(overlaps) == 0
 
 
+@pytest.mark.thorough
 def test_texts_fit_into_their_boxes(page: Page) -> None:
     page.browser.press("E")
     for _ in range(10):  # near by, because far away the widths of texts are rounded
@@ -121,6 +123,7 @@ NAMES = """[...document.querySelectorAll("#names text")].map((e) => {
 })"""
 
 
+@pytest.mark.thorough
 def test_expand_all_shows_the_whole_with_legible_names(
     browser: Browser, tmp_path: Path
 ) -> None:
@@ -246,6 +249,7 @@ def test_a_cast_has_a_shape_and_reasons_of_its_own(page: Page) -> None:
     assert "because its readers compute in" in page.text("#node")
 
 
+@pytest.mark.thorough
 def test_before_the_casts_there_are_none(page: Page) -> None:
     page.browser.press("E")
     assert page.count(".node.cast") > 0
@@ -353,6 +357,7 @@ def test_a_body_is_a_graph_of_its_own(page: Page) -> None:
     assert page.count(".item") > 0
 
 
+@pytest.mark.thorough
 def test_hostile_names_run_nothing(page: Page) -> None:
     page.browser.press("E")
     name = next(
@@ -379,6 +384,7 @@ def test_every_control_has_a_name(page: Page) -> None:
     assert page.browser.run(unnamed) == []
 
 
+@pytest.mark.thorough
 def test_plumbing_is_drawn_on_demand(browser: Browser, tmp_path: Path) -> None:
     report = explained(ResNet((1,)), torch.randn(2, 3, 32, 32))
     report.to_html(tmp_path / "resnet.html")

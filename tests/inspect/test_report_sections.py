@@ -182,6 +182,7 @@ def test_each_cast_knows_its_producer_and_its_readers() -> None:
     assert weight.producer == "weight"
 
 
+@pytest.mark.thorough
 def test_the_summary_of_gpt2_fits_a_screen() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=12, n_embd=768, n_head=12, use_cache=False)

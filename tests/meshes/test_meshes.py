@@ -72,6 +72,7 @@ def setting() -> Setting:
     return Setting(options, BF16, named_device("cuda:sm_90", BF16))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rows", "head"), [(512, 2048), (4, 8)])
 def test_what_is_extrapolated_is_what_the_whole_takes(rows: int, head: int) -> None:
     """With many rows a step holds most in the head, with few where it ends."""
@@ -105,6 +106,7 @@ def test_layers_that_differ_are_no_stack() -> None:
     assert stack_of(model) is None
 
 
+@pytest.mark.thorough
 def test_what_is_off_the_line_is_captured_whole(monkeypatch) -> None:
     monkeypatch.setattr(rank, "line_of", lambda _: None)
     with torch.device("meta"):
@@ -116,6 +118,7 @@ def test_what_is_off_the_line_is_captured_whole(monkeypatch) -> None:
         autoamp.plan(model, x, mesh="pp=2", device="cuda:sm_90")
 
 
+@pytest.mark.thorough
 def test_collectives_of_tensor_parallel_layers() -> None:
     """Each layer reduces twice forward; backward once for each product it splits."""
     with torch.device("meta"):
@@ -143,6 +146,7 @@ def test_collectives_of_tensor_parallel_layers() -> None:
     assert step[AUTOCAST].first.sent.count(low) == 2 * 2
 
 
+@pytest.mark.thorough
 def test_values_are_sent_as_autocast_sends_them_or_lower() -> None:
     """A rank's part is cheap to cast, and still nothing is widened before a gather."""
     with torch.device("meta"):
@@ -194,6 +198,7 @@ def test_models_that_cannot_be_split(plan: dict[str, str], tp: int, said: str) -
         parallelized(model, tp)
 
 
+@pytest.mark.thorough
 def test_what_does_not_divide_or_fit_is_named() -> None:
     name = "transformers:LlamaConfig(num_hidden_layers=6, hidden_size=64, vocab_size=8)"
     with pytest.raises(
@@ -227,6 +232,7 @@ def split(odd: int = -1) -> Any:
         return Split(odd), ((torch.empty(4096, 64),), {})
 
 
+@pytest.mark.thorough
 def test_ranks_that_part_are_named() -> None:
     found = planned(lambda: split(odd=1), "tp=2", device="cuda:sm_90")
     (said,) = [note for note in found.notes if "do not run the same ops" in note]
@@ -235,6 +241,7 @@ def test_ranks_that_part_are_named() -> None:
     assert "All 2 ranks" not in str(found)
 
 
+@pytest.mark.thorough
 def test_a_factory_that_splits_its_model_itself(tmp_path, monkeypatch) -> None:
     (tmp_path / "split_net.py").write_text(
         "from tests.meshes.test_meshes import split\n\n\n"
@@ -257,6 +264,7 @@ def test_a_factory_that_splits_its_model_itself(tmp_path, monkeypatch) -> None:
     assert (row["kind"], row["count"]) == ("all-reduce", 1)
 
 
+@pytest.mark.thorough
 def test_graphs_on_dtensors_are_rewritten() -> None:
     """A rank's products are low: what is reduced forward, and what is kept, is low."""
     with torch.device("meta"), as_rank(0, 2):
@@ -440,6 +448,7 @@ def test_options_of_a_mesh_need_one() -> None:
         assert "--node needs --mesh" in result.output
 
 
+@pytest.mark.thorough
 def test_figures_have_the_weights_of_one_device() -> None:
     with torch.device("meta"):
         model, x = Deep(), torch.empty(8, 64)

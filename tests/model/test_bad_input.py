@@ -222,6 +222,16 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.thorough(
+    but=[
+        "precision-False",
+        "backend-False",
+        "scale inf-False",
+        "lists-True",
+        "missing-True",
+        "examples-True",
+    ]
+)
 @pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bad_options(name: str, converted: bool) -> None:

@@ -78,6 +78,7 @@ def of_a_converted_parent(name: str) -> nn.Module:
     return converted(converted_child(name))
 
 
+@pytest.mark.thorough(but=["mod", "torch"])
 @pytest.mark.parametrize("name", NAMES)
 def test_keyword_arguments_have_any_name(name: str) -> None:
     x, factor = torch.randn(3, WIDTH), torch.randn(WIDTH)
@@ -99,6 +100,7 @@ def test_keyword_arguments_have_any_name(name: str) -> None:
 CHILDREN = ["mod", "self", "args", "kwargs", "model"]
 
 
+@pytest.mark.thorough(but=["mod-converted_child", "self-of_a_converted_parent"])
 @pytest.mark.parametrize("make", [converted_child, of_a_converted_parent])
 @pytest.mark.parametrize("name", some_slow(CHILDREN, lambda n: n not in NAMES[:2]))
 def test_so_have_those_of_a_child(make: Callable[[str], nn.Module], name: str) -> None:
@@ -210,6 +212,15 @@ COPIED = [
 ]
 
 
+@pytest.mark.thorough(
+    but=[
+        "Anew-False",
+        "ByItems-False",
+        "StepsAside-False",
+        "Reduced-True",
+        "of_an_instance-True",
+    ]
+)
 @pytest.mark.parametrize("called", [False, True])
 @pytest.mark.parametrize("make", COPIED, ids=lambda m: m.__name__)
 def test_deep_copies_are_converted_and_run_their_own_weights(

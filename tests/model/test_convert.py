@@ -352,6 +352,7 @@ def test_second_convert_changes_options_without_wrapping_twice(x: Tensor) -> Non
     assert model.__dict__ == contents
 
 
+@pytest.mark.thorough
 def test_wrapper_put_over_a_converted_model_survives(x: Tensor) -> None:
     # As accelerate does where it prepares a model that is converted already.
     model = mlp()
@@ -371,6 +372,7 @@ def test_wrapper_put_over_a_converted_model_survives(x: Tensor) -> None:
     assert is_rounded(converted(model)(x), 10 * exact)
 
 
+@pytest.mark.thorough(but=["deleted"])
 @pytest.mark.parametrize("how", ["replaced", "deleted"])
 def test_a_forward_that_is_taken_away_is_told_once_and_converted_again(
     how: str, x: Tensor, caplog
@@ -425,6 +427,7 @@ def test_submodule_then_its_parent(x: Tensor) -> None:
     assert runs(model.inner) == 2
 
 
+@pytest.mark.thorough
 def test_twenty_models_of_one_class() -> None:
     for cls in (Block, Broken):
         x = torch.randn(5, WIDTH)
@@ -482,6 +485,7 @@ class Particular(nn.Module):
         return self.fc(x).relu()
 
 
+@pytest.mark.thorough(but=["good"])
 @pytest.mark.parametrize("first", ["good", "bad"])
 def test_calls_after_one_that_raises_are_converted(first: str, x: Tensor) -> None:
     model = converted(Particular())
@@ -495,6 +499,7 @@ def test_calls_after_one_that_raises_are_converted(first: str, x: Tensor) -> Non
     assert len(autoamp.report(model).graphs) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     torch.version.cuda is not None and not torch.cuda.is_available(),
     reason="without a GPU, a CUDA build (2.11) frees what it guards devices with, with "
@@ -690,6 +695,7 @@ def Empty() -> Of:
     return Of(lambda m, x: None if x is None else m.inner(x), inner=mlp())
 
 
+@pytest.mark.thorough
 def test_calls_that_compute_nothing_now_and_then(x: Tensor) -> None:
     model = converted(Empty(), strict=False)
     for _ in range(4):
@@ -716,6 +722,7 @@ def Product() -> Of:
     )
 
 
+@pytest.mark.thorough
 def test_past_the_recompile_limit_modules_inside_are_captured() -> None:
     model = converted(mlp(), strict=False)
     many_shapes(model)
@@ -724,6 +731,7 @@ def test_past_the_recompile_limit_modules_inside_are_captured() -> None:
     assert coverage.low_flops == coverage.flops
 
 
+@pytest.mark.thorough
 def test_the_recompile_limit_is_told(caplog) -> None:
     model = converted(Product(), strict=False)
     many_shapes(model, 40)
@@ -732,6 +740,7 @@ def test_the_recompile_limit_is_told(caplog) -> None:
     assert "the recompile limit" in str(autoamp.report(model).skipped)
 
 
+@pytest.mark.thorough
 def test_the_recompile_limit_raises_under_strict() -> None:
     with pytest.raises(autoamp.CaptureError, match="the recompile limit"):
         many_shapes(converted(Product()), 40)
@@ -812,6 +821,7 @@ class Fails(nn.Module):
         return y
 
 
+@pytest.mark.thorough
 def test_failing_example_inputs_leave_the_model_as_it_was(x: Tensor) -> None:
     model = Fails()
     contents = dict(model.__dict__)
@@ -896,6 +906,7 @@ def test_a_compiler_takes_sizes_that_change(loss_scale: Any) -> None:
     assert len(autoamp.report(ours).graphs) == 2  # one for 6, one for every length
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("quiet_inductor")
 def test_inductor_trains_like_eager() -> None:
     x = torch.randn(2, 3, 4, 4)

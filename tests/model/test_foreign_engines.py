@@ -183,6 +183,13 @@ def test_convert_refuses_an_engine_and_what_is_inside_or_holds_one(
         assert vars(each) == before
 
 
+@pytest.mark.thorough(
+    but=[
+        "mine.engine-DeepSpeedEngine",
+        "mine.megatron.core-MegatronModule",
+        "deepspeed.moe.layer-MoE",
+    ]
+)
 @pytest.mark.parametrize(
     ("where", "name"),
     [
@@ -234,6 +241,7 @@ def chained() -> type:
 OPTIMIZERS = [zero, old_zero, fp16, chained]
 
 
+@pytest.mark.thorough(but=["zero", "fp16", "chained"])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_no_step_of_ours_is_put_on_an_optimizer_of_an_engine(
     make: Callable[[], type], caplog

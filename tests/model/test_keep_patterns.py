@@ -102,6 +102,7 @@ def test_rewrite_knows_the_modules_of_the_graph() -> None:
             autoamp.rewrite(gm, (X,), keep=["haed"], **options)
 
 
+@pytest.mark.thorough(but=["*", "*.wo"])
 @pytest.mark.parametrize("pattern", ["*", "", "h?ad", "encoder.layer.*", "*.wo"])
 def test_patterns_that_fit(pattern: str) -> None:
     autoamp.convert(Net(), keep=pattern, **BF16)(X)
@@ -141,6 +142,7 @@ def test_an_op_that_is_none_raises_with_the_nearest_name(
     assert not autoamp.is_converted(model)
 
 
+@pytest.mark.thorough
 def test_the_automatic_mode_warns_of_what_fitted_no_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -173,6 +175,12 @@ ATTRIBUTES = ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"]
 ALL_WO = {f"encoder.layer.{i}.attention.wo" for i in (0, 1)}
 
 
+@pytest.mark.thorough(
+    but=[
+        "['wo']-bf16-_keep_in_fp32_modules",
+        "['w*o']-fp16-_keep_in_fp32_modules_strict",
+    ]
+)
 @pytest.mark.parametrize("attribute", ATTRIBUTES)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("names", [["wo"], {"wo"}, ("wo.weight",), ["w*o"]], ids=str)
@@ -205,6 +213,7 @@ def test_a_class_attribute_counts_and_a_submodules_too() -> None:
     assert fp32_in(model) == kept
 
 
+@pytest.mark.thorough(but=["None", "[None]"])
 @pytest.mark.parametrize("given", [None, [], AttributeError(), 3, [None]], ids=str)
 def test_what_is_no_list_of_names_means_nothing(given: Any) -> None:
     model = Net()
@@ -224,6 +233,7 @@ def test_the_automatic_mode_keeps_them_too() -> None:
         autoamp.disable()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_t5_keeps_its_wo_in_fp16_as_transformers_does(precision: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -109,6 +109,7 @@ def test_a_method_of_a_child_counts_and_a_tensor_of_a_child_does_not() -> None:
     assert set(computing_methods(Held())) == {"encode", "each"}
 
 
+@pytest.mark.thorough
 def test_they_run_rewritten_graphs_and_are_counted() -> None:
     model = Autoencoder()
     plain = copy.deepcopy(model)
@@ -146,6 +147,7 @@ class Counted(Autoencoder):
         return self.parameter_count() if x is None else self.inner.encode(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_method_that_computes_nothing_is_no_call(strict: bool, caplog) -> None:
     model = autoamp.convert(Counted(), strict=strict, **BF16)
@@ -164,6 +166,7 @@ def test_a_method_that_computes_nothing_is_no_call(strict: bool, caplog) -> None
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+@pytest.mark.thorough
 def test_a_method_that_computes_later_is_counted() -> None:
     class Late(Counted):
         def scaled(self, x: Tensor | None = None) -> Any:
@@ -191,6 +194,7 @@ def test_a_method_that_computes_later_is_counted() -> None:
     assert autoamp.report(model).coverage.calls_aside > after.calls_aside
 
 
+@pytest.mark.thorough
 def test_a_method_trains() -> None:
     model = autoamp.convert(Autoencoder(), precision="fp16", do_no_harm=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -251,6 +255,7 @@ class Trained(Autoencoder):
         return loss
 
 
+@pytest.mark.thorough(but=["encode"])
 @pytest.mark.usefixtures("automatic")
 @pytest.mark.parametrize("name", ["encode", "forward", "training_step"])
 def test_seen_from_the_second_call_on_in_the_automatic_mode(name: str) -> None:
@@ -273,6 +278,7 @@ def test_a_method_that_was_taken_before_runs_converted_parts() -> None:
     assert autoamp.report(model.encoder).runs == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("automatic")
 def test_a_module_is_called_before_its_owner_is_made(caplog) -> None:
     """As botorch's `SingleTaskGP` transforms its data before `super().__init__()`."""

@@ -27,6 +27,16 @@ class TakesAnything(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.thorough(
+    but=[
+        "explain-allow-False",
+        "explain-record-True",
+        "compare-loss_scale-False",
+        "find_overflow-guard-True",
+        "tune-deny-False",
+        "tune-weight_copies-True",
+    ]
+)
 @pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("option", sorted(OPTION_NAMES))
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -42,6 +52,7 @@ def test_a_question_says_where_options_go(
     assert str(caught.value).startswith(f"{question}() passes {option} on to Linear")
 
 
+@pytest.mark.thorough(but=["False-TakesAPrecision", "True-TakesAnything"])
 @pytest.mark.parametrize("kind", [TakesAPrecision, TakesAnything])
 @pytest.mark.parametrize("converted", [False, True])
 def test_a_keyword_of_the_models_own_goes_to_the_model(

@@ -92,6 +92,7 @@ class Training:
         return autoamp.report(self.model).loss_scale.skips
 
 
+@pytest.mark.thorough(but=["product", "backward"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_step_skipped_after_another_names_the_op(name: str, caplog) -> None:
     training = Training(FAULTS[name], 2.0**12)
@@ -214,6 +215,7 @@ def test_a_scale_that_is_to_fall_is_no_reason_for_a_rule(caplog) -> None:
     assert "steps in a row" not in caplog.text
 
 
+@pytest.mark.thorough(but=["product"])
 @pytest.mark.parametrize("name", ["product", "region", "second graph"])
 def test_heal_trains_on(name: str, caplog) -> None:
     training = Training(FAULTS[name], 2.0**12, heal=True)

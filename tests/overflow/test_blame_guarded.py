@@ -111,6 +111,7 @@ def skips_of(model: nn.Module) -> tuple[str, ...]:
     return () if found is None else found.skips
 
 
+@pytest.mark.thorough(but=["product", "backward region"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_step_skipped_after_another_names_the_op(name: str, caplog: Any) -> None:
     training = Training(FAULTS[name])
@@ -156,6 +157,7 @@ def test_an_infinity_that_only_the_backward_shows() -> None:
     assert "input.0, in which a number is not finite" in training.skips[1]
 
 
+@pytest.mark.thorough(but=["product-True", "backward-False"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", ["product", "backward"])
 def test_two_models_in_one_optimizer(first: bool, name: str) -> None:
@@ -296,6 +298,7 @@ def test_two_skips_after_one_backward_count_once() -> None:
     assert sum(line_of("edge") in why for why in skips_of(model)) == 6
 
 
+@pytest.mark.thorough(but=["product", "second graph", "fp32", "backward region"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_no_rule_is_proposed_that_fp32_would_not_cure(name: str, caplog: Any) -> None:
     training = Training(FAULTS[name], heal=True)

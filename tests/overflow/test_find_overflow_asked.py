@@ -65,6 +65,7 @@ def assert_as_it_was(model: nn.Module, before: dict[str, Any]) -> None:
     assert torch.equal(now["random"], before["random"])
 
 
+@pytest.mark.thorough(but=["False-False", "True-True"])
 @pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_the_model_is_left_as_it_was(converted: bool, training: bool) -> None:

@@ -443,6 +443,7 @@ TF32_SCRIPTS: dict[str, tuple[str, set[str]]] = {
 }
 
 
+@pytest.mark.thorough
 def test_prices_follow_torchs_switches_for_tf32() -> None:
     """The switches hold for a whole process, so that each script has a process."""
     program = """

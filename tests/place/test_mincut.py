@@ -89,6 +89,7 @@ def check_optimum(problem: Problem) -> None:
         assert energy(problem, found.source) == found.cost
 
 
+@pytest.mark.thorough
 @settings(max_examples=100)
 @given(problems())
 def test_solve_finds_the_optimum_with_the_fewest_low(problem: Problem) -> None:
@@ -259,6 +260,7 @@ def test_a_variable_pinned_both_ways_is_its_own_chain() -> None:
         least_cost(problem)
 
 
+@pytest.mark.thorough
 @settings(max_examples=100)
 @given(problems())
 def test_every_contradiction_has_a_chain(problem: Problem) -> None:
@@ -352,6 +354,7 @@ def test_settling_too_eagerly_is_noticed(monkeypatch) -> None:
         check_optimum(problem)
 
 
+@pytest.mark.thorough
 @explored(
     80,
     1000,

@@ -41,6 +41,7 @@ def check_least_cost(found: Rewritten) -> None:
     assert min(regret.values()) >= 0, regret
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(programs(), choices(), st.booleans(), st.sampled_from(["time", "memory"]))
 def test_no_legal_placement_is_cheaper(
@@ -212,6 +213,7 @@ def test_free_weights_never_cost_more() -> None:
 # -- pins and reasons ------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @settings(max_examples=25)
 @given(programs(), choices())
 def test_every_decision_is_told_and_every_pin_kept(

@@ -115,6 +115,7 @@ def test_the_demo_agrees_to_two_points_and_fits_a_screen() -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.thorough
 def test_the_demo_fails_when_the_accuracies_part(monkeypatch, capsys) -> None:
     found = iter([99.0, 99.0, 96.9])
     monkeypatch.setattr(example, "accuracy", lambda *_: next(found))
@@ -132,6 +133,7 @@ def test_the_first_example_of_readme_runs_and_shows_bf16(capsys) -> None:
 # -- the other examples: each checks its own result ------------------------------------
 
 
+@pytest.mark.thorough(but=["examples.own_backend-"])
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
@@ -167,6 +169,7 @@ def test_resnet_fails_where_a_published_speed_is_above_the_prediction(
     assert not resnet50.beside_published()[1]
 
 
+@pytest.mark.thorough
 def test_moving_an_op_fails_beyond_the_budget(capsys) -> None:
     assert move_one_op.main(["--width", "32", "--budget", "1e-6"]) == 1
     assert "Within the budget of 1e-06: NO" in capsys.readouterr().out

@@ -189,6 +189,7 @@ def test_a_piece_that_takes_too_long_is_ended_with_its_processes(tmp_path) -> No
     assert gpu.within(20.0, [sys.executable, "-c", "raise SystemExit(7)"]) == 7
 
 
+@pytest.mark.thorough
 def test_a_signal_ends_what_was_begun(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     words = [sys.executable, "-c", SLEEPS, str(file)]

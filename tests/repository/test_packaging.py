@@ -74,6 +74,7 @@ def dist(tmp_path_factory) -> tuple[Path, Path]:
     return wheel, sdist
 
 
+@pytest.mark.thorough
 def test_wheel_holds_the_package_and_the_rules(dist: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(dist[0]).namelist()
     assert {f"autoamp/_rules/{name}" for name in RULES} <= set(names)
@@ -113,6 +114,7 @@ def test_sdist_holds_what_a_build_and_a_test_run_need(dist: tuple[Path, Path]) -
     } <= names
 
 
+@pytest.mark.thorough
 def test_installed_wheel_finds_its_rules(dist: tuple[Path, Path], tmp_path) -> None:
     target = tmp_path / "target"
     zipfile.ZipFile(dist[0]).extractall(target)  # which is all that pip does with it
@@ -121,6 +123,7 @@ def test_installed_wheel_finds_its_rules(dist: tuple[Path, Path], tmp_path) -> N
     assert rules == target / "autoamp" / "_rules" / "bf16.toml"
 
 
+@pytest.mark.thorough
 def test_wheel_built_from_the_sdist_is_the_same(
     dist: tuple[Path, Path], tmp_path
 ) -> None:

@@ -54,6 +54,7 @@ def found(module: str, names: list[str], at_once: int, limit: float) -> dict[str
     return {job.name: row for job, row in rows(jobs, at_once=at_once, limit=limit)}
 
 
+@pytest.mark.thorough
 def test_turns_do_not_overlap_and_begin_when_all_are_ready(module: str) -> None:
     every = found(module, ["late-a", "quick-b", "quick-c"], at_once=3, limit=60)
     spans = [row["ways"] for row in every.values()]
@@ -70,6 +71,7 @@ def test_so_many_at_once(module: str) -> None:
     assert spans[2]["begun"] > spans[1]["ended"]
 
 
+@pytest.mark.thorough
 def test_a_process_that_fails_takes_no_other_with_it(module: str) -> None:
     names = ["broken-a", "quick-b", "dies-c"]
     every = found(module, names, at_once=3, limit=60)

@@ -66,6 +66,7 @@ def test_casts_are_named_after_what_they_cast() -> None:
     assert all(c.bytes == 4 * 4 * WIDTH for c in ups)
 
 
+@pytest.mark.thorough
 @settings(max_examples=40)
 @given(programs(), choices())
 def test_no_value_is_cast_twice_in_one_place(
@@ -198,6 +199,7 @@ def test_a_norm_stays_fp32_if_its_statistics_are_read(statistics: bool) -> None:
     assert {v.dtype for v in values} == {torch.float32}
 
 
+@pytest.mark.thorough(but=["weight-True", "view of turned-True", "turned piece-False"])
 @pytest.mark.parametrize("free", [True, False])
 @pytest.mark.parametrize(
     "view",

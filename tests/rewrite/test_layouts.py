@@ -157,6 +157,7 @@ def laid(model: nn.Module) -> tuple[int, int]:
     )
 
 
+@pytest.mark.thorough(but=["shared"])
 @pytest.mark.parametrize("name", MODELS)
 def test_convolutions_have_their_channels_last_and_nobody_sees_it(name: str) -> None:
     make, convolutions, changes = MODELS[name]
@@ -194,6 +195,7 @@ def test_a_weight_that_is_read_otherwise_too_is_right() -> None:
         assert mine.stride() == true.stride()
 
 
+@pytest.mark.thorough
 def test_copies_are_refreshed_after_a_step_and_permuted_by_it() -> None:
     torch.manual_seed(0)
     model, x = Residual(), image()
@@ -246,6 +248,7 @@ def test_training_and_inference_share_a_weight_in_both_layouts() -> None:
             weight.mul_(1.5)
 
 
+@pytest.mark.thorough
 def test_a_batch_of_another_size_is_laid_out_too() -> None:
     model = converted(Residual())
     plain = autoamp.revert(copy.deepcopy(model))
@@ -286,6 +289,7 @@ def test_the_report_says_it() -> None:
     assert "layout     channels last" in report.why("conv2d")
 
 
+@pytest.mark.thorough
 def test_the_report_counts_the_copies_of_both_layouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -188,6 +188,7 @@ def step(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     return result, [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.thorough(but=["in_normalise", "in_hoist"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_planted_fault_costs_a_region(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch
@@ -208,6 +209,7 @@ def test_a_planted_fault_costs_a_region(
         assert relative_error(found, true) < 0.1
 
 
+@pytest.mark.thorough(but=["in_classify", "in_hoist"])
 @pytest.mark.parametrize("fault", FAULTS[1:], ids=lambda f: f.__name__)
 def test_strict_raises_at_once(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch
@@ -289,6 +291,7 @@ def test_attention_as_nano_gpt_writes_it_is_converted() -> None:
     assert rows["aten::scaled_dot_product_attention.default"].is_low
 
 
+@pytest.mark.thorough(but=["optimal-bf16", "forced-fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("placement", ["optimal", "tensorflow", "promote", "forced"])
 def test_floats_made_of_integers_are_fp32(precision: str, placement: str) -> None:

@@ -115,6 +115,7 @@ def pair(
     return made[0], made[1]
 
 
+@pytest.mark.thorough(but=["bf16"])
 def test_gradients_are_the_same_bits(pair: tuple[nn.Module, nn.Module]) -> None:
     ours, apart = pair
     assert calls_of(graph_of(ours), *TOGETHER)
@@ -123,6 +124,7 @@ def test_gradients_are_the_same_bits(pair: tuple[nn.Module, nn.Module]) -> None:
     assert alike(gradients(ours), gradients(apart))
 
 
+@pytest.mark.thorough(but=["bf16"])
 def test_accumulated_gradients_too(pair: tuple[nn.Module, nn.Module]) -> None:
     found = []
     for model in pair:
@@ -133,6 +135,7 @@ def test_accumulated_gradients_too(pair: tuple[nn.Module, nn.Module]) -> None:
     assert alike(*found)
 
 
+@pytest.mark.thorough(but=["bf16"])
 def test_a_part_of_the_gradients(pair: tuple[nn.Module, nn.Module]) -> None:
     """Of the other weights autograd gives no gradient to the group."""
     found = []
@@ -142,6 +145,7 @@ def test_a_part_of_the_gradients(pair: tuple[nn.Module, nn.Module]) -> None:
     assert alike(*found)
 
 
+@pytest.mark.thorough
 def test_derivatives_of_derivatives(pair: tuple[nn.Module, nn.Module]) -> None:
     found = []
     for model in pair:
@@ -153,6 +157,7 @@ def test_derivatives_of_derivatives(pair: tuple[nn.Module, nn.Module]) -> None:
     assert alike(*found)
 
 
+@pytest.mark.thorough
 def test_a_batch_of_gradients(pair: tuple[nn.Module, nn.Module]) -> None:
     found = []
     for model in pair:
@@ -164,6 +169,7 @@ def test_a_batch_of_gradients(pair: tuple[nn.Module, nn.Module]) -> None:
     assert alike(*found)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_weights_that_are_computed(pair: tuple[nn.Module, nn.Module]) -> None:
     found = []
@@ -225,6 +231,7 @@ def history(node: Any) -> set[str]:
     return {type(each).__name__ for each in found}
 
 
+@pytest.mark.thorough
 def test_groups_are_no_larger_than_the_limits(monkeypatch) -> None:
     model = converted(Net(depth=MOST + 3), "bf16")
     gradients(model)
@@ -300,6 +307,7 @@ def an_index_beyond(call: fx.Node, first: fx.Node, second: fx.Node) -> None:
     first.args = (call, len(call.args))
 
 
+@pytest.mark.thorough(but=["another_kind_of_use"])
 @pytest.mark.parametrize(
     "fault",
     [

@@ -90,6 +90,7 @@ def returned(m: Of, x: Tensor) -> tuple[Tensor, Tensor]:
     return m.other(p[:, 0] + p[:, 1] + p[:, 2]), p[:, 0]
 
 
+@pytest.mark.thorough(but=["partly", "written", "returned"])
 @pytest.mark.parametrize("function", [partly, twice, written, returned])
 def test_other_selects_stay(function: Callable[..., Any]) -> None:
     _, moved = trained(function)

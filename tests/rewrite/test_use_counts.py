@@ -152,6 +152,7 @@ def check(build: Callable[[int], nn.Module], backend: str) -> None:
 
 
 # One region and two graphs are the same code as two regions.
+@pytest.mark.thorough(but=["OneForward"])
 @pytest.mark.parametrize("build", some_slow(MODELS, lambda m: m is TwoCheckpoints))
 def test_gradient_is_the_number_of_uses(build: Callable[[int], nn.Module]) -> None:
     check(build, "eager")

@@ -134,6 +134,16 @@ def converted(op: Any, x: Tensor, **options: Any) -> tuple[Tensor, Any]:
 X = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.thorough(
+    but=[
+        "custom_op",
+        "composite",
+        "fp32 results",
+        "by hand",
+        "partly by hand",
+        "fp32 by hand",
+    ]
+)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_results_are_autocasts(name: str) -> None:
     op = FOLLOWED[name]
@@ -144,6 +154,16 @@ def test_results_are_autocasts(name: str) -> None:
     assert row.precision == ("fp32" if op in HIGH else "bf16")
 
 
+@pytest.mark.thorough(
+    but=[
+        "custom_op",
+        "composite",
+        "fp32 results",
+        "by hand",
+        "partly by hand",
+        "fp32 by hand",
+    ]
+)
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_no_price_decides(name: str) -> None:
@@ -286,6 +306,7 @@ def activated(function: Any) -> nn.Module:
     return Activated()
 
 
+@pytest.mark.thorough(but=["torch.float32", "torch.float16", "None"])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16, None], ids=str)
 def test_no_kernel_overrides_custom_fwd(dtype: torch.dtype | None) -> None:

@@ -31,6 +31,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("plain"))
 
 
+@pytest.mark.thorough
 def test_the_same_training_agrees_to_the_bit(plain: Path, tmp_path: Path) -> None:
     found = compare(plain, train(tmp_path))
     assert (found.status, found.unequal, found.steps) == (0, None, (1, STEPS))
@@ -38,6 +39,7 @@ def test_the_same_training_agrees_to_the_bit(plain: Path, tmp_path: Path) -> Non
     assert {*found.changed} <= {"argv"}
 
 
+@pytest.mark.thorough(but=["0-precisions1"])
 @pytest.mark.parametrize(
     "precisions", [("bf16", "fp16"), ("bf16", "fp32"), ("fp16", "fp32")]
 )
@@ -54,6 +56,7 @@ def test_other_rounding_is_no_parting(
     assert (strict.parted, strict.why) == (1, "numbers")
 
 
+@pytest.mark.thorough
 def test_compiled_beside_eager(tmp_path: Path) -> None:
     """Without dropout, for which inductor draws random numbers of its own."""
 
@@ -79,6 +82,7 @@ def test_another_rate_parts_at_the_step_after(
     assert found.firsts.get("batch") is found.firsts.get("rng") is None
 
 
+@pytest.mark.thorough(but=["bf16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_changed_weight_is_found_with_its_op(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

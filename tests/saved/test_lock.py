@@ -175,6 +175,7 @@ def test_two_graphs_that_differ_are_one_warning(
     assert "graph 0 of Broken is not placed" in text
 
 
+@pytest.mark.thorough
 def test_graphs_that_are_alike_are_held_in_order_of_capture(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,6 +219,7 @@ def test_ops_that_came_and_went_are_differences(
     assert "is gone, which was" in fewer
 
 
+@pytest.mark.thorough
 def test_bodies_are_held_as_well(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -162,6 +162,7 @@ def no_worse_than_autocast(kind: type[Layers], precision: str, **options: Any) -
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_loop_trains(precision: str) -> None:
     model = no_worse_than_autocast(Recurrent, precision)
@@ -172,6 +173,7 @@ def test_a_loop_trains(precision: str) -> None:
     assert "body_1 (while_loop)" in autoamp.report(model).full()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("precision", "turn"), [("bf16", True), ("bf16", False), ("fp16", True)]
 )
@@ -198,6 +200,7 @@ def test_branches_train_and_infer(precision: str, turn: bool) -> None:
     assert 0 < relative_error(found, expected[:1]) < 1.5 * allowed
 
 
+@pytest.mark.thorough
 def test_bodies_in_bodies() -> None:
     model = no_worse_than_autocast(Nested, "bf16")
     found = low_ops(model)
@@ -205,12 +208,14 @@ def test_bodies_in_bodies() -> None:
         assert (body, "linear.default") in found
 
 
+@pytest.mark.thorough(but=["Mapped"])
 @pytest.mark.parametrize("kind", [Scanned, Mapped])
 def test_scan_and_map(kind: type[Layers]) -> None:
     model = no_worse_than_autocast(kind, "bf16")
     assert ("body_0", "linear.default") in low_ops(model)
 
 
+@pytest.mark.thorough
 def test_a_compiler_takes_rewritten_branches() -> None:
     no_worse_than_autocast(Branches, "bf16", backend=aot_eager)
 
@@ -238,6 +243,7 @@ def test_gradients_of_a_weight_are_summed_in_fp32_round_a_loop() -> None:
     assert model.fc.weight.grad.item() == times
 
 
+@pytest.mark.thorough(but=["False"])
 @pytest.mark.parametrize("trains", [True, False])
 def test_what_goes_round_takes_a_gradient_where_the_loop_does(trains: bool) -> None:
     """Then two reads of its low copy sum their gradients in fp32."""
@@ -384,6 +390,7 @@ def test_strict_raises_where_the_pass_fails_on_a_body(monkeypatch) -> None:
 # -- the graph -------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_sizes_stay_symbolic() -> None:
     model, plain = twins(Recurrent)
     converted(model)
@@ -423,6 +430,7 @@ def text_of(gm: fx.GraphModule) -> list[str]:
     return found
 
 
+@pytest.mark.thorough(but=["Branches"])
 @pytest.mark.parametrize("kind", [Nested, Branches, Scanned])
 def test_rewriting_twice_changes_nothing(kind: type[Layers]) -> None:
     torch.manual_seed(0)
@@ -439,6 +447,7 @@ def test_rewriting_twice_changes_nothing(kind: type[Layers]) -> None:
     assert 0 < relative_error(list(found), list(expected)) < 0.05
 
 
+@pytest.mark.thorough
 def test_exported_branches_are_rewritten() -> None:
     model, plain = twins(Branches)
     inputs = given()[0], torch.randn(BATCH, WIDTH)

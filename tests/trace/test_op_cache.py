@@ -117,6 +117,7 @@ def assert_equal(model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 SLOW = LARGE | {"bert"}
 
 
+@pytest.mark.thorough(but=["grad_cam", "in_place"])
 @pytest.mark.parametrize("name", some_slow(BY_NAME, SLOW.__contains__))
 def test_graphs_of_models_are_those_of_a_trace(name: str) -> None:
     case = BY_NAME[name]
@@ -140,6 +141,7 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.thorough
 def test_layers_need_no_trace(monkeypatch) -> None:
     traced: list[fx.Node] = []
     inner = OpCache.dynamos_result
@@ -302,6 +304,15 @@ PROGRAMS = (
 )
 
 
+@pytest.mark.thorough(
+    but=[
+        "frozen-signs_of_zero",
+        "frozen-other_dtypes",
+        "trained-signs_of_zero",
+        "trained-modes",
+        "trained-random",
+    ]
+)
 @pytest.mark.parametrize("program", PROGRAMS, ids=[p.__name__ for p in PROGRAMS])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_odd_programs(program: Callable[[Tensor], Tensor], trained: bool) -> None:

@@ -209,6 +209,9 @@ def step_with(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
     optimizer.step()
 
 
+@pytest.mark.thorough(
+    but=["sgd", "adam foreach", "adamw fused", "adafactor", "radam", "by hand"]
+)
 @pytest.mark.parametrize("name", WAYS)
 def test_steps_and_state_are_those_of_an_fp32_model(name: str) -> None:
     half, full = Weights(BF16), Weights(torch.float32)
@@ -271,6 +274,7 @@ def test_a_closure_meets_the_half_parameters() -> None:
     assert_rounded(optimizer)
 
 
+@pytest.mark.thorough
 def test_updates_below_half_precision_are_not_lost() -> None:
     """1000 updates of 1e-4 on a weight of 1, whose next bf16 number is 0.4 % away."""
 
@@ -335,6 +339,7 @@ WRITES: dict[str, Callable[[nn.Module, dict[str, Tensor]], Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["dtype1"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_capture_between_backward_and_step(dtype: torch.dtype) -> None:
     """A second micro batch of another size, and a validation, meet fp32 gradients."""
@@ -523,6 +528,7 @@ def test_an_exception_in_a_step_puts_the_parameters_back() -> None:
 # -- saved state -----------------------------------------------------------------------
 
 
+@pytest.mark.thorough(but=["True-dtype0", "False-dtype0", "False-dtype1"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("model_first", [True, False])
 def test_a_resumed_run_goes_on_bit_for_bit(
@@ -790,6 +796,7 @@ def test_nothing_of_a_half_model_is_lowered() -> None:
     assert autoamp.report(model).runs == 1
 
 
+@pytest.mark.thorough(but=["fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_model_half_of_which_is_half(precision: str) -> None:
     parts = {"body": mlp(FP16), "head": nn.Linear(4, 2)}

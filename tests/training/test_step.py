@@ -140,6 +140,7 @@ def check_skips(  # noqa: PLR0917
     assert report.growth_tracker == STEPS - bad
 
 
+@pytest.mark.thorough(but=["cpu-OldStyle", "cpu-AdamW-foreach", "cpu-SGD-fused"])
 @pytest.mark.parametrize("label", OPTIMIZERS)
 def test_skipped_step_changes_nothing(base: nn.Module, label: str) -> None:
     # A sample of the whole product, another one for each optimizer.
@@ -158,6 +159,16 @@ def test_skipped_step_changes_nothing_whatever_the_order(
         check_skips(base, label, bad, found, scheduler)
 
 
+@pytest.mark.thorough(
+    but=[
+        "cpu-named-inf",
+        "cpu-named-nan",
+        "cpu-before the first call--inf",
+        "cpu-after a forward--inf",
+        "cpu-after a backward-inf",
+        "cpu-after a backward-nan",
+    ]
+)
 @pytest.mark.parametrize("factor", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("found", FOUND)
 def test_infinite_and_undefined_losses(
@@ -190,6 +201,16 @@ def nothing(model: nn.Module) -> None:
 CLIPS = {"value": clip_value, "norm": clip_norm, "none": nothing}
 
 
+@pytest.mark.thorough(
+    but=[
+        "cpu-True-value-True",
+        "cpu-True-norm-True",
+        "cpu-True-none-True",
+        "cpu-False-value-False",
+        "cpu-False-norm-False",
+        "cpu-False-none-False",
+    ]
+)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("named", [True, False])
@@ -231,6 +252,16 @@ def test_infinities_that_clipping_made_finite(named: bool) -> None:
         assert moved(before, model) == (factor == 1.0)
 
 
+@pytest.mark.thorough(
+    but=[
+        "cpu-True-value-0",
+        "cpu-True-norm-0",
+        "cpu-True-none-1",
+        "cpu-False-value-1",
+        "cpu-False-norm-2",
+        "cpu-False-none-2",
+    ]
+)
 @pytest.mark.parametrize("bad", [0, 1, 2])
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("set_to_none", [True, False])

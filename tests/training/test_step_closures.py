@@ -29,6 +29,16 @@ pytestmark = [pytest.mark.one_model, pytest.mark.usefixtures("device")]
 # -- closures --------------------------------------------------------------------------
 
 
+@pytest.mark.thorough(
+    but=[
+        "cpu-Adam-True-False",
+        "cpu-Adam-False-True",
+        "cpu-SGD-foreach-False-False",
+        "cpu-OldStyle-True-True",
+        "cpu-Rprop-True-False",
+        "cpu-Rprop-False-True",
+    ]
+)
 @pytest.mark.parametrize("keyword", [False, True])
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("label", ["Adam", "SGD-foreach", "OldStyle", "Rprop"])

@@ -71,6 +71,7 @@ def scaler_script(
     return scales, losses, optimizer
 
 
+@pytest.mark.thorough(but=["cpu-False-False-False", "cpu-True-True-True"])
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("named", [False, True])
@@ -168,6 +169,7 @@ class Gan:
 
 
 # Dynamo's own question, about what the generator hands to the critic.
+@pytest.mark.thorough(but=["cpu-True-True"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
@@ -253,6 +255,7 @@ def test_parameters_added_and_replaced_later() -> None:
             assert moved(before[0], model)
 
 
+@pytest.mark.thorough(but=["cpu-no"])
 @pytest.mark.parametrize("scheduled", ["no", "before", "after"])
 def test_revert_gives_step_back_and_convert_takes_it_again(scheduled: str) -> None:
     model, bystander = mlp(), converted()  # whose hook sees every step

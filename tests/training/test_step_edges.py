@@ -49,6 +49,7 @@ def test_weights_before_a_converted_model_are_kept_from_its_overflows(
     assert scale.growth_tracker == 1
 
 
+@pytest.mark.thorough(but=["cpu-True"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_generator_that_is_not_converted_lowers_its_critics_scale(
     fused: bool, monkeypatch: pytest.MonkeyPatch
@@ -173,6 +174,7 @@ def test_a_loaded_state_that_does_not_fit_leaves_everything_as_it_was(
     assert "step" not in optimizer.__dict__
 
 
+@pytest.mark.thorough
 def test_a_step_the_user_compiles_skips_as_well() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -177,6 +177,7 @@ class Deep(nn.Module):
         return x
 
 
+@pytest.mark.thorough(but=["True-False"])
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("named", [False, True])
 def test_optimizers_in_the_backward_lower_the_scale(named: bool, breaks: bool) -> None:
@@ -233,6 +234,7 @@ def test_a_scale_that_reached_its_floor_in_this_backward_is_no_error_yet() -> No
         optimizers[0].step()
 
 
+@pytest.mark.thorough(but=["gone"])
 @pytest.mark.parametrize("graph", ["lives", "gone"])
 def test_a_scale_at_its_floor_is_not_judged_by_a_model_that_is_gone(graph: str) -> None:
     """Whose weights had the ids that those of this one have now."""
@@ -260,6 +262,14 @@ def test_a_scale_at_its_floor_is_not_judged_by_a_model_that_is_gone(graph: str) 
 # -- clipping by value -----------------------------------------------------------------
 
 
+@pytest.mark.thorough(
+    but=[
+        "eager-True-prompt",
+        "eager-False-generator",
+        "aot_eager-True-half",
+        "aot_eager-False-weights",
+    ]
+)
 @pytest.mark.parametrize("stands_before", ["prompt", "generator", "half", "weights"])
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -56,6 +56,16 @@ def make(label: str, model: nn.Module) -> Any:
     return name(OPTIMIZERS[label](model), model)
 
 
+@pytest.mark.thorough(
+    but=[
+        "cpu-Adagrad-fused-0",
+        "cpu-Adagrad-fused-3",
+        "cpu-Adam-fused-1",
+        "cpu-AdamW-fused-1",
+        "cpu-SGD-fused-0",
+        "cpu-SGD-fused-3",
+    ]
+)
 @pytest.mark.parametrize("bad", [0, 1, 3])
 @pytest.mark.parametrize("label", FUSED)
 @pytest.mark.usefixtures("as_on_gpu")

@@ -522,6 +522,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.thorough(but=["cpu-gradient penalty-bf16 parameters-OldStyle"])
 @pytest.mark.parametrize(("case", "way", "label"), cases())
 def test_a_run_with_bad_batches_is_the_run_without(
     case: str, way: str, label: str

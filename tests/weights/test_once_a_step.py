@@ -104,6 +104,7 @@ def through_numpy(weight: Tensor) -> None:
     weight.detach().numpy()[:] *= 2
 
 
+@pytest.mark.thorough(but=["a step-by_step", "a call-through_numpy"])
 @pytest.mark.parametrize("write", [by_step, unannounced, elsewhere, through_numpy])
 @pytest.mark.parametrize("after", ["a step", "a call"])
 def test_every_write_is_seen(write: Callable[[Tensor], None], after: str) -> None:
@@ -135,6 +136,7 @@ def a_part(model: nn.Module) -> None:
     autoamp.convert(nn.Sequential(model[0]), do_no_harm=False)(torch.ones(4, 8))
 
 
+@pytest.mark.thorough(but=["a_deep_copy"])
 @pytest.mark.parametrize("other", [in_a_thread, without_gradients, a_deep_copy, a_part])
 def test_another_call_between_changes_no_copy_of_the_next(
     other: Callable[[nn.Module], None],

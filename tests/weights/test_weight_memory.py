@@ -108,6 +108,7 @@ HOLDERS = [
 ]
 
 
+@pytest.mark.thorough(but=["numpy_array-training", "state_dict_held-inference_mode"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("holder", HOLDERS, ids=lambda h: h.__name__)
 def test_other_holders_of_the_memory_read_and_write_it(
@@ -166,6 +167,7 @@ def test_caching_comes_back_when_the_array_is_gone() -> None:
         assert refreshed(model) == before
 
 
+@pytest.mark.thorough(but=["data_ptr", "storage", "dlpack"])
 @pytest.mark.parametrize(
     "look",
     [

@@ -136,6 +136,7 @@ def compare_gradients(
     assert relative_error(found, expected) < CLOSE
 
 
+@pytest.mark.thorough(but=["by_data_copy-training", "through_an_alias-no mode"])
 @pytest.mark.parametrize("mode", BETWEEN)
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.__name__)
 def test_backward_has_the_weights_of_its_own_forward(
@@ -144,6 +145,7 @@ def test_backward_has_the_weights_of_its_own_forward(
     compare_gradients(mlp, exchange, BETWEEN[mode])
 
 
+@pytest.mark.thorough(but=["frozen-by_new_data"])
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.__name__)
 @pytest.mark.parametrize("make", [frozen, Recomputed])
 def test_so_have_frozen_weights_and_recomputed_regions(
@@ -159,6 +161,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["every call"])
 @pytest.mark.parametrize("way", WAYS)
 def test_so_has_every_way_to_run(way: str) -> None:
     compare_gradients(mlp, by_data_copy, **WAYS[way])
@@ -293,6 +296,7 @@ def compare_training(change: Callable[[nn.Module], None], precision: str) -> Non
     assert autoamp.is_converted(other)
 
 
+@pytest.mark.thorough(but=["moved-bf16"])
 @pytest.mark.usefixtures("swapping")
 @pytest.mark.parametrize(
     ("change", "precision"), each_with_one([moved, halved, loaded], ["bf16", "fp16"])
@@ -303,6 +307,7 @@ def test_modules_that_swap_their_parameters(
     compare_training(change, precision)
 
 
+@pytest.mark.thorough(but=["fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_parameters_swapped_by_hand(precision: str) -> None:
     compare_training(swapped, precision)
@@ -395,6 +400,7 @@ def offloaded_typed(model: nn.Module) -> None:
             p.copy_(0.5 * value)
 
 
+@pytest.mark.thorough(but=["offloaded-bf16"])
 @pytest.mark.parametrize(
     ("change", "precision"),
     each_with_one([offloaded, offloaded_typed], ["bf16", "fp16"]),
@@ -414,6 +420,7 @@ def by_offloading(model: nn.Module) -> Iterator[None]:
     bring_back(model, kept)
 
 
+@pytest.mark.thorough(but=["training"])
 @pytest.mark.parametrize("mode", MODES)
 def test_storages_emptied_between_a_forward_and_its_backward(mode: str) -> None:
     compare_gradients(mlp, by_offloading, MODES[mode])
@@ -459,6 +466,7 @@ def write_at(address: int, like: Tensor) -> None:
     ctypes.memmove(address, value.data_ptr(), value.nbytes)
 
 
+@pytest.mark.thorough(but=["training"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_call_copies_what_is_written_through_an_address(mode: str) -> None:
     model, x = mlp(), torch.randn(3, WIDTH)

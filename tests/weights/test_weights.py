@@ -103,6 +103,7 @@ MODES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.thorough(but=["in_place-training"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("write", WRITES, ids=lambda w: w.__name__)
 def test_no_write_goes_unnoticed(write: Callable[[nn.Module], None], mode: str) -> None:
@@ -164,6 +165,15 @@ def test_forward_forward_backward_forward_backward() -> None:
     assert relative_error(gradients, [p.grad for p in plain.parameters()]) < CLOSE
 
 
+@pytest.mark.thorough(
+    but=[
+        "0-False-False-False",
+        "0-True-False-False",
+        "2-False-True-False",
+        "2-False-True-True",
+        "2-True-False-True",
+    ]
+)
 @pytest.mark.parametrize("is_converted", [False, True])
 @pytest.mark.parametrize(
     ("layer", "through_data", "raises"),
@@ -378,6 +388,7 @@ def test_frozen_base_is_copied_once_while_the_adapter_trains(
     assert sum(p is model.a.weight for p in copied) >= 5
 
 
+@pytest.mark.thorough(but=["training"])
 @pytest.mark.parametrize("mode", MODES)
 def test_adapter_merged_and_unmerged(mode: str) -> None:
     model, x = converted(Lora()), torch.randn(3, WIDTH)

@@ -85,6 +85,7 @@ def bits_of_an_activation(mod: Of, x: Tensor) -> Tensor:
     return mod.other((mod.fc(x).view(torch.int32) & -65536).view(torch.float32))
 
 
+@pytest.mark.thorough(but=["written_by_detach", "written_by_a_function"])
 @pytest.mark.filterwarnings(
     # Dynamo's own, when it captures a custom Function.
     "ignore:.*should not be instantiated:DeprecationWarning"
@@ -113,6 +114,7 @@ def test_factors_beyond_the_range_are_not_cut_off(factor: float) -> None:
     assert relative_error(converted(x), plain(x)) < CLOSE
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_a_piece_of_a_weight_used_often_is_exact() -> None:
     def often(mod: Of, x: Tensor) -> Tensor:
         piece, _ = mod.fc.weight.chunk(2)

@@ -128,6 +128,7 @@ def _same_buffers(converted: nn.Module, exact: nn.Module) -> None:
 LONG = {"gpt2_dropout", "whisper", "nn_transformer", "llama", "vit"}
 
 
+@pytest.mark.thorough(but=["cpu-mlp"])
 @pytest.mark.parametrize(
     "case", some_slow(CASES, lambda case: case.name in LONG), ids=lambda case: case.name
 )
@@ -233,6 +234,7 @@ def test_every_promise_can_be_broken() -> None:
         assert text in found[0]
 
 
+@pytest.mark.thorough
 def test_a_case_that_fails_is_told_beside_the_rest() -> None:
     def fail_on_convolutions(model: nn.Module) -> nn.Module:
         if any(isinstance(m, nn.Conv2d) for m in model.modules()):

@@ -395,6 +395,7 @@ def runs() -> Iterator[Any]:
             yield pytest.param(each, precision, marks=marks, id=label)
 
 
+@pytest.mark.thorough(but=["language_model-bf16", "by_methods-fp16"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not")
 @pytest.mark.parametrize(("script", "precision"), list(runs()))
 def test_follows_fp32_and_is_active(script: Script, precision: str) -> None:

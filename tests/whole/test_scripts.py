@@ -86,6 +86,7 @@ every_in_both = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.thorough(but=["lstm-fp16"])
 @every_in_both
 def test_it_trains_as_in_fp32(name: str, precision: str) -> None:
     losses = plain(name).curves["losses"]
@@ -99,6 +100,7 @@ def test_it_trains_as_in_fp32(name: str, precision: str) -> None:
     assert len(found.skips) <= 2
 
 
+@pytest.mark.thorough(but=["gpt-fp16"])
 @every_in_both
 def test_the_work_is_done_in_low_precision(name: str, precision: str) -> None:
     found = ours(name, precision)
@@ -150,6 +152,7 @@ def test_eight_threads_get_what_one_gets(precision: str) -> None:
     assert ours("threads", precision).result["same"]
 
 
+@pytest.mark.thorough(but=["fp16"])
 @both
 def test_a_script_with_autocast_of_its_own_is_left_alone(precision: str) -> None:
     names, warned = run("own_autocast", (precision,), nullcontext())
@@ -184,6 +187,7 @@ def assert_same_alone(name: str, precision: str, folder: Path) -> None:
     assert low == ours(name, precision).low_flops
 
 
+@pytest.mark.thorough
 def test_the_environment_alone_does_it(tmp_path) -> None:
     assert_same_alone("loader", "bf16", tmp_path)
 
@@ -220,6 +224,7 @@ def in_fp32(checkpoint: Path) -> list[float]:
     return list(run("resume", (str(checkpoint),), nullcontext())[0]["RESULT"]["losses"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)]
 )

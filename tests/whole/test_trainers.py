@@ -82,6 +82,7 @@ def assert_converted(ours: Ran, models: int, *, some: bool = False) -> None:
     assert all("is converted to" in line for _, line in lines)
 
 
+@pytest.mark.thorough
 @cases(TRAINERS, WRAPPERS, COMPILED)
 def test_a_script_trains_as_in_fp32(case: Any, precision: str) -> None:
     script, arguments, mixed, models = case
@@ -102,6 +103,7 @@ def held(rates: list[float], at: int) -> list[float]:
     return [*rates[:at], rates[at - 1], *rates[at:-1]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["accelerate-method", "accelerate-function"])
 def test_calls_of_a_compiled_model_are_counted(name: str) -> None:
     script, arguments, _, _ = COMPILED[name]
@@ -109,6 +111,7 @@ def test_calls_of_a_compiled_model_are_counted(name: str) -> None:
     assert ours.reports[0].coverage.calls == len(ours.result["losses"])
 
 
+@pytest.mark.thorough(but=["accelerate"])
 @pytest.mark.parametrize(
     "name", [pytest.param("hf", marks=pytest.mark.slow), *list(TRAINERS)[1:]]
 )
@@ -130,6 +133,7 @@ def test_exactly_the_step_that_overflows_is_skipped(name: str) -> None:
     assert "_autoamp" not in vars(ours.result["optimizer"])  # with the mode off again
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("case", "precision"),
     [
@@ -166,6 +170,7 @@ GENERATE = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "steps", "models"), GENERATE)
 @pytest.mark.parametrize(
     "precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)]

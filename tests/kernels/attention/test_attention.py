@@ -225,6 +225,9 @@ def total_error(ours: list[Tensor], true: list[Tensor]) -> float:
     return float(sum(errors))
 
 
+@pytest.mark.thorough(
+    but=["min_gpt", "bert", "by_letters", "in_place", "two_masks", "heads_last"]
+)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_it_runs_as_one_kernel_at_least_as_true_as_autocast(way: Way) -> None:
     model, x = made(way), given()
@@ -335,6 +338,7 @@ LEFT = (
 )
 
 
+@pytest.mark.thorough(but=["trained_bias", "weak_mask", "bart"])
 @pytest.mark.parametrize("way", LEFT, ids=lambda way: way.__name__)
 def test_other_attention_is_left_alone(way: Way) -> None:
     model, x = made(way), given()
@@ -401,6 +405,7 @@ def test_a_query_that_sees_nothing_sees_everything_alike(
     assert torch.allclose(result[2], plain(x)[2], atol=2**-7)
 
 
+@pytest.mark.thorough(but=["min_gpt", "timm", "heads_last"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_it_is_differentiated_twice(way: Way) -> None:
     model, x = made(way), given()
@@ -422,6 +427,7 @@ def test_it_is_differentiated_twice(way: Way) -> None:
     assert error <= 1.05 * total_error(slopes_of_slopes(plain), expected)
 
 
+@pytest.mark.thorough(but=["timm-bf16", "min_gpt-bf16", "heads_last-fp16"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("way", [timm, min_gpt, heads_last], ids=lambda w: w.__name__)
 def test_a_scaled_loss_gives_the_same(way: Way, precision: str) -> None:
@@ -450,6 +456,7 @@ def test_checkpointed_attention_is_recognised_and_right() -> None:
         assert (a - b).norm() <= 2**-8 * b.norm()
 
 
+@pytest.mark.thorough(but=["eager"])
 @pytest.mark.parametrize("backend", ["eager", lookup_backend("aot_eager")])
 def test_lengths_may_change(backend: Any) -> None:
     torch._dynamo.reset()

@@ -152,6 +152,16 @@ def told_causal(model: nn.Module) -> list[bool]:
     return [at in found for at in range(len(report.graphs))]
 
 
+@pytest.mark.thorough(
+    but=[
+        "packed",
+        "equal to one",
+        "part of a larger one",
+        "one column",
+        "turned",
+        "distances",
+    ]
+)
 @pytest.mark.parametrize("name", [*CAUSAL, *OTHERS])
 def test_a_mask_is_causal_or_stays(name: str) -> None:
     torch.manual_seed(0)
@@ -162,6 +172,7 @@ def test_a_mask_is_causal_or_stays(name: str) -> None:
     assert error < 2**-6
 
 
+@pytest.mark.thorough(but=["below the next"])
 @pytest.mark.parametrize("name", [*CAUSAL, *OTHERS])
 def test_so_it_is_for_lengths_that_change(name: str) -> None:
     torch.manual_seed(0)

@@ -57,6 +57,16 @@ def converting(model: nn.Module, **options: Any) -> Any:
     return autoamp.convert(copy.deepcopy(model), **options)
 
 
+@pytest.mark.thorough(
+    but=[
+        "positions",
+        "filled nowhere",
+        "a constant",
+        "one that is added",
+        "zeros",
+        "one column",
+    ]
+)
 @pytest.mark.parametrize("name", [*NONE, *SOME])
 def test_a_mask_goes_or_stays(name: str) -> None:
     torch.manual_seed(0)
@@ -70,6 +80,7 @@ def test_a_mask_goes_or_stays(name: str) -> None:
     assert (found - true).norm() < 2**-6 * true.norm()
 
 
+@pytest.mark.thorough(but=["positions"])
 @pytest.mark.parametrize("name", ["positions", "as transformers makes it"])
 def test_so_it_is_for_lengths_that_change(name: str) -> None:
     torch.manual_seed(0)

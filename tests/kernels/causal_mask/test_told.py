@@ -47,6 +47,7 @@ MASKS: dict[str, tuple[bool, Callable[[Tensor], Any]]] = {
 }
 
 
+@pytest.mark.thorough(but=["of bools", "a bias"])
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_with_a_causal_mask_needs_no_mask(name: str) -> None:
     is_causal, make = MASKS[name]

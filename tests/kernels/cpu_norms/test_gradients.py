@@ -146,6 +146,16 @@ def errors(
         yield key, *(squares[:2].sqrt() / size).tolist()
 
 
+@pytest.mark.thorough(
+    but=[
+        "layer-(1, 64, 1.0, 0, 1e-05, '')-low0",
+        "layer-(64, 64, 100.0, 100, 1e-05, '')-low0",
+        "layer-(64, 64, 100.0, 100, 1e-12, 'alike')-low0",
+        "rms-(64, 64, 1.0, 0, 1e-05, '')-low1",
+        "rms-(20, 32, 1.0, 0, 0.0, '')-low1",
+        "rms-(40, 64, 1.0, 0, 1e-05, 'huge')-low1",
+    ]
+)
 @pytest.mark.parametrize("low", ROUNDING)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", NORMS)
