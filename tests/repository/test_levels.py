@@ -138,9 +138,10 @@ def test_what_each_level_runs(pytester: pytest.Pytester) -> None:
 
 
 TIMES = """<testsuites><testsuite>
-<testcase classname="tests.a.test_b" name="test_long[x]" time="0.4"/>
+<testcase classname="tests.a.test_b" name="test_long[x]" time="0.5"/>
 <testcase classname="tests.a.test_b" name="test_long[y]" time="0.3"/>
 <testcase classname="tests.a.test_b" name="test_short" time="0.1"/>
+<testcase classname="tests.a.test_b" name="test_longer" time="1.5"/>
 <testcase classname="tests.a.test_c" name="test_alone" time="9.0"/>
 </testsuite></testsuites>"""
 
@@ -150,6 +151,6 @@ def test_functions_over_the_rule_are_printed(tmp_path: Path, capsys) -> None:
     times.write_text(TIMES)
     levels.main(times)
     assert capsys.readouterr().out.splitlines() == [
-        "   0.7 s in   2 cases  tests/a/test_b.py::test_long",
-        "   9.8 s in all",
+        "   1.5 s in   1 cases  tests/a/test_b.py::test_longer",
+        "  11.4 s in all",
     ]
