@@ -278,6 +278,7 @@ def test_loss_scaling_and_skipped_steps_go_on_across_the_exchange(made) -> None:
     assert told[-1] == "compiled"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("compiled_once")
 def test_inference_is_exchanged_at_the_next_call(made) -> None:
     model = auto(small().eval())

@@ -102,7 +102,7 @@ def _layer(function: str) -> int:
     return layer
 
 
-@pytest.mark.thorough(but=["a backward"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", WALKS)
 def test_a_walk_goes_down(name: str) -> None:
     starts = [f"autoamp.{start}" for start in WALKS[name]]
