@@ -77,6 +77,9 @@ def is_quick(name: str, precision: str) -> bool:
     return name in QUICK_IN_BOTH or (precision == "fp16") == (name in QUICK_IN_FP16)
 
 
+QUICK = ["accumulation-bf16", "gan-fp16", "lstm-fp16"]
+"""The runs that are made in the quick tests.  All tests of a run share it."""
+
 every_in_both = pytest.mark.parametrize(
     ("name", "precision"),
     [
@@ -86,7 +89,7 @@ every_in_both = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.thorough(but=["lstm-fp16"])
+@pytest.mark.thorough(but=QUICK)
 @every_in_both
 def test_it_trains_as_in_fp32(name: str, precision: str) -> None:
     losses = plain(name).curves["losses"]
@@ -100,7 +103,7 @@ def test_it_trains_as_in_fp32(name: str, precision: str) -> None:
     assert len(found.skips) <= 2
 
 
-@pytest.mark.thorough(but=["gpt-fp16"])
+@pytest.mark.thorough(but=QUICK)
 @every_in_both
 def test_the_work_is_done_in_low_precision(name: str, precision: str) -> None:
     found = ours(name, precision)
@@ -117,6 +120,7 @@ def test_the_work_is_done_in_low_precision(name: str, precision: str) -> None:
     assert 0.95 <= found.low_flops / flops_needed(name) <= 1.05
 
 
+@pytest.mark.thorough(but=QUICK)
 @every_in_both
 def test_it_is_all_put_back(name: str, precision: str) -> None:
     found = ours(name, precision)
@@ -130,6 +134,7 @@ def test_it_is_all_put_back(name: str, precision: str) -> None:
         assert "forward" not in vars(model)
 
 
+@pytest.mark.thorough(but=QUICK)
 @every_in_both
 def test_nobody_is_warned(name: str, precision: str) -> None:
     found = ours(name, precision)
