@@ -58,10 +58,10 @@ def make(label: str, model: nn.Module) -> Any:
 
 @pytest.mark.thorough(
     but=[
-        "cpu-Adagrad-fused-0",
-        "cpu-Adagrad-fused-3",
+        "cpu-Adam-fused-0",  # not Adagrad: torch 2.11 has none that is fused
         "cpu-Adam-fused-1",
         "cpu-AdamW-fused-1",
+        "cpu-AdamW-fused-3",
         "cpu-SGD-fused-0",
         "cpu-SGD-fused-3",
     ]
