@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 
 import torch
 
@@ -11,13 +12,18 @@ from autoamp.compat import OpOverload
 
 _OPS_PREFIX = "torch.ops."
 
+_OPS = 4096
+"""The ops whose names are kept at most: torch makes them anew each time."""
 
+
+@functools.lru_cache(maxsize=_OPS)
 def op_name(target: OpOverload) -> str:
     """The full name of `target`: `aten::sum.dim_IntList`, `aten::linear.default`."""
     schema = compat.schema(target)
     return f"{schema.name}.{schema.overload_name or 'default'}"
 
 
+@functools.lru_cache(maxsize=_OPS)
 def base_name(target: OpOverload) -> str:
     """The name of `target` without its overload: `aten::sum`."""
     name: str = compat.schema(target).name

@@ -82,11 +82,13 @@ def mutates(target: OpOverload) -> bool:
     return bool(mutated_arguments(target))
 
 
+@functools.lru_cache(maxsize=4096)
 def is_out_variant(target: OpOverload) -> bool:
     """Whether `target` writes its result to the tensor given as `out=`."""
     return any(argument.is_out for argument in compat.schema(target).arguments)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_inplace(target: OpOverload) -> bool:
     """Whether `target` writes and returns its first argument, as `add_` does."""
     arguments, returns = compat.schema(target).arguments, compat.schema(target).returns
@@ -98,6 +100,7 @@ def is_inplace(target: OpOverload) -> bool:
     return first.is_write and bool(first.before_set & result.before_set)
 
 
+@functools.lru_cache(maxsize=4096)
 def aliasing_arguments(target: OpOverload) -> tuple[str, ...]:
     """The names of the arguments whose storage an output of `target` may share."""
     shared: set[str] = set()
@@ -119,11 +122,13 @@ def _joins(alias: Any, shared: set[str]) -> bool:
     return "*" in alias.after_set or bool((alias.before_set | alias.after_set) & shared)
 
 
+@functools.lru_cache(maxsize=4096)
 def takes_tensors(target: OpOverload) -> bool:
     """Whether some argument of `target` is a tensor or a list of tensors."""
     return any("Tensor" in str(a.type) for a in compat.schema(target).arguments)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_view(target: OpOverload) -> bool:
     """Whether an output may share storage with an argument that is not written."""
     return bool(aliasing_arguments(target)) and not mutates(target)

@@ -242,6 +242,7 @@ class _Collector:
     def _record(self, node: fx.Node) -> None:
         outputs = tensors_of(node.meta.get("val"))
         floats = [t for t in outputs if t.dtype == HIGH_DTYPE]
+        strange = [t for t in outputs if t.dtype != HIGH_DTYPE]
         operands, inputs, read = self._operands(node)
         held = node.meta.get(HELD, 1.0)
         if node.target is operator.getitem:
@@ -258,10 +259,10 @@ class _Collector:
             op=_op_name(node.target),
             is_value=single and bool(floats),
             makes_floats=bool(floats),
-            makes_others=any(not _is_inexact(t) for t in outputs),
+            makes_others=any(not _is_inexact(t) for t in strange),
             operands=operands,
             mixes_floats=any(
-                _is_inexact(t) and t.dtype != HIGH_DTYPE for t in (*outputs, *inputs)
+                t.dtype != HIGH_DTYPE and _is_inexact(t) for t in (*strange, *inputs)
             ),
             numel=round(_numel(floats) * held),
             read_numel=read,
@@ -288,7 +289,10 @@ class _Collector:
             return (), inputs, 0
         for name, value in named_arguments(node):
             leaves: list[fx.Node] = []
-            fx.node.map_arg(value, leaves.append)
+            if isinstance(value, fx.Node):
+                leaves.append(value)
+            else:
+                fx.node.map_arg(value, leaves.append)
             for leaf in leaves:
                 tensor = leaf.meta.get("val")
                 if not isinstance(tensor, torch.Tensor):

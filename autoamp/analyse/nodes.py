@@ -65,7 +65,12 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 def source_line(node: fx.Node) -> str:
     """`model.py:12: x = self.fc(x)`: the user's innermost line that made `node`."""
-    lines = [s.strip() for s in (node.stack_trace or "").splitlines() if s.strip()]
+    return _innermost_line(node.stack_trace or "")
+
+
+@functools.lru_cache(maxsize=1024)  # the nodes of one line share a trace
+def _innermost_line(trace: str) -> str:
+    lines = [s.strip() for s in trace.splitlines() if s.strip()]
     for where, code in zip(reversed(lines[:-1]), reversed(lines[1:]), strict=False):
         if where.startswith("File ") and not set(code) <= {"^", "~"}:
             path, line = where.split('"')[1], where.split("line ")[1].split(",")[0]

@@ -57,9 +57,13 @@ def is_view(target: Any) -> bool:
 
 def gives_its_operand(node: fx.Node) -> bool:
     """Whether a call writes to its first operand and returns that operand."""
-    if not isinstance(node.target, compat.OpOverload) or not node.all_input_nodes:
-        return False
-    schema = compat.schema(node.target)
+    is_op = isinstance(node.target, compat.OpOverload)
+    return is_op and bool(node.all_input_nodes) and _gives_its_first(node.target)
+
+
+@lru_cache(maxsize=_OPS)
+def _gives_its_first(target: Any) -> bool:
+    schema = compat.schema(target)
     first = schema.arguments[0].alias_info if schema.arguments else None
     if first is None or not first.is_write or len(schema.returns) != 1:
         return False

@@ -357,7 +357,7 @@ def _kinds(node: fx.Node, *, strides: bool) -> list[Any]:
 
 def _differ(one: fx.Node, other: fx.Node, *, strides: bool) -> bool:
     """Whether two nodes are recorded otherwise; a graph for inductor records less."""
-    if "val" not in other.meta:
+    if "val" not in other.meta or other.meta["val"] is one.meta.get("val"):
         return False
     return _kinds(one, strides=strides) != _kinds(other, strides=strides)
 

@@ -6,6 +6,7 @@ A node and the stand-in runs of the original and the rewritten graph go in; a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 
 import torch
@@ -131,7 +132,7 @@ def _operand_dtypes(
 ) -> dict[str, torch.dtype]:
     """Argument names to dtypes, for float operands that take part in type promotion."""
     assert isinstance(node.target, compat.OpOverload)
-    names = [a.name for a in compat.schema(node.target).arguments]
+    names = _names_of(node.target)
     arguments = [*zip(names, node.args, strict=False), *node.kwargs.items()]
     pointwise = torch.Tag.pointwise in node.target.tags
     found: dict[str, torch.dtype] = {}
@@ -154,6 +155,12 @@ def _operand_dtypes(
     return found
 
 
+@functools.cache  # torch makes a schema's arguments anew each time
+def _names_of(target: compat.OpOverload) -> list[str]:
+    return [a.name for a in compat.schema(target).arguments]
+
+
+@functools.cache
 def _writes_its_first_operand(target: compat.OpOverload) -> bool:
     if compat.schema(target).name == "aten::lerp_":  # lerp_ takes one dtype only
         return False

@@ -175,8 +175,8 @@ def check_same_wiring(original: fx.GraphModule, rewritten: fx.GraphModule) -> No
     views: dict[Any, str] = {}
     known: dict[str, str] = {}
     for node in original.graph.nodes:
-        key = _key(node, [known.get(n.name, n.name) for n in operands(node)])
         if is_view(node.target) or node.target is operator.getitem:
+            key = _key(node, [known.get(n.name, n.name) for n in operands(node)])
             known[node.name] = views.setdefault(key, node.name)
     stands_for = dict(known)
     for node in rewritten.graph.nodes:

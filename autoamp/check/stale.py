@@ -5,6 +5,7 @@ Both graphs and the rewritten one's stand-ins go in; a fault raises `Verificatio
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import defaultdict
 
@@ -81,17 +82,24 @@ def _written(node: fx.Node, gm: fx.GraphModule) -> list[fx.Node]:
             return [n for n in node.all_input_nodes if n.op != "get_attr"]
     if not isinstance(node.target, compat.OpOverload):
         return []
-    names = {
-        a.name
-        for a in compat.schema(node.target).arguments
-        if a.alias_info is not None and a.alias_info.is_write
-    }
-    order = [a.name for a in compat.schema(node.target).arguments]
+    order, names = _arguments(node.target)
     found: list[fx.Node] = []
+    if not names:
+        return found
     for name, value in [*zip(order, node.args, strict=False), *node.kwargs.items()]:
         if name in names:
             fx.map_arg(value, found.append)
     return found
+
+
+@functools.cache  # torch makes a schema's arguments anew each time
+def _arguments(target: compat.OpOverload) -> tuple[list[str], frozenset[str]]:
+    """The names of an op's arguments, in order, and of those it writes to."""
+    arguments = compat.schema(target).arguments
+    written = frozenset(
+        a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write
+    )
+    return [a.name for a in arguments], written
 
 
 def _may_write(body: fx.GraphModule) -> bool:

@@ -112,7 +112,8 @@ class StandIns:
         if key not in self.memo:
             # The tracer recorded the original's results from fake tensors: take them.
             known = node.meta.get("val") if self.original is None else None
-            self.memo[key] = self._answer(node) if known is None else known
+            answer = self._answer(node) if known is None else known
+            self.memo[key] = _stand_in(answer)  # copied quicker than a fake tensor
         return _with_written(node, args, kwargs, self.memo[key])
 
     def has_no_answer(self, name: str) -> bool:
@@ -219,6 +220,9 @@ def _written_and_returned(target: compat.OpOverload) -> tuple[str | None, ...]:
 
 def _stand_in(value: Any, device: torch.device = _META) -> Any:
     """A tensor, number or nest of both like `value`, with hints for symbolic sizes."""
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        lies = value.shape, value.stride()
+        return torch.empty_strided(*lies, dtype=value.dtype, device=device)
     if isinstance(value, torch.Tensor):
         sizes = [compat.hint(s) for s in value.shape]
         if value.layout is not torch.strided:

@@ -192,6 +192,7 @@ from autoamp.compat.names import (
     in_custom_fwd,
     under_custom_fwd,
 )
+from autoamp.compat.quick_nodes import quick_copy, quick_node
 from autoamp.compat.recording import (
     aliased,
     forget_since,

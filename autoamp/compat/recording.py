@@ -17,6 +17,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.utils import _pytree as pytree
 
+from autoamp.compat.quick_nodes import quick_node
+
 _ORIGIN = ("nn_module_stack", "stack_trace")
 """The keys in a node's `meta` that say where in the model the node comes from."""
 
@@ -151,7 +153,7 @@ def record_op(target: Any, args: Any, kwargs: Any, like: fx.Node) -> fx.Node:
     is_op = isinstance(target, torch._ops.OpOverload)
     name = graph._target_to_str((target.overloadpacket if is_op else target).__name__)
     # The tracer is not used: it is slow, because it notes things that no pass reads.
-    node = graph.create_node("call_function", target, args, kwargs, name)
+    node = quick_node(graph, "call_function", target, args, kwargs, name)
     for key in _ORIGIN:
         if key in like.meta:
             node.meta[key] = copy.copy(like.meta[key])

@@ -14,8 +14,11 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.kernels.attention.condition import replaceable as replaceable_attention
 from autoamp.kernels.attention.emit import put_attention
 from autoamp.kernels.causal_mask.emit import without_masks
+from autoamp.kernels.causal_mask.recognise import ATTENTION
+from autoamp.kernels.chains.condition import replaceable as replaceable_chains
 from autoamp.kernels.chains.emit import put_kernels
 from autoamp.kernels.shared.condition import Allowed, in_regions
 from autoamp.kernels.table import KERNEL_NAMES
@@ -49,17 +52,32 @@ def fuse(  # noqa: PLR0917
     off = (*options.kernels_off, *no_gain)
     if len(off) == len(KERNEL_NAMES):
         return None
-    gm = normalised.gm
-    graph = fx.Graph(gm)
-    graph.output(graph.graph_copy(gm.graph, {}))
+    gm, mode = normalised.gm, normalised.fake_mode
     rules = options.resolve_rules(low)
     keep = (*options.kept, *rules.keep)
-    stays = in_regions(gm, graph)
+    stays = in_regions(gm, gm.graph)
     allowed = Allowed(rules, Rules.default(low), keep, off, device, left, stays)
-    put = [step(graph, normalised.fake_mode, allowed) for step in STEPS]
+    if not _may_put(gm.graph, mode, allowed):
+        return None
+    graph = fx.Graph(gm)
+    compat.quick_copy(gm.graph, graph, {})
+    allowed = replace(allowed, in_regions=in_regions(gm, graph))
+    put = [step(graph, mode, allowed) for step in STEPS]
     if not any(put):
         return None
     drop_dead(graph)
     fused = compat.graph_module(gm, graph)
     fused.meta = dict(gm.meta)
     return replace(normalised, gm=fused)
+
+
+def _may_put(graph: fx.Graph, mode: compat.FakeTensorMode, allowed: Allowed) -> bool:
+    """Whether some step may find something in a graph, which is copied only then.
+
+    The last step looks at calls of attention, and takes its time over their masks.
+    """
+    return bool(
+        graph.find_nodes(op="call_function", target=ATTENTION)
+        or replaceable_chains(graph, mode, allowed)
+        or replaceable_attention(graph, allowed)
+    )

@@ -168,12 +168,15 @@ class _Model:
             raise PassError.at(node.name, error) from error
 
     def op(self, node: fx.Node, fact: NodeFacts) -> tuple[int, int]:
-        return self._op(node, fact, self.high), self._op(node, fact, self.low)
-
-    def _op(self, node: fx.Node, fact: NodeFacts, itemsize: int) -> int:
         if self.by_memory:
-            return itemsize * fact.read_numel if fact.requires_grad else 0
-        return self._units(parts_of(node, fact, itemsize, self.device).nanoseconds)
+            read = fact.read_numel if fact.requires_grad else 0
+            return self.high * read, self.low * read
+        flops = _numbers_of(node, fact)
+        high, low = (
+            self._units(_parts(node, fact, size, self.device, flops).nanoseconds)
+            for size in (self.high, self.low)
+        )
+        return high, low
 
     def cast(self, fact: NodeFacts) -> int:
         if self.by_memory:
@@ -214,14 +217,20 @@ def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> P
     Args:
         itemsize: bytes of one number in the op's precision.
     """
-    if _is_free(node):
+    return _parts(node, fact, itemsize, device, _numbers_of(node, fact))
+
+
+def _parts(
+    node: fx.Node, fact: NodeFacts, itemsize: int, device: Device, flops: float | None
+) -> Parts:
+    """As `parts_of`, of an op whose `_numbers_of` are known."""
+    if flops is None:
         return Parts(0.0, 0.0, 0.0)
     times = TRAINING_FACTOR if fact.requires_grad else 1
     low = itemsize < HIGH_DTYPE.itemsize
     moved = itemsize * (fact.read_numel + fact.numel)
     if MESH_CALL in node.meta and not fact.op.startswith("aten"):
         return _crossing(node.meta[MESH_CALL], moved, fact, device)
-    flops = flops_of(node, fact) * node.meta.get(COMPUTED, 1.0)
     if not flops:
         heavy = fact.base.rstrip("_") in family("function_of_each_number")
         bandwidth = device.bandwidth(moved, low=low, heavy=heavy)
@@ -231,6 +240,15 @@ def parts_of(node: fx.Node, fact: NodeFacts, itemsize: int, device: Device) -> P
     return Parts(
         times * start, times * moved / device.bytes_per_ns, times * flops / rate
     )
+
+
+def _numbers_of(node: fx.Node, fact: NodeFacts) -> float | None:
+    """The flops of an op, the same in each precision; None where it is free."""
+    if _is_free(node):
+        return None
+    if MESH_CALL in node.meta and not fact.op.startswith("aten"):
+        return 0.0
+    return flops_of(node, fact) * float(node.meta.get(COMPUTED, 1.0))
 
 
 def _crossing(call: MeshCall, moved: int, fact: NodeFacts, device: Device) -> Parts:

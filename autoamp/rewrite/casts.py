@@ -142,8 +142,9 @@ class _Emitter:
         keeps_state = is_low and fact.keeps_state
         if keeps_state:
             target = WITH_FP32_STATE.get(target, target)
-        new = self.emitted.graph.create_node(node.op, target, args, kwargs, node.name)
-        new.meta = dict(node.meta)
+        graph = self.emitted.graph
+        new = compat.quick_node(graph, node.op, target, args, kwargs, node.name)
+        new.meta.update(node.meta)
         if is_low and fact.makes_floats and not keeps_state:
             new.meta["val"] = self._low_result(node.meta["val"])
         if self.emitted.casts and self._is_copy_by_layout(node, fact):

@@ -17,9 +17,7 @@ def copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
     """
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    result = graph.output(graph.graph_copy(gm.graph, values))
-    for old, new in values.items():
-        new.meta = dict(old.meta)
+    result = compat.quick_copy(gm.graph, graph, values)
     output = gm.graph.output_node()
     result.meta = dict(output.meta)
     values[output] = result

@@ -105,10 +105,11 @@ class Emitted:
         like: fx.Node,
     ) -> fx.Node:
         """Adds a call that the original graph lacks, with the `meta` of `like`."""
-        new = self.graph.create_node(
-            "call_function", target, args, kwargs, self._free_name(name)
+        new = compat.quick_node(
+            self.graph, "call_function", target, args, kwargs, self._free_name(name)
         )
-        new.meta = {k: v for k, v in like.meta.items() if k != CAST_KIND}
+        new.meta.update(like.meta)
+        new.meta.pop(CAST_KIND, None)
         return new
 
     def cast(self, value: str, dtype: torch.dtype) -> fx.Node:
@@ -120,7 +121,8 @@ class Emitted:
             kind = "weight"  # one copy, made before the graph runs, serves every use
         name = self._free_name(f"{value}_{short_name(dtype)}")
         saturates = kind == "down" and value in self._extreme
-        new = self.graph.create_node(
+        new = compat.quick_node(
+            self.graph,
             "call_function",
             saturating_cast if saturates else _CAST,
             (at, dtype) if saturates else (at,),

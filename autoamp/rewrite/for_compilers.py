@@ -49,9 +49,8 @@ def for_compilers(
         return gm
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(gm.graph, values))
+    compat.quick_copy(gm.graph, graph, values)
     for old, new in values.items():
-        new.meta = dict(old.meta)
         if inductor and old.op == "placeholder":
             # With `cpp_wrapper` inductor compiles for these values, and takes from them
             # that no input needs a gradient.

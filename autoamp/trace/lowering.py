@@ -241,7 +241,7 @@ class Lowering(fx.Interpreter):
         # The tracer also drops dead nodes of sub-graphs, and takes `x.mul_(2)` for
         # dead: the tracer gets a copy of `body` to drop them from.
         graph = fx.Graph()
-        graph.output(graph.graph_copy(body.graph, {}))
+        compat.quick_copy(body.graph, graph, {})
         return compat.module_proxy(name, fx.GraphModule(body, graph))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ class Site:
     keep: Sequence[str]
     kept: Mapping[str, str]
 
-    @property
+    @functools.cached_property  # most pins ask
     def base(self) -> str:
         """The op's name without its overload."""
         assert isinstance(self.node.target, compat.OpOverload)

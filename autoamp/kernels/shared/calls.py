@@ -16,7 +16,7 @@ from autoamp.rules import family
 def name_of(node: fx.Node) -> str:
     """The name of the op that is called, such as `aten::add`; empty for no op."""
     is_op = isinstance(node.target, compat.OpOverload)
-    return base_name(node.target) if is_op else ""  # type: ignore[arg-type]
+    return base_name(node.target) if is_op else ""
 
 
 def is_of(node: fx.Node, ops: Collection[str]) -> bool:

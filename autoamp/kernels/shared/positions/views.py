@@ -45,7 +45,7 @@ def _viewed(positions: Positions, node: fx.Node) -> Element:
     assert isinstance(source, fx.Node)
     before, after = shape_of(source), shape_of(node)
     order: list[int | None] = [None] * len(after)
-    name = base_name(node.target).removeprefix("aten::")  # type: ignore[arg-type]
+    name = base_name(node.target).removeprefix("aten::")
     if name.startswith("expand"):
         order[len(after) - len(before) :] = range(len(before))
     else:
@@ -64,7 +64,7 @@ def _permuted(positions: Positions, node: fx.Node) -> Element:
     assert isinstance(source, fx.Node)
     rank = len(shape_of(source))
     order: list[int | None] = list(range(rank))
-    name = base_name(node.target).removeprefix("aten::")  # type: ignore[arg-type]
+    name = base_name(node.target).removeprefix("aten::")
     if name == "permute":
         order = [int(d) % rank for d in node.args[1]]  # type: ignore[arg-type, union-attr]
     elif rank > 1:
