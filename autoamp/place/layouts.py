@@ -9,6 +9,10 @@ the layout that the graph was captured with:
 * on the source side it costs those of its weight: in the products, and of the copy and
   the gradient at each step of a training;
 * an op that keeps the layout of its operand costs nothing on either side;
+* a norm or a linear layer that reads the channels of an image as rows, through a view,
+  costs a copy forward and one backward on the sink side, where rows are not in memory;
+* a value that the captured graph itself has with its channels last stands on the source
+  side, and is read there as it is captured, by whichever side;
 * any other op, and everything outside the graph, stands on the sink side;
 * a value that is read on both sides is permuted once.
 """
@@ -20,6 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -28,7 +33,12 @@ from autoamp import compat
 from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.nodes import written_values
 from autoamp.dtypes import LOW_DTYPES
-from autoamp.graph_functions import low_weight, low_weight_unscaled
+from autoamp.graph_functions import (
+    layer_norm,
+    low_weight,
+    low_weight_unscaled,
+    rms_norm,
+)
 from autoamp.op_names import base_name
 from autoamp.ops import is_inplace, is_pointwise, is_random, is_view
 from autoamp.place.devices import Device
@@ -41,6 +51,11 @@ _WEIGHT = 1
 """The position of the weight among a convolution's arguments."""
 
 _USES = (low_weight, low_weight_unscaled)
+
+_ATEN = torch.ops.aten
+_PACKS = (_ATEN.layer_norm.default, layer_norm, rms_norm, _ATEN.linear.default)
+"""Calls that copy their first operand where it is not contiguous, and whose results do
+not tell how it lay.  Torch's own `rms_norm` is not one on every device."""
 
 _IN_KERNELS, _IN_COPIES = 0.5, 1.5
 """How long permutations take, as parts of the time that memory takes at its bandwidth.
@@ -97,27 +112,69 @@ def choose_layouts(
     if not convolutions or not device.channels_last:
         return None
     images = {n: n.meta["val"] for n in graph.nodes if _is_image(n)}
-    if any(_is_laid_last(value) for value in images.values()):
-        return None  # the user has chosen layouts
+    lying = frozenset(n for n, value in images.items() if _is_laid_last(value))
     flows = _differentiated(graph, facts)
-    problem = _problem(graph, images, convolutions, device, flows, left)
+    rows = {
+        r
+        for n in images.keys() - lying
+        for r in _image_readers(n)
+        if _packs(n, r, left)
+    }
+    seen = _Seen(images, convolutions, lying, frozenset(rows))
+    problem = _problem(graph, seen, device, flows, left)
+    source = solve(problem).source
     nodes = {n.name: n for n in images}
-    last = frozenset(nodes[name] for name in solve(problem).source)
-    if not last & convolutions.keys():
-        return None
+    last = {n for n in images if n.name in source}
+    weights = _laid_anew(convolutions, last, left)
+    reads_last = {n for n in last | rows if n.name in source} - lying
     changes = {}
     for group in problem.groups:
         node = nodes[group.key[0]]
         readers = _image_readers(node)
-        other = [r for r in readers if (r in last) != (node in last)]
+        other = [r for r in readers if (r in reads_last) != (node in last)]
         if other and not (node not in last and _lies_both_ways(images[node])):
             changes[node] = other
-    weights = frozenset(
+    last = {n for n in last - rows if n not in lying or convolutions.get(n) in weights}
+    if not last & convolutions.keys():
+        return None
+    return Layouts(frozenset(last), weights, changes)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a graph has that layouts are chosen for.
+
+    Attributes:
+        images: each value with images, or volumes, and its fake tensor.
+        convolutions: the low ones, with the copy each reads as its weight.
+        lying: the images that have their channels last in the captured graph.
+        rows: the views through which calls read the channels of an image as rows.
+    """
+
+    images: dict[fx.Node, Tensor]
+    convolutions: dict[fx.Node, fx.Node]
+    lying: frozenset[fx.Node]
+    rows: frozenset[fx.Node]
+
+
+def _laid_anew(
+    convolutions: Mapping[fx.Node, fx.Node],
+    last: Collection[fx.Node],
+    left: Collection[str],
+) -> frozenset[fx.Node]:
+    """The copies of weights that are read with the channels last, and lie otherwise."""
+    kept = {
         weight
         for node, weight in convolutions.items()
-        if node in last and not _lies_both_ways(weight.meta["val"])
+        if node not in last or node.name in left
+    }
+    return frozenset(
+        weight
+        for weight in convolutions.values()
+        if weight not in kept
+        and not _lies_both_ways(weight.meta["val"])
+        and not _is_laid_last(weight.meta["val"])
     )
-    return Layouts(last, weights, changes)
 
 
 def convolved(graph: fx.Graph, copies: Sequence[fx.Node]) -> frozenset[fx.Node]:
@@ -126,37 +183,49 @@ def convolved(graph: fx.Graph, copies: Sequence[fx.Node]) -> frozenset[fx.Node]:
     return frozenset(w for w in found if w is not None and w.meta["val"].dim() == 4)
 
 
-def _problem(  # noqa: PLR0917
+def _problem(
     graph: fx.Graph,
-    images: dict[fx.Node, Tensor],
-    convolutions: dict[fx.Node, fx.Node],
+    seen: _Seen,
     device: Device,
     flows: Collection[fx.Node],
     left: Collection[str],
 ) -> Problem:
-    unary = {node.name: (0, 0) for node in images} | {_OUTSIDE: (0, 0)}
+    unary = {node.name: (0, 0) for node in seen.images} | {_OUTSIDE: (0, 0)}
     at_sink = {_OUTSIDE: "is outside the graph, where layouts are the user's"}
+    at_source = {n.name: "has its channels last as captured" for n in seen.lying}
     ties: list[tuple[str, str, str]] = []
-    for node, value in images.items():
-        if node in convolutions:
-            unary[node.name] = _convolving(node, convolutions[node], device)
-        elif not _keeps_layout(node):
-            at_sink[node.name] = "is written for the layout it has"
-        if node.name in left:
-            at_sink[node.name] = "failed a check with the channels last"
-        if not _is_plain(value):
-            at_sink[node.name] = "has no plain layout in the captured graph"
+    for node, value in seen.images.items():
+        if node in seen.lying:
+            continue
         for written in written_values(node):
             ties.append((written.name, node.name, "is written in place"))
-    ties = [(a, b, why) for a, b, why in ties if a in unary]
+        if node.name in left:
+            at_sink[node.name] = "failed a check with the channels last"
+        elif node in seen.rows:
+            continue
+        elif node in seen.convolutions:
+            weight = seen.convolutions[node]
+            unary[node.name] = _convolving(node, weight, device)
+        elif not _keeps_layout(node):
+            at_sink[node.name] = "is written for the layout it has"
+        if not _is_plain(value):
+            at_sink[node.name] = "has no plain layout in the captured graph"
+    for node in seen.rows:
+        image = node.all_input_nodes[0]
+        copies = 2 if image in flows else 1
+        unary[node.name] = (round(copies * _IN_COPIES * _permuting(image, device)), 0)
+    ties = [(a, b, why) for a, b, why in ties if a in unary and a not in at_source]
     shared: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node, weight in convolutions.items():
-        shared[weight].append(node)
+    for node, weight in seen.convolutions.items():
+        if node not in seen.lying:
+            shared[weight].append(node)
     for readers in shared.values():
         for one, other in itertools.pairwise(readers):
             ties.append((one.name, other.name, "reads the same weight"))
-    groups = [*_groups(graph, images, device, flows)]
-    return Problem(unary=unary, at_sink=at_sink, groups=groups, ties=ties)
+    groups = [*_groups(graph, seen, device, flows)]
+    return Problem(
+        unary=unary, at_sink=at_sink, at_source=at_source, groups=groups, ties=ties
+    )
 
 
 def _convolving(node: fx.Node, weight: fx.Node, device: Device) -> tuple[int, int]:
@@ -171,7 +240,7 @@ def _convolving(node: fx.Node, weight: fx.Node, device: Device) -> tuple[int, in
 
 def _groups(
     graph: fx.Graph,
-    images: dict[fx.Node, Tensor],
+    seen: _Seen,
     device: Device,
     flows: Collection[fx.Node],
 ) -> Iterator[Group]:
@@ -186,16 +255,17 @@ def _groups(
         for each in written_values(node):
             if isinstance(each.meta.get("val"), Tensor):
                 written[compat.storage_id(each.meta["val"])] = at
-    for node, value in images.items():
+    known = (seen.images.keys() | seen.rows) - seen.lying
+    for node, value in seen.images.items():
         readers = _image_readers(node)
-        if not readers:
+        if not readers or node in seen.lying or node in seen.rows:
             continue
         copies = 2 if node in flows else 1
         once = _IN_COPIES * _permuting(node, device) + 10 * device.launch_ns
         price: int | None = round(copies * once)
         if written.get(compat.storage_id(value), -1) > order[node]:
             price = None  # a copy made now would miss the write
-        names = tuple(r.name if r in images else _OUTSIDE for r in readers)
+        names = tuple(r.name if r in known else _OUTSIDE for r in readers)
         free = 0 if price is not None and _lies_both_ways(value) else price
         yield Group((node.name, 0, 0), node.name, names, free, price)
 
@@ -269,6 +339,58 @@ def _image_readers(node: fx.Node) -> list[fx.Node]:
         if not (_is_convolution(user) and node not in user.args[:1])
         and user.target not in _USES
     ]
+
+
+def _packs(image: fx.Node, view: fx.Node, left: Collection[str]) -> bool:
+    """Whether all that reads `image` through `view` reads its channels as rows.
+
+    Then each reader's operand is contiguous if the image has its channels last, and has
+    to be copied if the image lies as captured.
+    """
+    value = image.meta["val"]
+    if not _is_view_of(view, image) or not _is_plain(value) or _lies_both_ways(value):
+        return False
+    plain = torch.empty([compat.hint(size) for size in value.shape], device="meta")
+    last = plain.contiguous(memory_format=FORMATS[plain.dim()])
+    through = [(view, plain, last)]
+    while through:
+        node, plain, last = through.pop()
+        shows: Any = node.target
+        try:
+            plain, last = (shows(each, *node.args[1:]) for each in (plain, last))
+        except RuntimeError:  # the view shows one of the layouts only
+            return False
+        for user in node.users:
+            if user.name in left:
+                return False
+            if _is_view_of(user, node):
+                through.append((user, plain, last))
+            elif (
+                not _reads_rows(user, node)
+                or plain.is_contiguous()
+                or not last.is_contiguous()
+            ):
+                return False
+    return bool(view.users)
+
+
+def _reads_rows(node: fx.Node, read: fx.Node) -> bool:
+    """Whether a call reads a value as its first operand only, and packs it."""
+    places = [at for at, each in enumerate(node.args) if each is read]
+    return node.target in _PACKS and places == [0]
+
+
+def _is_view_of(node: fx.Node, read: fx.Node) -> bool:
+    """Whether a call shows the value that it reads, and only that one, otherwise."""
+    target = node.target
+    return (
+        isinstance(target, compat.OpOverload)
+        and is_view(target)
+        and base_name(target) not in family("cast")
+        and node.all_input_nodes == [read]
+        and node.args[0] is read
+        and not node.kwargs
+    )
 
 
 def _keeps_layout(node: fx.Node) -> bool:

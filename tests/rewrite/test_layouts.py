@@ -122,6 +122,58 @@ class Checkpointed(Residual):
         return self.head(self.third(x + self.second(x)).mean((2, 3)))
 
 
+class Rows(nn.Module):
+    """ConvNeXt: norms and linear layers read channels as rows; channels come back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.down = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(8, 16, 2, 2)
+        self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.wide, self.narrow = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[0](self.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        inside = self.norms[1](self.deep(x).permute(0, 2, 3, 1))
+        inside = self.narrow(F.gelu(self.wide(inside)))
+        return self.down(x + inside.permute(0, 3, 1, 2)).mean((2, 3))
+
+
+class Patches(nn.Module):
+    """Swin: the places of an image are rows of a sequence, which a norm reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 4, 4), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.stem(x).flatten(2).transpose(1, 2))
+
+
+class BothKinds(nn.Module):
+    """Blocks of convolutions, and after them channels that a permutation puts last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(block(3, 8), block(8, 8))
+        self.mix, self.last = nn.Linear(8, 8), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(self.blocks(x), 2)
+        return self.last(self.mix(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)).mean()
+
+
+class Read(nn.Module):
+    """A convolution whose channels are read as rows, in one of several ways."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.image, self.read = nn.Conv2d(3, 8, 3), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.image(x).permute(0, 2, 3, 1))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
     # the model, its convolutions that are laid out anew, and the changes of layout
     "residual": (Residual, 2, 2),
@@ -130,6 +182,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
     "volumes": (Volumes, 2, 2),
     "shared": (lambda: Shared(False), 3, 2),
     "checkpointed": (Checkpointed, 4, 2),
+    "rows": (Rows, 2, 1),
+    "patches": (Patches, 1, 1),
+    "both kinds": (BothKinds, 3, 1),
 }
 
 
@@ -164,18 +219,81 @@ def test_convolutions_have_their_channels_last_and_nobody_sees_it(name: str) -> 
     torch.manual_seed(0)
     model, x = make(), image()
     keys = [*model.state_dict()]
+    converted_is_as_true(model, x)
+    assert laid(model) == (convolutions, changes)
+    assert [*model.state_dict()] == keys
+    assert all(p.is_contiguous() for p in model.state_dict().values())
+
+
+def converted_is_as_true(model: nn.Module, x: Tensor) -> None:
+    """Converts `model`; a step is as true as under autocast, all strides the same."""
     exact = stepped(copy.deepcopy(model).double(), x.double())
     theirs = stepped(copy.deepcopy(model), x, autocast=True)
     ours = stepped(converted(model), x)
-    assert laid(model) == (convolutions, changes)
     assert [t.stride() for t in ours] == [t.stride() for t in exact]
-    assert [*model.state_dict()] == keys
-    assert all(p.is_contiguous() for p in model.state_dict().values())
     errors, allowed = (
         sum(relative_error(a.double(), b) for a, b in zip(found, exact, strict=True))
         for found in (ours, theirs)
     )
     assert errors <= 1.1 * allowed
+
+
+def cloned(model: nn.Module, x: Tensor, sizes: set[tuple[int, ...]]) -> int:
+    """How many tensors of these sizes torch copies inside its calls in a step."""
+    stepped(model, x)
+    with torch.profiler.profile(record_shapes=True) as profiled:
+        stepped(model, x)
+    clones = [e for e in profiled.events() if e.name == "aten::clone"]
+    return sum(tuple(e.input_shapes[0]) in sizes for e in clones)
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes"),
+    [(Rows, {(4, 16, 16, 8), (4, 8, 16, 16)}), (Patches, {(4, 256, 8), (4, 8, 256)})],
+)
+def test_a_norm_copies_no_rows_that_lie_in_memory(
+    make: Callable[[], nn.Module], sizes: set[tuple[int, ...]]
+) -> None:
+    torch.manual_seed(0)
+    model, x = make(), image()
+    plain = converted(copy.deepcopy(model), unfused=["channels_last"])
+    assert cloned(plain, x, sizes) >= 2
+    assert cloned(converted(model), x, sizes) == 0
+
+
+def test_a_convolution_of_a_users_layout_has_its_weight_in_that_layout() -> None:
+    """Torch would permute it anew in the forward, and again in the backward."""
+    torch.manual_seed(0)
+    model, x = Residual(), image().to(memory_format=torch.channels_last)
+    converted_is_as_true(model, x)
+    assert laid(model) == (2, 0)
+    weights = [model.first[0].weight, model.second[0].weight]
+    for weight in weights:
+        (low,) = (each.low for each in copies_of(weight))
+        assert low.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda rows: rows.softmax(-1), id="a softmax"),
+        pytest.param(lambda rows: rows * 2, id="a product"),
+        pytest.param(
+            lambda rows: F.layer_norm(rows, [8]) + rows, id="a norm and a sum"
+        ),
+        pytest.param(lambda rows: rows.flatten(0, 1), id="rows returned"),
+        pytest.param(lambda rows: F.linear(rows[0, 0], rows[0, 1]), id="a weight"),
+    ],
+)
+def test_rows_that_are_read_otherwise_lie_as_they_did(
+    read: Callable[[Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model, x = Read(read), image()
+    exact = stepped(copy.deepcopy(model), x)
+    for mine, true in zip(stepped(converted(model), x), exact, strict=True):
+        assert relative_error(mine, true) < 0.03
+        assert mine.stride() == true.stride()
 
 
 def test_a_view_reads_the_layout_it_was_captured_with() -> None:
