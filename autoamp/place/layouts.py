@@ -348,7 +348,9 @@ def _packs(image: fx.Node, view: fx.Node, left: Collection[str]) -> bool:
     to be copied if the image lies as captured.
     """
     value = image.meta["val"]
-    if not _is_view_of(view, image) or not _is_plain(value) or _lies_both_ways(value):
+    if view.name in left or not _is_view_of(view, image):
+        return False
+    if not _is_plain(value) or _lies_both_ways(value):
         return False
     plain = torch.empty([compat.hint(size) for size in value.shape], device="meta")
     last = plain.contiguous(memory_format=FORMATS[plain.dim()])
