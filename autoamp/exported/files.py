@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import uuid
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,7 +118,10 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
         if any("/data/aotinductor/" in name for name in names):
             package, note = compat.open_package(os.fspath(path))
             return package, *plan_from(shown, note)
-        program = torch.export.load(path)
+        with warnings.catch_warnings():
+            # Torch 2.11 says so of the bytes that it has read itself, for reading only.
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            program = torch.export.load(path)
     except ExportError:
         raise
     except Exception as error:

@@ -241,7 +241,7 @@ def converted_is_as_true(model: nn.Module, x: Tensor) -> None:
 def cloned(model: nn.Module, x: Tensor, sizes: set[tuple[int, ...]]) -> int:
     """How many tensors of these sizes torch copies inside its calls in a step."""
     stepped(model, x)
-    with torch.profiler.profile(record_shapes=True) as profiled:
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profiled:
         stepped(model, x)
     clones = [e for e in profiled.events() if e.name == "aten::clone"]
     return sum(tuple(e.input_shapes[0]) in sizes for e in clones)

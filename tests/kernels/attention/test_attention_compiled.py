@@ -76,7 +76,7 @@ def backwards(call: Callable[[Tensor], Tensor], length: int = 12) -> Counter[str
     """The kernels of attention's backward that a step runs."""
     x = torch.randn(2, length, SIZE)
     call(x).sum().backward()  # the capture
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         call(x).sum().backward()
     names = Counter(event.name for event in found.events())
     # Our op calls torch's kernel in fp32.
