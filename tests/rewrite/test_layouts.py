@@ -247,9 +247,11 @@ def cloned(model: nn.Module, x: Tensor, sizes: set[tuple[int, ...]]) -> int:
     return sum(tuple(e.input_shapes[0]) in sizes for e in clones)
 
 
+@pytest.mark.thorough(but=["swin"])
 @pytest.mark.parametrize(
     ("make", "sizes"),
     [(Rows, {(4, 16, 16, 8), (4, 8, 16, 16)}), (Patches, {(4, 256, 8), (4, 8, 256)})],
+    ids=["convnext", "swin"],
 )
 def test_a_norm_copies_no_rows_that_lie_in_memory(
     make: Callable[[], nn.Module], sizes: set[tuple[int, ...]]
