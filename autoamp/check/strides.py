@@ -6,7 +6,7 @@ follow a changed layout are computed again on fake tensors, node by node.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import tensors_of
+from autoamp.check.call_facts import is_view
 from autoamp.check.standin import named, where
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import laid_out
@@ -48,9 +49,11 @@ def check_strides(
             _results_lie_as_before(node, laid)
             continue
         try:
-            with mode, compat.as_traced(), torch.no_grad():
-                args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-                made = node.target(*args, **kwargs)
+            made = _made(node, value, mode)
+            if is_view(node.target):
+                _shows_as_before(node, value, mode)
+        except VerificationError:
+            raise
         except Exception as error:
             raise VerificationError(
                 f"{where(node)} fails on operands with the channels last: "
@@ -59,6 +62,46 @@ def check_strides(
             ) from error
         if _strides(made) != _strides(node.meta.get("val")):
             laid[node] = made
+
+
+def _made(
+    node: fx.Node, value: Callable[[fx.Node], Any], mode: compat.FakeTensorMode
+) -> Any:
+    """What a call gives for operands with the fake tensors `value`."""
+    with mode, compat.as_traced(), torch.no_grad():
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _shows_as_before(
+    node: fx.Node, value: Callable[[fx.Node], Any], mode: compat.FakeTensorMode
+) -> None:
+    """Raises where a call that was a view makes a copy now, or the other way round.
+
+    `reshape` does so, and a later write to the operand would be seen or missed.
+    """
+    shows = [
+        _shared(_made(node, operands.__getitem__, mode), operands)
+        for operands in (
+            {n: _fake(n.meta.get("val"), mode) for n in node.all_input_nodes},
+            {n: value(n) for n in node.all_input_nodes},
+        )
+    ]
+    if shows[0] != shows[1]:
+        raise VerificationError(
+            f"{where(node)} shows memory of other operands with the channels last",
+            nodes=named(node),
+        )
+
+
+def _shared(made: Any, operands: dict[fx.Node, Any]) -> set[fx.Node]:
+    """The operands whose memory a result shows."""
+    shown = {compat.storage_id(t) for t in tensors_of(made)}
+    return {
+        n
+        for n, given in operands.items()
+        if not shown.isdisjoint(compat.storage_id(t) for t in tensors_of(given))
+    }
 
 
 def _results_lie_as_before(output: fx.Node, laid: dict[fx.Node, Any]) -> None:

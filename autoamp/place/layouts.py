@@ -114,30 +114,31 @@ def choose_layouts(
     images = {n: n.meta["val"] for n in graph.nodes if _is_image(n)}
     lying = frozenset(n for n, value in images.items() if _is_laid_last(value))
     flows = _differentiated(graph, facts)
-    rows = {
-        r
-        for n in images.keys() - lying
-        for r in _image_readers(n)
-        if _packs(n, r, left)
-    }
-    seen = _Seen(images, convolutions, lying, frozenset(rows))
+    rows = frozenset(
+        reader
+        for node in images.keys() - lying
+        for reader in _image_readers(node)
+        if _packs(node, reader, left)
+    )
+    seen = _Seen(images, convolutions, lying, rows)
     problem = _problem(graph, seen, device, flows, left)
     source = solve(problem).source
     nodes = {n.name: n for n in images}
     last = {n for n in images if n.name in source}
     weights = _laid_anew(convolutions, last, left)
-    reads_last = {n for n in last | rows if n.name in source} - lying
+    # Calls whose values lie last as captured read their operands as captured.
+    read_last = {n for n in last | rows if n.name in source} - lying
     changes = {}
     for group in problem.groups:
         node = nodes[group.key[0]]
         readers = _image_readers(node)
-        other = [r for r in readers if (r in reads_last) != (node in last)]
+        other = [r for r in readers if (r in read_last) != (node in last)]
         if other and not (node not in last and _lies_both_ways(images[node])):
             changes[node] = other
-    last = {n for n in last - rows if n not in lying or convolutions.get(n) in weights}
-    if not last & convolutions.keys():
-        return None
-    return Layouts(frozenset(last), weights, changes)
+    changed = frozenset(
+        n for n in last - rows if n not in lying or convolutions.get(n) in weights
+    )
+    return Layouts(changed, weights, changes) if changed & convolutions.keys() else None
 
 
 @dataclass(frozen=True)
@@ -356,12 +357,14 @@ def _packs(image: fx.Node, view: fx.Node, left: Collection[str]) -> bool:
     last = plain.contiguous(memory_format=FORMATS[plain.dim()])
     through = [(view, plain, last)]
     while through:
-        node, plain, last = through.pop()
+        node, *shown = through.pop()
         shows: Any = node.target
         try:
-            plain, last = (shows(each, *node.args[1:]) for each in (plain, last))
+            plain, last = (shows(each, *node.args[1:]) for each in shown)
         except RuntimeError:  # the view shows one of the layouts only
             return False
+        if any(map(_is_copy, (plain, last), shown)):
+            return False  # `reshape` copies one layout: it would miss a later write
         for user in node.users:
             if user.name in left:
                 return False
@@ -374,6 +377,14 @@ def _packs(image: fx.Node, view: fx.Node, left: Collection[str]) -> bool:
             ):
                 return False
     return bool(view.users)
+
+
+def _is_copy(result: Any, read: Tensor) -> bool:
+    """Whether a call gave memory of its own; one that gives several tensors counts."""
+    shares = isinstance(result, Tensor) and (
+        compat.storage_id(result) == compat.storage_id(read)
+    )
+    return not shares
 
 
 def _reads_rows(node: fx.Node, read: fx.Node) -> bool:

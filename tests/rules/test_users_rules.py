@@ -134,16 +134,13 @@ def converted(op: Any, x: Tensor, **options: Any) -> tuple[Tensor, Any]:
 X = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.thorough(
-    but=[
-        "custom_op",
-        "composite",
-        "fp32 results",
-        "by hand",
-        "partly by hand",
-        "fp32 by hand",
-    ]
-)
+QUICK = [
+    *("custom_op", "composite", "fp32 results"),
+    *("by hand", "partly by hand", "fp32 by hand"),
+]
+
+
+@pytest.mark.thorough(but=QUICK)
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_results_are_autocasts(name: str) -> None:
     op = FOLLOWED[name]
@@ -154,16 +151,7 @@ def test_results_are_autocasts(name: str) -> None:
     assert row.precision == ("fp32" if op in HIGH else "bf16")
 
 
-@pytest.mark.thorough(
-    but=[
-        "custom_op",
-        "composite",
-        "fp32 results",
-        "by hand",
-        "partly by hand",
-        "fp32 by hand",
-    ]
-)
+@pytest.mark.thorough(but=QUICK)
 @pytest.mark.usefixtures("bf16_units")
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_no_price_decides(name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isinf
+from math import inf
 from typing import Any
 
 import torch
@@ -184,8 +184,7 @@ class Climb:
         for name in (_LEFT, _UNTIL, _LENT):
             count(name, state[name])
         seen = state[_SEEN]
-        in_fp32 = isinstance(seen, float) and (0 <= seen <= _FP32_MOST or isinf(seen))
-        if not in_fp32 or seen < 0:
+        if not (isinstance(seen, float) and (0 <= seen <= _FP32_MOST or seen == inf)):
             raise LossScaleError(f"{_SEEN}={seen!r} is no magnitude in fp32")
 
 
