@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import networkx as nx
+import torch
 from torch import fx
 
 from autoamp import compat
@@ -228,15 +229,14 @@ class _Comparison:
         """
         closed: dict[fx.Node, None] = {}
         for name, node in list(read.items()):
-            made = None if node.op == "placeholder" else _made_of_nothing(node)
-            if name in reread or made is None:
+            if name in reread or not _made_of_nothing(node):  # a size itself stays read
                 continue
             del read[name]
             for each in (n for n, first in again.items() if first is node):
                 closed |= dict.fromkeys(_made_of_nothing(each) or ())
         for node in closed:
             for operand in node.all_input_nodes:
-                if operand.op == "placeholder":  # a size
+                if operand not in closed:  # a size
                     read.setdefault(operand.name, operand)
         every = {*closed, *old}
         return [n for n in self.twins.gms[0].graph.nodes if n in every]
@@ -334,17 +334,20 @@ def _made_of_nothing(node: fx.Node) -> list[fx.Node] | None:
     pending = [node]
     while pending:
         each = pending.pop()
-        if each in found:
-            continue
-        if each.op == "placeholder":
-            if tensors_of(each.meta.get("val")):
-                return None
+        if each in found or _is_a_size(each):
             continue
         if each.op != "call_function" or calls_bodies(each) or has_effect(each.target):
             return None
         found[each] = None
         pending += each.all_input_nodes
     return list(found)
+
+
+def _is_a_size(node: fx.Node) -> bool:
+    """Whether a node is a size: an input of the graph, or one that a call asks for."""
+    if node.op == "placeholder":
+        return not tensors_of(node.meta.get("val"))
+    return node.target is torch.ops.aten.sym_size.int
 
 
 def _kinds(node: fx.Node, *, strides: bool) -> list[Any]:
