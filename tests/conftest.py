@@ -18,9 +18,18 @@ from torch._dynamo import guards
 
 import autoamp
 from autoamp import messages
-from tests import levels
+from tests import levels, processes
 from tests.small_models import BF16
 from tests.training.steps import converted
+
+CPUS: dict[str, dict[torch.dtype, str]] = {
+    "plain": {},
+    "avx512_bf16": {torch.bfloat16: "avx512_bf16"},
+    "amx_bf16": {torch.bfloat16: "amx_bf16"},
+}
+"""The units of the CPUs that tests can be told they run on."""
+
+CPU_HELP = "the 16-bit units of the CPU that tests are told they run on"
 
 # Deadlines measure the machine; a fixed order of examples makes CI repeatable.
 hypothesis.settings.register_profile("dev", deadline=None, print_blob=True)
@@ -28,6 +37,11 @@ hypothesis.settings.register_profile(
     "ci", deadline=None, print_blob=True, derandomize=True
 )
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--cpu plain` and `--cpu avx512_bf16`: the same outcomes are to be had there."""
+    parser.addoption("--cpu", choices=sorted(CPUS), default="amx_bf16", help=CPU_HELP)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,12 +100,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(autouse=True, scope="session")
-def measured_times_are_not_kept(
-    tmp_path_factory: pytest.TempPathFactory,
+def described_machine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """`tune` writes to a folder of the tests; prices are a table's on all machines."""
+    """The same CPU for every test, with the prices of a table: `--cpu` names its units.
+
+    No test reads or writes the user's cache of measured speeds, whichever variables the
+    test unsets.
+    """
+    cpu, times = request.config.getoption("--cpu"), tmp_path_factory.mktemp("times")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AUTOAMP_CACHE_DIR", str(tmp_path_factory.mktemp("times")))
+        patch.setattr("autoamp.compat.cpu_low_precision_units", lambda: CPUS[cpu])
+        patch.setenv(processes.CPU, cpu)
+        patch.setenv("XDG_CACHE_HOME", str(times))
+        patch.setenv("AUTOAMP_CACHE_DIR", str(times))
         patch.setenv("AUTOAMP_CALIBRATE", "0")
         yield
 
@@ -175,8 +197,14 @@ def fresh_dynamo(request) -> Iterator[None]:
 @pytest.fixture
 def bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU on which bf16 pays by its prices, whatever CPU the tests run on."""
-    found = {torch.bfloat16: "amx_bf16"}
-    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: found)
+    units = CPUS["amx_bf16"]
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
+
+
+@pytest.fixture
+def no_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU on which bf16 does not pay, whatever CPU the tests run on."""
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", dict)
 
 
 @pytest.fixture(

@@ -35,10 +35,16 @@ os.environ.update(given["environ"])
 os.chdir(given["cwd"])
 sys.argv = given["argv"]
 sys.path[0] = os.path.dirname(sys.argv[0])
+unit = given["unit"]
+units = {torch.bfloat16: unit} if unit else {}
+autoamp.compat.cpu_low_precision_units = lambda: units
 autoamp_autoload.autoload()  # as at the end of torch's import
 names = runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
+
+CPU = "TESTS_CPU"
+"""The variable with the units of the CPU that tests are told they run on, or `plain`."""
 
 _BY_A_TABLE = {"AUTOAMP_CALIBRATE": "0"}
 """Prices are alike on all machines, and nothing is written to the user's folder."""
@@ -83,12 +89,15 @@ def run_script(
         else:
             path.write_text(source)
         argv = [str(path), *arguments]
+        unit = os.environ[CPU].removeprefix("plain")
         given = {"argv": argv, "out": str(out), "err": str(err), "cwd": str(cwd)}
         process = _waiting()
         assert process.stdin is not None
         assert process.stdout is not None
         print(
-            json.dumps({**given, "environ": {**kept, **_BY_A_TABLE, **variables}}),
+            json.dumps(
+                {**given, "unit": unit, "environ": {**kept, **_BY_A_TABLE, **variables}}
+            ),
             file=process.stdin,
             flush=True,
         )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp import compat
+from autoamp import compat, foreign
 from autoamp.auto.candidates import caller_of, choose, inside
 from autoamp.auto.environment import Settings
 from autoamp.auto.own_autocast import tell_of_own_autocast
@@ -267,6 +267,10 @@ class AutomaticMode:
             low, why_not = choose_precision(target, options)
             if low is None:
                 logger.debug("autoamp: %s: %s", class_name(target), why_not)
+                return
+            # Asked only now: a lone layer is seldom converted, and this is a search.
+            if engine := foreign.left_to_outer(target):
+                self._leave(target, engine)
                 return
         try:
             options = _with_own_lock(options, target)

@@ -75,7 +75,7 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(autoamp_cli.main, ["upgrade", *arguments])
 
 
-@pytest.mark.usefixtures("there")
+@pytest.mark.usefixtures("there", "no_units")
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_changed_rule(reverse: bool) -> None:
     """The old environment has the rule that softmax stays fp32, or the new one."""

@@ -28,6 +28,7 @@ import autoamp
 from autoamp import compat
 from autoamp.compat import (
     capture,
+    device,
     encoder,
     gradients,
     inductor_casts,
@@ -261,7 +262,7 @@ def no_units(patch: pytest.MonkeyPatch) -> None:
     units = [n for n in vars(torch.cpu) if n.startswith("_is_a") and "supported" in n]
     assert len(units) > 2
     hide(patch, *units)
-    assert compat.cpu_low_precision_units.__wrapped__() == {}
+    assert device.cpu_low_precision_units.__wrapped__() == {}
 
 
 def no_strategies(patch: pytest.MonkeyPatch) -> None:

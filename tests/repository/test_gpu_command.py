@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoamp import compat
+from autoamp.compat import device
 from benchmarks import gpu, gpu_tests, processes, report, resnet50, setting, speeds
 from benchmarks.bytes_step import low_way
 from benchmarks.forwards import forward_of
@@ -371,7 +371,7 @@ def test_a_test_that_passed_is_not_run_again(tmp_path: Path) -> None:
 def test_the_whole_command_on_a_cpu(tmp_path: Path) -> None:
     wanted = ["tests", "training-fp16", "inference-bf16"]
     stems = ["tests", "inference"]
-    if torch.bfloat16 in compat.cpu_low_precision_units():  # no time is predicted else
+    if torch.bfloat16 in device.cpu_low_precision_units():  # the real CPU: see --cpu
         wanted, stems = [*wanted, "prediction-bf16"], [*stems, "prediction"]
     given = ["--device", "cpu", "--quick", "--out", str(tmp_path), *wanted]
     command = [sys.executable, "-m", "benchmarks.gpu", *given]
