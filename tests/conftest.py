@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo import guards
 
 import autoamp
-from autoamp import messages
+from autoamp import compat, messages
 from tests import levels, processes
 from tests.small_models import BF16
 from tests.training.steps import converted
@@ -150,6 +150,12 @@ def fixed_seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def reports_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a report that cannot be made is an error, which users only read of."""
+    monkeypatch.setattr("autoamp.inspect.guarded.CAUGHT", ())
+
+
+@pytest.fixture(autouse=True)
 def nothing_said() -> None:
     """What other tests were told is told again."""
     messages._logged.clear()
@@ -199,6 +205,13 @@ def bf16_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU on which bf16 pays by its prices, whatever CPU the tests run on."""
     units = CPUS["amx_bf16"]
     monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", lambda: units)
+
+
+@pytest.fixture
+def real_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The units of the CPU that the tests run on, as a new process finds them."""
+    units = compat.device.cpu_low_precision_units
+    monkeypatch.setattr("autoamp.compat.cpu_low_precision_units", units)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ names = runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 CPU = "TESTS_CPU"
-"""The variable with the units of the CPU that tests are told they run on, or `plain`."""
+"""The variable that names the units of the CPU that tests are told they run on."""
 
 _BY_A_TABLE = {"AUTOAMP_CALIBRATE": "0"}
 """Prices are alike on all machines, and nothing is written to the user's folder."""

@@ -142,8 +142,12 @@ class Facts:
 
         The result is `FP32` where no node decides, since `value` is fp32 in any case.
         """
-        maker = self.element_of.get(value, value)
+        maker = self.maker(value)
         return FP32 if self.nodes[maker].keeps_state else maker
+
+    def maker(self, value: str) -> str:
+        """The node that makes `value`: `value` itself, or the maker of its tuple."""
+        return self.element_of.get(value, value)
 
 
 def collect_facts(gm: fx.GraphModule, device: str | None = None) -> Facts:

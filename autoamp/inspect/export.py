@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -13,6 +13,7 @@ import networkx as nx
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.inspect.devices import made_with
 from autoamp.inspect.document import Document
+from autoamp.inspect.guarded import attempt
 from autoamp.inspect.nodes.node import Node, Side
 from autoamp.inspect.rows import CastRow, OpRow, Section
 from autoamp.inspect.text import portable, portable_place
@@ -32,6 +33,15 @@ def to_json(document: Document) -> str:
     docs/report-schema.md.
     """
     scale, coverage = document.loss_scale, document.coverage
+    failed: dict[str, str] = {}
+
+    def part(key: str, make: Callable[[], Any], none: Any = None) -> Any:
+        def instead(said: str) -> Any:
+            failed[key] = said
+            return none
+
+        return attempt(f'"{key}"', make, instead)
+
     saved = {
         "schema": SCHEMA,
         "version": VERSION,
@@ -42,21 +52,30 @@ def to_json(document: Document) -> str:
         "unwatched": document.unwatched,
         "loss_scale": asdict(scale) if scale else None,
         "coverage": coverage.counts_and_shares() if coverage else None,
-        "cost": document.cost,
-        "optimal_cost": document.optimal_cost,
-        "regret": document.regret,
-        "headline": document.headline.figures() if document.rewritten else None,
-        "budget": document.frontier.as_json() if document.frontier else None,
-        "devices": _devices(document),
-        "graphs": [_section(section) for section in document.sections],
-        "ops": [_op(row) for row in document.ops],
-        "casts": [_cast(row) for row in document.casts],
+        "cost": part("cost", lambda: document.cost),
+        "optimal_cost": part("optimal_cost", lambda: document.optimal_cost),
+        "regret": part("regret", lambda: document.regret),
+        "headline": part("headline", lambda: _headline(document)),
+        "budget": part("budget", lambda: _budget(document)),
+        "devices": part("devices", lambda: _devices(document), []),
+        "graphs": part("graphs", lambda: [*map(_section, document.sections)], []),
+        "ops": part("ops", lambda: [*map(_op, document.ops)], []),
+        "casts": part("casts", lambda: [*map(_cast, document.casts)], []),
         "skipped": [
             {"what": portable_place(what), "why": portable(why)}
             for what, why in document.skipped
         ],
     }
+    saved["failed"] = failed
     return json.dumps(saved, indent=1, ensure_ascii=False) + "\n"
+
+
+def _headline(document: Document) -> dict[str, Any] | None:
+    return document.headline.figures() if document.rewritten else None
+
+
+def _budget(document: Document) -> dict[str, Any] | None:
+    return document.frontier.as_json() if document.frontier else None
 
 
 def saved_graph(section: Section) -> SavedGraph:

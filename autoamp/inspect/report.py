@@ -100,7 +100,7 @@ class Report(Document):
             >>> path = os.path.join(tempfile.mkdtemp(), "report.html")
             >>> page = report.to_html(path)
         """
-        return written(page_of(data_of(self, self.advice)), path)
+        return written(page_of(data_of(self, lambda: self.advice)), path)
 
     def to_model_explorer(self, path: str | Path | None = None) -> str:
         """The graphs as JSON for Model Explorer, a viewer of model graphs.
@@ -149,4 +149,4 @@ class Report(Document):
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
-        yield from screen.summary_of(self, self.advice)
+        yield from screen.summary_of(self, lambda: self.advice)

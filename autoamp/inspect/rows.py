@@ -243,7 +243,7 @@ def _cast_rows(section: Section) -> Iterator[CastRow]:
                 every_call=cast.kind != "weight" or cast.name in in_place,
                 producer=_producer(facts, cast.value),
                 readers=tuple(user.name for user in kept[cast.name].users),
-                source=facts.nodes[facts.producer(cast.value)].source,
+                source=facts.nodes[facts.maker(cast.value)].source,
                 compiled=fates.get(cast.name, ""),
             )
 
@@ -257,7 +257,7 @@ def _producer(facts: Facts, value: str) -> str:
     """The op that made a value, or where the value comes from."""
     if value in facts.constants:
         return "weight" if value in facts.weights else "input"
-    return facts.nodes[facts.producer(value)].op
+    return facts.nodes[facts.maker(value)].op
 
 
 def _reason(section: Section, decision: Decision) -> tuple[str, str]:

@@ -37,14 +37,16 @@ class Chosen:
         known: the ops that the choice was made for; any other op stays fp32.
         below_ceiling: whether ops that type promotion leaves fp32 may be low.
         reasons: why an op that may be low is fp32, or why it is low; a sentence.
-        frontier: what the choice was made from, for the report.
+        frontier: what the choice was made from, for the report.  It counts when choices
+            are compared: a record of a graph holds it, and conversions with equal
+            options share records.
     """
 
     low: frozenset[OpKey]
     known: frozenset[OpKey]
     below_ceiling: bool = False
-    reasons: Mapping[OpKey, str] = field(default_factory=dict, compare=False)
-    frontier: Any = field(default=None, compare=False)
+    reasons: Mapping[OpKey, str] = field(default_factory=dict, hash=False)
+    frontier: Any = field(default=None, hash=False)
 
     def nodes(self, classified: Classified) -> frozenset[str]:
         """The nodes of a graph that are to be low."""

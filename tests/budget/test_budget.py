@@ -489,3 +489,21 @@ def test_an_op_that_cannot_be_differentiated_by_an_operand() -> None:
     autoamp.convert(model, **BF16, budget=budget, calibrate_on=data)
     model(data[0])
     assert any(op.is_low for op in autoamp.report(model).ops)
+
+
+@pytest.mark.thorough
+def test_each_conversion_reports_its_own_budget() -> None:
+    """Both choose to run all ops low, and the errors of their batches differ."""
+    data, found = batches(), []
+    for budget, scale in (("90%", 1), ("80%", 3)):
+        model = Net().eval()
+        given = [scale * x for x in data]
+        autoamp.convert(model, **BF16, budget=budget, calibrate_on=given)
+        model(data[0])
+        report = autoamp.report(model)
+        assert report.frontier is not None
+        found.append((report, report.frontier))
+    (first, one), (second, other) = found
+    assert [op.precision for op in first.ops] == [op.precision for op in second.ops]
+    assert (one.budget, other.budget) == ("outputs 90%", "outputs 80%")
+    assert one.checks != other.checks

@@ -73,6 +73,7 @@ def folder_with_package(root: Path) -> str:
     return str(root)
 
 
+@pytest.mark.usefixtures("real_cpu")  # a new process is told of no other
 def test_processes_hash_seeds_and_folders_make_no_difference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

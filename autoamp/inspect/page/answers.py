@@ -32,9 +32,7 @@ def answers_of(report: Document, advice: Sequence[str]) -> dict[str, Any]:
     """The answers of a report."""
     low = report.compute_dtype
     if low is None:
-        none: dict[str, list[Any]] = {"before": [], "after": []}
-        steps = list(advice)
-        return {"runs_low": [], "gains": None, "figures": none, "next": steps}
+        return no_answers(advice)
     found = report.headline
     gains = gains_of(found, low)
     return {
@@ -53,6 +51,12 @@ def answers_of(report: Document, advice: Sequence[str]) -> dict[str, Any]:
         "figures": {"before": _before(found), "after": _after(found)},
         "next": list(advice),
     }
+
+
+def no_answers(advice: Sequence[str]) -> dict[str, Any]:
+    """The answers where nothing was converted: what to do next, and nothing else."""
+    none: dict[str, list[Any]] = {"before": [], "after": []}
+    return {"runs_low": [], "gains": None, "figures": none, "next": list(advice)}
 
 
 def _before(found: Headline) -> list[dict[str, str]]:

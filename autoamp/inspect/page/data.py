@@ -34,15 +34,17 @@ The data have the keys
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES, short_name
 from autoamp.inspect.document import Document
 from autoamp.inspect.flip import Flips
-from autoamp.inspect.nodes.node import Node, Nodes, Side
-from autoamp.inspect.page.answers import answers_of
+from autoamp.inspect.guarded import attempt
+from autoamp.inspect.nodes.node import Node, Side
+from autoamp.inspect.page.answers import answers_of, no_answers
 from autoamp.inspect.page.flips import MOST_WORK, flips_of
 from autoamp.inspect.page.modules import modules_of
 from autoamp.inspect.page.roots import MOST_TRIES, remedies_of, roots_of
@@ -56,12 +58,19 @@ SCHEMA = "autoamp.page"
 SCHEMA_VERSION = 1
 
 
-def data_of(document: Document, advice: Sequence[str]) -> dict[str, Any]:
+def data_of(document: Document, advice: Callable[[], Sequence[str]]) -> dict[str, Any]:
     """The data of the page, the same in every process."""
     nodes = sum(len(section.before) for section in document.sections)
     # Each section gets its share of the solved placements, so that a report on many
     # graphs takes as long as a report on one graph.
     work = max(nodes, 1) * max(len(document.sections), 1)
+    skipped = [{"what": shorten(w), "why": why} for w, why in document.skipped]
+    graphs = []
+    for at, section in enumerate(document.sections):
+        title = f"graph {section.key}"
+        make, instead = partial(_graph, document, at, work), partial(_left_out, title)
+        made = attempt(title, make, instead)
+        (graphs if "key" in made else skipped).append(made)
     return {
         "schema": SCHEMA,
         "version": SCHEMA_VERSION,
@@ -70,13 +79,14 @@ def data_of(document: Document, advice: Sequence[str]) -> dict[str, Any]:
         "dtypes": {"high": short_name(HIGH_DTYPE), "low": list(LOW_DTYPES)},
         "runs": document.runs,
         "explained_for": document.explained_for,
-        "answers": answers_of(document, advice),
+        "answers": attempt(
+            "the summary",
+            lambda: answers_of(document, advice()),
+            lambda said: no_answers([said]),
+        ),
         "budget": _budget(document.frontier),
-        "skipped": [{"what": shorten(w), "why": why} for w, why in document.skipped],
-        "graphs": [
-            _graph(document, section, found, work)
-            for section, found in zip(document.sections, document.nodes, strict=True)
-        ],
+        "skipped": skipped,
+        "graphs": graphs,
     }
 
 
@@ -102,9 +112,13 @@ def _budget(found: Frontier | None) -> dict[str, Any] | None:
     }
 
 
-def _graph(
-    document: Document, section: Section, found: Nodes, work: int
-) -> dict[str, Any]:
+def _left_out(title: str, said: str) -> dict[str, Any]:
+    """The entry under `skipped` of a graph that the page cannot show."""
+    return {"what": title, "why": said}
+
+
+def _graph(document: Document, at: int, work: int) -> dict[str, Any]:
+    section, found = document.sections[at], document.nodes[at]
     index = found.index
     most = MOST_WORK // work
     solver = Flips(section.rewritten)

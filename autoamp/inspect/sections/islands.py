@@ -65,7 +65,7 @@ def _flow(section: Section, rows: dict[str, OpRow]) -> nx.DiGraph:
     flow.add_nodes_from(rows)
     for name in rows:
         for operand in facts.nodes[name].operands:
-            maker = facts.producer(operand.value)
+            maker = facts.maker(operand.value)
             if maker in rows:
                 flow.add_edge(maker, name)
     return flow

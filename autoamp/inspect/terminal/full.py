@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -17,6 +18,7 @@ from rich.text import Text
 from autoamp import compat
 from autoamp.inspect.costs import OURS, Costs, amount, bytes_text, titles
 from autoamp.inspect.document import Document
+from autoamp.inspect.guarded import lines
 from autoamp.inspect.rows import OpRow, Section
 from autoamp.inspect.sections.cast_counts import counts_text
 from autoamp.inspect.sections.compiled_casts import (
@@ -46,16 +48,20 @@ def render(document: Document) -> Iterator[RenderableType]:
     """The whole report, top to bottom."""
     skipped = document.skipped
     if document.sections:
-        yield _head(document)
+        yield from lines("the summary", lambda: [_head(document)])
     else:
         said = "not converted, runs in fp32" if skipped else "no graph captured yet"
         hint = "" if skipped else ": call the model once, then ask again"
         title = f"autoamp report: {document.label}"
         yield Text.assemble((title, "bold"), f"\n{said}{hint}")
     for section in document.sections:
-        block = Group(*_section(section))
+        block = Group(*lines(f"graph {section.key}", partial(_section, section)))
         yield Padding(block, (1, 0, 0, 4 if section.body else 0))
     yield from _skipped(skipped)
+    yield from lines("the note on costs", lambda: _note(document))
+
+
+def _note(document: Document) -> Iterator[RenderableType]:
     if any(costs.reward for costs in document.costs):
         yield Text(_REWARD_NOTE)
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from autoamp.inspect.document import Document
+from autoamp.inspect.guarded import lines
 from autoamp.inspect.sections.graph_facts import graph_facts
 from autoamp.inspect.terminal import details, state, summary
 from autoamp.inspect.text import not_captured
 
 
-def summary_of(report: Document, advice: Sequence[str]) -> Iterator[RenderableType]:
+def summary_of(
+    report: Document, advice: Callable[[], Sequence[str]]
+) -> Iterator[RenderableType]:
     """The summary: four questions and their answers."""
     title = f"autoamp report: {report.label}"
     if report.explained_for:
@@ -27,14 +30,27 @@ def summary_of(report: Document, advice: Sequence[str]) -> Iterator[RenderableTy
         yield from summary.not_converted(report.skipped, [*_calls(report)])
     else:
         yield Text(f"{title}, compute dtype {low}", "bold")
-        facts = [*graph_facts(report, low), *_calls(report)]
-        yield from summary.runs_low(report.headline, low, facts)
-        yield from summary.gains(report.headline, low)
-        if report.frontier is not None:
-            yield from summary.budget(report.frontier)
-        left = not_captured(report.skipped)
-        yield from summary.stayed(report.headline, report.stayed, left)
-    yield from summary.what_next(advice)
+        yield from _answers(report, low)
+    yield from lines("the advice", lambda: summary.what_next(advice()))
+
+
+def _answers(report: Document, low: str) -> Iterator[RenderableType]:
+    yield from lines(
+        "the answer to what runs low",
+        lambda: summary.runs_low(
+            report.headline, low, [*graph_facts(report, low), *_calls(report)]
+        ),
+    )
+    yield from lines("the gain", lambda: summary.gains(report.headline, low))
+    found = report.frontier
+    if found is not None:
+        yield from lines("the budget", lambda: summary.budget(found))
+    yield from lines(
+        "the list of what stayed in fp32",
+        lambda: summary.stayed(
+            report.headline, report.stayed, not_captured(report.skipped)
+        ),
+    )
 
 
 def _calls(report: Document) -> Iterator[str]:
@@ -47,14 +63,20 @@ def _calls(report: Document) -> Iterator[str]:
         yield state.loss_scaling(report.loss_scale)
 
 
-def details_of(report: Document) -> Iterator[RenderableType]:
-    """The lists behind the summary, which the full report ends with."""
+def _predicted(report: Document) -> Iterator[RenderableType]:
     if report.prediction is not None and report.ops:
         yield from details.prediction(report.prediction, report.headline)
         yield details.because(report.because)
-    yield from details.largest_casts(report.casts)
-    yield from details.weights_out_of_range(report.weights)
-    yield from details.odd_sizes(report.misfits)
+
+
+def details_of(report: Document) -> Iterator[RenderableType]:
+    """The lists behind the summary, which the full report ends with."""
+    yield from lines("the prediction", lambda: _predicted(report))
+    yield from lines("the list of casts", lambda: details.largest_casts(report.casts))
+    yield from lines(
+        "the list of weights", lambda: details.weights_out_of_range(report.weights)
+    )
+    yield from lines("the list of sizes", lambda: details.odd_sizes(report.misfits))
     if report.explained_for:
         return
     if report.unwatched:
