@@ -41,4 +41,8 @@ def lines(
     name: str, make: Callable[[], Iterable[RenderableType]]
 ) -> Iterator[RenderableType]:
     """The same for a part of a text."""
-    yield from attempt(name, lambda: list(make()), lambda said: [Text(said)])
+
+    def whole() -> list[RenderableType]:
+        return list(make())
+
+    yield from attempt(name, whole, lambda said: [Text(said)])

@@ -65,7 +65,7 @@ def data_of(document: Document, advice: Callable[[], Sequence[str]]) -> dict[str
     # graphs takes as long as a report on one graph.
     work = max(nodes, 1) * max(len(document.sections), 1)
     skipped = [{"what": shorten(w), "why": why} for w, why in document.skipped]
-    graphs = []
+    graphs: list[dict[str, Any]] = []
     for at, section in enumerate(document.sections):
         title = f"graph {section.key}"
         make, instead = partial(_graph, document, at, work), partial(_left_out, title)
