@@ -42,7 +42,7 @@ def lines(
 ) -> Iterator[RenderableType]:
     """The same for a part of a text."""
 
-    def whole() -> list[RenderableType]:
-        return list(make())
+    def instead(said: str) -> list[RenderableType]:
+        return [Text(said)]
 
-    yield from attempt(name, whole, lambda said: [Text(said)])
+    yield from attempt(name, lambda: list(make()), instead)
