@@ -13,7 +13,6 @@ from torch import fx
 from autoamp import compat
 from autoamp.ops import bodies_of, has_effect, mutated_arguments
 from autoamp.trace.control_flow import LOWERED_BODY
-from autoamp.trace.normalise import module_path
 
 KERNEL = "autoamp_kernel"
 """In the `meta` of a node that stands for several calls: a `ForChain`."""
@@ -80,9 +79,7 @@ def _innermost_line(trace: str) -> str:
 
 def module_paths(node: fx.Node) -> tuple[str, ...]:
     """The modules a node was called in, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = (module_path(str(entry[0])) for entry in stack.values())
-    return tuple(path for path in paths if path)
+    return compat.paths_in(node.meta.get("nn_module_stack") or {})
 
 
 def graph_paths(gm: fx.GraphModule) -> set[str]:

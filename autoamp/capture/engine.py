@@ -43,7 +43,6 @@ from autoamp.place.cost import PriceModel
 from autoamp.place.devices import Device
 from autoamp.printable import printable
 from autoamp.trace.meshes import computes_on_dtensors
-from autoamp.trace.normalise import module_path
 from autoamp.weights.copies import WeightCopies
 from autoamp.weights.meshed import MeshedCopies
 
@@ -146,6 +145,7 @@ class Engine:
 
     def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
         """`gm` made ready to run and bound to this model; as it is if a stage fails."""
+        compat.note_paths(gm)
         options = self._options
         low, scaling = self.record.low, self.record.scaling
         if self._switched_off:
@@ -201,12 +201,11 @@ class Engine:
         names, or where the model has switched autocast off.
 
         Args:
-            modules: the modules that the Function is called in, as Dynamo names them.
+            modules: the paths of the modules that the Function is called in.
         """
-        paths = [path for path in map(module_path, modules) if path]
         rules = self.options.resolve_rules(self.record.low)
         keep = (*self.options.kept, *rules.keep)
-        if self._switched_off or kept_by(keep, paths) is not None:
+        if self._switched_off or kept_by(keep, modules) is not None:
             return None
         return self.record.low
 

@@ -36,14 +36,24 @@ def for_model(model: nn.Module, options: Options, low: torch.dtype | None) -> Op
     Raises:
         OptionError: a pattern of `keep=` fits no module of the model.
     """
-    paths = {path for path, _ in compat.named_modules_of(model)}
+    first = {id(module): path for path, module in compat.modules_in(model)}
+    named = [
+        (path, first[id(module)]) for path, module in compat.named_modules_of(model)
+    ]
+    paths = {path for path, _ in named} | set(first.values())
     for pattern in options.keep:
-        if fits(pattern, paths) or _is_in_no_module(pattern, model):
+        if fits(pattern, paths):
             if options.unmet is not None:
                 options.unmet.discard(pattern)
         elif options.unmet is None:
             raise unfitting(pattern, paths, class_name(model))
-    return dataclasses.replace(options, own_keep=tuple(_own(model, low)))
+    own = dict(_own(model, low))
+    patterns = (*options.keep, *(options.resolve_rules(low).keep if low else ()))
+    for pattern in patterns:
+        for path, graphs_name in named:
+            if path != graphs_name and fits(pattern, (path,)):
+                own.setdefault(graphs_name, f"kept in fp32 by keep={pattern!r}")
+    return dataclasses.replace(options, own_keep=tuple(own.items()))
 
 
 def fits(pattern: str, paths: Collection[str]) -> bool:
@@ -62,15 +72,6 @@ def unfitting(pattern: str, paths: Collection[str], where: str) -> OptionError:
         f"keep={pattern!r} fits no module of {where}; {hint} A pattern is the path of "
         "a module, as in named_modules(), in which * stands for anything"
     )
-
-
-def _is_in_no_module(pattern: str, model: nn.Module) -> bool:
-    """Whether a pattern is about modules that the model holds in a plain list or dict.
-
-    `named_modules()` does not list such modules, and graphs do.
-    """
-    first = re.split(r"[.*?\[]", pattern, maxsplit=1)[0]
-    return isinstance(vars(model).get(first), list | tuple | dict)
 
 
 def _own(model: nn.Module, low: torch.dtype | None) -> Iterator[tuple[str, str]]:

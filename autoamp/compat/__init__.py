@@ -94,6 +94,12 @@ from autoamp.compat.distributed.groups import (
 from autoamp.compat.dynamo.authored import traced_in_widening
 from autoamp.compat.dynamo.entry import CompiledEntry
 from autoamp.compat.dynamo.frames import Left, never_a_graph_by_itself, said_in_a_line
+from autoamp.compat.dynamo.places import (
+    module_path,
+    modules_in,
+    note_paths,
+    paths_in,
+)
 from autoamp.compat.encoder import (
     ENCODER_LAYERS,
     encoder_layer,

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from autoamp.compat.dynamo.places import source_name
+
 
 def new_fake_mode(*, symbolic: bool = True) -> FakeTensorMode:
     """A fake mode for graphs that did not come from Dynamo; static shapes.
@@ -215,9 +217,8 @@ def placeholder_sources(gm: fx.GraphModule) -> list[str]:
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             source = getattr(node, "_dynamo_source", None)
-            sources.append(source.name if source is not None else "")
-    # `Source.name` is a method in older versions, a property in newer ones.
-    return [name() if callable(name) else str(name) for name in sources]
+            sources.append("" if source is None else source_name(source))
+    return sources
 
 
 def with_parameters(

@@ -283,7 +283,7 @@ def _restore_placeholders(
     for old, new, fake, source, real in every:
         if _OWN.match(source):
             new.meta[NUMBER] = compat.held_number(real)
-        path = module_path(source) or old.meta.get("autoamp_path", "")
+        path = old.meta.get("autoamp_path") or compat.module_path(source)
         name = re.sub(r"\W+", "_", path).strip("_") if path else old.name
         name = "self_" if name == "self" else name  # the generated code uses `self`
         new.name = compat.free_name(lowered.graph, name or old.name)
@@ -294,17 +294,3 @@ def _restore_placeholders(
         )
         new.meta["autoamp_is_parameter"] = isinstance(fake, torch.nn.Parameter)
     lowered.recompile()
-
-
-@functools.lru_cache(maxsize=4096)  # every node asks, modules are few
-def module_path(source: str) -> str:
-    """A Dynamo source as a user would write it: `L['mod'].fc.weight` is `fc.weight`.
-
-    `_modules['0']`, `_parameters['w']`, `[0]` and `['a']` all become dotted names; an
-    argument taken by `*args` is called `input.0`, one taken by `**kwargs` its own name.
-    """
-    path = re.sub(r"\._(modules|parameters|buffers)\b", "", source)
-    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    path = re.sub(r"\.?\w+\.__self__\b", "", path)  # a method called in `forward`
-    path = re.sub(r"^L?\.?(mod|self)\b\.?", "", path.removeprefix("L.")).strip(".")
-    return re.sub(r"^args\.(?=\d)", "input.", path.removeprefix("kwargs."))

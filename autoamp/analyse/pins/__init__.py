@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -57,11 +58,21 @@ class Site:
 
 
 def kept_by(keep: Sequence[str], modules: Sequence[str]) -> str | None:
-    """The first of the user's patterns that keeps a call in these modules in fp32."""
+    """The first of the user's patterns that keeps a call in these modules in fp32.
+
+    A pattern keeps all that is inside the modules it names: nothing calls a ModuleList.
+    """
     for pattern in keep:
-        if any(fnmatch.fnmatchcase(m, pattern) for m in modules or ("",)):
-            return pattern
+        for path in modules or ("",):
+            if any(fnmatch.fnmatchcase(each, pattern) for each in _around(path)):
+                return pattern
     return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _around(path: str) -> tuple[str, ...]:
+    """A path and the paths of the modules around it: "a.b" is in "a"."""
+    return tuple(itertools.accumulate(path.split("."), "{}.{}".format))
 
 
 def _kept(at: Site) -> str | None:

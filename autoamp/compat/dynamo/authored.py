@@ -17,6 +17,7 @@ import torch._dynamo
 import torch._dynamo.exc
 from torch import fx
 
+from autoamp.compat.dynamo.places import paths_in, rooted
 from autoamp.compat.names import CUSTOM_FUNCTION, ENTER_AUTOCAST, EXIT_AUTOCAST
 from autoamp.dtypes import LOW_DTYPES
 
@@ -93,7 +94,7 @@ def authors_followed(dtype_of: DtypeOf) -> Iterator[None]:
         dtype, device = None, _device_of_fp32([*args, *kwargs.values()])
         followed = device and function not in failed and has_custom_fwd(function)
         if followed and not _in_region(tx):
-            dtype = dtype_of([str(each[0]) for each in tx.nn_module_stack.values()])
+            dtype = dtype_of([*paths_in(rooted(tx.nn_module_stack))])
         if dtype is None:
             return original(self, tx, args, kwargs)
         try:

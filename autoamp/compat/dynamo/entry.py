@@ -33,6 +33,7 @@ from autoamp.compat.dynamo.frames import (
 )
 from autoamp.compat.dynamo.layers import layer_captured, layer_left
 from autoamp.compat.dynamo.on_meta import fakes_on_meta
+from autoamp.compat.dynamo.places import Paths, guard_place, placed, root_frame
 from autoamp.compat.dynamo.quiet import quietly
 from autoamp.compat.dynamo.regions import regions_begin_when_entered
 from autoamp.compat.dynamo.wide_gradients import wide_gradients_hidden
@@ -108,6 +109,10 @@ class CompiledEntry:
         self.skipped = self._frames.skipped  # code that Dynamo has left to Python
         self._compiled: Callable[..., Any] = context(fresh)
 
+    def root_of(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model that the paths of modules in a call of `model` begin at."""
+        return model
+
     def leave(self, left: Left) -> None:
         """Notes code that Dynamo leaves to Python, after the call in which it does."""
 
@@ -147,6 +152,7 @@ class CompiledEntry:
                 self.leave(left)
         return result
 
+    @root_frame
     def _alone(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the compiled entry, again where a trace of another thread forbade it.
 
@@ -193,6 +199,7 @@ class _Frames:
         self._modules: defaultdict[types.CodeType, set[int]] = defaultdict(set)
         self._raced: Counter[types.CodeType] = Counter()
         self._changing = Changing(backend)
+        self._paths = Paths()
 
     def rule(self, callback: Any) -> None:
         """Has Dynamo's callback go through this object.
@@ -239,14 +246,17 @@ class _Frames:
         followed = authors_followed(self._backend.dtype_in)
         regions = regions_begin_when_entered()
         fakes, grads = fakes_on_meta(), wide_gradients_hidden(frame)
+        place = placed(frame, self._paths)
         tracing = config.patch(options), recurrent, followed, regions, fakes, grads
         with ExitStack() as around:
-            for each in (*tracing, quietly()):
+            for each in (*tracing, place, quietly()):
                 around.enter_context(each)
             try:
                 found = base.__call__(callback, frame, *args, **kw)
                 if layer_left(frame, found):
                     found = layer_captured(callback, frame, *args, **kw) or found
+                if found.guarded_code is not None:
+                    guard_place(found, self._paths, inner=code is not self._entry)
             except Exception as caught:
                 if self._strict or not may_be_left(caught):
                     raise

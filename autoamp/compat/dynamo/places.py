@@ -1,0 +1,344 @@
+"""Where a frame runs in the model that was converted: the paths of its modules.
+
+A module has one path: the first that `named_modules()` of the converted model gives it.
+Dynamo names a module by the way the code of a frame gets at it, and after a graph break
+that is another way: `a` or `___stack0`, not `block.a`.  So the modules that a graph
+calls are looked up themselves, and the modules around the frame are found on Python's
+stack.  Modules whose code is alike share compiled frames; guards on the paths keep
+those frames apart, so that each module has graphs of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import fx, nn
+
+from autoamp.compat.tensors import named_modules_of
+
+Stack = Mapping[str, tuple[Any, Any]]
+"""The `nn_module_stack` of a node: for each call the name and the class."""
+
+_CALL = nn.Module._call_impl.__code__
+
+
+class ModulePath(str):
+    """The path of a module from the root of the conversion, as graphs are marked."""
+
+    __slots__ = ()
+
+
+class Paths:
+    """The path of each module, of all models that run the same code."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[nn.Module], str | None]] = {}
+
+    def read(self, root: nn.Module) -> None:
+        """Learns the paths of the modules in `root`."""
+        for path, module in modules_in(root):
+            self._know(module, path)
+
+    def _know(self, module: nn.Module, path: str | None) -> None:
+        key, known = id(module), self._known
+        held = weakref.ref(module, lambda _: known.pop(key, None))
+        known[key] = held, path
+
+    def of(self, module: nn.Module) -> str | None:
+        """The path of a module; None for a module that is not in the model."""
+        found = self._known.get(id(module))
+        if found is None:  # a deep copy of the model runs, or the model has changed
+            root = _around()[0]
+            if root is not None:
+                self.read(root)
+            found = self._known.get(id(module))
+        if found is None:
+            self._know(module, None)
+            return None
+        return found[1]
+
+    def by_id(self, key: int) -> str | None:
+        """The path of the module with this `id`; None if that is unknown."""
+        found = self._known.get(key)
+        return None if found is None else found[1]
+
+    def within(self, value: Any) -> Any:
+        """The paths of the modules in a local variable; None where it holds none."""
+        if isinstance(value, nn.Module):
+            return self.of(value)
+        if isinstance(value, types.MethodType):
+            return self.within(value.__self__)
+        if isinstance(value, list | tuple):
+            found = tuple([self.within(each) for each in value])
+        elif isinstance(value, dict):
+            found = tuple([self.within(each) for each in value.values()])
+        else:
+            return None
+        return found if any(each is not None for each in found) else None
+
+
+def modules_in(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Each module in `root` once, by its first path, as graphs name it.
+
+    Modules that a module holds in plain attributes, lists, dictionaries and objects
+    come last: `named_modules()` does not list them, and graphs call them.
+    """
+    seen: set[int] = set()
+    waiting = [("", root)]
+    while waiting:
+        new: list[tuple[str, nn.Module]] = []
+        for prefix, start in waiting:
+            for path, module in named_modules_of(start, prefix):
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    new.append((path, module))
+        yield from new
+        waiting = []
+        for path, module in new:
+            waiting += _held(_plain(module), path, seen)
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are no children, parameters or buffers."""
+    every = nn.Module().__dict__
+    return {name: value for name, value in vars(module).items() if name not in every}
+
+
+def _held(
+    value: Any, path: str, seen: set[int], levels: int = 3
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a plain value, looked into once, and only so many levels deep."""
+    if isinstance(value, nn.Module):
+        yield path, value
+        return
+    if isinstance(value, list | tuple):
+        parts: Any = enumerate(value)
+    elif isinstance(value, dict):
+        parts = value.items()
+    elif type(value).__module__ in ("builtins", "torch"):
+        return
+    else:
+        parts = getattr(value, "__dict__", {}).items()
+    if levels and id(value) not in seen:
+        seen.add(id(value))
+        for name, each in list(itertools.islice(parts, _MOST)):
+            inside = f"{path}.{name}" if path else str(name)
+            yield from _held(each, inside, seen, levels - 1)
+
+
+_MOST = 256
+"""How many values of one list or object are looked at: a vocabulary has a million."""
+
+
+class Place(NamedTuple):
+    """Where the frame runs that Dynamo is capturing.
+
+    Attributes:
+        paths: the paths of modules.
+        around: the modules whose calls the frame is in, outermost first.
+        variables: the local variables of the frame.
+    """
+
+    paths: Paths
+    around: list[nn.Module]
+    variables: Mapping[str, Any]
+
+    def path_of(self, key: str, source: str) -> str | None:
+        """The path of a module that the frame calls; None if nothing is known of it.
+
+        Args:
+            key: Dynamo's key of the call, which most often begins with the `id`.
+            source: the way in which the code of the frame gets at the module.
+        """
+        number = key.partition("@")[0]
+        if number.isdecimal():
+            return self.paths.by_id(int(number))
+        return self.spelled(source)  # a recurrent layer, which stays one call
+
+    def spelled(self, source: str) -> str | None:
+        """The path of what a source of Dynamo's names; None where it has none."""
+        match = _VARIABLE.match(source)
+        value = self.variables.get(match[1]) if match else None
+        if match is None or not isinstance(value, nn.Module):
+            temporary = match is not None and match[1].startswith("___stack")
+            return None if temporary else module_path(source)
+        start, rest = self.paths.of(value), module_path(f"L['self']{match[2]}")
+        if start is None:
+            return None
+        return f"{start}.{rest}" if start and rest else start or rest
+
+
+_VARIABLE = re.compile(r"^L\['(\w+)'\](.*)$", re.DOTALL)
+
+
+class _ThisThread(threading.local):
+    place: Place | None = None
+
+
+_THREAD = _ThisThread()
+
+
+@contextmanager
+def placed(frame: Any, paths: Paths) -> Iterator[None]:
+    """A region in which Dynamo captures `frame`."""
+    root, around = _around()
+    if root is not None:
+        paths.read(root)
+    before, _THREAD.place = _THREAD.place, Place(paths, around, frame.f_locals)
+    try:
+        yield
+    finally:
+        _THREAD.place = before
+
+
+def note_paths(gm: fx.GraphModule) -> None:
+    """Marks the nodes of a graph that Dynamo has captured with the paths of modules."""
+    place = _THREAD.place
+    if place is None:
+        return
+    for node in gm.graph.nodes:
+        source = getattr(node, "_dynamo_source", None)
+        if node.op == "placeholder" and source is not None:
+            node.meta["autoamp_path"] = place.spelled(source_name(source)) or ""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                stack = rooted(node.meta.get("nn_module_stack") or {})
+                if stack:
+                    node.meta["nn_module_stack"] = stack
+
+
+def rooted(stack: Stack) -> Stack:
+    """The calls of modules that a node is in, each named by the module's path."""
+    place = _THREAD.place
+    if place is None:
+        return stack
+    found: dict[str, tuple[Any, Any]] = {}
+    for module in place.around:
+        path = place.paths.of(module)
+        if path:
+            found[str(id(module))] = ModulePath(path), type(module)
+    for key, (source, kind) in stack.items():
+        name = None if isinstance(source, ModulePath) else str(source)
+        path = source if name is None else place.path_of(key, name)
+        if path is not None:
+            found[key] = ModulePath(path), kind
+    return found
+
+
+def paths_in(stack: Stack) -> tuple[str, ...]:
+    """The paths in the `nn_module_stack` of a node, outermost first."""
+    names = (entry[0] for entry in stack.values())
+    paths = (n if isinstance(n, ModulePath) else module_path(str(n)) for n in names)
+    return tuple(path for path in paths if path)
+
+
+def source_name(source: Any) -> str:
+    """The name of a source of Dynamo's: in older versions `name` is a method."""
+    name = source.name
+    return str(name() if callable(name) else name)
+
+
+@functools.lru_cache(maxsize=4096)  # every node asks, modules are few
+def module_path(source: str) -> str:
+    """A Dynamo source as a user would write it: `L['mod'].fc.weight` is `fc.weight`.
+
+    `_modules['0']`, `_parameters['w']`, `[0]` and `['a']` all become dotted names; an
+    argument taken by `*args` is called `input.0`, one taken by `**kwargs` its own name.
+    """
+    path = re.sub(r"\._(modules|parameters|buffers)\b", "", source)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    path = re.sub(r"\.?\w+\.__self__\b", "", path)  # a method called in `forward`
+    path = re.sub(r"^L?\.?(mod|self)\b\.?", "", path.removeprefix("L.")).strip(".")
+    return re.sub(r"^args\.(?=\d)", "input.", path.removeprefix("kwargs."))
+
+
+def guard_place(found: Any, paths: Paths, *, inner: bool) -> None:
+    """Has a captured frame run only for modules with the paths that it was made for.
+
+    Args:
+        found: Dynamo's result for the frame that is being captured.
+        inner: whether the frame is no part of the root's own code.
+    """
+    manager = getattr(found.guarded_code, "guard_manager", None)
+    guards, place = getattr(manager, "root", None), _THREAD.place
+    if place is None or not hasattr(guards, "get_child_managers"):
+        return  # another torch: modules that are alike share a frame's graphs
+    here = place.around[-1] if place.around else None
+    told = False  # whether the local variables tell where the frame is
+    for child in guards.get_child_managers():
+        match = _VARIABLE.match(child.get_source())
+        value = place.variables.get(match[1]) if match and not match[2] else None
+        path = paths.within(value)
+        if path is not None and (inner or path != ""):
+            _guard(child, functools.partial(_is_within, paths, path), path)
+            told = told or value is here
+    if inner and not told:
+        path = None if here is None else paths.of(here)
+        _guard(guards, functools.partial(_is_around, paths, path), path)
+
+
+def _is_within(paths: Paths, path: Any, value: Any) -> bool:
+    return bool(paths.within(value) == path)
+
+
+def _is_around(paths: Paths, path: str | None, _: Any) -> bool:
+    module = _nearest()
+    return (None if module is None else paths.of(module)) == path
+
+
+def _guard(manager: Any, check: Callable[[Any], bool], path: Any) -> None:
+    said = [f"autoamp: the path of the module is {path!r}"]
+    try:
+        manager.add_lambda_guard(check, said, None)
+    except TypeError:  # an older torch
+        manager.add_lambda_guard(check, said)
+    except RuntimeError:  # a dictionary's manager takes no guard of its own
+        return
+
+
+def root_frame(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks the method in which calls of a root begin: `f(self, model, ...)`."""
+    _ROOTS.add(function.__code__)
+    return function
+
+
+_ROOTS: set[types.CodeType] = set()
+
+
+def _nearest() -> nn.Module | None:
+    """The innermost module whose call Python's stack shows, below the root's."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code not in _ROOTS:
+        if frame.f_code is _CALL:
+            module: nn.Module = frame.f_locals["self"]
+            return module
+        frame = frame.f_back
+    return None
+
+
+def _around() -> tuple[nn.Module | None, list[nn.Module]]:
+    """The root whose call this thread is in, and the calls of modules inside it.
+
+    A root that is a part of a converted model has its own path, and is called itself.
+    """
+    frame: Any = sys._getframe(1)
+    around: list[nn.Module] = []
+    while frame is not None and frame.f_code not in _ROOTS:
+        if frame.f_code is _CALL:
+            around.append(frame.f_locals["self"])
+        frame = frame.f_back
+    if frame is None:
+        return None, around[::-1]
+    model = frame.f_locals["args"][0]
+    root = frame.f_locals["self"].root_of(model)
+    return root, [*([] if model is root else [model]), *around[::-1]]
