@@ -270,7 +270,8 @@ def guard_place(found: Any, paths: Paths, *, inner: bool) -> None:
         inner: whether the frame is no part of the root's own code.
     """
     manager = getattr(found.guarded_code, "guard_manager", None)
-    guards, place = getattr(manager, "root", None), _THREAD.place
+    guards: Any = getattr(manager, "root", None)
+    place = _THREAD.place
     if place is None or not hasattr(guards, "get_child_managers"):
         return  # another torch: modules that are alike share a frame's graphs
     here = place.around[-1] if place.around else None
