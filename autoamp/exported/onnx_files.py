@@ -33,14 +33,17 @@ def write(program: torch.export.ExportedProgram, target: Target, path: Path) -> 
     Raises:
         ExportError: onnx finds the model invalid.
     """
+    import onnx
+
     plan = plan_kept_in(program)
     low = parse_low_dtype(plan.report.get("compute_dtype") or "")
     opset = None if low is None else target.opsets.get(short_name(low))
     made = compat.onnx_program(program, opset)
-    model = made.model
-    own = _with_onnx_names(plan, model)
-    model.metadata_props[compat.PLAN_KEY] = own.to_json()
     made.save(os.fspath(path), external_data=_is_large(program))
+    model = onnx.load(os.fspath(path), load_external_data=False)
+    own = _with_onnx_names(plan, model)
+    model.metadata_props.add(key=compat.PLAN_KEY, value=own.to_json())
+    path.write_bytes(model.SerializeToString())
     _check(path)
 
 
@@ -61,9 +64,10 @@ def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedRe
     notes = {each.key: each.value for each in model.metadata_props}
     plan, report = plan_from(shown, notes.get(compat.PLAN_KEY))
     planned = {name: dtypes for name, (dtypes, _) in plan.nodes.items()}
-    check_dtypes(shown, planned, dict(_inferred(model, shown)), "value")
+    made = {name: (dtype,) for name, dtype, _ in _typed(_inferred(model, shown))}
+    check_dtypes(shown, planned, made, "value")
     meant = {name: (dtype,) for name, (_, dtype) in plan.weights.items()}
-    there = {i.name: (_named(i.data_type),) for i in model.graph.initializer}
+    there = {name: (dtype,) for name, dtype in _weights(model)}
     check_dtypes(shown, meant, there, "weight")
     return model, plan, report
 
@@ -71,38 +75,66 @@ def opened(path: str | os.PathLike[str], shown: str) -> tuple[Any, Plan, SavedRe
 def _with_onnx_names(plan: Plan, model: Any) -> Plan:
     """The plan about the values of an ONNX model, as torch's exporter typed them."""
     nodes: dict[str, tuple[tuple[str, ...], str]] = {}
-    for node in model.graph.all_nodes():
-        for value in node.outputs:
-            if value.dtype is None or not value.name:
-                continue
-            of = re.match(r"%(\w+) ", node.metadata_props.get(_NODE, ""))
-            known = plan.nodes.get(value.name) or plan.nodes.get(of[1] if of else "")
-            dtype = _named(int(value.dtype))
-            nodes[value.name] = ((dtype,), known[1] if known else "")
+    outside = {name for node in model.graph.node for name in node.output}
+    for name, dtype, node in _typed(model):
+        if name not in outside:  # no report has the ops of bodies by name
+            nodes[name] = ((dtype,), "")
+            continue
+        notes = {each.key: each.value for each in node.metadata_props}
+        of = re.match(r"%(\w+) ", notes.get(_NODE, ""))
+        known = plan.nodes.get(name) or plan.nodes.get(of[1] if of else "")
+        nodes[name] = ((dtype,), known[1] if known else "")
     weights = {
-        name: (plan.weights.get(name, ("", ""))[0], _named(int(value.dtype)))
-        for name, value in model.graph.initializers.items()
-        if value.dtype is not None
+        name: (plan.weights.get(name, ("", ""))[0], dtype)
+        for name, dtype in _weights(model)
     }
     return replace(plan, nodes=nodes, weights=weights)
 
 
-def _inferred(model: Any, shown: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The dtype of each value, inferred anew from inputs, weights and attributes."""
+def _inferred(model: Any, shown: str) -> Any:
+    """The model with all dtypes inferred anew from inputs, weights and attributes."""
     import onnx
 
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
-    del bare.graph.value_info[:]
+    for graph in _graphs(bare.graph):
+        del graph.value_info[:]
     try:
-        typed = onnx.shape_inference.infer_shapes(bare, check_type=True)
+        return onnx.shape_inference.infer_shapes(bare, check_type=True)
     except Exception as error:
         text = printable_line(str(error), 500)
         raise ExportError(f"{shown}: onnx refuses its types: {text}") from error
-    makes = {name for node in bare.graph.node for name in node.output}
-    for value in (*typed.graph.value_info, *typed.graph.output):
-        if value.name in makes:
-            yield value.name, (_named(value.type.tensor_type.elem_type),)
+
+
+def _typed(model: Any) -> Iterator[tuple[str, str, Any]]:
+    """The name and the dtype of each tensor that a node makes, and the node."""
+    for graph in _graphs(model.graph):
+        known = (*graph.value_info, *graph.output)
+        kinds = {each.name: each.type.tensor_type.elem_type for each in known}
+        for node in graph.node:
+            for name in node.output:
+                if kinds.get(name):  # none is known of a sequence
+                    yield name, _named(kinds[name]), node
+
+
+def _weights(model: Any) -> Iterator[tuple[str, str]]:
+    """The name and the dtype of each weight."""
+    for graph in _graphs(model.graph):
+        for each in graph.initializer:
+            yield each.name, _named(each.data_type)
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """A graph, and the bodies of its branches and loops, at any depth.
+
+    Torch's exporter gives each value of all of them a name of its own.
+    """
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            bodies = [attribute.g] if attribute.HasField("g") else attribute.graphs
+            for body in bodies:
+                yield from _graphs(body)
 
 
 def _check(path: Path) -> None:

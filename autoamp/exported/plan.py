@@ -85,8 +85,8 @@ def plan_of(
         target=target,
         report=json.loads(report),
         nodes={
-            node.name: (_names(dtypes), compat.note_of(node, OP) or "")
-            for node, dtypes in made_by(program.graph)
+            name: (_names(dtypes), compat.note_of(node, OP) or "")
+            for name, node, dtypes in made_by(program.graph)
         },
         weights={
             name: (sources.get(name, name), _name(tensor.dtype))
@@ -152,7 +152,7 @@ def check_program(
     Raises:
         ExportError: a node or a weight is missing, is new, or has another dtype.
     """
-    nodes = {n.name: _names(dtypes) for n, dtypes in made_by(program.graph)}
+    nodes = {name: _names(dtypes) for name, _, dtypes in made_by(program.graph)}
     planned = {name: dtypes for name, (dtypes, _) in plan.nodes.items()}
     weights = {name: (_name(t.dtype),) for name, t in held_by(program)}
     meant = {name: (dtype,) for name, (_, dtype) in plan.weights.items()}
@@ -189,12 +189,21 @@ def check_dtypes(
         )
 
 
-def made_by(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[torch.dtype]]]:
-    """Each node that computes tensors, with the dtypes of those."""
+def made_by(
+    graph: fx.Graph, path: str = ""
+) -> Iterator[tuple[str, fx.Node, list[torch.dtype]]]:
+    """Each node that computes tensors, its name, and the dtypes of those tensors.
+
+    The name of a node in a branch or a loop has the names of the bodies before it.
+    """
     for node in graph.nodes:
         dtypes = [t.dtype for t in _tensors(node.meta.get("val"))]
         if node.op == "call_function" and dtypes:
-            yield node, dtypes
+            yield path + node.name, node, dtypes
+    for name in dict.fromkeys(str(n.target) for n in graph.find_nodes(op="get_attr")):
+        body = getattr(graph.owning_module, name, None)
+        if isinstance(body, fx.GraphModule):
+            yield from made_by(body.graph, f"{path}{name}.")
 
 
 def held_by(
