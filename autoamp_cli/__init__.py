@@ -20,7 +20,6 @@ from autoamp_cli.plan import plan
 from autoamp_cli.replay import replay
 from autoamp_cli.rules import rules
 from autoamp_cli.run import run
-from autoamp_cli.upgrade import upgrade
 
 
 @click.group()
@@ -29,9 +28,18 @@ def main() -> None:
     """Automatic mixed precision for PyTorch."""
 
 
-_COMMANDS = (
-    *(bench, calibrate, compare, diff, env, explain, export, plan, replay, rules, run),
-    upgrade,
+_COMMANDS: tuple[click.Command, ...] = (
+    bench,
+    calibrate,
+    compare,
+    diff,
+    env,
+    explain,
+    export,
+    plan,
+    replay,
+    rules,
+    run,
 )
 for _command in _COMMANDS:
     main.add_command(_command)

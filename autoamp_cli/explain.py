@@ -17,7 +17,6 @@ _PATH = click.Path(dir_okay=False, allow_dash=True)
 @click.option("--json", type=_PATH, help="Write the report as JSON, to commit or diff.")
 @click.option("--html", type=_PATH, help="Write one page that draws the graphs.")
 @click.option("--dot", type=_PATH, help="Write the graphs for Graphviz.")
-@click.option("--model-explorer", type=_PATH, help="Write Model Explorer's graphs.")
 @click.option("--text", is_flag=True, help="Print the report beside written files.")
 @click.option("--full", is_flag=True, help="Print every op and cast, not a summary.")
 @click.option("--why", metavar="NODE", help="Print why NODE, or GRAPH:NODE, is low.")
@@ -31,7 +30,6 @@ def explain(
     json: str | None,
     html: str | None,
     dot: str | None,
-    model_explorer: str | None,
     text: bool,
     full: bool,
     why: str | None,
@@ -60,7 +58,7 @@ def explain(
     mesh = mesh_options(given)
     options = convert_options(given)
     if mesh:
-        if html or dot or model_explorer or full or why:
+        if html or dot or full or why:
             raise Problem("--mesh shows tables, and writes --json: leave out the rest")
         _mesh(factory, json, text=text, device=device, options=options, **mesh)
         return
@@ -73,7 +71,6 @@ def explain(
             (json, report.to_json),
             (html, report.to_html),
             (dot, report.to_dot),
-            (model_explorer, report.to_model_explorer),
         )
         texts = [(path, make()) for path, make in written if path]
         graph, _, node = (why or "").rpartition(":")

@@ -1,6 +1,6 @@
 """The report as one document: everything that the views of a report show.
 
-The text, the JSON, the page, Model Explorer and the graph exports are functions of a
+The text, the JSON, the page and the graph exports are functions of a
 `Document`, so that all of them show the same figures.
 """
 

@@ -10,7 +10,7 @@ import networkx as nx
 from rich.console import Console, ConsoleOptions, RenderResult
 from torch import fx
 
-from autoamp.inspect import export, model_explorer, why
+from autoamp.inspect import export, why
 from autoamp.inspect.document import Document
 from autoamp.inspect.page.data import data_of
 from autoamp.inspect.page.html import page_of
@@ -101,21 +101,6 @@ class Report(Document):
             >>> page = report.to_html(path)
         """
         return written(page_of(data_of(self, lambda: self.advice)), path)
-
-    def to_model_explorer(self, path: str | Path | None = None) -> str:
-        """The graphs as JSON for Model Explorer, a viewer of model graphs.
-
-        Modules are layers; colours are precisions; the graph before the casts and the
-        graph after are side by side.  `model-explorer FILE` opens the file (of the
-        package ai-edge-model-explorer).
-
-        Args:
-            path: a file that the JSON is written to as well, whole or not at all.
-
-        Raises:
-            OptionError: `path` cannot be written; an older file there is as it was.
-        """
-        return written(model_explorer.to_model_explorer(self), path)
 
     def to_networkx(self) -> nx.DiGraph:
         """The rewritten graphs as one `networkx.DiGraph`; casts are nodes in it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 SCHEMA = "autoamp.report"
@@ -104,8 +104,6 @@ class SavedReport:
         graphs: every graph followed by its bodies, in order of capture.
         devices: the figures of each device that ops are priced for; none where an
             older version wrote the report.
-        versions: "torch" and "autoamp" to the version that made the report; empty where
-            an older version wrote it.
     """
 
     path: str
@@ -113,7 +111,6 @@ class SavedReport:
     compute_dtype: str
     graphs: tuple[SavedGraph, ...]
     devices: tuple[Mapping[str, Any], ...] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def low_ops(self) -> int:

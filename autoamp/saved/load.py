@@ -127,16 +127,7 @@ def _report(path: str, data: object) -> SavedReport:
             for key, device in sections.items()
         ),
         devices=tuple(each for _, each in devices),
-        versions=_versions(path, data),
     )
-
-
-def _versions(path: str, data: dict[str, Any]) -> dict[str, str]:
-    """The versions that made the report; older documents of version 1 have none."""
-    found = data.get("versions", {})
-    if not isinstance(found, dict):
-        _wrong(path, data, "", "versions", "an object")
-    return {name: _text(path, found, "versions", name) for name in found}
 
 
 def _sections(path: str, data: dict[str, Any]) -> dict[_Section, str]:

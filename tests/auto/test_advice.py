@@ -43,7 +43,6 @@ SPEAK_PYTHON = {
     "model/call/users_compile.py": "an example of a call of torch.compile",
     "analyse/pins/__init__.py": "a report, which names options of `convert`",
     "place/assign.py": "likewise",
-    "saved/way_back.py": "likewise",
     "inspect/why.py": "likewise",
     "inspect/sections/advice.py": "likewise",
     "inspect/sections/because.py": "likewise",

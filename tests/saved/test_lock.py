@@ -118,7 +118,6 @@ def test_a_lock_of_other_versions_or_of_none_holds(
         if versions is None:
             del document["versions"]
         Path(lock).write_text(json.dumps(document))
-        assert load(lock).versions == (versions or {})
         run(Net(), lock, strict=True)
         with pytest.raises(LockError, match="first: aten::linear"):
             run(Net(), lock, strict=True, keep="first")
