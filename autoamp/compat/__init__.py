@@ -249,6 +249,7 @@ from autoamp.compat.tensors import (
 )
 from autoamp.compat.tracing import (
     as_traced,
+    bounds,
     current_fake_mode,
     expression,
     fake_inputs,

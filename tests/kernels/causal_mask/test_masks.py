@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import autoamp
 from autoamp.kernels.table import CAUSAL_MASK
+from tests.small_models import Of
 
 LENGTH = 12
 LOWEST = torch.finfo(torch.float32).min
@@ -117,6 +118,56 @@ OTHERS: dict[str, Mask] = {
 }
 
 
+def in_order(positions: Callable[[int], Tensor]) -> Mask:
+    return lambda n: positions(n)[:, None] >= positions(n)
+
+
+def starting(start: int, dtype: torch.dtype) -> Mask:
+    return in_order(lambda n: (torch.arange(n) + start).to(dtype))
+
+
+ROUNDED: dict[str, Mask] = {
+    "float32": starting(2**24, torch.float32),
+    "float16": starting(2**11, torch.float16),
+    "bfloat16": starting(2**8, torch.bfloat16),
+    "int32": starting(2**31 - 6, torch.int32),
+    "int16": starting(2**15 - 6, torch.int16),
+    "int8": starting(2**7 - 6, torch.int8),
+    "uint8": starting(2**8 - 6, torch.uint8),
+    "int64": in_order(lambda n: torch.arange(n) + (2**63 - 6)),
+    "a product": in_order(lambda n: torch.arange(n) * 2**61),
+    "a symbolic product": in_order(lambda n: torch.arange(n) + n * 2**60),
+    "a difference": lambda n: (
+        torch.arange(n, dtype=torch.uint8)[:, None] - torch.arange(n, dtype=torch.uint8)
+        >= 0
+    ),
+    "a negative": in_order(lambda n: -torch.arange(n, dtype=torch.uint8)),
+    "a sum": in_order(lambda n: torch.full((n,), 2.0**23).cumsum(0) * 3),
+    "a start": in_order(lambda n: torch.arange(2**24, 2**24 + n).float()),
+    "a start in float32": in_order(
+        lambda n: torch.arange(2**24, 2**24 + n, dtype=torch.float32)
+    ),
+    "a part": in_order(lambda n: torch.arange(n + 2**24).float()[2**24 :]),
+    "back again": in_order(lambda n: (torch.arange(n) + 2**24).float() - 2**24),
+    "beside whole numbers": lambda n: (
+        (torch.arange(n) + 2**24)[:, None].float() >= torch.arange(n) + 2**24
+    ),
+    "read in float32": lambda n: (
+        ((torch.arange(n) + 2**24)[:, None] - torch.zeros(n))
+        >= (torch.arange(n) + 2**24)
+    ),
+}
+"""Masks of positions that some dtype rounds, or that wrap around in it."""
+
+HELD: dict[str, Mask] = {
+    "float32": starting(2**23, torch.float32),
+    "float16": starting(2**11 - LENGTH, torch.float16),
+    "bfloat16": starting(2**8 - LENGTH, torch.bfloat16),
+    "int8": starting(2**7 - LENGTH, torch.int8),
+}
+"""The largest of such positions, the first of any length, the others of `LENGTH`."""
+
+
 class Attending(nn.Module):
     def __init__(self, mask: Mask) -> None:
         super().__init__()
@@ -189,6 +240,48 @@ def test_so_it_is_for_lengths_that_change(name: str) -> None:
         "from the middle of one",  # no part is read that begins at a symbolic size
     )
     assert graphs == [name in CAUSAL, is_for_every_length]
+
+
+def kernels_and_errors(masks: dict[str, Mask]) -> tuple[int, dict[str, float]]:
+    """How many calls are told that they are causal, and the error of each mask's.
+
+    The masks are read by one graph for a known length, and by one for other lengths.
+    """
+    torch.manual_seed(0)
+    model = nn.ModuleList(map(Attending, masks.values()))
+    ours = converted(Of(lambda of, x: [each(x) for each in of.all], all=model))
+    errors = dict.fromkeys(masks, 0.0)
+    for length in (LENGTH, 7):
+        x = torch.randn(2, length, 24)
+        for name, each, found in zip(masks, model, ours(x), strict=True):
+            error = (found - each(x)).norm() / each(x).norm()
+            errors[name] = max(errors[name], error.item())
+    told = [op for op in autoamp.report(ours).ops if op.kernel == CAUSAL_MASK]
+    return len(told), errors
+
+
+@pytest.mark.thorough
+def test_positions_that_a_dtype_cannot_hold_prove_nothing() -> None:
+    told, errors = kernels_and_errors(ROUNDED)
+    assert {name: e for name, e in errors.items() if not e < 2**-6} == {}
+    assert told == 0
+
+
+@pytest.mark.thorough
+def test_positions_that_a_dtype_just_holds_are_causal() -> None:
+    told, errors = kernels_and_errors(HELD)
+    assert {name: e for name, e in errors.items() if not e < 2**-6} == {}
+    assert told == len(HELD) + 1  # and float32 for each length
+
+
+@pytest.mark.thorough
+def test_numbers_are_compared_in_the_dtype_that_a_kernel_reads() -> None:
+    """In float32 a tenth is not Python's tenth, which float64 holds."""
+    told, errors = kernels_and_errors(
+        {"a tenth": lambda n: (torch.ones(n, n).triu(1) * 0.1) != 0.1}
+    )
+    assert errors["a tenth"] < 2**-6
+    assert told == 2
 
 
 def test_a_mask_of_other_queries_than_keys() -> None:

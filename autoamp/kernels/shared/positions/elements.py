@@ -27,18 +27,20 @@ from autoamp.kernels.shared.positions.statements import (
     chosen,
     is_zero,
     opposite,
+    span,
 )
-
-_EXACT = (torch.int64, torch.int32, torch.float64, torch.float32)
-"""The dtypes in which positions are whole numbers without rounding (below 2 ** 24)."""
 
 
 class UnknownError(Exception):
     """A tensor holds elements that no statement here describes."""
 
 
-def in_dtype(found: Element, dtype: torch.dtype) -> Element:
-    """The element of a tensor after a cast to `dtype`."""
+def in_dtype(found: Element, dtype: torch.dtype, sizes: Sequence[Size]) -> Element:
+    """The element of a tensor of some sizes after a cast to `dtype`.
+
+    Raises:
+        UnknownError: some number is not the same in `dtype`, or may not be.
+    """
     if dtype == torch.bool:
         if isinstance(found, Choice):
             return chosen(found.where, bool(found.number), bool(found.otherwise))
@@ -53,13 +55,27 @@ def in_dtype(found: Element, dtype: torch.dtype) -> Element:
         )
     if isinstance(found, float):
         return _cast(found, dtype)
-    if dtype not in _EXACT:
+    if not _holds(dtype, *span(found, sizes)):
         raise UnknownError
     return found
 
 
 def _cast(number: float, dtype: torch.dtype) -> float:
+    held_by = () if dtype.is_floating_point else (dtype, torch.float64)
+    if not all(_holds(each, number, number) for each in held_by):
+        raise UnknownError
     return float(torch.tensor(number, dtype=torch.float64, device="cpu").to(dtype))
+
+
+def _holds(dtype: torch.dtype, least: float | None, most: float | None) -> bool:
+    """Whether all whole numbers from one to another are themselves in `dtype`."""
+    if least is None or most is None or dtype.is_complex:
+        return False
+    if dtype.is_floating_point:
+        end = round(2 / torch.finfo(dtype).eps)
+        return -end <= least and most <= end
+    info = torch.iinfo(dtype)
+    return info.min <= least and most <= info.max
 
 
 def shown(
@@ -131,22 +147,13 @@ def parted(where: Statement, one: Element, other: Element) -> Element:
 def plain(found: Element) -> float:
     """The number that a tensor holds everywhere."""
     if isinstance(found, Whole) and not found.factors and isinstance(found.number, int):
-        return float(found.number)
+        return _cast(found.number, torch.int64)
     if not isinstance(found, float):
         raise UnknownError
     return found
 
 
-def as_numbers(found: Element) -> Whole | float | Choice:
-    """What a tensor holds, with 1 and 0 for bools."""
-    if isinstance(found, (AtMostZero, Every, Some)):
-        return Choice(found, 1.0, 0.0)
-    return found
-
-
-def result(
-    how: Any, one: Whole | float | Choice, other: Whole | float | Choice
-) -> Element:
+def result(how: Any, one: Element, other: Element) -> Element:
     """What a sum, difference, product, quotient or comparison of two tensors holds."""
     if isinstance(one, Whole) and isinstance(other, Whole):
         if how in (operator.add, operator.sub):

@@ -12,7 +12,6 @@ from torch import fx
 from autoamp import compat
 from autoamp.kernels.shared.positions.elements import (
     UnknownError,
-    as_numbers,
     comparison,
     only,
     parted,
@@ -94,7 +93,8 @@ def _diff(positions: Positions, node: fx.Node) -> Element:
     """Differences of numbers that grow evenly, also from the one put before them."""
     if argument(node, 1, "n", 1) != 1 or len(node.args) != 4:
         raise UnknownError
-    counted, before = (positions.known(node.args[at]) for at in (0, 3))
+    dtype = node.meta["val"].dtype
+    counted, before = (positions.numbers(node.args[at], dtype) for at in (0, 3))
     rank = len(shape_of(node))
     dimension = int(argument(node, 2, "dim", -1)) % rank
     if not (isinstance(counted, Whole) and isinstance(before, Whole)):
@@ -151,8 +151,8 @@ def _calculated(
     def read(positions: Positions, node: fx.Node) -> Element:
         if node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
             raise UnknownError
-        one, other = (as_numbers(positions.known(each)) for each in node.args)
-        return result(how, one, other)
+        dtype = node.meta["val"].dtype
+        return result(how, *(positions.numbers(each, dtype) for each in node.args))
 
     return read
 
@@ -162,16 +162,20 @@ def _turned(how: Callable[[float, float], float]) -> Callable[[float, float], fl
 
 
 def _negative(positions: Positions, node: fx.Node) -> Element:
-    return result(
-        operator.mul, as_numbers(positions.known(node.args[0])), Whole((), -1)
-    )
+    found = positions.numbers(node.args[0], node.meta["val"].dtype)
+    return result(operator.mul, found, Whole((), -1))
 
 
 def _compared(
     how: Callable[[Any, Any], bool],
 ) -> Reader:
     def read(positions: Positions, node: fx.Node) -> Element:
-        one, other = (as_numbers(positions.known(each)) for each in node.args[:2])
+        values: list[Any] = [
+            n.meta["val"] if isinstance(n, fx.Node) else n for n in node.args[:2]
+        ]
+        values = [1 if isinstance(v, torch.SymInt) else v for v in values]
+        dtype = torch.result_type(*values)
+        one, other = (positions.numbers(each, dtype) for each in node.args[:2])
         if isinstance(one, Whole) and isinstance(other, Whole):
             return comparison(how, one.plus(other, -1))
         found = result(lambda a, b: float(how(a, b)), one, other)

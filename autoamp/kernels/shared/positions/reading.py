@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from autoamp import compat
 from autoamp.kernels.shared.constants import written_storages
 from autoamp.kernels.shared.positions.elements import UnknownError, in_dtype
 from autoamp.kernels.shared.positions.readers import READERS
-from autoamp.kernels.shared.positions.sizes import size_of
+from autoamp.kernels.shared.positions.sizes import shape_of, size_of
 from autoamp.kernels.shared.positions.statements import (
     FAILS,
     HOLDS,
@@ -63,7 +64,7 @@ class Positions:
             return None
         try:
             found = READERS[name](self, node)
-            return in_dtype(found, value.dtype)
+            return in_dtype(found, value.dtype, shape_of(node))
         except (UnknownError, IndexError, OverflowError, ZeroDivisionError):
             return None
 
@@ -73,6 +74,13 @@ class Positions:
         if found is None:
             raise UnknownError
         return found
+
+    def numbers(self, value: Any, dtype: torch.dtype) -> Element:
+        """As `known`, as a kernel reads it that computes in `dtype`; 1 for True."""
+        is_tensor = isinstance(value, fx.Node) and size_of(value) is None
+        sizes = shape_of(value) if is_tensor else []
+        dtype = torch.int64 if dtype == torch.bool else dtype
+        return in_dtype(self.known(value), dtype, sizes)
 
     def statement(self, value: Any) -> Statement:
         """What bools say, or where numbers are not 0."""

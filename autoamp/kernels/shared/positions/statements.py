@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoamp import compat
+
 Size = Any
 """An int, or the expression of a symbolic size."""
 
@@ -133,6 +135,21 @@ def _bounds(whole: Whole, sizes: Sequence[Size]) -> tuple[int | None, int | None
         reach = factor * (sizes[dimension] - 1)
         least, most = (least, most + reach) if factor > 0 else (least + reach, most)
     return _plain(least), _plain(most)
+
+
+MOST = 2**20
+"""The largest size taken for one that is a symbol: a mask of as many queries and keys
+would be a terabyte."""
+
+
+def span(whole: Whole, sizes: Sequence[Size]) -> tuple[int | None, int | None]:
+    """The least and the largest value of a whole number, None where one is unknown."""
+    reach = [size if isinstance(size, int) else MOST for size in sizes]
+    least, most = compat.bounds(whole.number, MOST)
+    moves = [factor * max(reach[d] - 1, 0) for d, factor in whole.factors]
+    if least is None or most is None:
+        return None, None
+    return least + sum(min(m, 0) for m in moves), most + sum(max(m, 0) for m in moves)
 
 
 def _plain(number: Size) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 from autoamp.kernels.shared.positions.elements import UnknownError, replaced, shown
@@ -18,6 +19,9 @@ class Positions(Protocol):
 
     def known(self, value: Any) -> Element:
         """What a tensor holds, or the number that an argument is, or an error."""
+
+    def numbers(self, value: Any, dtype: torch.dtype) -> Element:
+        """As `known`, as a kernel reads it that computes in `dtype`; 1 for True."""
 
     def statement(self, value: Any) -> Statement:
         """What bools say, or where numbers are not 0."""
@@ -117,6 +121,8 @@ def _indexed(positions: Positions, node: fx.Node) -> Element:
     taken: dict[int, Whole] = {}
     for at, index in enumerate(indices):  # type: ignore[arg-type]
         found = positions.known(index)
+        if index.meta["val"].dtype == torch.uint8:
+            raise UnknownError  # a mask, not positions
         if not isinstance(found, Whole) or not _counts_up(found):
             raise UnknownError  # a number below 0 counts from the end
         taken[at - rank] = found
