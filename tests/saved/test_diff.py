@@ -189,11 +189,6 @@ HOSTILE = {
     "version is text": (changed(version="1"), "version is '1'; it must be a whole"),
     "version is true": (changed(version=True), "version is True; it must be a whole"),
     "no version": (without("version"), "version is missing"),
-    "versions are a list": (changed(versions=[]), "versions is a list; it must be an"),
-    "a version is a number": (
-        changed(versions={"torch": 2}),
-        "versions.torch is 2; it",
-    ),
     "no ops": (without("ops"), "ops is None; it must be a list"),
     "ops is an object": (changed(ops={}), "ops is an object; it must be a list"),
     "an op is a number": (changed(ops=[1]), r"ops\[0\] is 1; it must be an object"),
