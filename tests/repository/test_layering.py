@@ -53,7 +53,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"meshes"}),
     frozenset({"api", "questions"}),
     frozenset({"auto"}),
-    frozenset({"replay", "runs"}),
+    frozenset({"replay"}),
     frozenset({"__init__", "autoamp_cli"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),

@@ -1,1 +1,0 @@
-"""Compares two recorded trainings: the first step at which they part."""
