@@ -154,15 +154,14 @@ def _say_cold(heat: Heat) -> None:
     from autoamp_heat import SHARE
 
     nearest = heat.warmest()
-    if heat.has_met or nearest is None or not nearest.calls:
+    if heat.has_met or nearest is None:
         return
-    module = nearest.module()
-    name = "a model" if module is None else type(module).__name__
     _say(
         logging.INFO,
-        f"autoamp: this program ran in fp32: {name} is not hot. Its calls came to "
-        f"{nearest.spent:.2g} s, as predicted; from {SHARE * nearest.cost:.2g} s on a "
-        "capture is worth its cost. AUTOAMP_HOT=0 captures models at their first call",
+        f"autoamp: this program ran in fp32: {nearest.name} is not hot. Its calls "
+        f"came to {nearest.spent:.2g} s, as predicted; from {SHARE * nearest.cost:.2g} "
+        "s on a capture is worth its cost. AUTOAMP_HOT=0 captures models at their "
+        "first call",
     )
 
 

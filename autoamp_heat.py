@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 Call = Callable[..., Any]
 
@@ -67,24 +68,25 @@ class Work:
         flops: floating-point operations of products, without those of attention.
         moved: bytes of the parameters read and of the results written.
         calls: how many modules were called.
+        called: the identities of these modules.
     """
 
-    __slots__ = ("calls", "flops", "moved")
+    __slots__ = ("called", "calls", "flops", "moved")
 
     def __init__(self) -> None:
         self.flops = self.moved = self.calls = 0
+        self.called: set[int] = set()
 
     def note(self, module: nn.Module, result: Any) -> None:
         """Counts a module that has been called: its own parameters, and its result.
 
-        A parameter of two dimensions or more is multiplied with each row of the result,
-        except a table, of which rows are only read.
+        A parameter whose first dimension and one more are longer than 1 is multiplied
+        with rows of the result, unless it belongs to a table or a norm.
         """
         self.calls += 1
-        own = module.__dict__.get(
-            "_parameters"
-        )  # a look at `parameters()` takes longer
-        if not own:
+        self.called.add(id(module))
+        weights = self._weights_of(module)
+        if not weights:
             return
         while isinstance(result, tuple | list) and result:
             result = result[0]
@@ -92,18 +94,61 @@ class Work:
         if type(size) is not int:  # a size of `torch.export`, which must stay unasked
             return
         self.moved += 4 * size
-        for weight in own.values():
+        multiplies = not isinstance(module, _NO_PRODUCTS)
+        for weight in weights:
             if weight is None or is_lazy(weight):
                 continue
             self.moved += weight.numel() * weight.element_size()
-            if weight.dim() > 1 and not isinstance(module, nn.Embedding):
-                self.flops += 2 * weight.numel() * (size // max(weight.shape[0], 1))
+            if multiplies and weight.dim() > 1 and weight.numel() > weight.shape[0] > 1:
+                rows = size // max(_width(module, weight, result), 1)
+                self.flops += 2 * weight.numel() * rows
+
+    def _weights_of(self, module: nn.Module) -> list[nn.Parameter | None]:
+        """The parameters that a module uses itself, not by a call of another module."""
+        # A look at `parameters()` takes longer, and a module may be half made.
+        found = [*(module.__dict__.get("_parameters") or {}).values()]
+        children: dict[str, Any] = module.__dict__.get("_modules") or {}
+        if "parametrizations" in children:
+            lists = children["parametrizations"].values()
+            found += [p for each in lists for p in each.parameters(recurse=False)]
+        if isinstance(module, _PASSES_ON):
+            for child in children.values():
+                if id(child) not in self.called:
+                    found += child.parameters()
+        return found
 
     def seconds(self, device: str, trained: bool) -> float:
         """The predicted time of the call in fp32, with a backward if it is trained."""
         flops, moved = _SPEEDS.get(device, _SPEEDS["cuda"])
         once = self.flops / flops + self.moved / moved + self.calls * _CALL
         return 3 * once if trained else once
+
+
+_NO_PRODUCTS = (
+    *(nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm),
+    ParametrizationList,
+)
+"""Modules whose weights are read or scale a result, whatever their dimensions.
+
+What a parametrisation computes is a weight, which its layer multiplies.
+"""
+
+_PASSES_ON = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that hand weights of modules inside to a kernel, and may call none."""
+
+_GATED = (nn.RNNBase, nn.RNNCellBase, *_PASSES_ON)
+"""Modules with one weight for several results: gates, directions, projections."""
+
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def _width(module: nn.Module, weight: torch.Tensor, result: torch.Tensor) -> int:
+    """How many elements of the result stand for one row that `weight` multiplies."""
+    if isinstance(module, _GATED):
+        return result.size(-1)
+    if isinstance(module, _TRANSPOSED):
+        return int(module.out_channels * math.prod(module.stride))
+    return weight.shape[0]
 
 
 class _Inside(threading.local):
@@ -131,28 +176,46 @@ class Warmth:
         cost: the predicted time of a capture.
         stamp: versions of the trained weights at the call before, if it was looked at.
         waited: how many hot calls have waited for a step to begin.
+        name: the name of the module's class.
+        first: versions of the trained weights at the first call.
+        steps: whether the weights have changed between two looks.
+        training: whether the module was in training mode.
     """
 
     __slots__ = (
         "calls",
         "cost",
+        "first",
         "left",
         "module",
+        "name",
         "seconds",
         "since",
         "spent",
         "stamp",
+        "steps",
         "trained",
+        "training",
         "waited",
     )
 
-    def __init__(self, module: weakref.ref[nn.Module], trained: bool) -> None:
+    def __init__(
+        self, module: weakref.ref[nn.Module], name: str, mode: tuple[bool, bool]
+    ) -> None:
         self.module = module
-        self.trained = trained
+        self.name = name
+        self.trained, self.training = mode
+        self.steps = False
+        self.first: tuple[int, ...] | None = None
         self.left = self.since = self.calls = self.waited = 0
         self.seconds = self.spent = 0.0
         self.cost = math.inf
         self.stamp: tuple[int, ...] | None = None
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Orders records for the line at exit: of what trained first, then by heat."""
+        return self.steps, self.training, self.spent / self.cost
 
     @property
     def is_hot(self) -> bool:
@@ -198,7 +261,8 @@ class Warmth:
 def stamp(module: nn.Module) -> tuple[int, ...]:
     """The versions of the weights that are trained: an optimizer's step moves them."""
     trained = (p for p in nn.Module.parameters(module) if p.requires_grad)
-    return tuple([getattr(p, "_version", 0) for p in trained])
+    # Weights that were made in inference mode count no versions.
+    return tuple([p.is_inference() or getattr(p, "_version", 0) for p in trained])
 
 
 def mode_of(module: nn.Module) -> tuple[bool, bool]:
@@ -224,6 +288,7 @@ class Heat:
         self.started = False
         self.has_met = False
         self._known: dict[tuple[int, bool, bool], Warmth] = {}
+        self._gone: Warmth | None = None
         self._transparent: dict[int, weakref.ref[nn.Module]] = {}
 
     def call(
@@ -237,26 +302,25 @@ class Heat:
         if known is None or known.module() is not module:
             if self._is_transparent(module):
                 return original(module, *args, **kwargs)
+            if is_no_model(module):
+                return opaque(original, module, args, kwargs)
             if _is_hot_at_once(module):
                 self.has_met = True
                 return HOT
             known = self._meet(module, key)
         if known.left or _is_tracing():  # a trace would record the sizes
             known.left = max(known.left - 1, 0)
-            INSIDE.work = False
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                INSIDE.work = None
+            return opaque(original, module, args, kwargs)
         if known.is_hot and (not known.trained or known.begins_a_step(module)):
             self.has_met = True
             return HOT
         return self.counted(known, original, module, args, kwargs)
 
     def warmest(self) -> Warmth | None:
-        """The module that has come nearest to a capture."""
-        every = list(self._known.values())
-        return max(every, key=lambda each: each.spent / each.cost, default=None)
+        """The module that trained, or has come nearest to a capture, dead or alive."""
+        every = [self._gone, *self._known.values()]
+        called = [each for each in every if each is not None and each.calls]
+        return max(called, key=lambda each: each.rank, default=None)
 
     def _is_transparent(self, module: nn.Module) -> bool:
         """Whether `module` owns no weights, so that modules it calls are looked at."""
@@ -278,9 +342,12 @@ class Heat:
             known = self._known.get(key)
             if known is not None and known.module is ref:
                 del self._known[key]
+                if self._gone is None or known.rank > self._gone.rank:
+                    self._gone = known
 
-        known = self._known[key] = Warmth(weakref.ref(module, gone), trained=key[1])
-        return known
+        met = Warmth(weakref.ref(module, gone), type(module).__name__, key[1:])
+        self._known[key] = met
+        return met
 
     def counted(
         self, known: Warmth, original: Call, module: nn.Module, args: Any, kwargs: Any
@@ -295,8 +362,11 @@ class Heat:
         device = next((p.device.type for p in nn.Module.parameters(module)), "cpu")
         known.take_in(work, device, 0.0 if self.started else _IMPORT)
         # No weight changes in a forward, so that the versions are those of its start.
-        next_may_be_hot = known.trained and not known.left
-        known.stamp = stamp(module) if next_may_be_hot else None
+        now = stamp(module) if known.trained else None
+        known.stamp = None if known.left else now
+        if torch.is_grad_enabled():  # else a mean of weights, as of a teacher, moves
+            known.first = known.first or now
+            known.steps |= now != known.first
         return result
 
 
@@ -314,6 +384,31 @@ def _is_hot_at_once(module: nn.Module) -> bool:
     if distributed is None or not distributed.is_available():
         return False
     return bool(distributed.is_initialized() and distributed.get_world_size() > 1)
+
+
+def is_no_model(called: object) -> bool:
+    """Whether the results of an object's calls are weights, or the figures of a metric.
+
+    A script that reads a parametrised weight calls the list of its parametrisations.
+    Such results are read in full precision.  A library's metric need be no module.
+    """
+    return isinstance(called, ParametrizationList) or any(
+        base.__name__ == "Metric" and base.__module__.partition(".")[0] in _MEASURES
+        for base in type(called).__mro__
+    )
+
+
+_MEASURES = frozenset({"ignite", "torcheval", "torchmetrics"})
+"""Packages with a class `Metric`, from which all their metrics derive."""
+
+
+def opaque(original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A call in which no module is looked at."""
+    INSIDE.work = False
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        INSIDE.work = None
 
 
 def passed_on(original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -8,34 +8,54 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-_logged: set[str] = set()
+from torch.utils.weak import WeakIdKeyDictionary
+
+_logged: dict[str, int] = {}
+"""Of how many objects each text has been said."""
+
+_said = WeakIdKeyDictionary()
+"""The texts that were said of each object."""
+
+_EACH = 4
+"""For how many objects a text is logged each time."""
 
 _LISTS = {each: f"AUTOAMP_{each.upper()}LIST_ADD" for each in ("allow", "deny")}
 """The variables that add ops to a list."""
 
 
-def log_once(logger: logging.Logger, level: int, text: str) -> None:
-    """Logs `text` at `level`, or as DEBUG if this process has logged `text` before.
+def log_once(
+    logger: logging.Logger, level: int, text: str, *, of: object = None
+) -> None:
+    """Logs `text` at `level`, or as DEBUG if it has been logged before.
 
-    Thirty models of one class would otherwise log one text thirty times.
+    Args:
+        of: the model, or what stands for it, that the text is about. The text is then
+            logged once for each model, up to four; of a thousand models of one class,
+            it is logged again only for the 8th, 16th, 32nd and so on.
     """
-    again = text in _logged
-    _logged.add(text)
-    logger.log(logging.DEBUG if again else level, "%s", text)
+    again = text in (_logged if of is None else _said.get(of, ()))
+    if of is not None:
+        _said.setdefault(of, set()).add(text)
+    count = _logged[text] = _logged.get(text, 0) + (not again)
+    rare = count > _EACH and count & (count - 1)
+    if of is not None and count > 1:
+        text = f"{text} (the same holds for {count} models so far)"
+    logger.log(logging.DEBUG if again or rare else level, "%s", text)
 
 
-def log_left_to_autocast(logger: logging.Logger, label: str) -> None:
-    """Says, once for each label, that a model's precision is the script's own choice.
+def log_left_to_autocast(logger: logging.Logger, label: str, *, of: object) -> None:
+    """Says, once for each model, that a model's precision is the script's own choice.
 
     Args:
         label: the class name of the model, or the name of the function.
+        of: as for `log_once`.
     """
     text = (
         f"autoamp: {label} is left to the script's own autocast, which chooses the "
         "precision of each op; switch that autocast off (bf16=False, "
         'mixed_precision="no") to let autoamp choose'
     )
-    log_once(logger, logging.INFO, text)
+    log_once(logger, logging.INFO, text, of=of)
 
 
 def advice(option: str, value: object, *, by_variables: bool) -> str:

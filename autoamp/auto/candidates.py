@@ -6,6 +6,7 @@ import dis
 import inspect
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from autoamp import compat, foreign
 from autoamp.model.conversion import conversion_of, inside_wrappers
 from autoamp.model.eligible import parameters_of
 from autoamp.model.methods import computing_methods
+from autoamp_heat import is_no_model
 
 
 class Choice(NamedTuple):
@@ -30,6 +32,7 @@ class Choice(NamedTuple):
             made on each module that it calls.
         final: whether the decision holds for later calls.
         left_to: why the module is left to another library's engine, or "".
+        no_model: whether the module, and what it calls, runs in fp32 as it is no model.
     """
 
     target: nn.Module | None = None
@@ -37,11 +40,14 @@ class Choice(NamedTuple):
     transparent: bool = False
     final: bool = True
     left_to: str = ""
+    no_model: bool = False
 
 
 def choose(module: nn.Module) -> Choice:
     """The decision on the outermost module that is being called."""
     target = inside(module)
+    if is_no_model(target):
+        return Choice(no_model=True)
     if isinstance(target, torch.jit.ScriptModule):
         return Choice()
     # A lone layer is not searched for: a script may call thousands of them.
@@ -87,20 +93,42 @@ def caller_of(module: nn.Module) -> nn.Module | None:
     itself; the script called the outermost such model on Python's stack.
     """
     found = None
+    for frame, owner in _callers():
+        if isinstance(owner, nn.Module) and owner is not module:
+            name = frame.f_code.co_name
+            computes = name == "forward" or name in computing_methods(owner)
+            if computes and any(each is module for each in compat.modules_of(owner)):
+                found = owner
+    return found
+
+
+def is_aside(module: nn.Module) -> bool:
+    """Whether a metric calls its `module`, or a model that is still being made does.
+
+    What is measured is measured in fp32, and so is a table that a model's `__init__`
+    stores in a buffer, or the shape that it asks a part of its own for.
+    """
+    for frame, owner in _callers():
+        if owner is module:
+            continue
+        if is_no_model(owner):
+            return True
+        making = frame.f_code.co_name == "__init__" and isinstance(owner, nn.Module)
+        if making and any(each is module for each in compat.modules_of(owner)):
+            return True
+    return False
+
+
+def _callers() -> Iterator[tuple[types.FrameType, Any]]:
+    """The frames on Python's stack, each with the first argument of its function."""
     frame: types.FrameType | None = sys._getframe(1)
     for _ in range(_DEEPEST):
         if frame is None:
-            break
+            return
         code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(owner, nn.Module) and owner is not module:
-            computes = code.co_name == "forward" or code.co_name in computing_methods(
-                owner
-            )
-            if computes and any(each is module for each in compat.modules_of(owner)):
-                found = owner
+        if code.co_argcount:
+            yield frame, frame.f_locals.get(code.co_varnames[0])
         frame = frame.f_back
-    return found
 
 
 def _is_asynchronous(module: nn.Module) -> bool:

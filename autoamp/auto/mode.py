@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat, foreign
-from autoamp.auto.candidates import caller_of, choose, inside
+from autoamp.auto.candidates import caller_of, choose, inside, is_aside
 from autoamp.auto.environment import Settings
 from autoamp.auto.own_autocast import tell_of_own_autocast
 from autoamp.auto.report_dir import Recorder
@@ -29,7 +29,7 @@ from autoamp.model.eligible import choose_precision
 from autoamp.options import Options
 from autoamp.printable import class_name, printable
 from autoamp.training.first_step import retire
-from autoamp_heat import HOT, INSIDE, Heat, mode_of
+from autoamp_heat import HOT, Heat, mode_of, opaque
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class _Known:
         module: a weak reference to the module that is called.
         converted: whether the module, or the module inside a wrapper, was converted.
         transparent: whether a decision is made on each module that the module calls.
+        no_model: whether the module, and what it calls, runs in fp32 as it is no model.
         declined_on: the device on which the module could not be converted; None if it
             was converted, or no conversion was tried.
         modes: the modes in which the module was hot, and runs its graphs.
@@ -54,6 +55,7 @@ class _Known:
         "declined_on",
         "modes",
         "module",
+        "no_model",
         "transparent",
     )
 
@@ -63,8 +65,10 @@ class _Known:
         converted: bool = False,
         transparent: bool = False,
         declined: bool = False,
+        no_model: bool = False,
     ) -> None:
         self.module = module
+        self.no_model = no_model
         self.converted = converted
         self.transparent = transparent
         self.modes: set[tuple[bool, bool]] = set()
@@ -87,7 +91,7 @@ class _Known:
 def _say_left(module: nn.Module, error: Exception) -> None:
     problem = printable(f"{type(error).__name__}: {error}")
     text = f"autoamp: {class_name(module)} runs in fp32: {problem}"
-    log_once(logger, logging.WARNING, text)
+    log_once(logger, logging.WARNING, text, of=module)
 
 
 def _with_own_lock(options: Options, target: nn.Module) -> Options:
@@ -130,7 +134,9 @@ class AutomaticMode:
             known = self._decided(module, self._decide_again)
         if known is not None and known.transparent:
             return original(module, *args, **kwargs)
-        if known is not None and known.converted:
+        if known is not None and known.no_model:
+            original = _in_fp32(original)
+        elif known is not None and known.converted:
             if compat.any_autocast():  # the user's own region chooses precisions
                 tell_of_own_autocast(module)
                 original = _in_fp32(original)
@@ -144,11 +150,7 @@ class AutomaticMode:
                     if result is not HOT:
                         return result
                     known.modes.add(mode)
-        INSIDE.work = False
-        try:
-            return original(module, *args, **kwargs)
-        finally:
-            INSIDE.work = None
+        return opaque(original, module, args, kwargs)
 
     def revert_all(self) -> None:
         """Reverts every model this mode has converted, and the deep copies of each.
@@ -198,6 +200,8 @@ class AutomaticMode:
             known = self._known.get(id(module))
             if known is not None and known.module() is module:
                 return known
+            if is_aside(module):
+                return None
             if module not in self._waiting:
                 owner = caller_of(module)
                 if owner is not None and self._decide(owner) and self._ours(owner):
@@ -221,6 +225,7 @@ class AutomaticMode:
                 ours,
                 choice.transparent,
                 declined=choice.target is not None and not ours,
+                no_model=choice.no_model,
             )
             if ours:
                 known.modes.add(mode_of(module))

@@ -35,4 +35,4 @@ def tell_of_own_autocast(module: nn.Module) -> None:
             return
     elif state.engine is None:  # the model was declined, and a warning has said why
         return
-    log_left_to_autocast(logger, class_name(target))
+    log_left_to_autocast(logger, class_name(target), of=target)

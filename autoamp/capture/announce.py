@@ -26,7 +26,7 @@ def announce(record: Record) -> None:
     record.announced, record.announced_low = True, record.lowers
     if not any(each.low for each in sums):
         if any(graph.in_own_autocast for graph in record.graphs):
-            log_left_to_autocast(logger, record.label)
+            log_left_to_autocast(logger, record.label, of=record.scaling)
             return
         every = sum(each.ops for each in sums)
         which = f"none of its {every} float ops" if every > 1 else "its float op"
@@ -39,6 +39,7 @@ def announce(record: Record) -> None:
             f"autoamp: {record.label} stays in fp32: {which} would gain in "
             f"{short_name(record.low)} what its casts cost; {where} the reason for "
             "each",
+            of=record.scaling,
         )
         return
     scale = record.scaling.loss_scale.scale if record.scaling.enabled else "off"

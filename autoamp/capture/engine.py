@@ -177,6 +177,7 @@ class Engine:
                 logging.WARNING,
                 f"autoamp: a graph of {self.record.label} runs in fp32, because the "
                 f"pass failed on it: {problem}",
+                of=self.record.scaling,
             )
             return self._as_it_is(gm, example_inputs, problem)
         finally:
@@ -215,7 +216,7 @@ class Engine:
         """A graph of DTensors that the passes failed on: autocast needs no graph."""
         label, low = self.record.label, self.record.low
         told = f"autoamp: a graph of {label}: {_DTENSORS}: {problem}"
-        log_once(logger, logging.WARNING, told)
+        log_once(logger, logging.WARNING, told, of=self.record.scaling)
         with autocast_region(gm, low):  # a compiler looks at autocast as it traces
             found = as_it_is(gm, example_inputs, self._options, _DTENSORS)
         found = replace(found, run=graph_under_autocast(gm, found.run, low))

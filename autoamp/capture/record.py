@@ -168,7 +168,8 @@ class Record:
             return
         self.skipped.append(Skipped(self.label, why))
         if aloud:
-            log_once(logger, logging.WARNING, f"autoamp: {self.label}: {why}")
+            text = f"autoamp: {self.label}: {why}"
+            log_once(logger, logging.WARNING, text, of=self.scaling)
 
     def left_to_python(self, left: compat.Left) -> None:
         """Keeps for the report that Dynamo leaves a function to Python."""

@@ -64,7 +64,7 @@ class GraphBackend:
                 self.engine, self._asked = self._made(example_inputs), True
         own_autocast = compat.any_autocast()
         if own_autocast and self.engine is not None:
-            log_left_to_autocast(logger, self.label)
+            log_left_to_autocast(logger, self.label, of=self)
         if own_autocast or self.engine is None:
             return compat.compile_with(self.options.backend, gm, example_inputs)
         run = self.engine(gm, example_inputs)

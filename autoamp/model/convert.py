@@ -201,7 +201,7 @@ def _decline(
         logger.info("autoamp: %s %s", label, notes[0].why)
     else:
         text = f"autoamp: {label} {not_converted(model, why_not)}"
-        log_once(logger, logging.WARNING, text)
+        log_once(logger, logging.WARNING, text, of=model)
     revert_model(model, optimizers=not notes)
     DECLINED[model] = Conversion(declined=notes or [Skipped(label, why_not)])
     return model

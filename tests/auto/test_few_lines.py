@@ -73,3 +73,24 @@ def test_that_a_first_call_takes_long_is_said_once(caplog) -> None:
     for seconds in (2.0, 4.0, 2.0):
         tell_progress(state.engine.record, seconds)
     assert caplog.text.count("has taken") == 1
+
+
+def test_that_a_model_is_not_converted_is_said_of_each(caplog) -> None:
+    """No second model of a class is silent, and a hundred models are few lines."""
+    caplog.set_level(logging.INFO, "autoamp")
+    models = [nn.Linear(2, 2).double() for _ in range(100)]
+    for model in models * 2:
+        autoamp.convert(model)
+    lines = [r.getMessage() for r in caplog.records if r.levelno > logging.DEBUG]
+    assert len({*lines}) == len(lines)
+    said = [line.partition("holds for ")[2].partition(" ")[0] for line in lines]
+    assert said == ["", "2", "3", "4", "8", "16", "32", "64"]
+
+
+def test_that_nothing_of_a_model_runs_low_is_said_of_each(caplog, off_again) -> None:
+    caplog.set_level(logging.INFO, "autoamp")
+    autoamp.enable(precision="bf16", do_no_harm=False, deny=["linear"])
+    models = [nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2)]
+    for model in models * 3:
+        model(torch.ones(1, 2))
+    assert caplog.text.count("Sequential stays in fp32") == 2

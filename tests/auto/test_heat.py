@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.flop_counter import FlopCounterMode
 
 import autoamp
+import autoamp_autoload
 import autoamp_heat
 from autoamp_heat import HOT, Heat
 from tests.processes import run_script
@@ -60,6 +65,99 @@ def test_work_is_that_of_the_products_inside() -> None:
     work.note(nn.LazyLinear(4), None)
     work.note(nn.Sequential(), {"a": 1})
     assert (work.calls, work.flops) == (3, 0)
+
+
+def multiplied(net: nn.Module, *args: Any) -> float:
+    """What the flops of a call are counted as, divided by what they are.
+
+    torch counts the products of most layers. In a recurrent layer each matrix
+    multiplies each row of the input.
+    """
+    work = autoamp_heat.Work()
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return autoamp_heat.passed_on(CALL, self, args, kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.Module, "__call__", call)
+        patch.setattr(autoamp_heat.INSIDE, "work", work)
+        net(*args)
+    if isinstance(net, (nn.RNNBase, nn.RNNCellBase)):
+        rows = args[0].data.numel() // args[0].data.shape[-1]
+        matrices = sum(p.numel() for p in net.parameters() if p.dim() > 1)
+        return work.flops / (2 * rows * matrices)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        net.train()(*args)  # no fused kernel, of which torch counts nothing
+    scores = sum(
+        count
+        for op, count in counter.get_flop_counts()["Global"].items()
+        if "bmm" in str(op) or "attention" in str(op)
+    )
+    return work.flops / (counter.get_total_flops() - scores)
+
+
+SEQUENCE, ROWS, IMAGE = torch.ones(4, 6, 16), torch.ones(4, 16), torch.ones(2, 16, 9, 9)
+PACKED = nn.utils.rnn.pack_padded_sequence(
+    SEQUENCE, torch.tensor([6, 4, 3, 1]), batch_first=True
+)
+SELF = (SEQUENCE, SEQUENCE, SEQUENCE)
+COUNTED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "lstm": (lambda: nn.LSTM(16, 24, batch_first=True), (SEQUENCE,)),
+    "gru": (lambda: nn.GRU(16, 24, num_layers=2), (SEQUENCE,)),
+    "rnn": (lambda: nn.RNN(16, 24), (SEQUENCE,)),
+    "both ways": (lambda: nn.LSTM(16, 24, bidirectional=True, num_layers=2), (PACKED,)),
+    "projected": (lambda: nn.LSTM(16, 24, proj_size=5), (SEQUENCE,)),
+    "packed": (lambda: nn.GRU(16, 24), (PACKED,)),
+    "unbatched": (lambda: nn.GRU(16, 24), (SEQUENCE[0],)),
+    "lstm cell": (lambda: nn.LSTMCell(16, 24), (ROWS,)),
+    "gru cell": (lambda: nn.GRUCell(16, 24), (ROWS,)),
+    "rnn cell": (lambda: nn.RNNCell(16, 24), (ROWS[0],)),
+    "attention": (lambda: nn.MultiheadAttention(16, 2, add_bias_kv=True), SELF),
+    "attention evaluated": (
+        lambda: nn.MultiheadAttention(16, 2, batch_first=True).eval(),
+        SELF,
+    ),
+    "widths": (
+        lambda: nn.MultiheadAttention(16, 2, kdim=8, vdim=4),
+        (SEQUENCE, SEQUENCE[..., :8], SEQUENCE[..., :4]),
+    ),
+    "encoder": (lambda: nn.TransformerEncoderLayer(16, 2, 48), (SEQUENCE,)),
+    "encoder evaluated": (
+        lambda: nn.TransformerEncoderLayer(16, 2, 48, batch_first=True).eval(),
+        (SEQUENCE,),
+    ),
+    "decoder": (lambda: nn.TransformerDecoderLayer(16, 2, 48), (SEQUENCE, SEQUENCE)),
+    "transposed": (lambda: nn.ConvTranspose2d(16, 6, 3, 2, 1, 1), (IMAGE,)),
+    "grouped": (lambda: nn.Conv2d(16, 8, 3, padding=1, groups=4), (IMAGE,)),
+    "weight norm": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(16, 48))),
+        (SEQUENCE,),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("layer", COUNTED)
+def test_products_are_counted_as_torch_counts_them(layer: str) -> None:
+    """Every gate, direction, projection, and each weight given to a fused kernel."""
+    made, args = COUNTED[layer]
+    assert 0.9 <= multiplied(made(), *args) <= 1.1
+
+
+@pytest.mark.parametrize(
+    ("module", "result"),
+    [
+        (nn.EmbeddingBag(100, 8), torch.empty(5, 8)),
+        (nn.LayerNorm((16, 9, 9)), IMAGE),
+        (nn.ParameterList([torch.ones(1, 9, 16), torch.ones(16, 1, 1)]), IMAGE),
+    ],
+)
+def test_tables_norms_and_positions_multiply_nothing(
+    module: nn.Module, result: Tensor
+) -> None:
+    work = autoamp_heat.Work()
+    work.note(module, result)
+    assert work.flops == 0
 
 
 @torch.no_grad()
@@ -240,3 +338,97 @@ def test_an_export_keeps_its_dynamic_sizes(cold: nn.Module, strict: bool) -> Non
     )
     x = torch.randn(7, 4)
     assert torch.equal(made.module()(x), cold(x))
+
+
+# -- the line at the end of a program in which nothing was hot -------------------------
+
+
+class Trained(nn.Linear): ...
+
+
+class Mean(nn.Linear): ...
+
+
+def steps(heat: Heat, model: nn.Module, count: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(count):
+        optimizer.zero_grad()
+        heat.call(CALL, model, (torch.ones(3, 4),), {}).sum().backward()
+        optimizer.step()
+
+
+def looked_at(heat: Heat, model: nn.Module, count: int, *, grad: bool = False) -> None:
+    with torch.set_grad_enabled(grad):
+        for _ in range(count):
+            heat.call(CALL, model, (torch.ones(30, 4),), {})
+
+
+def a_mean_of_weights(heat: Heat, model: nn.Linear) -> None:
+    """A teacher in training mode, whose weights follow the model's."""
+    mean = Mean(4, 4)
+    for _ in range(9):
+        looked_at(heat, mean, 1)
+        with torch.no_grad():
+            mean.weight.lerp_(model.weight, 0.5)
+
+
+def a_reloaded_copy(heat: Heat, model: nn.Module) -> None:
+    copied = Mean(4, 4)
+    copied.load_state_dict(model.state_dict())
+    looked_at(heat, copied.eval(), 50)
+
+
+def many_others(heat: Heat, model: nn.Module) -> None:
+    others = [Mean(4, 4) for _ in range(5)]
+    for each in others:
+        looked_at(heat, each, 20, grad=True)
+
+
+def a_weight_of_its_own(heat: Heat, model: Any) -> None:
+    parametrizations.weight_norm(model)
+    for _ in range(9):
+        heat.call(CALL, model.parametrizations.weight, (), {})
+
+
+@pytest.mark.parametrize(
+    "beside", [a_mean_of_weights, a_reloaded_copy, many_others, a_weight_of_its_own]
+)
+@pytest.mark.parametrize("order", ["before", "after", "dead"])
+def test_the_line_at_exit_names_the_model_that_trained(
+    beside: Callable[[Heat, Any], None], order: str, monkeypatch, capfd
+) -> None:
+    worth(monkeypatch, capture=1.0)
+    heat, model = Heat(), Trained(4, 4)
+    if order == "before" and beside is not a_weight_of_its_own:
+        beside(heat, Trained(4, 4))
+    steps(heat, model, 5)
+    nearest = heat.warmest()
+    assert nearest is not None
+    other = copy.deepcopy(model)
+    if order == "dead":
+        del model
+    if order != "before":
+        beside(heat, other)
+    del other
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("autoamp"), "level", logging.INFO)
+    autoamp_autoload._say_cold(heat)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "Trained is not hot" in line
+    assert f"came to {nearest.spent:.2g} s" in line
+
+
+def test_nothing_is_said_where_no_call_has_ended(capfd) -> None:
+    heat = Heat()
+    with pytest.raises(RuntimeError):
+        heat.call(CALL, Trained(4, 4), (torch.ones(3, 5),), {})
+    autoamp_autoload._say_cold(heat)
+    assert not capfd.readouterr().err
+
+
+def test_weights_that_were_made_in_inference_mode_are_trained(monkeypatch) -> None:
+    """They count no versions, by which the start of a step is found."""
+    worth(monkeypatch, capture=1e-5)
+    with torch.inference_mode():
+        model = nn.Linear(4, 4)
+    assert hot_at(Heat(), model, torch.ones(3, 4))

@@ -39,7 +39,7 @@ class Inside(Net):
 
 @pytest.fixture(autouse=True)
 def automatic(monkeypatch, caplog) -> Iterator[None]:
-    monkeypatch.setattr(messages, "_logged", set())
+    monkeypatch.setattr(messages, "_logged", {})
     own_autocast._seen.clear()
     caplog.set_level(logging.INFO, "autoamp")
     autoamp.enable(precision="bf16", do_no_harm=False)

@@ -77,7 +77,7 @@ def made(where: str, name: str, *bases: type) -> type:
 @pytest.fixture(autouse=True)
 def loaded(monkeypatch, caplog) -> Iterator[None]:
     known = dict(sys.modules)
-    monkeypatch.setattr(messages, "_logged", set())
+    monkeypatch.setattr(messages, "_logged", {})
     caplog.set_level(logging.INFO, "autoamp")
     yield
     autoamp.disable()
