@@ -8,9 +8,9 @@ whether fp32 fails there too, and then under one remedy after another.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,23 @@ from autoamp.model.eligible import parameters_of, required_precision
 from autoamp.options import Options
 from autoamp.overflow.culprit import first_out_of_range, harmful, nearest
 from autoamp.overflow.location import location_of, readers
-from autoamp.overflow.remedy import EVERYTHING, Remedy, candidates
+from autoamp.overflow.remedy import EVERYTHING, Fault, Remedy, cure
 from autoamp.overflow.trail import Step
 from autoamp.printable import class_name
+from autoamp.rewrite.rewritten import Rewritten
 
-ROUNDS = 4
-"""The most remedies that may be added to one another."""
+TRIES = 24
+"""The most remedies that are tried."""
+
+
+class Player(Protocol):
+    """Makes one call under options, again and again."""
+
+    def recorded(self, options: Options, scale: float) -> RecordedCall:
+        """The call, and its backward if there is one, at a loss scale."""
+
+    def records(self, options: Options) -> Sequence[Rewritten]:
+        """The records of the graphs."""
 
 
 def find_overflow_model(
@@ -78,17 +89,31 @@ def find_overflow_model(
         except Exception:
             _run_plainly(model, call, trains=trains)  # raises the model's own error
             raise
-        return _Search(stand_in, scale, label, low).answer(first)
+        search = Search(stand_in, engine.options, label, low, scale=scale)
+        return search.answer(first)
 
 
-class _Search:
+class Search:
     """Looks for the step to blame, and for a remedy."""
 
     def __init__(
-        self, stand_in: Recording, scale: float, label: str, low: torch.dtype
+        self,
+        player: Player,
+        options: Options,
+        label: str,
+        low: torch.dtype,
+        *,
+        scale: float = 1.0,
+        any_harm: bool = False,
     ) -> None:
-        self.stand_in, self.scale, self.label, self.low = stand_in, scale, label, low
-        self.options = stand_in.engine.options
+        """Makes a search.
+
+        Args:
+            options: the options of the call in question.
+            any_harm: whether a step is to blame only if it spoiled a result.
+        """
+        self.player, self.scale, self.label, self.low = player, scale, label, low
+        self.options, self.any_harm = options, any_harm
         self.own: set[Any] = set()
         self.own_fault: Step | None = None
 
@@ -113,7 +138,7 @@ class _Search:
 
     def _blamed(self, call: RecordedCall) -> Step | None:
         """The step to blame, unless fp32 fails at that step as well."""
-        if self.own_fault is not None:
+        if self.any_harm or self.own_fault is not None:
             step = harmful(call.trail, call.loss)
             return None if step is None or step.key in self.own else step
         return first_out_of_range(call.trail, call.loss, self.own)
@@ -140,7 +165,7 @@ class _Search:
             return step.wide
         for power in (10, 20, 30, 40):
             scale = self.scale * 2.0**-power
-            trail = self.stand_in.recorded(self.options, scale).trail
+            trail = self.player.recorded(self.options, scale).trail
             there = [
                 s for s in trail.steps if s.key == step.key and s.node is step.node
             ]
@@ -150,30 +175,22 @@ class _Search:
         return None
 
     def _cure(self, step: Step) -> Remedy | None:
-        """A narrow remedy under which no step of a call is to blame, or None."""
-        remedy = Remedy()
-        for _ in range(ROUNDS):
-            records = self.stand_in.records(remedy.on(self.options))
-            further: tuple[Remedy, Step] | None = None
-            tries = [remedy + each for each in candidates(step, records)]
-            for wider in told(tries, "trying rules"):
-                left = self._left(wider)
-                if left is None:
-                    return wider
-                moved = (left.key, left.is_cast) != (step.key, step.is_cast)
-                if further is None and moved:
-                    further = wider, left
-            if further is None:
-                break
-            remedy, step = further
+        """The smallest remedy under which no step of a call is to blame, or None."""
+        fault = Fault(step, self.player.records(self.options))
+        found = cure(fault, self._left, told(range(TRIES), "trying rules"))
+        if found is not None:
+            return found
         everything = Remedy(keep=(EVERYTHING,))
         return everything if self._left(everything) is None else None
 
     def _under(self, remedy: Remedy) -> RecordedCall:
-        return self.stand_in.recorded(remedy.on(self.options), self.scale)
+        return self.player.recorded(remedy.on(self.options), self.scale)
 
-    def _left(self, remedy: Remedy) -> Step | None:
-        return self._blamed(self._under(remedy))
+    def _left(self, remedy: Remedy) -> Fault | None:
+        step = self._blamed(self._under(remedy))
+        if step is None:
+            return None
+        return Fault(step, self.player.records(remedy.on(self.options)))
 
 
 def _loss_scale(model: nn.Module, engine: Engine) -> float:

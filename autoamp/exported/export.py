@@ -2,6 +2,7 @@
 
 captured.py     the model's own code as one graph
 placed.py       the passes, the checks and the lock, as `convert` runs them
+in_range.py     rules that keep results finite
 baked.py        weights of its own, each in the precision that it is read in
 spelled.py      torch's ops alone
 plan.py         the plan, which goes into every file
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from autoamp import compat
 from autoamp.ask.examine import checked_model
 from autoamp.capture.keep import for_model
 from autoamp.capture.locked import check_declined
+from autoamp.capture.record import Record
 from autoamp.capture.thread import disabled
 from autoamp.check.constants import check_weights
 from autoamp.dtypes import parse_low_dtype
@@ -34,6 +38,13 @@ from autoamp.errors import (
 from autoamp.exported.baked import baked
 from autoamp.exported.captured import Call, Captured, captured
 from autoamp.exported.files import check_path, write
+from autoamp.exported.in_range import (
+    cause,
+    differs_in_whole_numbers,
+    overflow_in,
+    rules_for,
+    spoiled,
+)
 from autoamp.exported.placed import placed
 from autoamp.exported.plan import held_by, plan_of
 from autoamp.exported.spelled import spelled
@@ -46,6 +57,7 @@ from autoamp.model.eligible import choose_precision, not_converted, unsupported
 from autoamp.model.kept import left_as_it_is
 from autoamp.model.reporting import report_of
 from autoamp.options import Options
+from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import named_device
 from autoamp.printable import class_name
 
@@ -112,9 +124,10 @@ def _exported(
     price = None
     if device is None and state is not None and state.engine is not None:
         price = state.engine.price
-    record, prepared, results = placed(
-        graph, model, options, low, device=device, price=price
-    )
+    place = partial(placed, graph, model, low=low, device=device, price=price)
+    with disabled():  # the automatic mode would meet the program's module
+        exact = call.results(graph.program.module())
+    record, prepared, results = _in_range(graph, model, options, exact, place)
     own = baked(prepared.gm, model)
     program = spelled(graph, own.gm, call)
     read = {spec.target for spec in program.graph_signature.input_specs if spec.target}
@@ -122,11 +135,45 @@ def _exported(
     _check_same(program, call, results)
     if target.one_dtype:
         program = spelled(graph, own.gm, call, one_dtype=True)
-        _check_as_true(program, graph, call, results)
+        _check_as_true(program, call, results, exact)
     report = report_of(record, model, "" if device is None else device.name)
     plan = plan_of(program, report.to_json(), own.sources, target.name)
     compat.set_plan(program, plan.to_dict())
     return program
+
+
+def _in_range(
+    graph: Captured,
+    model: nn.Module,
+    options: Options,
+    exact: list[Any],
+    place: Callable[..., tuple[Record, Prepared, tuple[Any, ...]]],
+) -> tuple[Record, Prepared, tuple[Any, ...]]:
+    """What `place` gives, with ops kept in fp32 where results would not be finite.
+
+    Args:
+        exact: the results of fp32.
+
+    Raises:
+        ExportError: no rule makes the results finite, or a lock forbids all rules.
+    """
+    made = place(options)
+    harm = spoiled(made[2], exact) is not None
+    if not harm and not differs_in_whole_numbers(made[2], exact):
+        return made
+    assert made[1].rewritten is not None
+    found = overflow_in(graph, model, made[1].rewritten, options, any_harm=harm)
+    if not harm and (not found or found.rule is None):
+        return made
+    for rule in rules_for(found, options):
+        made = place(rule.on(options))
+        if spoiled(made[2], exact) is None:
+            made[0].note(f"{cause(found)}; it is exported with {rule}")
+            return made
+    raise ExportError(
+        f"{class_name(model)}: {cause(found)}, even with keep=['*']; this is a bug in "
+        "autoamp, please report it. torch.export exports the model as it is"
+    )
 
 
 def _in_torchs_ops(options: Options) -> Options:
@@ -175,7 +222,7 @@ def _check_same(
     Raises:
         VerificationError: a result differs in a bit.
     """
-    with disabled():  # the automatic mode would meet the program's module
+    with disabled():
         given = call.results(program.module())
     at = _first_difference(given, pytree.tree_leaves(results))
     if at is not None:
@@ -187,9 +234,9 @@ def _check_same(
 
 def _check_as_true(
     program: torch.export.ExportedProgram,
-    graph: Captured,
     call: Call,
     results: tuple[Any, ...],
+    exact: list[Any],
 ) -> None:
     """Checks that a program in another spelling is as near to fp32 as the graph was.
 
@@ -198,12 +245,19 @@ def _check_as_true(
     """
     with disabled():
         given = call.results(program.module())
-        exact = call.results(graph.program.module())
+    at = spoiled(given, exact)
+    if at is not None:
+        raise VerificationError(
+            f"output {at} of the program is not finite: another spelling of its norms "
+            "computes something else; this is a bug in autoamp, please report it"
+        )
     for at, (one, was, true) in enumerate(zip(given, results, exact, strict=True)):
         if not (isinstance(true, Tensor) and true.is_floating_point()):
             continue
-        size = float(true.double().norm())
-        ours, before = (float((t.double() - true.double()).norm()) for t in (one, was))
+        finite = one.isfinite() & was.isfinite() & true.isfinite()
+        now, then, exactly = (t.double()[finite] for t in (one, was, true))
+        size = float(exactly.norm())
+        ours, before = (float((t - exactly).norm()) for t in (now, then))
         if ours > _NO_LESS_TRUE * before + _ROUNDING * size:
             raise VerificationError(
                 f"output {at} of the program is {ours:.3g} from that in fp32, and the "

@@ -85,5 +85,6 @@ def given_location(node: fx.Node, *, is_weight: bool) -> Location:
     copied = node.name.removesuffix("_copy")
     known = [n for n in node.graph.nodes if n.op == node.op and n.name == copied]
     of = known[0] if known else node
-    path = of.meta.get("autoamp_path") or of.name
+    name = of.name if of.op == "placeholder" else str(of.target)
+    path = of.meta.get("autoamp_path") or name
     return Location(WEIGHT if is_weight or of is not node else INPUT, name=path)

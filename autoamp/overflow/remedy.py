@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoamp import compat
 from autoamp.messages import advice
@@ -40,9 +42,10 @@ class Remedy:
         return (" and " if by_variables else ", ").join(each)
 
     def __add__(self, other: Remedy) -> Remedy:
+        kept = tuple(dict.fromkeys((*self.keep, *other.keep)))
         return Remedy(
             tuple(dict.fromkeys((*self.deny, *other.deny))),
-            tuple(dict.fromkeys((*self.keep, *other.keep))),
+            tuple(path for path in kept if not _is_inside(path, kept)),
         )
 
     def on(self, options: Options) -> Options:
@@ -61,6 +64,68 @@ class Remedy:
         )
 
 
+class Fault(NamedTuple):
+    """A call that still fails.
+
+    Attributes:
+        step: the step to blame; None where it is not known.
+        records: the records of the graphs that ran.
+    """
+
+    step: Step | None
+    records: Sequence[Rewritten]
+
+
+def cure(
+    fault: Fault,
+    attempt: Callable[[Remedy], Fault | None],
+    tries: Iterable[object],
+) -> Remedy | None:
+    """The remedy that puts the fewest low ops back into fp32, among those that cure.
+
+    Remedies are tried in the order of their size.  Where a remedy moves the fault to
+    another step, the remedies for that step are added to it; so the first one that
+    cures is the smallest.
+
+    Args:
+        fault: the call without a remedy.
+        attempt: makes the call under a remedy: None if it cures.
+        tries: one value for each remedy that may be tried.
+
+    Returns:
+        The remedy; None where none of those tried cures.
+    """
+    queue: list[tuple[int, bool, int, Remedy, Step]] = []
+    seen: set[tuple[frozenset[str], ...]] = set()
+
+    def add(remedy: Remedy, left: Fault) -> None:
+        if left.step is None:
+            return
+        for each in candidates(left.step, left.records):
+            wider = remedy + each
+            key = frozenset(wider.deny), frozenset(wider.keep)
+            if key not in seen:
+                seen.add(key)
+                size = _put_back(wider, fault.records)
+                entry = size, bool(wider.keep), len(seen), wider, left.step
+                heapq.heappush(queue, entry)
+
+    add(Remedy(), fault)
+    widest = max(queue, default=None)
+    for _ in tries:
+        if not queue:
+            return None
+        *_, remedy, before = heapq.heappop(queue)
+        left = attempt(remedy)
+        if left is None:
+            return remedy
+        if left.step is not None and _place(left.step) != _place(before):
+            add(remedy, left)
+    if widest in queue and widest is not None and attempt(widest[3]) is None:
+        return widest[3]
+    return None
+
+
 def candidates(step: Step, records: Sequence[Rewritten]) -> list[Remedy]:
     """Remedies for the ops that compute with the number at `step`, the narrowest first.
 
@@ -68,13 +133,17 @@ def candidates(step: Step, records: Sequence[Rewritten]) -> list[Remedy]:
     """
     found: dict[Remedy, int] = {}
     for location in _computing(step):
+        each = [Remedy(keep=(path,)) for path in location.modules]
         if "::" in location.op:
             name = parse_op_name(location.op).partition(".")[0]
-            found[Remedy(deny=(name,))] = _of_op(name, records)
-        for path in location.modules:
-            found[Remedy(keep=(path,))] = _of_module(path, records)
+            each.insert(0, Remedy(deny=(name,)))
+        found |= {remedy: _put_back(remedy, records) for remedy in each}
     found = {remedy: count for remedy, count in found.items() if count}
     return sorted(found, key=lambda remedy: (found[remedy], bool(remedy.keep)))
+
+
+def _place(step: Step) -> object:
+    return step.key, step.is_cast
 
 
 def _computing(step: Step) -> list[Location]:
@@ -87,13 +156,16 @@ def _computing(step: Step) -> list[Location]:
     return [step.location]
 
 
-def _of_op(name: str, records: Sequence[Rewritten]) -> int:
-    return sum(op == name for op, _ in _low_ops(records))
+def _put_back(remedy: Remedy, records: Sequence[Rewritten]) -> int:
+    """How many low ops a remedy puts back into fp32."""
+    return sum(
+        op in remedy.deny or module in remedy.keep or _is_inside(module, remedy.keep)
+        for op, module in _low_ops(records)
+    )
 
 
-def _of_module(path: str, records: Sequence[Rewritten]) -> int:
-    inside = f"{path}."
-    return sum(each == path or each.startswith(inside) for _, each in _low_ops(records))
+def _is_inside(path: str, others: Iterable[str]) -> bool:
+    return any(path.startswith(f"{other}.") for other in others)
 
 
 def _low_ops(records: Sequence[Rewritten]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from autoamp.ask.progress import told
 from autoamp.dtypes import LOW_DTYPES
-from autoamp.overflow.remedy import EVERYTHING, Remedy, candidates
+from autoamp.overflow.remedy import EVERYTHING, Fault, Remedy, cure
 from autoamp.overflow.trail import Step
 from autoamp.replay import recorded as recording
 from autoamp.replay.recorded import Recorded
@@ -16,9 +16,6 @@ from autoamp.replay.session import Outcome
 from autoamp.replay.verdict import Verdict, blamed, judged
 
 Run = Callable[[Recorded, Remedy], Outcome]
-
-ROUNDS = 3
-"""The most remedies that may be added to one another."""
 
 _MOST_TRIES = 12
 """The most runs of the script that look for a rule."""
@@ -65,23 +62,11 @@ def replay(
 def _cure(
     recorded: Recorded, outcome: Outcome, culprit: Step, run: Run
 ) -> Remedy | None:
-    """The first remedy under which the step lives, the narrowest first, or None."""
-    remedy, tries = Remedy(), 0
-    for _ in range(ROUNDS):
-        further: tuple[Remedy, Outcome, Step] | None = None
-        wider = [remedy + each for each in candidates(culprit, outcome.records)]
-        for each in told(wider, "trying rules"):
-            tries += 1
-            if tries > _MOST_TRIES:
-                return None
-            left = run(recorded, each)
-            if not left.died:
-                return each
-            next_one = blamed(left)
-            moved = next_one is not None and next_one.key != culprit.key
-            if further is None and moved and next_one is not None:
-                further = each, left, next_one
-        if further is None:
-            return None
-        remedy, outcome, culprit = further
-    return None
+    """The smallest remedy under which the step lives, or None."""
+
+    def attempt(remedy: Remedy) -> Fault | None:
+        left = run(recorded, remedy)
+        return Fault(blamed(left), left.records) if left.died else None
+
+    tries = told(range(_MOST_TRIES), "trying rules")
+    return cure(Fault(culprit, outcome.records), attempt, tries)
