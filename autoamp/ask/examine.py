@@ -148,6 +148,10 @@ class Examiner(Engine):
         """Graphs that no `play` runs are only looked at."""
         return self.play is not None
 
+    def apart(self, path: str) -> str:
+        """Each module has graphs of its own: a question is about one module."""
+        return path
+
     def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
         found = super().prepared(gm, example_inputs)
         # This comes last, because it changes how the bodies in `gm` run.

@@ -6,9 +6,10 @@ is called in the graph's place.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -204,11 +205,22 @@ class Engine:
         Args:
             modules: the paths of the modules that the Function is called in.
         """
-        rules = self.options.resolve_rules(self.record.low)
-        keep = (*self.options.kept, *rules.keep)
-        if self._switched_off or kept_by(keep, modules) is not None:
+        if self._switched_off or kept_by(self._keep, modules) is not None:
             return None
         return self.record.low
+
+    @functools.cached_property
+    def _keep(self) -> tuple[str, ...]:
+        """The patterns of the modules that stay fp32."""
+        rules = self.options.resolve_rules(self.record.low)
+        return (*self.options.kept, *rules.keep)
+
+    def apart(self, path: str) -> Hashable:
+        """The key of a module, by its path: modules with unequal keys share no graphs.
+
+        The key is None for a module that the options do not name.
+        """
+        return kept_by(self._keep, (path,))
 
     def _by_autocast(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], problem: str

@@ -57,6 +57,10 @@ class Backend:
         """The dtype in which the running model's Functions follow their authors."""
         return self.running().dtype_in(modules)
 
+    def apart(self, path: str) -> Hashable:
+        """The key of a module; modules with unequal keys share no graphs."""
+        return self.running().apart(path)
+
     def running(self) -> Engine:
         """The engine of the model whose call this thread is in."""
         engine = THREAD.engine or self._first()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol
 
@@ -64,6 +64,12 @@ class Backend(Protocol):
 
     def dtype_in(self, modules: list[str], /) -> torch.dtype | None:
         """The dtype of autocast for what authors ask of it; None: nothing is asked."""
+
+    def apart(self, path: str, /) -> Hashable:
+        """A key of a module by its path; modules with unequal keys share no graphs.
+
+        The key is None for a module that options do not name.
+        """
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any], /) -> Any: ...
 
@@ -199,7 +205,7 @@ class _Frames:
         self._modules: defaultdict[types.CodeType, set[int]] = defaultdict(set)
         self._raced: Counter[types.CodeType] = Counter()
         self._changing = Changing(backend)
-        self._paths = Paths()
+        self._paths = Paths(backend.apart)
 
     def rule(self, callback: Any) -> None:
         """Has Dynamo's callback go through this object.

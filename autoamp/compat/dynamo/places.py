@@ -4,8 +4,8 @@ A module has one path: the first that `named_modules()` of the converted model g
 Dynamo names a module by the way the code of a frame gets at it, and after a graph break
 that is another way: `a` or `___stack0`, not `block.a`.  So the modules that a graph
 calls are looked up themselves, and the modules around the frame are found on Python's
-stack.  Modules whose code is alike share compiled frames; guards on the paths keep
-those frames apart, so that each module has graphs of its own.
+stack.  Modules whose code is alike share compiled frames, and the graphs of the first
+stand for all; guards keep frames apart where options name some of the modules only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -40,13 +40,42 @@ class ModulePath(str):
 class Paths:
     """The path of each module, of all models that run the same code."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Callable[[str], Hashable]) -> None:
+        """Args: `apart` gives modules that share no graphs unequal keys, by path.
+
+        The key is None for a module that options do not name.
+        """
         self._known: dict[int, tuple[weakref.ref[nn.Module], str | None]] = {}
+        self._apart = apart
+        self._named: dict[str, Hashable] = {}
+        self._keys: dict[str | None, Hashable] = {}
 
     def read(self, root: nn.Module) -> None:
         """Learns the paths of the modules in `root`."""
+        self._named, self._keys = {}, {}
         for path, module in modules_in(root):
             self._know(module, path)
+            key = self._apart(path)
+            if key is not None:
+                self._named[path] = key
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether some modules that are alike have graphs of their own."""
+        return bool(self._named)
+
+    def key(self, path: str | None) -> Hashable:
+        """A key equal for modules that may share graphs, with all that is in them."""
+        if path not in self._keys:
+            start = f"{path}." if path else ""
+            inside = [
+                (each.removeprefix(start), key)
+                for each, key in self._named.items()
+                if path is not None and f"{each}.".startswith(start)
+            ]
+            around = None if path is None else self._apart(path)
+            self._keys[path] = around, *inside
+        return self._keys[path]
 
     def _know(self, module: nn.Module, path: str | None) -> None:
         key, known = id(module), self._known
@@ -72,9 +101,9 @@ class Paths:
         return None if found is None else found[1]
 
     def within(self, value: Any) -> Any:
-        """The paths of the modules in a local variable; None where it holds none."""
+        """The keys of the modules in a local variable; None where it holds none."""
         if isinstance(value, nn.Module):
-            return self.of(value)
+            return self.key(self.of(value))
         if isinstance(value, types.MethodType):
             return self.within(value.__self__)
         if isinstance(value, list | tuple):
@@ -263,7 +292,7 @@ def module_path(source: str) -> str:
 
 
 def guard_place(found: Any, paths: Paths, *, inner: bool) -> None:
-    """Has a captured frame run only for modules with the paths that it was made for.
+    """Has a captured frame run only for modules that may share its graphs.
 
     Args:
         found: Dynamo's result for the frame that is being captured.
@@ -272,33 +301,35 @@ def guard_place(found: Any, paths: Paths, *, inner: bool) -> None:
     manager = getattr(found.guarded_code, "guard_manager", None)
     guards: Any = getattr(manager, "root", None)
     place = _THREAD.place
-    if place is None or not hasattr(guards, "get_child_managers"):
+    if place is None or not (inner and paths.tells_apart):
+        return
+    if not hasattr(guards, "get_child_managers"):
         return  # another torch: modules that are alike share a frame's graphs
     here = place.around[-1] if place.around else None
     told = False  # whether the local variables tell where the frame is
     for child in guards.get_child_managers():
         match = _VARIABLE.match(child.get_source())
         value = place.variables.get(match[1]) if match and not match[2] else None
-        path = paths.within(value)
-        if path is not None and (inner or path != ""):
-            _guard(child, functools.partial(_is_within, paths, path), path)
+        key = paths.within(value)
+        if key is not None:
+            _guard(child, functools.partial(_is_within, paths, key))
             told = told or value is here
-    if inner and not told:
+    if not told:
         path = None if here is None else paths.of(here)
-        _guard(guards, functools.partial(_is_around, paths, path), path)
+        _guard(guards, functools.partial(_is_around, paths, paths.key(path)))
 
 
-def _is_within(paths: Paths, path: Any, value: Any) -> bool:
-    return bool(paths.within(value) == path)
+def _is_within(paths: Paths, key: Any, value: Any) -> bool:
+    return bool(paths.within(value) == key)
 
 
-def _is_around(paths: Paths, path: str | None, _: Any) -> bool:
+def _is_around(paths: Paths, key: Hashable, _: Any) -> bool:
     module = _nearest()
-    return (None if module is None else paths.of(module)) == path
+    return paths.key(None if module is None else paths.of(module)) == key
 
 
-def _guard(manager: Any, check: Callable[[Any], bool], path: Any) -> None:
-    said = [f"autoamp: the path of the module is {path!r}"]
+def _guard(manager: Any, check: Callable[[Any], bool]) -> None:
+    said = ["autoamp: the options say the same of the modules"]
     try:
         manager.add_lambda_guard(check, said, None)
     except TypeError:  # an older torch
