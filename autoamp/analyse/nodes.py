@@ -63,7 +63,10 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def source_line(node: fx.Node) -> str:
-    """`model.py:12: x = self.fc(x)`: the user's innermost line that made `node`."""
+    """`model.py:12: x = self.fc(x)`: the user's innermost line that made `node`.
+
+    A mode of the process, a default device say, calls each op from a line of its own.
+    """
     return _innermost_line(node.stack_trace or "")
 
 
@@ -71,6 +74,8 @@ def source_line(node: fx.Node) -> str:
 def _innermost_line(trace: str) -> str:
     lines = [s.strip() for s in trace.splitlines() if s.strip()]
     for where, code in zip(reversed(lines[:-1]), reversed(lines[1:]), strict=False):
+        if where.endswith(" in __torch_function__"):
+            continue
         if where.startswith("File ") and not set(code) <= {"^", "~"}:
             path, line = where.split('"')[1], where.split("line ")[1].split(",")[0]
             return f"{path}:{line}: {code}"

@@ -113,7 +113,7 @@ class Calibration(Trials):
         self, rounding: Rounding, metric: Callable[[Any], Any] | None, seed: int
     ) -> None:
         """Adds the squares of one batch; nothing is added before an op has failed."""
-        draws = torch.Generator().manual_seed(seed)
+        draws = torch.Generator("cpu").manual_seed(seed)
         weights = [p for p in self.twin.parameters() if p.requires_grad]
         with untouched(self.twin, trains=self.records_between), torch.enable_grad():
             with torch.set_grad_enabled(self.records_between):
@@ -155,7 +155,7 @@ class Calibration(Trials):
         if relative:
             size = sum(float(t.detach().double().square().sum()) for t in results)
         for _ in range(PROBES):
-            at = [torch.randn(t.shape, generator=draws).to(t) for t in results]
+            at = [_drawn(t, draws) for t in results]
             flows, _none = _flows(trace, results, at, ())
             rounding.moved(measure, trace, flows, size * PROBES)
 
@@ -214,7 +214,7 @@ def _move(weights: Sequence[Tensor], low: torch.dtype, draws: torch.Generator) -
     step = step or torch.finfo(low).eps
     with torch.no_grad():
         for p in weights:
-            p.add_(torch.randn(p.shape, generator=draws).to(p), alpha=step)
+            p.add_(_drawn(p, draws), alpha=step)
     return step
 
 
@@ -252,3 +252,9 @@ def _call_of(batch: Any) -> Call:
     if len(batch) == 2 and isinstance(batch[0], tuple) and isinstance(batch[1], dict):
         return batch
     return batch, {}
+
+
+def _drawn(like: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
+    """Normal numbers with the shape, dtype and device of `like`; drawn in fp32."""
+    made = torch.randn(like.shape, generator=draws, dtype=torch.float32, device="cpu")
+    return made.to(like)

@@ -143,7 +143,7 @@ def _number(value: Any) -> float:
 
 def _numbers(value: Any) -> torch.Tensor:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return torch.tensor([float(value)], dtype=torch.float64)
+        return torch.tensor([float(value)], dtype=torch.float64, device="cpu")
     floats = floats_of(value)
     if not floats:
         raise OptionError(

@@ -350,7 +350,9 @@ class _Values:
         return made.permute(back).expand(sizes)
 
     def _drawn(self, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-        drawn = torch.randn(sizes, generator=self._generator, dtype=torch.float64)
+        drawn = torch.randn(
+            sizes, generator=self._generator, dtype=torch.float64, device="cpu"
+        )
         if dtype == torch.bool:
             return drawn > -0.5
         if not dtype.is_floating_point:

@@ -123,6 +123,7 @@ from autoamp.compat.gradients import (
     backward_id,
     casts_gradients,
     check_finite,
+    clear_flag,
     direct_apply,
     inside_backward,
     never_captured,

@@ -80,8 +80,8 @@ def casts_gradients() -> bool:
     """
     try:
         with on_real_numbers(), torch.enable_grad():
-            one = torch.ones(1, requires_grad=True)
-            low = torch.ones(1, dtype=torch.bfloat16)
+            one = torch.ones(1, dtype=torch.float32, device="cpu", requires_grad=True)
+            low = torch.ones(1, dtype=torch.bfloat16, device="cpu")
             uses = [seen_as(one, low) for _ in range(300)]
             (grad,) = torch.autograd.grad(uses, one, [low] * 300)
             return grad.dtype == torch.float32 and grad.item() == 300
@@ -112,6 +112,11 @@ def unscale_and_check(
     device, is not finite.  The kernel is the one `torch.amp.GradScaler` uses.
     """
     torch._amp_foreach_non_finite_check_and_unscale_([*grads], found_inf, inv_scale)
+
+
+def clear_flag(device: torch.device | str = "cpu") -> torch.Tensor:
+    """A flag for an overflow, one fp32 element, that is not set."""
+    return torch.zeros(1, dtype=torch.float32, device=device)
 
 
 def check_finite(grad: torch.Tensor, found_inf: torch.Tensor) -> None:
@@ -152,7 +157,7 @@ def any_not_finite(grads: Sequence[torch.Tensor]) -> torch.Tensor:
         parts = grads if all(map(_is_plain, grads)) else [*map(numbers_of, grads)]
         together = torch.cat([*map(torch.Tensor.flatten, parts)])
         if math.isfinite(abs(together.sum().item())):
-            return torch.zeros(1)
+            return clear_flag(device)
     with torch.no_grad():
         return _looked_at(grads, device)
 
@@ -165,17 +170,17 @@ def _looked_at(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     """One fp32 element, 1 where any of `grads`, each looked at, is not finite."""
     parts = [part for part in map(numbers_of, grads) if part.numel()]
     if not parts:
-        return torch.zeros(1, device=device)
+        return clear_flag(device)
     if device.type != "cpu":
         largest = torch.stack([each.float() for each in largest_of(parts)])
         return (~largest.isfinite()).any().float().reshape(1)
     for part in parts:
         if not math.isfinite(abs(part.sum().item())):
-            found = torch.zeros(1)
+            found = clear_flag(device)
             check_finite(part, found)
             if found.item():
                 return found
-    return torch.zeros(1)
+    return clear_flag(device)
 
 
 _SMALL = 2**14

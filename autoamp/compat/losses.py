@@ -90,7 +90,8 @@ def largest_magnitude(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if not by_kind:
         return None
     if all(device.type == _ON_CPU for device, _ in by_kind):
-        return torch.tensor(_largest_on_cpu(by_kind.values()), dtype=torch.float32)
+        largest = _largest_on_cpu(by_kind.values())
+        return torch.tensor(largest, dtype=torch.float32, device=_ON_CPU)
     found = [each.float() for parts in by_kind.values() for each in largest_of(parts)]
     device = found[0].device
     whole = torch.stack([each.reshape(()).to(device) for each in found])

@@ -109,7 +109,8 @@ class Packed:
             self.left_out[key] = kind
             return
         # One copy: safetensors refuses memory that two tensors share.
-        self.tensors[key] = torch.empty(part.shape, dtype=part.dtype).copy_(part)
+        copy = torch.empty(part.shape, dtype=part.dtype, device="cpu")
+        self.tensors[key] = copy.copy_(part)
 
 
 def parts_of(value: Any) -> dict[Any, Any] | None:

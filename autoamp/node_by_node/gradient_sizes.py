@@ -47,6 +47,7 @@ def _note_size(magnitudes: list[torch.Tensor], grad: torch.Tensor | None) -> Non
         return
     grad = compat.own_memory(grad)  # ranks agree on the largest
     if compat.is_batch(grad):
-        magnitudes.append(torch.tensor(torch.inf))
+        unknown = torch.tensor(torch.inf, dtype=torch.float32, device="cpu")
+        magnitudes.append(unknown)
     elif grad.numel():
         magnitudes.append(grad.detach().abs().amax().float())

@@ -194,7 +194,7 @@ def largest_in(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The largest magnitude in `values`, 0-dim fp64; NaN if any value holds a NaN."""
     found = [_largest(value) for value in values]
     if not found:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     if len(found) == 1:
         return found[0]
     return torch.stack([each.to(found[0].device) for each in found]).amax()
@@ -208,7 +208,7 @@ def _largest(value: torch.Tensor) -> torch.Tensor:
     elif value.layout != torch.strided:
         value = value.values()
     if not value.numel() or value.is_meta:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     return value.detach().abs().amax().double()
 
 

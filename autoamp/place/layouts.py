@@ -353,7 +353,8 @@ def _packs(image: fx.Node, view: fx.Node, left: Collection[str]) -> bool:
         return False
     if not _is_plain(value) or _lies_both_ways(value):
         return False
-    plain = torch.empty([compat.hint(size) for size in value.shape], device="meta")
+    shape = [compat.hint(size) for size in value.shape]
+    plain = torch.empty(shape, dtype=value.dtype, device="meta")
     last = plain.contiguous(memory_format=FORMATS[plain.dim()])
     through = [(view, plain, last)]
     while through:

@@ -186,7 +186,7 @@ def _call(
     if main == "input_ids":
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
         length = sequence or min(longest or _LONGEST, _LONGEST)
-        ids = torch.zeros(batch, length, dtype=torch.long)
+        ids = torch.zeros(batch, length, dtype=torch.long, device="cpu")
         call = {"input_ids": ids}
         if getattr(config, "is_encoder_decoder", False):
             call["decoder_input_ids"] = torch.zeros_like(ids)
@@ -199,8 +199,9 @@ def _call(
                 f"{name}: {class_name(model)} takes images; leave out the sequence"
             )
         side, channels = config.image_size, getattr(config, "num_channels", 3)
-        call = {main: torch.zeros(batch, channels, side, side)}
-        labels = torch.zeros(batch, dtype=torch.long)
+        shape = batch, channels, side, side
+        call = {main: torch.zeros(shape, dtype=torch.float32, device="cpu")}
+        labels = torch.zeros(batch, dtype=torch.long, device="cpu")
     else:
         raise OptionError(
             f"{name}: {class_name(model)} takes {main}, whose shape is not in its "

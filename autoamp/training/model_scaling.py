@@ -135,7 +135,7 @@ class ModelScaling:
             given = loss_scale.tensors(device)
             # While a GradScaler may be scaling, a `GraphRun` may write to these.
             found += [t.clone() for t in given] if self.ledger.scalers else given
-            found.append(torch.zeros(1, device=device))
+            found.append(compat.clear_flag(device))
         return found
 
     @property

@@ -138,7 +138,7 @@ def _by_gradients(runs: Sequence[GraphRun], params: Sequence[torch.Tensor]) -> s
         graph = captured.gm.graph
         inputs = graph.find_nodes(op="placeholder")
         positions = zip(run.leaves.ids, run.origin.positions, strict=True)
-        weights = {inputs[at] for leaf, at in positions if leaf in bad}
+        weights = [inputs[at] for leaf, at in positions if leaf in bad]
         return last_bad_gradient(graph, weights) or (
             f"a gradient that leaves {run.scaling.label} is not finite"
         )

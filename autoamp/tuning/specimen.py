@@ -41,7 +41,8 @@ class Operand:
         last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
         many = 1 + last if all(self.shape) else 0
         if self.dtype.is_floating_point or self.dtype.is_complex:
-            flat = torch.rand(many, device=device).add_(0.5).to(self.dtype)
+            flat = torch.rand(many, dtype=torch.float32, device=device)
+            flat = flat.add_(0.5).to(self.dtype)
         else:
             flat = torch.zeros(many, device=device, dtype=self.dtype)
         return flat.as_strided(self.shape, self.strides).requires_grad_(self.grad)

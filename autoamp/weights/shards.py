@@ -167,7 +167,8 @@ class _Shards:
         """Has the ranks agree which weights are gathered in the low dtype."""
         stepped = [shard.record.sharded_param for shard in self.shards]
         groups = {id(g): g for g in compat.shard_groups(stepped)}.values()
-        bits = torch.tensor([s.may_be_low for s in self.shards], dtype=torch.uint8)
+        may = [s.may_be_low for s in self.shards]
+        bits = torch.tensor(may, dtype=torch.uint8, device="cpu")
         for group in groups:
             bits = bits.to(compat.reached_on(group, stepped[0].device))
             torch.distributed.all_reduce(bits, torch.distributed.ReduceOp.MIN, group)

@@ -45,7 +45,7 @@ def resized(call: Call, size: int) -> Call:
     def resize(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim() or value.shape[0] != now:
             return value
-        order = torch.arange(size, device=value.device) % now
+        order = torch.arange(size, dtype=torch.int64, device=value.device) % now
         return value.detach()[order].requires_grad_(value.requires_grad)
 
     sized: Call = pytree.tree_map(resize, call)

@@ -86,8 +86,9 @@ class Task:
     def _target(self, place: int, like: Tensor) -> Tensor:
         key = place, like.shape, like.device
         if key not in self.targets:
+            draws = torch.Generator("cpu").manual_seed(place)
             made = torch.randn(
-                like.shape, generator=torch.Generator().manual_seed(place)
+                like.shape, generator=draws, dtype=torch.float32, device="cpu"
             )
             self.targets[key] = made.to(like.device)
         return self.targets[key]

@@ -64,7 +64,8 @@ def exchanged(calls: Sequence[fx.Node], data: fx.Node) -> tuple[int, bool] | Non
     value = data.meta["val"]
     shape = (*range(2, value.dim() + 1), value.shape[-1])
     with compat.on_real_numbers():
-        rows = torch.arange(1.0, 1.0 + torch.Size(shape).numel(), dtype=torch.float64)
+        end = 1.0 + torch.Size(shape).numel()
+        rows = torch.arange(1.0, end, dtype=torch.float64, device="cpu")
         rows = rows.view(shape)
         values: dict[fx.Node, Any] = {data: rows}
         try:
@@ -87,5 +88,6 @@ def _other(rows: Tensor, sign: int, pairs: bool) -> Tensor:
 
     The dtype keeps whole numbers apart, of which there are less than 2 ** 24.
     """
-    zero, one = torch.zeros(rows.shape[-1]), torch.ones(rows.shape[-1])
+    zero = torch.zeros(rows.shape[-1], dtype=HIGH_DTYPE, device="cpu")
+    one = torch.ones_like(zero)
     return rotary(rows.float(), zero, one, HIGH_DTYPE, sign, pairs).double()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.graph_functions import (
     low_weight,
@@ -90,8 +91,8 @@ def scale_edge(gm: fx.GraphModule, rewritten: Rewritten) -> tuple[fx.GraphModule
 
 def scale_inputs(device: torch.device) -> list[torch.Tensor]:
     """Values like those of the extra inputs for one device, in their order."""
-    one = torch.ones((), device=device)
-    return [one, one.clone(), torch.zeros(1, device=device)]
+    one = torch.ones((), dtype=torch.float32, device=device)
+    return [one, one.clone(), compat.clear_flag(device)]
 
 
 class _Scaling:
@@ -286,7 +287,9 @@ class _Scaling:
                     last = self.graph.placeholder(name)
                 with val.fake_mode:
                     shape = (1,) if name == "found_inf" else ()
-                    last.meta["val"] = torch.empty(shape, device=val.device)
+                    last.meta["val"] = torch.empty(
+                        shape, dtype=torch.float32, device=val.device
+                    )
                 made.append(last)
             self.inputs[val.device] = _Inputs(*made)
         return self.inputs[val.device]

@@ -210,8 +210,9 @@ def lower_where_nobody_steps(scaling: ModelScaling) -> None:
         run.scale_moved = True
         if run.backward_pass.overflowed:
             continue  # another run of this backward has lowered the scale
-        run.backward_pass.note_move(torch.ones(1))
-        scaling.loss_scale.update(torch.ones(1))
+        overflow = compat.clear_flag().fill_(1.0)
+        run.backward_pass.note_move(overflow)
+        scaling.loss_scale.update(overflow)
         if not scaling.ledger.told:
             scaling.ledger.told = True
             logger.warning(

@@ -122,7 +122,12 @@ class Climb:
         self.left = max(self.left - 1, int(found_inf is True))
         if largest is None or not (self.left or known):
             return scale  # no look is left to climb back after a drop by an overflow
-        found = torch.as_tensor(found_inf, device=largest.device).reshape(()) != 0
+        found = (
+            torch.as_tensor(
+                found_inf, dtype=torch.float32, device=largest.device
+            ).reshape(())
+            != 0
+        )
         scale = scale.to(found.device)
         low = (scale * _DROP).maximum(scale.clamp(max=1.0)).clamp(min=floor)
         # `largest` may be infinite without a flag, in gradients that were thrown away.

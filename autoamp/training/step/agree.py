@@ -17,7 +17,7 @@ from autoamp.training.ledger.graph_run import Sizes
 from autoamp.training.rank_handshake import shake_hands
 from autoamp.training.ranks import Team, judged
 from autoamp.training.scale import LossScale
-from autoamp.training.scale.base import free_to_read
+from autoamp.training.scale.base import free_to_read, scalar
 from autoamp.training.step.boundary import OptimizerBoundary
 from autoamp.training.step.read import Reading
 
@@ -63,7 +63,7 @@ def _reduced(
     flag, sizes = reading.flag, reading.sizes
     scales = scales[:_SCALES]
     rows = [_row(scale, sizes) for scale in scales]
-    rows += [[torch.tensor(_SILENT)] * 3] * (_SCALES - len(scales))
+    rows += [[scalar(_SILENT)] * 3] * (_SCALES - len(scales))
     numbers = [flag.reshape(()), *(number for row in rows for number in row)]
     ours = torch.stack([n.to(team.device, torch.float32) for n in numbers])
     agreed = ours.clone()
@@ -95,10 +95,10 @@ def _left_alone(error: RuntimeError) -> RankError:
 
 def _row(scale: LossScale, sizes: Sizes) -> list[torch.Tensor]:
     if id(scale) not in sizes:
-        return [torch.tensor(_SILENT)] * 3
+        return [scalar(_SILENT)] * 3
     largest = sizes[id(scale)]
     if largest is None:
-        largest = torch.tensor(_UNKNOWN)
+        largest = scalar(_UNKNOWN)
     else:
         largest = largest.nan_to_num(_INFINITE, _INFINITE)
     return [*(-each for each in scale.position), largest]

@@ -66,7 +66,7 @@ def move_evaluation(
 
 def end_evaluations(boundary: OptimizerBoundary, skipped: bool = False) -> None:
     """Ends a step of several evaluations: the step counts once, not once for each."""
-    flag = torch.full((1,), float(skipped))
+    flag = compat.clear_flag().fill_(float(skipped))
     if not skipped:
         sizes = largest_in(boundary.passed_sizes)
         update_scales(boundary.passed, flag, sizes, retries=True)

@@ -57,7 +57,7 @@ def read(boundary: OptimizerBoundary) -> Reading:
     team = team_of(judged(boundary.scalings), params)
     known = bool(evidence.runs or evidence.elsewhere or doubt or team.groups or guarded)
     if not known:
-        return Reading(params, evidence, guards, team, known, torch.zeros(1), {})
+        return Reading(params, evidence, guards, team, known, compat.clear_flag(), {})
     flag = found_inf(evidence, params, team, doubt, guarded)
     return Reading(params, evidence, guards, team, known, flag, _sizes(evidence.runs))
 
@@ -282,7 +282,7 @@ def not_finite(grads: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def _any(flags: Sequence[torch.Tensor]) -> torch.Tensor:
     if not flags:
-        return torch.zeros(1)
+        return compat.clear_flag()
     if len(flags) == 1:
         return flags[0]
     device = flags[0].device

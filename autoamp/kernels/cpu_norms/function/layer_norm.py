@@ -96,7 +96,7 @@ def _wide_parameters(
     to the dtype of the data; a bias alone it takes in that dtype only.
     """
     if weight is None:
-        weight = torch.ones(sizes, device=data.device)
+        weight = torch.ones(sizes, dtype=HIGH_DTYPE, device=data.device)
     return weight.to(HIGH_DTYPE), None if bias is None else bias.to(HIGH_DTYPE)
 
 
@@ -151,7 +151,8 @@ def _sums_of_rows(
         Two fp32 vectors as long as a row.
     """
     size = math.prod(sizes)
-    one, zero = (make(size, device=grad.device) for make in (torch.ones, torch.zeros))
+    one = torch.ones(size, dtype=HIGH_DTYPE, device=grad.device)
+    zero = torch.zeros_like(one)
     if not grad.numel():
         return zero, zero
     given = (t.reshape(1, -1, 1, size).permute(0, 3, 1, 2) for t in (grad, plain))
