@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,6 +22,26 @@ _EACH = 4
 
 _LISTS = {each: f"AUTOAMP_{each.upper()}LIST_ADD" for each in ("allow", "deny")}
 """The variables that add ops to a list."""
+
+
+_FLAGS = {
+    "do_no_harm": "--no-do-no-harm",
+    "precision": "--precision {}",
+    "placement": "--placement {}",
+}
+"""The flags of the commands that take options of `convert`."""
+
+_ON_COMMAND_LINE = ContextVar("on the command line", default=False)
+
+
+@contextlib.contextmanager
+def on_command_line() -> Iterator[None]:
+    """A region whose texts name the flags of a command, where it has them."""
+    token = _ON_COMMAND_LINE.set(True)
+    try:
+        yield
+    finally:
+        _ON_COMMAND_LINE.reset(token)
 
 
 def log_once(
@@ -67,6 +88,8 @@ def advice(option: str, value: object, *, by_variables: bool) -> str:
         by_variables: whether environment variables gave the options, so that there may
             be no line of code that names an option.
     """
+    if _ON_COMMAND_LINE.get() and option in _FLAGS:
+        return _FLAGS[option].format(value)
     names = [str(each) for each in value] if isinstance(value, list | tuple) else []
     listed = "[" + ", ".join(f'"{each}"' for each in names) + "]"
     if not by_variables:

@@ -41,9 +41,10 @@ def convert_options(given: dict[str, Any]) -> dict[str, Any]:
 def asking(factory: str) -> Iterator[None]:
     """Sends a model's prints to stderr, and makes a `Problem` of what it raises."""
     from autoamp.errors import AutoampError
+    from autoamp.messages import on_command_line
     from autoamp_cli.factory import told
 
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), on_command_line():
         try:
             yield
         except Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import warnings
 from pathlib import Path
@@ -54,11 +55,13 @@ def compile_package(
     program: torch.export.ExportedProgram, path: Path, notes: dict[str, str]
 ) -> None:
     """Compiles a program to a package of AOTInductor's, with notes in its metadata."""
+    held = io.BytesIO()  # torch's writer of files ends the process on a full disk
     torch._inductor.aoti_compile_and_package(
         program,
-        package_path=str(path),
+        package_path=held,
         inductor_configs={"aot_inductor.metadata": notes},
     )
+    path.write_bytes(held.getbuffer())
 
 
 def open_package(path: str) -> tuple[Any, Any]:

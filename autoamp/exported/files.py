@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import uuid
@@ -32,9 +33,9 @@ def check_path(target: Target, out: Path_) -> Path:
         OptionError: no file can be written there.
     """
     suffix = SUFFIXES[target.kind]
-    shown = printable_line(repr(os.fspath(out)), 300)
+    shown = printable_line(repr(out), 300)
     try:
-        path = Path(out).resolve()
+        path = Path(os.fspath(out)).resolve()
         is_folder, has_folder = path.is_dir(), path.parent.is_dir()
     except (TypeError, ValueError, OSError, RuntimeError) as error:
         raise OptionError(f"out={shown} is not a file path: {error}") from None
@@ -57,14 +58,17 @@ def write(program: torch.export.ExportedProgram, target: Target, out: Path_) -> 
 
     Raises:
         ExportError: the file cannot be made, or does not hold its plan; an older file
-            is left unchanged.
-        OptionError: the file cannot be written.
+            is left unchanged.  Or it cannot be written, as on a full disk.
+        OptionError: `out` is no path of a file.
     """
     path = check_path(target, out)
     with _draft(path) as draft:
         try:
             if target.kind == "pt2":
-                torch.export.save(program, draft)
+                # Torch's writer of files ends the process where a disk is full.
+                held = io.BytesIO()
+                torch.export.save(program, held)
+                draft.write_bytes(held.getbuffer())
             elif target.kind == "aoti":
                 _compile(program, draft)
             elif target.kind == "onnx":
@@ -98,7 +102,7 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
         OptionError: the file cannot be read.
         ExportError: it holds no plan, or not what its plan says.
     """
-    shown = printable_line(os.fspath(path), 300)
+    shown = printable_line(str(path), 300)
     try:
         if not Path(path).is_file():
             raise OptionError(f"{shown}: there is no such file")
@@ -108,7 +112,7 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
             return executorch_files.opened(path, shown)
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         if isinstance(error, OptionError):
             raise
         raise OptionError(f"{shown}: cannot be read ({error})") from None
@@ -143,16 +147,16 @@ def _draft(path: Path) -> Iterator[Path]:
 
     A large ONNX model is two files, which carry their final names in the folder.
     """
-    folder = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex}")
+    folder = path.with_name(f".autoamp.{uuid.uuid4().hex}")
     try:
         folder.mkdir()
         yield folder / path.name
         for each in sorted(folder.iterdir(), key=lambda p: p.name == path.name):
             os.replace(each, path.with_name(each.name))
     except OSError as error:
-        raise OptionError(
-            f"out={str(path)!r}: the file cannot be written there: "
-            f"{error.strerror or error}"
+        raise ExportError(
+            f"out={str(path)!r}: the file cannot be written there, and an older one "
+            f"is unchanged: {error.strerror or error}"
         ) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import operator
+import os
 import pickle
 import subprocess
 import sys
@@ -189,21 +190,21 @@ def test_an_older_file_stays_where_writing_fails(
     path = tmp_path / "m.pt2"
     path.write_bytes(b"older")
 
-    def fails(_: Any, to: Path) -> None:
-        Path(to).write_bytes(b"half")
+    def fails(_: Any, to: Any) -> None:
+        to.write(b"half")
         raise RuntimeError("no space")
 
-    def full(_: Any, to: Path) -> None:
+    def full(_: Any, to: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    def other(_: Any, to: Path) -> None:
+    def other(_: Any, to: Any) -> None:
         real(plain, to)
 
     plain = torch.export.export(two(), (X,))
     real = torch.export.save
     for broken, error in (
         (fails, autoamp.ExportError),
-        (full, autoamp.OptionError),
+        (full, autoamp.ExportError),
         (other, autoamp.ExportError),
     ):
         monkeypatch.setattr(torch.export, "save", broken)
@@ -211,6 +212,46 @@ def test_an_older_file_stays_where_writing_fails(
             files.write(program, target_of("pt2"), path)
         assert path.read_bytes() == b"older"
         assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.thorough
+def test_a_full_disk_is_an_error_and_no_end_of_the_process(tmp_path: Path) -> None:
+    code = (
+        "import resource, signal, torch, autoamp\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        "model, x = torch.nn.Linear(256, 256).eval(), torch.randn(4, 256)\n"
+        "options = {'precision': 'bf16', 'do_no_harm': False}\n"
+        "try:\n"
+        "    autoamp.export(model, (x,), out='m.pt2', **options)\n"
+        "except autoamp.ExportError as error:\n"
+        "    assert 'm.pt2' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError\n"
+    )
+    environment = {**os.environ, "AUTOAMP_CALIBRATE": "0"}
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        timeout=120,
+    )
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_name_as_long_as_a_file_system_takes(tmp_path: Path, program: Any) -> None:
+    path = tmp_path / ("\u65e5" * 80 + ".pt2")  # 244 bytes
+    files.write(program, target_of("pt2"), path)
+    autoamp.load(path)
+
+
+@pytest.mark.parametrize("out", [3, [], b"m.pt2"])
+def test_what_is_no_path_is_named(out: Any) -> None:
+    with pytest.raises(autoamp.OptionError, match=r"out=.* is not a file path"):
+        autoamp.export(two(), (X,), out=out, **BF16)
+    with pytest.raises(autoamp.OptionError, match="cannot be read"):
+        autoamp.load(out)
 
 
 def test_the_plan_is_plain_json(program: Any) -> None:
