@@ -129,7 +129,7 @@ def _arm() -> None:
 
     module.__call__, torch.compile = first_call, first_compile
     _armed[:] = [stop]
-    atexit.register(_say_cold, heat)
+    atexit.register(_say_cold, heat, os.getpid())
 
 
 def _asks_for_a_look() -> bool:
@@ -149,16 +149,20 @@ def _started(heat: Heat, *stand_ins: Any) -> Any:
     return enable_from_environment(*stand_ins, heat=heat)
 
 
-def _say_cold(heat: Heat) -> None:
-    """Says, at exit, that no module of the program has become hot."""
+def _say_cold(heat: Heat, process: int) -> None:
+    """Says, at exit, that no module of the program has become hot.
+
+    Args:
+        process: the process that was armed; a fork of it has the same records.
+    """
     from autoamp_heat import SHARE
 
     nearest = heat.warmest()
-    if heat.has_met or nearest is None:
+    if heat.has_met or nearest is None or process != os.getpid():
         return
     _say(
         logging.INFO,
-        f"autoamp: this program ran in fp32: {nearest.name} is not hot. Its calls "
+        f"autoamp: {nearest.name} is not hot, and ran in fp32. Its calls "
         f"came to {nearest.spent:.2g} s, as predicted; from {SHARE * nearest.cost:.2g} "
         "s on a capture is worth its cost. AUTOAMP_HOT=0 captures models at their "
         "first call",

@@ -57,6 +57,9 @@ _LONGEST_STEP = 64
 _NO_STEP = 4
 """After how many calls without gradients a model counts as one that is not trained."""
 
+_CONVERTED = "_autoamp"
+"""The attribute of a converted module, as in `autoamp.capture.alike`."""
+
 HOT: Any = object()
 """The answer that a module is hot, in the place of a call's result."""
 
@@ -304,7 +307,9 @@ class Heat:
                 return original(module, *args, **kwargs)
             if is_no_model(module):
                 return opaque(original, module, args, kwargs)
-            if _is_hot_at_once(module):
+            # Before any module is hot, only the script itself has converted one.
+            by_script = not self.has_met and _CONVERTED in module.__dict__
+            if by_script or _is_hot_at_once(module):
                 self.has_met = True
                 return HOT
             known = self._meet(module, key)

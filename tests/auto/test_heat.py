@@ -22,6 +22,7 @@ import autoamp_autoload
 import autoamp_heat
 from autoamp_heat import HOT, Heat
 from tests.processes import run_script
+from tests.small_models import BF16
 
 pytestmark = pytest.mark.usefixtures("nothing_asked_for", "off_again")
 
@@ -412,7 +413,7 @@ def test_the_line_at_exit_names_the_model_that_trained(
     del other
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(logging.getLogger("autoamp"), "level", logging.INFO)
-    autoamp_autoload._say_cold(heat)
+    autoamp_autoload._say_cold(heat, os.getpid())
     (line,) = capfd.readouterr().err.splitlines()
     assert "Trained is not hot" in line
     assert f"came to {nearest.spent:.2g} s" in line
@@ -422,7 +423,7 @@ def test_nothing_is_said_where_no_call_has_ended(capfd) -> None:
     heat = Heat()
     with pytest.raises(RuntimeError):
         heat.call(CALL, Trained(4, 4), (torch.ones(3, 5),), {})
-    autoamp_autoload._say_cold(heat)
+    autoamp_autoload._say_cold(heat, os.getpid())
     assert not capfd.readouterr().err
 
 
@@ -432,3 +433,10 @@ def test_weights_that_were_made_in_inference_mode_are_trained(monkeypatch) -> No
     with torch.inference_mode():
         model = nn.Linear(4, 4)
     assert hot_at(Heat(), model, torch.ones(3, 4))
+
+
+def test_what_the_script_has_converted_is_not_called_cold(capfd) -> None:
+    heat, model = Heat(), autoamp.convert(nn.Linear(4, 4), **BF16)
+    assert hot_at(heat, model, torch.ones(3, 4)) == 1
+    autoamp_autoload._say_cold(heat, os.getpid())
+    assert not capfd.readouterr().err
