@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoamp import compat
 from autoamp.errors import AutoampError
 from autoamp.node_by_node.gradient_sizes import GradientSizes
 from autoamp.node_by_node.held import Held
@@ -191,7 +192,8 @@ def scaled(
 
 def _recorder(skip_watch: SkipWatch, captured: Graph) -> Recorder:
     trail = skip_watch.trail(captured.rewritten)
-    return Recorder(trail, exact=skip_watch.asks_fp32)
+    here = compat.around_now()
+    return Recorder(trail, exact=skip_watch.asks_fp32, here=here)
 
 
 def observed(captured: Graph, observers: Sequence[Callable[[], Observer]]) -> None:

@@ -95,10 +95,13 @@ from autoamp.compat.dynamo.authored import traced_in_widening
 from autoamp.compat.dynamo.entry import CompiledEntry
 from autoamp.compat.dynamo.frames import Left, never_a_graph_by_itself, said_in_a_line
 from autoamp.compat.dynamo.places import (
+    around_now,
     module_path,
     modules_in,
     note_paths,
+    path_where_run,
     paths_in,
+    paths_where_run,
 )
 from autoamp.compat.encoder import (
     ENCODER_LAYERS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autoamp import compat
-from autoamp.analyse.nodes import module_paths, source_line
+from autoamp.analyse.nodes import source_line
 from autoamp.op_names import op_name
 from autoamp.rewrite.emitted import TOGETHER, is_inserted, parts_for, stands_for
 
@@ -55,14 +55,19 @@ def readers(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def location_of(node: fx.Node) -> Location:
-    """The place of the op that made the value of `node`."""
+def location_of(node: fx.Node, here: str = "") -> Location:
+    """The place of the op that made the value of `node`.
+
+    Args:
+        here: the path of the module around the code that ran, where modules that are
+            alike share the graph; "" for the module that it was captured in.
+    """
     node = stands_for(node)
     while node.target is operator.getitem:
         node = stands_for(node.all_input_nodes[0])
     if node.op in ("placeholder", "get_attr"):
-        return given_location(node, is_weight=node.op == "get_attr")
-    paths = module_paths(node)
+        return given_location(node, is_weight=node.op == "get_attr", here=here)
+    paths = compat.paths_where_run(node.meta.get("nn_module_stack") or {}, here)
     op = node.name
     if isinstance(node.target, compat.OpOverload):
         op = op_name(node.target)
@@ -73,18 +78,21 @@ def location_of(node: fx.Node) -> Location:
         op=op,
         module=paths[-1] if paths else "",
         source=source_line(node),
-        modules=tuple(dict.fromkeys(paths)),
+        modules=paths,
     )
 
 
-def given_location(node: fx.Node, *, is_weight: bool) -> Location:
+def given_location(node: fx.Node, *, is_weight: bool, here: str = "") -> Location:
     """An input of a graph, by its path in the model or the name of the argument.
 
     The low copy of a weight has the weight's name.
+
+    Args:
+        here: as for `location_of`.
     """
     copied = node.name.removesuffix("_copy")
     known = [n for n in node.graph.nodes if n.op == node.op and n.name == copied]
     of = known[0] if known else node
     name = of.name if of.op == "placeholder" else str(of.target)
-    path = of.meta.get("autoamp_path") or name
+    path = compat.path_where_run(of.meta.get("autoamp_path") or name, of.graph, here)
     return Location(WEIGHT if is_weight or of is not node else INPUT, name=path)

@@ -44,7 +44,8 @@ def accused(step: Step, scale: float | None) -> str:
         how = ": it arrived in that argument" if where.kind == INPUT else ""
         return f"{where} holds a number that is not finite in {dtype}{how}"
     if step.is_cast and step.node is not None:
-        into = [at for at in map(location_of, readers(step.node)) if at.kind == OP]
+        read_by = (location_of(each, step.here) for each in readers(step.node))
+        into = [at for at in read_by if at.kind == OP]
         read = f", in which {into[0]} reads it" if into else ""
         return f"{where} overflowed in {dtype}{read}"
     return f"{where} overflowed in {dtype}: its result is {kind}"

@@ -31,7 +31,12 @@ class Recorder(Observer):
     unrolls = True
 
     def __init__(
-        self, trail: Trail, names: Names | None = None, *, exact: bool = False
+        self,
+        trail: Trail,
+        names: Names | None = None,
+        *,
+        exact: bool = False,
+        here: str = "",
     ) -> None:
         """Makes a recorder.
 
@@ -39,14 +44,16 @@ class Recorder(Observer):
             names: better names for inputs than the graph has.
             exact: whether a value that leaves its range is computed in fp32 as well,
                 from the same operands; this waits for the device at each node.
+            here: the path of the module around the code that runs.
         """
+        self.here = here
         self.trail, self.names, self.exact = trail, names or {}, exact
         self.latest: dict[fx.Node, Step] = {}
         self._unwritten: tuple[Any, Any] | None = None
 
     def of_body(self, *_: object) -> Recorder:
         """A recorder that adds to the same trail."""
-        return Recorder(self.trail, self.names, exact=self.exact)
+        return Recorder(self.trail, self.names, exact=self.exact, here=self.here)
 
     def ended(self, results: Any) -> None:
         """Notes which steps made the results."""
@@ -105,8 +112,11 @@ class Recorder(Observer):
             return
         self.trail.begins(value)
         weight = n.op == "get_attr" or isinstance(value, nn.Parameter)
-        location = self.names.get(id(value)) or given_location(n, is_weight=weight)
-        step = Step(n, largest_in([value]), value.dtype, location=location)
+        location = self.names.get(id(value)) or given_location(
+            n, is_weight=weight, here=self.here
+        )
+        dtype, size = value.dtype, largest_in([value])
+        step = Step(n, size, dtype, location=location, here=self.here)
         self.latest[n] = self.trail.add(step)
 
     def _note(
@@ -114,7 +124,8 @@ class Recorder(Observer):
     ) -> None:
         operands = [self.latest[o] for o in n.all_input_nodes if o in self.latest]
         seen = [] if _is_unset(n) else tensors
-        step = Step(n, largest_in(seen), tensors[0].dtype, operands)
+        dtype = tensors[0].dtype
+        step = Step(n, largest_in(seen), dtype, operands, here=self.here)
         self.trail.add(step, tensors)
         self.trail.claim(step, tensors)
         self.latest[n] = step

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import fx
+
 from autoamp import compat
 from autoamp.messages import advice
 from autoamp.op_names import base_name, parse_op_name
@@ -132,12 +134,17 @@ def candidates(step: Step, records: Sequence[Rewritten]) -> list[Remedy]:
     A remedy is narrower the fewer low ops it puts back into fp32.
     """
     found: dict[Remedy, int] = {}
-    for location in _computing(step):
-        each = [Remedy(keep=(path,)) for path in location.modules]
+    for node, location in _computing(step):
+        # The records name the module that a shared graph was captured in.
+        known = location if node is None else location_of(node)
+        named = zip(location.modules, known.modules, strict=False)
+        each = {Remedy(keep=(path,)): Remedy(keep=(noted,)) for path, noted in named}
         if "::" in location.op:
             name = parse_op_name(location.op).partition(".")[0]
-            each.insert(0, Remedy(deny=(name,)))
-        found |= {remedy: _put_back(remedy, records) for remedy in each}
+            each[Remedy(deny=(name,))] = Remedy(deny=(name,))
+        found |= {
+            remedy: _put_back(as_noted, records) for remedy, as_noted in each.items()
+        }
     found = {remedy: count for remedy, count in found.items() if count}
     return sorted(found, key=lambda remedy: (found[remedy], bool(remedy.keep)))
 
@@ -146,14 +153,26 @@ def _place(step: Step) -> object:
     return step.key, step.is_cast
 
 
-def _computing(step: Step) -> list[Location]:
-    """The ops that compute in low precision with the number at `step`."""
+def _computing(step: Step) -> list[tuple[fx.Node | None, Location]]:
+    """The ops that compute in low precision with the number at `step`.
+
+    Each comes with its node, where that tells more than the location.
+    """
     if step.node is not None and (step.is_cast or step.is_given):
-        read = [location_of(node) for node in readers(step.node)]
+        read: list[tuple[fx.Node | None, Location]] = [
+            (node, location_of(node, step.here)) for node in readers(step.node)
+        ]
         if step.location.kind == OP:
-            read.append(step.location)
+            read.append((_node_of(step), step.location))
         return read
-    return [step.location]
+    return [(_node_of(step), step.location)]
+
+
+def _node_of(step: Step) -> fx.Node | None:
+    """The node that the location of a step is read from."""
+    while step.operands and (step.is_cast or step.is_backward):
+        step = step.operands[0]
+    return step.node
 
 
 def _put_back(remedy: Remedy, records: Sequence[Rewritten]) -> int:

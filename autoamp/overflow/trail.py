@@ -26,6 +26,7 @@ class Step:
     Attributes:
         node: the node; None for code outside of graphs.
         dtype: the dtype of the value or gradient.
+        here: the path of the module around the code that ran; "" for the root.
         operands: the steps that made the operands; for a backward, the step of the op's
             forward alone.
         entering: for a backward, the magnitude of the gradient that it was given.
@@ -38,6 +39,7 @@ class Step:
         "_location",
         "dtype",
         "entering",
+        "here",
         "literal",
         "node",
         "operands",
@@ -53,8 +55,10 @@ class Step:
         *,
         entering: torch.Tensor | None = None,
         location: Location | None = None,
+        here: str = "",
     ) -> None:
-        """Args: `location` names the step; by default `node` does."""
+        """Args: `location` names the step; by default `node` and `here` do."""
+        self.here = here
         self.node = node
         self.dtype = dtype
         self.operands = tuple(operands)
@@ -96,7 +100,7 @@ class Step:
         if self.operands and (self.is_cast or self.is_backward):
             return self.operands[0].location
         assert self.node is not None
-        return location_of(self.node)
+        return location_of(self.node, self.here)
 
     @property
     def is_given(self) -> bool:

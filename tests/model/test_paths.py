@@ -166,3 +166,38 @@ def test_a_model_that_is_alike_has_its_own_paths() -> None:
     for model in (first, second):
         autoamp.convert(model, keep=["alike.x"], **BF16)
         assert _in_fp32(model) == {"alike.x.a", "alike.x.b"}
+
+
+class Sized(nn.Module):
+    """A layer and a norm, with a break between; alike blocks share its graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.n(_break(self.a(x)))
+        return result
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("size", "op"), [(6e4, "aten::linear.default in 2.a"), (9e4, "weight 2.a.weight")]
+)
+def test_blame_names_the_module_that_overflowed(
+    size: float, op: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Sized() for _ in range(3)], nn.Linear(4, 4))
+    with torch.no_grad():
+        nn.init.eye_(model[2].a.weight).mul_(size)
+    autoamp.convert(model, precision="fp16", do_no_harm=False, heal=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert op in caplog.text
+    assert 'captured again with keep=["2"]' in caplog.text
+    assert loss.isfinite()

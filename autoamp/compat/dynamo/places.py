@@ -255,13 +255,58 @@ def rooted(stack: Stack) -> Stack:
     for module in place.around:
         path = place.paths.of(module)
         if path:
-            found[str(id(module))] = ModulePath(path), type(module)
+            found[f"{_AROUND}{id(module)}"] = ModulePath(path), type(module)
     for key, (source, kind) in stack.items():
         name = None if isinstance(source, ModulePath) else str(source)
         path = source if name is None else place.path_of(key, name)
         if path is not None:
             found[key] = ModulePath(path), kind
     return found
+
+
+_AROUND = "around "
+"""Begins the keys of the modules whose calls are around a graph's frame."""
+
+
+def paths_where_run(stack: Stack, here: str) -> tuple[str, ...]:
+    """`paths_in(stack)`, in a run of the graph for a module that shares it.
+
+    Args:
+        here: the path of the module around the frame that runs, by `around_now`.
+    """
+    around = _around_in(stack)
+    moves = here and around and around != here
+    return tuple(_moved(p, around, here) if moves else p for p in paths_in(stack))
+
+
+def path_where_run(path: str, graph: fx.Graph, here: str) -> str:
+    """The path of a weight of `graph`, in a run as for `paths_where_run`."""
+    stacks = (node.meta.get("nn_module_stack") or {} for node in graph.nodes)
+    around = next(filter(None, map(_around_in, stacks)), "")
+    return _moved(path, around, here) if here and around else path
+
+
+def _around_in(stack: Stack) -> str:
+    """The path of the module around the frame that a graph was captured in."""
+    found = [str(e[0]) for key, e in stack.items() if key.startswith(_AROUND)]
+    return found[-1] if found else ""
+
+
+def _moved(path: str, there: str, here: str) -> str:
+    """A path in, or around, the module at `there`, as it is for the module `here`."""
+    if f"{path}.".startswith(f"{there}."):
+        return here + path[len(there) :]
+    rest = there[len(path) :]
+    around = there.startswith(f"{path}.") and here.endswith(rest)
+    return here[: -len(rest)] if around else path
+
+
+def around_now() -> str:
+    """The path of the innermost module whose call this thread is in; "": the root's."""
+    root, around = _around()
+    if root is None or not around:
+        return ""
+    return next((path for path, m in modules_in(root) if m is around[-1]), "")
 
 
 def paths_in(stack: Stack) -> tuple[str, ...]:
