@@ -29,7 +29,7 @@ from autoamp.analyse.pins.strides import held_by_strides
 from autoamp.analyse.verdict import GAVE_UP, Mode, Verdict, all_of
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
-from autoamp.graph_functions import STATE
+from autoamp.graph_functions import BOTH_WAYS, STATE
 from autoamp.op_names import base_name
 from autoamp.ops import is_custom, is_inplace, is_pointwise, is_view
 from autoamp.rules import Category, Rule, Rules, family
@@ -232,6 +232,10 @@ def _rule_modes(
         modes = ["same" if mode == "follow" else mode for mode in modes]
     elif picks:
         modes = ["follow" if mode == "same" else mode for mode in modes]
+    if fact.keeps_state and argument(node, BOTH_WAYS):
+        for at, operand in enumerate(fact.operands):
+            if operand.argument in ("input", "data"):  # it is cast for each direction
+                modes[at] = "any"
     return tuple(modes)
 
 

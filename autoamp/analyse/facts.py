@@ -19,6 +19,7 @@ from autoamp import compat
 from autoamp.analyse.nodes import (
     KERNEL,
     ForChain,
+    argument,
     module_paths,
     named_arguments,
     source_line,
@@ -27,7 +28,7 @@ from autoamp.analyse.nodes import (
 )
 from autoamp.analyse.typed_as import typed_as
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.graph_functions import WITH_FP32_STATE
+from autoamp.graph_functions import BOTH_WAYS, WITH_FP32_STATE
 from autoamp.op_names import op_name
 from autoamp.trace.meshes import HELD
 from autoamp.trace.regions import Regions
@@ -150,7 +151,11 @@ class Facts:
         return self.element_of.get(value, value)
 
 
-def collect_facts(gm: fx.GraphModule, device: str | None = None) -> Facts:
+def collect_facts(
+    gm: fx.GraphModule,
+    device: str | None = None,
+    low: torch.dtype = torch.bfloat16,
+) -> Facts:
     """The facts of every node of ATen graph `gm`, which is not changed.
 
     The walk assumes that the graph starts in the caller's grad mode.
@@ -158,11 +163,29 @@ def collect_facts(gm: fx.GraphModule, device: str | None = None) -> Facts:
     Args:
         device: type of the device that the graph is to run on; by default each node
             runs on the device it was traced on.
+        low: the dtype that ops may run in.
     """
-    collector = _Collector(gm, torch.is_grad_enabled(), device)
+    collector = _Collector(gm, torch.is_grad_enabled(), device, low)
     for node in gm.graph.nodes:
         collector.visit(node)
     return collector.finish()
+
+
+def _keeps_state(node: fx.Node, low: torch.dtype) -> bool:
+    """Whether a call on a CPU is a recurrent one that runs with its state in fp32.
+
+    All are, but for two that read their input in one direction: an RNN, the state of
+    which is a low product's result, and an LSTM that is one kernel of oneDNN's for each
+    layer, in training too; that kernel has neither projections nor fp16.
+    """
+    if node.target not in WITH_FP32_STATE:
+        return False
+    if argument(node, BOTH_WAYS):
+        return True
+    if node.target is not torch.ops.aten.lstm.input:
+        return not _op_name(node.target).startswith("aten::rnn")
+    hidden, cell = (state.meta["val"].shape[-1] for state in node.args[1])  # type: ignore[union-attr]
+    return hidden != cell or low != torch.bfloat16 or not compat.onednn_has_bf16()
 
 
 def _op_name(target: object) -> str:
@@ -180,10 +203,17 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
 class _Collector:
     """Walks the graph once, in order."""
 
-    def __init__(self, gm: fx.GraphModule, grad_mode: bool, device: str | None) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        grad_mode: bool,
+        device: str | None,
+        low: torch.dtype,
+    ) -> None:
         self.gm = gm
         self.typed_as = typed_as(gm)
         self.device = device
+        self.low = low
         self.opaque_writes: set[int] = set()
         self.nodes: dict[str, NodeFacts] = {}
         self.returned: set[str] = set()
@@ -277,7 +307,7 @@ class _Collector:
             modules=module_paths(node),
             source=source_line(node),
             device=device,
-            keeps_state=node.target in WITH_FP32_STATE and device == "cpu",
+            keeps_state=device == "cpu" and _keeps_state(node, self.low),
             chain=node.meta.get(KERNEL),
             typed_as=self.typed_as.get(node.name, ""),
         )

@@ -28,6 +28,16 @@ _SIZES_AT = 1
 """The position of the tensor of batch sizes in the arguments of `PACKED`'s ops."""
 
 
+def onednn_has_bf16() -> bool:
+    """Whether oneDNN, which runs layers of an LSTM as one kernel each, has bf16 here.
+
+    Its answer is for this machine and for `torch.backends.mkldnn.enabled`.
+    """
+    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    mkldnn = torch.backends.mkldnn
+    return bool(mkldnn.is_available() and mkldnn.enabled and ask is not None and ask())
+
+
 def is_packed(args: Sequence[Any]) -> bool:
     """Whether these are the arguments of a layer on a packed sequence."""
     sizes = args[_SIZES_AT] if len(args) > _SIZES_AT else None

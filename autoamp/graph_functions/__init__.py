@@ -26,6 +26,7 @@ from autoamp.graph_functions.layouts import laid_out
 from autoamp.graph_functions.meshes import MESH_CALLS
 from autoamp.graph_functions.promises import dtypes_in, with_dtypes
 from autoamp.graph_functions.states import (
+    BOTH_WAYS,
     STATE,
     WITH_FP32_STATE,
     op_with_its_state,
