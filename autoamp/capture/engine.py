@@ -42,8 +42,7 @@ from autoamp.pipeline.run import as_it_is, prepare
 from autoamp.pipeline.work import Setting
 from autoamp.place.cost import PriceModel
 from autoamp.place.devices import Device
-from autoamp.printable import printable
-from autoamp.trace.meshes import computes_on_dtensors
+from autoamp.trace.meshes import DTENSORS, NESTED, kind_of_tensors
 from autoamp.weights.copies import WeightCopies
 from autoamp.weights.meshed import MeshedCopies
 
@@ -56,10 +55,11 @@ _SWITCHED_OFF = (
 )
 
 
-_DTENSORS = (
-    "it computes on DTensors (tensor parallel), and the pass failed on it: it runs "
-    "under torch.autocast, in bf16 and unscaled where it is trained"
-)
+_BY_AUTOCAST = {
+    kind: f"it computes on {kind}, and the passes failed on it: it runs under "
+    "torch.autocast, in bf16 and unscaled where it is trained"
+    for kind in (DTENSORS, NESTED)
+}
 
 
 _TWICE = (
@@ -84,6 +84,7 @@ class Engine:
         on_capture: a function called with the engine after each call that captured
             something, or None.
         is_new: graphs were captured since `on_capture` was last called.
+        computes_on_nested: a graph has a nested tensor.
     """
 
     options: Options
@@ -95,6 +96,7 @@ class Engine:
     bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
     on_capture: Callable[[Engine], None] | None = None
     is_new: bool = False
+    computes_on_nested: bool = False
     _binding: Any = field(default_factory=threading.RLock)
 
     shares_graphs: ClassVar[bool] = True
@@ -170,9 +172,11 @@ class Engine:
             if options.strict:
                 self.local.error = self._strict_error(error)
                 raise self.local.error from error
-            problem = printable(f"{type(error).__name__}: {error}")
-            if computes_on_dtensors(gm, example_inputs):
-                return self._by_autocast(gm, example_inputs, problem)
+            problem = compat.said_in_a_line(error)
+            logger.debug("autoamp: the pass failed on a graph", exc_info=True)
+            kind = kind_of_tensors(gm, example_inputs)
+            if kind:
+                return self._by_autocast(gm, example_inputs, kind, problem)
             log_once(
                 logger,
                 logging.WARNING,
@@ -223,14 +227,22 @@ class Engine:
         return kept_by(self._keep, (path,))
 
     def _by_autocast(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], problem: str
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        kind: str,
+        problem: str,
     ) -> Prepared:
-        """A graph of DTensors that the passes failed on: autocast needs no graph."""
-        label, low = self.record.label, self.record.low
-        told = f"autoamp: a graph of {label}: {_DTENSORS}: {problem}"
+        """A graph that the passes failed on, under autocast, which needs no graph.
+
+        Args:
+            kind: the kind of tensors in the graph.
+        """
+        label, low, why = self.record.label, self.record.low, _BY_AUTOCAST[kind]
+        told = f"autoamp: a graph of {label}: {why}: {problem}"
         log_once(logger, logging.WARNING, told, of=self.record.scaling)
         with autocast_region(gm, low):  # a compiler looks at autocast as it traces
-            found = as_it_is(gm, example_inputs, self._options, _DTENSORS)
+            found = as_it_is(gm, example_inputs, self._options, why)
         found = replace(found, run=graph_under_autocast(gm, found.run, low))
         self.bind(found, example_inputs)
         return found
@@ -286,6 +298,7 @@ class Engine:
         options = self.options
         if options.locked is not None and prepared.instead_of is None:
             check_graph(options.locked, self.record, captured, strict=options.strict)
+        self.computes_on_nested |= prepared.problem == _BY_AUTOCAST[NESTED]
         for why in prepared.notes:
             self.record.note(why)
         if prepared.edge.devices or _runs_low(prepared):
@@ -369,5 +382,5 @@ class Engine:
 def _runs_low(prepared: Prepared) -> bool:
     """Whether something in a graph runs low, by the pass or by autocast."""
     if prepared.rewritten is None:
-        return prepared.problem == _DTENSORS
+        return prepared.problem in _BY_AUTOCAST.values()
     return prepared.rewritten.sums.low > 0

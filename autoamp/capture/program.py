@@ -20,6 +20,9 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.thread import THREAD
 
 
+_ENDS = ("placeholder", "get_attr", "output")
+
+
 class Backend:
     """The Dynamo backend of models that are alike.
 
@@ -29,10 +32,12 @@ class Backend:
     Attributes:
         runs_as_is: graphs run as they are, and no compiler gets them.
         computes: Dynamo has handed in a graph with a float op.
+        nodes: how many nodes the graphs have that Dynamo has handed in.
     """
 
     def __init__(self, engine: Engine) -> None:
         """Args: `engine` is the first model's engine."""
+        self.nodes = 0
         self.computes = False
         self.runs_as_is = engine.runs_as_is
         self._first = weakref.ref(engine)
@@ -41,6 +46,7 @@ class Backend:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """Prepares a graph for the running model; the result runs it for any model."""
+        self.nodes += sum(n.op not in _ENDS for n in gm.graph.nodes)
         first = self.running()
         prepared = first.prepared(gm, example_inputs)
         later = first.background(gm, prepared)

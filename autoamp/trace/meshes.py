@@ -33,6 +33,10 @@ COMPUTED = "autoamp_computed"
 """In the `meta` of a node: the share of the op that one rank computes."""
 
 
+DTENSORS = "DTensors (tensor parallel)"
+NESTED = "nested tensors"
+
+
 @dataclass(frozen=True)
 class Input:
     """Stands for an input of the graph among the arguments of a call."""
@@ -64,8 +68,27 @@ class MeshCall:
 
 def computes_on_dtensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Whether an input or a value of a graph of Dynamo's is a DTensor."""
-    values = [n.meta.get("example_value") for n in gm.graph.nodes]
-    return any(map(compat.is_distributed, [*inputs, *values]))
+    return any(map(compat.is_distributed, _values(gm, inputs)))
+
+
+def kind_of_tensors(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """The kind of tensors in a graph of Dynamo's that the passes may not follow.
+
+    The result is "" for a graph of tensors that the passes are made for.
+    """
+    if computes_on_dtensors(gm, inputs):
+        return DTENSORS
+    return NESTED if computes_on_nested(gm, inputs) else ""
+
+
+def computes_on_nested(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether an input or a value of a graph of Dynamo's is a nested tensor."""
+    values = _values(gm, inputs)
+    return any(isinstance(v, torch.Tensor) and v.is_nested for v in values)
+
+
+def _values(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    return [*inputs, *(n.meta.get("example_value") for n in gm.graph.nodes)]
 
 
 def whole_inputs(

@@ -25,6 +25,7 @@ from autoamp.ops import drop_dead
 from autoamp.trace.lowering import Lowering
 from autoamp.trace.meshes import (
     computes_on_dtensors,
+    computes_on_nested,
     note_held,
     whole_inputs,
 )
@@ -80,6 +81,8 @@ def normalise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Normalised:
             "a sequence of one value per input"
         )
         raise CaptureError(message)
+    if computes_on_nested(gm, example_inputs):
+        raise CaptureError("no pass follows the lengths that a nested tensor holds")
     meshed = computes_on_dtensors(gm, example_inputs)
     op_cache = None if meshed else op_cache_for(gm, example_inputs)
     if op_cache is not None:

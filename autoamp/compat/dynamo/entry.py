@@ -14,6 +14,7 @@ from torch import fx
 
 from autoamp.compat.capture import fx_tracing
 from autoamp.compat.distributed.ddp import note_ddp_mode
+from autoamp.compat.dynamo.amount import Amount
 from autoamp.compat.dynamo.authored import authors_followed
 from autoamp.compat.dynamo.changing import Changing
 from autoamp.compat.dynamo.frames import (
@@ -57,10 +58,14 @@ class Backend(Protocol):
 
     Attributes:
         runs_as_is: graphs run as they are, and no compiler gets them.
+        nodes: how many nodes the graphs have that it has got so far.
     """
 
     @property
     def runs_as_is(self) -> bool: ...
+
+    @property
+    def nodes(self) -> int: ...
 
     def dtype_in(self, modules: list[str], /) -> torch.dtype | None:
         """The dtype of autocast for what authors ask of it; None: nothing is asked."""
@@ -130,6 +135,11 @@ class CompiledEntry:
         return any(map(entries_of, self._frames.captured))
 
     @property
+    def too_much(self) -> str:
+        """Why Dynamo is to capture no more of the entry; "" while it may."""
+        return self._frames.amount.too_much
+
+    @property
     def is_whole(self) -> bool:
         """Whether Dynamo has followed every call from its first line to its last."""
         return self.is_captured and self._frames.left_nothing
@@ -186,6 +196,7 @@ class _Frames:
     Attributes:
         captured: code that has graphs.
         skipped: code that is left to Python.
+        amount: how much is captured.
     """
 
     def __init__(
@@ -194,6 +205,7 @@ class _Frames:
         """Args: `entry` is the code calls begin with; the rest as `CompiledEntry`'s."""
         self.captured: list[types.CodeType] = []
         self.skipped: list[Left] = []
+        self.amount = Amount()
         self._backend = backend
         self._entry = entry
         self._strict = strict
@@ -220,9 +232,24 @@ class _Frames:
             with lock():
                 found = len(entries_of(frame.f_code))
                 frames._raced[frame.f_code] += found > entries
-                return frames._compiled(self, base, frame, *args, **kwargs)
+                return frames._counted(self, base, frame, *args, **kwargs)
 
         callback.__class__ = type(base.__name__, (base,), {"__call__": call})
+
+    def _counted(
+        self, callback: Any, base: Any, frame: Any, *args: Any, **kw: Any
+    ) -> Any:
+        """Dynamo's result for a frame; too much captured leaves the frame to Python."""
+        if self.amount.too_much:
+            found = ConvertFrameReturn()
+            found.apply_to_code = False  # our limit is not other models'
+            return found
+        before = self._backend.nodes
+        found = self._compiled(callback, base, frame, *args, **kw)
+        nodes = self._backend.nodes - before
+        if nodes:
+            self.amount.note((frame.f_code, *sorted(module_of(frame))), nodes)
+        return found
 
     def _compiled(
         self, callback: Any, base: Any, frame: Any, *args: Any, **kw: Any

@@ -40,13 +40,15 @@ _PAGES = (
     "WON'T CONVERT",
     "failed while attempting to run meta",
     "fake tensor raised TypeError",
+    "torch._dynamo hit config.",
 )
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
     """Whether a message of Dynamo is for a user who did not ask for messages.
 
-    Advice against a graph break at `.item()`, with a page of stack, is not.  Neither is
+    Advice against a graph break at `.item()`, with a page of stack, is not, and a limit
+    on graphs is said by ourselves.  Neither is
     a failure of Dynamo, with three, or of an op on fake tensors, with eight: the report
     says which code is left to Python, and an error of the model's own (a wrong shape,
     say) is raised by the model's own code.

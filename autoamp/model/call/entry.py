@@ -78,6 +78,7 @@ class Entry:
         self._compilations = self._graphs_before = 0
         self._in_vain = 0
         self._by_autocast = self._left_to_autocast = ""
+        self._bounded, self._only_hooked = "", False
         self._methods: dict[str, Entry] = {}
         self._by_backend: dict[int, Entry] = {}
         self._lock = threading.RLock()
@@ -119,7 +120,7 @@ class Entry:
         tell_ranks(model, self.engine.record.scaling)
         if THREAD.off:
             return self.plain(model, *args, **kwargs)
-        if self._by_autocast or compat.transforms_active():
+        if self._by_autocast or compat.transforms_active() or self._is_bounded(model):
             return self._in_region(model, args, kwargs)
         if compat.any_autocast():
             args, kwargs = all_widened(args, kwargs)
@@ -217,6 +218,7 @@ class Entry:
             engine.record.aside += not rewritten
         if engine.is_new:
             engine.tell()
+            self._bound(model, program)
         if not runs:
             self._ran_nothing()
         else:
@@ -257,15 +259,44 @@ class Entry:
     ) -> Any:
         """Runs the model's own code under autocast, as no rewritten graph can run."""
         engine = self.engine
+        transforms = "of vmap, torch.func or forward-mode AD"
+        is_transformed = compat.transforms_active()
+        why = self._by_autocast or (transforms if is_transformed else self._bounded)
         if engine.options.strict:
             said = ran_nothing(self.name, self.program, self.has_many)
+            if why == self._bounded:
+                said = INSTEAD + why
             raise CaptureError(f"{engine.record.label}: {said}")
-        why = self._by_autocast or "of vmap, torch.func or forward-mode AD"
         engine.record.note(INSTEAD + why)
         engine.record.calls += 1
         engine.record.aside += 1
         low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
         return under_autocast(model, self.plain, low, args, kwargs, cached=cached)
+
+    def _bound(self, model: nn.Module, program: Program) -> None:
+        """Has autocast stand in where no more of the model is to be captured.
+
+        The hooks of a FLOP counter stay for one call: calls of the model, or of the
+        copy it was made of, without hooks are captured anew.
+        """
+        if self.engine.computes_on_nested:
+            self.leave_to_autocast("it computes on nested tensors")
+        why = program.too_much
+        if not why or self._bounded:
+            return
+        with self._lock:
+            self._only_hooked = compat.has_hooks(model)
+            until = "; a call without hooks is captured" if self._only_hooked else ""
+            self._bounded = why + until
+            self.engine.record.note(INSTEAD + self._bounded)
+            self._compile()
+            self._modes.clear()
+
+    def _is_bounded(self, model: nn.Module) -> bool:
+        """Whether no more of a call of `model` is to be captured."""
+        if not self._bounded:
+            return False
+        return not self._only_hooked or compat.has_hooks(model)
 
     def of(self, owner: type[nn.Module], name: str) -> Entry:
         """The entry for calls of method `name`; this entry if that is its own name."""

@@ -1,0 +1,141 @@
+"""How much of a model is captured, and models that autocast stands in for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autoamp
+from autoamp.compat.dynamo.amount import Amount
+
+
+class _Stack(nn.Module):
+    """Layers of different widths, so that no two share a graph."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(8 + i, 9 + i) for i in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    records = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    return [r.getMessage() for r in records if r.name.startswith("autoamp")]
+
+
+@pytest.mark.thorough
+def test_hooks_that_break_every_graph_end_the_capture(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    seen: list[float] = []
+
+    def count(module: nn.Module, args: Any, result: Tensor) -> None:
+        seen.append(result.sum().item())
+
+    model = autoamp.convert(_Stack(70), precision="bf16", do_no_harm=False)
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        handles = [each.register_forward_hook(count) for each in model.layers]
+        counts = []
+        for _ in range(3):
+            seen.clear()
+            model(x)
+            counts.append(len(seen))
+        assert counts == [70, 70, 70]
+        graphs = len(autoamp.report(model).graphs)
+        assert graphs <= 66
+        (line,) = _lines(caplog)
+        assert "_Stack: calls run under torch.autocast" in line
+        assert "hooks" in line
+        for handle in handles:
+            handle.remove()
+        caplog.clear()
+        model(x)
+    assert len(autoamp.report(model).graphs) == graphs + 1
+    assert not _lines(caplog)
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_too_much"),
+    [
+        ([(i, 400) for i in range(300)], False),  # many large blocks with breaks
+        ([(0, 5000)] * 6, False),  # training, eval mode, ... of one large graph
+        ([(i, 2) for i in range(60)], False),
+        ([(i, 2) for i in range(65)], True),
+        ([(0, 5000)] * 7, True),
+        ([(0, 12)] * 60, False),  # a small model at many sizes
+    ],
+)
+def test_what_is_too_much(parts: list[tuple[int, int]], is_too_much: bool) -> None:
+    amount = Amount()
+    for part, nodes in parts:
+        assert not amount.too_much
+        amount.note(part, nodes)
+    assert bool(amount.too_much) == is_too_much
+
+
+class _Jagged(nn.Module):
+    """A model that makes its batch a nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 8)
+
+    def forward(self, rows: list[Tensor]) -> Tensor:
+        batch = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        return self.second(self.first(batch).relu()).values()  # type: ignore[no-any-return]
+
+
+class _FromJagged(_Jagged):
+    def forward(self, rows: list[Tensor]) -> Tensor:
+        ends = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0)
+        batch = torch.nested.nested_tensor_from_jagged(torch.cat(rows), ends)
+        return self.second(self.first(batch).relu()).values()  # type: ignore[no-any-return]
+
+
+class _OfJagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.inner(batch).values()  # type: ignore[no-any-return]
+
+
+def _nested(rows: list[Tensor]) -> Tensor:
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [(_Jagged, list), (_FromJagged, list), (_OfJagged, _nested)],
+)
+@pytest.mark.thorough
+def test_nested_tensors_run_as_under_autocast(
+    make: Callable[[], nn.Module],
+    given: Callable[[list[Tensor]], Any],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    rows = [torch.randn(n, 16) for n in (3, 5, 2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(given(rows)).float()
+    autoamp.convert(model, precision="bf16", do_no_harm=False)
+    capfd.readouterr()
+    for _ in range(2):
+        found = model(given(rows))
+        assert found.dtype == torch.float32
+        assert torch.equal(found, wanted)
+    (line,) = _lines(caplog)
+    assert "nested tensors" in line
+    assert "\n" not in line
+    assert "Traceback" not in capfd.readouterr().err
