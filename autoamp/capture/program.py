@@ -19,7 +19,6 @@ from autoamp import compat
 from autoamp.capture.engine import Engine
 from autoamp.capture.thread import THREAD
 
-
 _ENDS = ("placeholder", "get_attr", "output")
 
 

@@ -173,6 +173,8 @@ def _signature(value: Any) -> Any:
         return tuple(_signature(v) for v in value)
     if isinstance(value, dict):
         return tuple((k, _signature(v)) for k, v in value.items())
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (type(value), str(value))  # `x.sum().item()` has no known value, no hash
     return (type(value), value)
 
 

@@ -139,3 +139,22 @@ def test_nested_tensors_run_as_under_autocast(
     assert "nested tensors" in line
     assert "\n" not in line
     assert "Traceback" not in capfd.readouterr().err
+
+
+class _TimesItem(nn.Module):
+    """Multiplies by a whole number that only the data tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = int(x.abs().sum().item()) % 8
+        return self.layer(x) * number  # type: ignore[no-any-return]
+
+
+def test_a_number_from_the_data_is_captured(caplog: pytest.LogCaptureFixture) -> None:
+    model = autoamp.convert(_TimesItem(), precision="bf16", do_no_harm=False)
+    for i in range(4):
+        model(torch.full((2, 64), (i + 1) / 128))
+    assert not _lines(caplog)
