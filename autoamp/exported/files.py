@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import shutil
+import sys
 import uuid
 import warnings
 import zipfile
@@ -130,10 +132,27 @@ def opened(path: Path_) -> tuple[Any, Plan, SavedReport]:
         raise
     except Exception as error:
         text = printable_line(f"{type(error).__name__}: {error}", 800)
-        raise OptionError(f"{shown}: torch cannot load it: {text}") from error
+        kinds = _kinds_unknown_in(path)
+        hint = (
+            f" It takes or returns {', '.join(kinds)}: import the module that defines "
+            f"{'it' if len(kinds) == 1 else 'them'} before the file is loaded"
+        )
+        raise OptionError(
+            f"{shown}: torch cannot load it: {text}{hint if kinds else ''}"
+        ) from error
     plan, report = plan_from(shown, compat.plan_in(program))
     check_program(shown, plan, program)
     return program, plan, report
+
+
+def _kinds_unknown_in(path: Path_) -> list[str]:
+    """The classes of arguments and results of a file that no module here defines."""
+    with zipfile.ZipFile(path) as archive:
+        models = [name for name in archive.namelist() if name.endswith(".json")]
+        text = b"".join(map(archive.read, models)).decode(errors="replace")
+    named = dict.fromkeys(re.findall(r'\\"type\\": \\"(\w[\w.]*\.\w+)\\"', text))
+    modules = {name: name.rpartition(".")[0] for name in named}
+    return [name for name, module in modules.items() if module not in sys.modules]
 
 
 def _compile(program: torch.export.ExportedProgram, draft: Path) -> None:

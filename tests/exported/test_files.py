@@ -254,6 +254,32 @@ def test_what_is_no_path_is_named(out: Any) -> None:
         autoamp.load(out)
 
 
+@pytest.mark.thorough
+def test_a_file_whose_classes_are_unknown_says_what_to_import(tmp_path: Path) -> None:
+    (tmp_path / "results.py").write_text(
+        "import torch\n"
+        "class Result(dict): pass\n"
+        "torch.utils._pytree.register_pytree_node(Result,\n"
+        "    lambda r: ([*r.values()], [*r]),\n"
+        "    lambda values, keys: Result(zip(keys, values)),\n"
+        "    serialized_type_name='results.Result')\n"
+    )
+    made = (
+        "import torch, autoamp, results\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        return results.Result(y=super().forward(x))\n"
+        "options = {'precision': 'bf16', 'do_no_harm': False, 'out': 'm.pt2'}\n"
+        "autoamp.export(Model(64, 64).eval(), (torch.randn(4, 64),), **options)\n"
+    )
+    environment = {**os.environ, "AUTOAMP_CALIBRATE": "0"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (".", *sys.path)))
+    command = [sys.executable, "-c", made]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
+    with pytest.raises(autoamp.OptionError, match=r"returns results\.Result: import"):
+        autoamp.load(tmp_path / "m.pt2")
+
+
 def test_the_plan_is_plain_json(program: Any) -> None:
     text = plan_kept_in(program).to_json()
     plan, _ = plan_from("it", json.loads(text))
