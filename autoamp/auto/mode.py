@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoamp import compat, foreign
-from autoamp.auto.candidates import caller_of, choose, inside, is_aside
 from autoamp.auto.environment import Settings
 from autoamp.auto.own_autocast import tell_of_own_autocast
 from autoamp.auto.report_dir import Recorder
@@ -22,6 +21,7 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.locked import check_model
 from autoamp.capture.thread import disabled
 from autoamp.messages import log_once
+from autoamp.model.candidates import caller_of, choose, inside, is_aside
 from autoamp.model.compile_backend import GraphBackend
 from autoamp.model.conversion import conversion_of, disown, models_of
 from autoamp.model.convert import convert_model, revert_model

@@ -7,8 +7,8 @@ import logging
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autoamp.auto.candidates import caller_of, choose, inside
 from autoamp.messages import log_left_to_autocast
+from autoamp.model.candidates import caller_of, choose, inside
 from autoamp.model.conversion import conversion_of
 from autoamp.printable import class_name
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoamp import compat
+from autoamp.capture.alike import STATE
 from autoamp.capture.engine import Engine
 from autoamp.capture.thread import THREAD
 
@@ -100,6 +101,11 @@ class Program(compat.CompiledEntry):
         self.captured_modes: set[tuple[bool, bool, bool]] = set()
         strict = engine.options.strict
         super().__init__(function, self.backend, hooked=hooked, strict=strict)
+
+    def root_of(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The converted model that `model` is a part of, or `model` itself."""
+        root = getattr(model.__dict__.get(STATE), "root", None)
+        return model if root is None else root
 
     def leave(self, left: compat.Left) -> None:
         self.left.append(left)

@@ -15,6 +15,7 @@ from autoamp.compat.apart import (
     compile_like_there,
     job_for,
 )
+from autoamp.compat.calls import end_watch, watch_calls
 from autoamp.compat.capture import (
     any_batch,
     as_dynamo_gave,

@@ -48,6 +48,7 @@ class Conversion:
         methods: names of the methods besides `forward` that we put on the instance.
         replaced: the instance's own attributes that ours have replaced, by name.
         declined: why the model was not converted.
+        watch: has the modules in a copy watched, as those in the model are; or None.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Conversion:
         self.methods = methods
         self.replaced = replaced or {}
         self.declined = declined or []
+        self.watch: Callable[[nn.Module], None] | None = None
+        self._root: weakref.ref[nn.Module] | None = None
         self._bound: weakref.ref[types.MethodType] | None = None
         if bound is not None:
             self.bind(bound)
@@ -96,6 +99,15 @@ class Conversion:
         self._bound = weakref.ref(bound, gone)
 
     @property
+    def root(self) -> nn.Module | None:
+        """The converted model that the model is a part of; None for other models."""
+        return self._root() if self._root is not None else None
+
+    @root.setter
+    def root(self, model: nn.Module | None) -> None:
+        self._root = None if model is None else weakref.ref(model)
+
+    @property
     def engine(self) -> Engine | None:
         """The engine of the model's graphs and their record; None if declined."""
         return self.call.engine if self.call is not None else None
@@ -106,12 +118,16 @@ class Conversion:
         return self.declined if self.call is None else self.call.engine.record.skipped
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Conversion:
-        return Conversion(
+        copied = Conversion(
             self.call,
             copy.deepcopy(self.replaced, memo),
             copy.deepcopy(self.bound, memo),
             methods=self.methods,
         )
+        copied.watch = self.watch
+        if self.root is not None:
+            copied.root = memo.get(id(self.root))
+        return copied
 
 
 CONVERSIONS: weakref.WeakSet[Conversion] = weakref.WeakSet()
@@ -165,7 +181,8 @@ def disown(model: nn.Module) -> None:
 
 def models_of(engine: Engine) -> list[nn.Module]:
     """The models whose calls go through `engine`: one model and its deep copies."""
-    bounds = [each.bound for each in list(CONVERSIONS) if each.engine is engine]
+    states = [each for each in list(CONVERSIONS) if each.engine is engine]
+    bounds = [each.bound for each in states if each.root is None]
     found = [bound.__self__ for bound in bounds if bound is not None]
     return [model for model in found if isinstance(model, nn.Module)]
 

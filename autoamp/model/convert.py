@@ -29,6 +29,7 @@ from autoamp.flight.recorder import FlightRecorder
 from autoamp.messages import log_once
 from autoamp.model.call.entry import Entry
 from autoamp.model.call.heard import RecordedEntry, ReplayedEntry
+from autoamp.model.children import children_of, watch
 from autoamp.model.conversion import (
     CONVERSIONS,
     DECLINED,
@@ -46,6 +47,7 @@ from autoamp.model.eligible import (
 )
 from autoamp.model.installed import install
 from autoamp.model.kept import capture_now
+from autoamp.model.methods import methods_past
 from autoamp.options import Options
 from autoamp.overflow.remedy import Remedy
 from autoamp.place.cost import PriceModel
@@ -54,6 +56,7 @@ from autoamp.training.attach import detach_from
 from autoamp.training.first_step import end_scaling, new_scaling
 from autoamp.training.model_scaling import ModelScaling
 from autoamp.training.scale import NoLossScale, resolve_loss_scale
+from autoamp.training.uncalled import expect_calls
 from autoamp.weights.loaded import own_loaded_weights
 from autoamp.weights.shards import SHARDED
 
@@ -109,6 +112,7 @@ def convert_model(
     if not isinstance(state, Conversion):
         state = install(model)
     before = state.call
+    _release_children(model)
     listeners = [convert_again] if options.heal else []
     heard = {} if recorder is None else {**recorder.listeners}
     heard |= {"automatic": automatic, "low": low}
@@ -126,6 +130,10 @@ def convert_model(
             if fresh:
                 revert_model(model)
             raise
+    if not automatic:  # that mode sees each call of a module itself
+        watch(model)
+        if own is None:
+            expect_calls(scaling, _what_is_captured, strict=options.strict)
     _end_recording(before)
     DECLINED.pop(model, None)
     logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
@@ -209,6 +217,20 @@ def _decline(
 
 def _models_of(scaling: ModelScaling) -> list[nn.Module]:
     return [model for each in _engines_of(scaling) for model in models_of(each)]
+
+
+def _what_is_captured(scaling: ModelScaling) -> str:
+    """Says which calls of a model are captured, and which code runs past them."""
+    model = scaling.models[0]
+    past = [f"{scaling.label}.{name}" for name in methods_past(model)]
+    where = f"such as {', '.join(past)} may do" if past else "as the script does"
+    state = model.__dict__[STATE]
+    names = " and ".join(["forward", *state.methods])
+    return (
+        f"Captured are calls of {names} and of the modules in it; code that computes "
+        f"with its weights in another way, {where}, is not. Call the model or its "
+        "modules, and convert it after modules or its forward were exchanged"
+    )
 
 
 def _engines_of(scaling: ModelScaling) -> list[Engine]:
@@ -318,11 +340,18 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     state = model.__dict__.get(STATE)
     if not isinstance(state, Conversion):
         return model
+    _release_children(model)
     SHARDED.forget(model)
     call, state.call = state.call, None
-    if call is not None and all(each.call is not call for each in CONVERSIONS):
+    if call is not None and all(e.engine is not call.engine for e in CONVERSIONS):
         end_scaling(call.engine.record.scaling)
         _end_recording(call)
     if state.bound is None or model.__dict__.get("forward") == state.bound:
         uninstall(model)
     return model
+
+
+def _release_children(model: nn.Module) -> None:
+    """Reverts the modules in a model that were captured since they are called alone."""
+    for child in children_of(model):
+        revert_model(child, optimizers=False)

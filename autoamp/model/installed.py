@@ -84,7 +84,8 @@ def __getstate__(self: nn.Module) -> Any:  # noqa: N807
 
 def _say_unconverted(model: nn.Module) -> None:
     engine = model.__dict__[STATE].engine
-    if engine is not None and not engine.record.scaling.automatic:
+    is_part = model.__dict__[STATE].root is not None  # its root says so
+    if engine is not None and not is_part and not engine.record.scaling.automatic:
         logger.warning(
             "autoamp: a pickle or shallow copy of %s is not converted: it runs in fp32 "
             "until you call autoamp.convert(copy)",
@@ -132,6 +133,7 @@ def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:  # noqa: N807
     other = type(self).__new__(type(self))
     memo[id(self)] = other
     other.__setstate__(copy.deepcopy(_state_by_its_class(self), memo))
+    _watch(other, self.__dict__[STATE])
     return other
 
 
@@ -152,7 +154,14 @@ def _copied_by_itself(model: nn.Module, memo: dict[int, Any]) -> Any:
     of_class = new.previous is None
     if type(made) is not type(model) or of_class != (state.previous is None):
         new.call = Entry(state.call.engine, type(made), of_class=of_class)
+    _watch(made, state)
     return made
+
+
+def _watch(copied: nn.Module, state: Conversion) -> None:
+    """Has the modules in a copy watched where those in the original are."""
+    if state.watch is not None and isinstance(copied.__dict__.get(STATE), Conversion):
+        state.watch(copied)
 
 
 @contextlib.contextmanager

@@ -51,21 +51,44 @@ def computing_methods(model: nn.Module) -> tuple[str, ...]:
     )
 
 
+def methods_past(model: nn.Module) -> list[str]:
+    """The methods that use the model's children or weights, and are not captured."""
+    held = compat.children_here(model).keys() | compat.parameters_here(model).keys()
+    captured = {"forward", *computing_methods(model)}
+    return [
+        name
+        for name, function in _functions_of(type(model))
+        if name not in captured
+        and not name.startswith("__")
+        and not held.isdisjoint(_code_of(function).co_names)
+    ]
+
+
+def _functions_of(owner: Any) -> Iterator[tuple[str, types.FunctionType]]:
+    """The functions of a class and its bases by name, without those of torch's own."""
+    seen: set[str] = set()
+    for base in owner.__mro__:
+        if base.__module__.partition(".")[0] == "torch":
+            return
+        for name, function in vars(base).items():
+            if name not in seen and isinstance(function, types.FunctionType):
+                seen.add(name)
+                yield name, function
+
+
+def _code_of(function: types.FunctionType) -> types.CodeType:
+    plain = inspect.unwrap(function)
+    return getattr(plain, "__code__", function.__code__)
+
+
 @functools.lru_cache(maxsize=256)
 def _methods_of(
     owner: Any, children: frozenset[str]
 ) -> tuple[tuple[str, tuple[ast.expr, ...]], ...]:
     """The public methods of a class, each with its calls on child modules."""
-    found: dict[str, tuple[ast.expr, ...]] = {}
-    for base in owner.__mro__:
-        if base.__module__.partition(".")[0] == "torch":
-            break
-        for name, function in vars(base).items():
-            if name not in found and isinstance(function, types.FunctionType):
-                found[name] = ()
-                if _is_public(name):
-                    found[name] = tuple(_called(function, children))
-    return tuple((name, called) for name, called in found.items() if called)
+    public = ((name, f) for name, f in _functions_of(owner) if _is_public(name))
+    found = ((name, tuple(_called(f, children))) for name, f in public)
+    return tuple((name, called) for name, called in found if called)
 
 
 def _is_public(name: str) -> bool:

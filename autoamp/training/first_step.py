@@ -36,6 +36,7 @@ from autoamp.training.step.decide import Way, decide_begun
 from autoamp.training.step.move import move
 from autoamp.training.step.read import gather, read
 from autoamp.training.step.take import leaves_to_scaler
+from autoamp.training.uncalled import tell_of_uncalled
 from autoamp.weights.copies import before_write
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,7 @@ def _before_step(
         log_once(logger, logging.INFO, f"autoamp: {engine}")
         before_write(params_of(optimizer))
         return None
+    tell_of_uncalled(optimizer, _scalings)
     changed = None
     if compat.are_several() and not have_shaken_hands(optimizer):
         _shake_hands(optimizer)

@@ -84,6 +84,8 @@ class Paths:
 
     def of(self, module: nn.Module) -> str | None:
         """The path of a module; None for a module that is not in the model."""
+        if isinstance(module, weakref.ProxyTypes):
+            return None
         found = self._known.get(id(module))
         if found is None:  # a deep copy of the model runs, or the model has changed
             root = _around()[0]
@@ -146,6 +148,8 @@ def _held(
     value: Any, path: str, seen: set[int], levels: int = 3
 ) -> Iterator[tuple[str, nn.Module]]:
     """The modules in a plain value, looked into once, and only so many levels deep."""
+    if isinstance(value, weakref.ProxyTypes):  # passes for the module it stands for
+        return
     if isinstance(value, nn.Module):
         yield path, value
         return

@@ -58,8 +58,11 @@ class Entry:
         owner: the class whose function is called.
         name: the function's name.
         of_class: the function is the class's; otherwise the instance has its own.
+        path: the module's path in the converted model; "" for the model itself.
         program: the function compiled by Dynamo; None before the first call.
     """
+
+    path = ""
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class Entry:
         self._by_autocast = self._left_to_autocast = ""
         self._bounded, self._only_hooked = "", False
         self._methods: dict[str, Entry] = {}
+        self._children: dict[str, Entry] = {}
         self._by_backend: dict[int, Entry] = {}
         self._lock = threading.RLock()
 
@@ -90,7 +94,9 @@ class Entry:
 
     def run_by(self, engine: Engine) -> Entry:
         """The entry of the same callable whose graphs `engine` makes ready."""
-        return self.another(engine, self.owner, self.name, of_class=self.of_class)
+        found = self.another(engine, self.owner, self.name, of_class=self.of_class)
+        found.path = self.path
+        return found
 
     def another(
         self, engine: Engine, owner: type[nn.Module], name: str, *, of_class: bool
@@ -119,6 +125,7 @@ class Entry:
         """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
         tell_ranks(model, self.engine.record.scaling)
         if THREAD.off:
+            self.engine.record.scaling.ledger.called = True
             return self.plain(model, *args, **kwargs)
         if self._by_autocast or compat.transforms_active() or self._is_bounded(model):
             return self._in_region(model, args, kwargs)
@@ -141,7 +148,7 @@ class Entry:
                 return self._run(model, args, kwargs)
             if not self._resting[mode].is_over(args, kwargs):
                 self.engine.record.calls += 1
-                return self.plain(model, *args, **kwargs)
+                return self._as_written(model, *args, **kwargs)
         with self._lock:
             program = self.program or self._joined(model, args, kwargs)
             if mode in program.captured_modes:
@@ -159,6 +166,8 @@ class Entry:
         if self.engine.record.stays_fp32:
             self._resting[mode] = Rest(args, kwargs)
         self._modes.add(mode)
+        if mode[0] and self.engine.record.calls:
+            self.engine.record.scaling.ledger.called = True
         return result
 
     def _guard_hooks(self) -> None:
@@ -271,7 +280,17 @@ class Entry:
         engine.record.calls += 1
         engine.record.aside += 1
         low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
-        return under_autocast(model, self.plain, low, args, kwargs, cached=cached)
+        engine.record.scaling.ledger.called = True
+        plain = self._as_written
+        return under_autocast(model, plain, low, args, kwargs, cached=cached)
+
+    def _as_written(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model's own code, of which no part is captured by itself."""
+        outer, THREAD.engine = THREAD.engine, self.engine
+        try:
+            return self.plain(model, *args, **kwargs)
+        finally:
+            THREAD.engine = outer
 
     def _bound(self, model: nn.Module, program: Program) -> None:
         """Has autocast stand in where no more of the model is to be captured.
@@ -305,9 +324,21 @@ class Entry:
         with self._lock:
             if name not in self._methods:
                 found = self.another(self.engine, owner, name, of_class=True)
+                found.path = self.path
                 self._methods[name] = found
                 found._by_autocast = found._left_to_autocast = self._left_to_autocast
         return self._methods[name]
+
+    def of_child(self, path: str, owner: type[nn.Module], *, of_class: bool) -> Entry:
+        """The entry for calls of the module at `path` that no other call includes."""
+        with self._lock:
+            found = self._children.get(path)
+            if found is None or (found.owner, found.of_class) != (owner, of_class):
+                found = Entry(self.engine, owner, of_class=of_class)
+                found.path = path
+                self._children[path] = found
+                found._by_autocast = found._left_to_autocast = self._left_to_autocast
+        return found
 
     def compiled_by(self, backend: int) -> Entry:
         """The entry whose graphs are compiled by `USERS_BACKENDS[backend]`."""
@@ -380,7 +411,7 @@ class Entry:
         own = not (self.of_class and isinstance(function, types.FunctionType))
         if own or not self.engine.shares_graphs:
             return None
-        return self.name, weakref.ref(self.owner), weakref.ref(function)
+        return self.path, self.name, weakref.ref(self.owner), weakref.ref(function)
 
     def _start_afresh(self) -> None:
         """Compiles the code anew, at most until `_MOST_COMPILATIONS` are made.

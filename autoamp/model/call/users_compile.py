@@ -15,6 +15,7 @@ import torch
 from autoamp import compat
 from autoamp.capture.thread import THREAD, inside_a_call
 from autoamp.model.compile_backend import is_ours
+from autoamp.training.uncalled import expect_no_calls
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,10 @@ def users_backend() -> int:
     backend, may_break = compat.tracing_backend()
     backend = compat.without_buckets(backend)
     if is_ours(compat.unwrapped_backend(backend)):
+        expect_no_calls()
         return RUNS_OUR_PASS
     if backend is None or not may_break:
+        expect_no_calls()
         logger.warning(
             "autoamp: a converted model is called in a compilation with "
             "fullgraph=True, and torch.autocast stands in for its rewritten graphs; "

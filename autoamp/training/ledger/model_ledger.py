@@ -25,6 +25,8 @@ class ModelLedger:
         told: whether a warning has told that the script was given infinite gradients.
         guards: whether a step is skipped for any gradient that is not finite, and not
             only for gradients of graphs that are scaled.
+        called: whether a call with gradients went through the model's conversion, or
+            was to run in fp32; until then the optimizers' steps are looked at.
         runs_low: whether some graph of the model runs something in low precision.
         captured: each captured graph's low float ops, all its float ops, and the
             compute dtype.
@@ -36,7 +38,7 @@ class ModelLedger:
     def __init__(self) -> None:
         self.foreign: bool | None = None
         self.scalers: Sequence[tuple[weakref.ref[Any], int]] = ()
-        self.stepped = self.told = self.guards = self.runs_low = False
+        self.stepped = self.told = self.guards = self.runs_low = self.called = False
         self.captured: list[tuple[int, int, str]] = []
         self.leaves: list[Leaves] = []
         self.skips: list[str] = []

@@ -1,0 +1,90 @@
+"""Captures modules of a converted model that are called by themselves.
+
+A script may call `model.body(x)`, and a method that no graph can hold (one that logs,
+calls `backward()`, or is private) calls modules too.  At its first call outside of the
+model's captured calls such a module is given a `forward` of ours, as the model was.  It
+runs under the model's engine, and so under the options, the record and the loss scale
+of the model, which is the root that the paths of modules begin at.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from torch import nn
+
+from autoamp import compat
+from autoamp.capture.alike import STATE
+from autoamp.capture.thread import THREAD, inside_a_call
+from autoamp.model.candidates import caller_of, choose
+from autoamp.model.conversion import CONVERSIONS, Conversion
+from autoamp.model.installed import install
+
+_LOCK = threading.RLock()
+
+
+def watch(model: nn.Module) -> None:
+    """Has each module in a converted model captured once it is called by itself."""
+    state: Conversion = model.__dict__[STATE]
+    state.watch = watch
+    _Watch(model, state)
+
+
+def children_of(model: nn.Module) -> list[nn.Module]:
+    """The modules in a converted model that have been called by themselves."""
+    bounds = [each.bound for each in list(CONVERSIONS) if each.root is model]
+    return [bound.__self__ for bound in bounds if bound is not None]
+
+
+class _Watch:
+    """Hears of the calls of the modules in one converted model."""
+
+    def __init__(self, model: nn.Module, state: Conversion) -> None:
+        inside = set(map(id, compat.modules_of(model))) - {id(model)}
+        self._state = weakref.ref(state, lambda _: compat.end_watch(inside, self))
+        compat.watch_calls(inside, self)
+
+    def __call__(self, module: nn.Module) -> None:
+        """Captures `module`, which is about to be called, if its call is a whole."""
+        state = self._state()
+        if state is None or state.bound is None or state.call is None:
+            return
+        if THREAD.off:
+            state.call.engine.record.scaling.ledger.called = True
+            return
+        # A region that a backward recomputes must run as in the forward.
+        if inside_a_call() or compat.inside_backward() or compat.hides_calls():
+            return
+        root = state.bound.__self__
+        if _is_called_in_another(module, root):
+            return
+        choice = choose(module)
+        if choice.target is not None:
+            _capture(choice.target, state, root)
+        if choice.final:
+            compat.end_watch([id(module)], self)
+
+
+def _is_called_in_another(module: nn.Module, root: nn.Module) -> bool:
+    """Whether a model that is not converted shares `module` with `root`, and calls it.
+
+    A shallow copy of `root` is such a model.
+    """
+    caller = caller_of(module)
+    if caller is None or any(each is root for each in compat.modules_of(caller)):
+        return False
+    return all(each is not caller for each in compat.modules_of(root))
+
+
+def _capture(module: nn.Module, state: Conversion, root: nn.Module) -> None:
+    """Has the calls of `module`, if it is in `root`, run under the engine of `root`."""
+    named = compat.named_modules_of(root)
+    path = next((path for path, each in named if each is module), "")
+    with _LOCK:
+        if not path or state.call is None or STATE in module.__dict__:
+            return
+        child = install(module)
+        child.root = root
+        of_class = child.previous is None
+        child.call = state.call.of_child(path, type(module), of_class=of_class)
