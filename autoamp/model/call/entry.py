@@ -356,6 +356,7 @@ class Entry:
         if compat.fx_tracing():  # no real call: torch.fx makes another program
             engine.record.calls -= 1
             engine.record.note(TRACED)
+            engine.record.scaling.ledger.called = True  # and it has been said
             return
         hidden, program = compat.hides_calls(), self.program
         if not hidden and program is not None and program.computes_nothing:

@@ -25,8 +25,8 @@ class ModelLedger:
         told: whether a warning has told that the script was given infinite gradients.
         guards: whether a step is skipped for any gradient that is not finite, and not
             only for gradients of graphs that are scaled.
-        called: whether a call with gradients went through the model's conversion, or
-            was to run in fp32; until then the optimizers' steps are looked at.
+        called: whether a call with gradients went through the model's conversion, was
+            told of, or was to run in fp32; until then steps are looked at.
         runs_low: whether some graph of the model runs something in low precision.
         captured: each captured graph's low float ops, all its float ops, and the
             compute dtype.
