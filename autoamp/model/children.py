@@ -17,7 +17,7 @@ from torch import nn
 from autoamp import compat
 from autoamp.capture.alike import STATE
 from autoamp.capture.thread import THREAD, inside_a_call
-from autoamp.model.candidates import caller_of, choose
+from autoamp.model.candidates import caller_of, choose, is_aside
 from autoamp.model.conversion import CONVERSIONS, Conversion
 from autoamp.model.installed import install
 
@@ -57,7 +57,7 @@ class _Watch:
         if inside_a_call() or compat.inside_backward() or compat.hides_calls():
             return
         root = state.bound.__self__
-        if _is_called_in_another(module, root):
+        if is_aside(module) or _is_called_in_another(module, root):
             return
         choice = choose(module)
         if choice.target is not None:

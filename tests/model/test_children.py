@@ -1,0 +1,285 @@
+"""Modules of a converted model that code outside of its captured methods calls."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+import autoamp
+
+LOW = {"do_no_harm": False}
+
+
+class Net(nn.Module):
+    """Has one way to each part of it that no captured method holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.head = nn.Linear(8, 4)
+        self.critic = nn.Linear(8, 1)
+        self.act = nn.ReLU()
+        self.logged: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        for block in self.blocks:
+            x = self.act(block(x))
+        return self.head(x)
+
+    def log(self, value: Tensor) -> None:
+        self.logged.append(value.detach())
+
+    def training_step(self, x: Tensor) -> Tensor:
+        loss = Net.forward(self, x).square().mean()
+        self.log(loss)
+        return loss
+
+    def _loss(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        for block in self.blocks:
+            x = self.act(block(x))
+        return self.head(x).square().mean()
+
+    def learn(self, x: Tensor, *optimizers: Optimizer) -> None:
+        loss = self._loss(x)
+        loss.backward()
+        for each in optimizers:
+            each.step()
+
+
+def logs(net: Net, x: Tensor, *optimizers: Optimizer) -> None:
+    step(net.training_step(x), *optimizers)
+
+
+def is_private(net: Net, x: Tensor, *optimizers: Optimizer) -> None:
+    step(net._loss(x), *optimizers)
+
+
+def trains_itself(net: Net, x: Tensor, *optimizers: Optimizer) -> None:
+    net.learn(x, *optimizers)
+
+
+def is_the_script(net: Net, x: Tensor, *optimizers: Optimizer) -> None:
+    step(net.head(net.body(x)).square().mean(), *optimizers)
+
+
+def validates_first(net: Net, x: Tensor, *optimizers: Optimizer) -> None:
+    with torch.no_grad():
+        net(x)
+    step(net._loss(x), *optimizers)
+
+
+def plays_two_parts(net: Net, x: Tensor, *optimizers: Optimizer) -> None:
+    """A GAN in one module: each part is trained by itself."""
+    made = net.body(x)
+    step(net.critic(made.detach()).mean() + net.critic(x).square().mean())
+    step(-net.critic(net.body(x)).mean() + net.head(made).square().mean(), *optimizers)
+
+
+def step(loss: Tensor, *optimizers: Optimizer) -> None:
+    loss.backward()
+    for each in optimizers:
+        each.step()
+
+
+WAYS = [
+    logs,
+    is_private,
+    trains_itself,
+    is_the_script,
+    validates_first,
+    plays_two_parts,
+]
+Way = Callable[..., None]
+
+
+def trained(net: Net, way: Way, **options: Any) -> Net:
+    """`net` after three rounds of `way`, with an optimizer for each half of it."""
+    body, rest = set(net.body.parameters()), set(net.parameters())
+    found = [SGD([*body], 0.05), SGD([*rest - body], 0.05)]
+    if options:
+        autoamp.convert(net, found if way is trains_itself else None, **options)
+    data = torch.randn(3, 16, 8, generator=torch.Generator().manual_seed(1))
+    for x in data:
+        for each in found:
+            each.zero_grad()
+        way(net, x, *found)
+    return net
+
+
+@pytest.mark.thorough(but=["bf16-is_private", "fp16-plays_two_parts"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_they_are_captured_whatever_calls_them(
+    precision: Any, way: Way, caplog
+) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    before, plain = copy.deepcopy(net), trained(copy.deepcopy(net), way)
+    trained(net, way, precision=precision, **LOW)
+    for old, wide, low in zip(
+        *(m.parameters() for m in (before, plain, net)), strict=True
+    ):
+        moved = not torch.equal(old, wide)
+        assert moved != torch.equal(wide, low), "fp32 and low training differ"
+        torch.testing.assert_close(low, wide, rtol=2**-5, atol=2**-7)
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+    report = autoamp.report(net)
+    products = [op for op in report.ops if op.name.startswith("linear")]
+    assert {op.precision for op in products} == {precision}
+    paths = {path for path, _ in net.named_modules()}
+    assert {op.module for op in products} <= paths
+
+
+class Branched(Net):
+    def _loss(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[1](self.blocks[0](self.body(x)))).sum()
+
+
+@pytest.mark.thorough(but=["blocks.1"])
+@pytest.mark.parametrize("pattern", ["blocks.1", "body.*", "head", "blocks"])
+def test_patterns_name_them_from_the_root(pattern: str) -> None:
+    net = autoamp.convert(Branched(), precision="bf16", keep=[pattern], **LOW)
+    net._loss(torch.randn(4, 8))
+    ops = [op for op in autoamp.report(net).ops if op.name.startswith("linear")]
+    wide = {op.module for op in ops if op.precision == "fp32"}
+    stem = pattern.removesuffix(".*")
+    assert wide == {op.module for op in ops if op.module.startswith(stem)} != set()
+
+
+def test_they_go_with_their_root() -> None:
+    x, net = torch.randn(4, 8), Net()
+    expected, keys = net._loss(x), net.state_dict().keys()
+    autoamp.convert(net, precision="bf16", **LOW)
+    assert not torch.equal(net._loss(x), expected)
+    assert net.state_dict().keys() == keys
+    with autoamp.disabled():
+        assert torch.equal(net._loss(x), expected)
+    for other in (pickle.loads(pickle.dumps(net)), copy.copy(Net())):
+        assert not any("forward" in vars(each) for each in other.modules())
+    twin = copy.deepcopy(net)
+    autoamp.revert(net)
+    assert torch.equal(net._loss(x), expected), "revert takes all of it away"
+    assert not any("forward" in vars(each) for each in net.modules())
+    found = twin._loss(x)
+    assert not torch.equal(found, expected), "a deep copy stays converted"
+    found.backward()
+    assert net.head.weight.grad is None, "and runs its own weights"
+
+
+def test_a_captured_call_of_the_owner_holds_them() -> None:
+    x, net = torch.randn(4, 8), autoamp.convert(Net(), precision="bf16", **LOW)
+    net(x)
+    assert len(autoamp.report(net).graphs) == 1
+    assert not any("forward" in vars(m) for m in net.modules() if m is not net)
+    alone = net.body(x)
+    twice = net(x)
+    assert torch.equal(twice, net(x))
+    paths = [op.module for op in autoamp.report(net).ops]
+    assert paths.count("body.0") >= 2, "in the root's graph, and in its own"
+    autoamp.revert(net.body)
+    assert not torch.equal(net.body(x), alone), "a module is reverted by itself"
+
+
+def test_a_shallow_copy_that_calls_them_runs_in_fp32() -> None:
+    x, net = torch.randn(4, 8), Net()
+    expected = net(x)
+    autoamp.convert(net, precision="bf16", **LOW)
+    other = copy.copy(net)
+    for _ in range(2):
+        assert torch.equal(other(x), expected)
+
+
+# -- a step of a model of which no call was captured -----------------------------------
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def _loss(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.layer.weight).sum()
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_step_past_the_conversion_is_told_of_once(
+    named: bool, strict: bool, caplog
+) -> None:
+    model, x = Functional(), torch.randn(4, 8)
+    optimizer, other = SGD(model.parameters(), 0.1), nn.Linear(2, 2)
+    given = optimizer if named else None
+    autoamp.convert(model, given, precision="bf16", strict=strict, **LOW)
+    step(other(torch.ones(1, 2)).sum(), SGD(other.parameters(), 0.1))
+    optimizer.step()  # no gradients
+    assert not caplog.records
+    model._loss(x).backward()
+    if strict:
+        with pytest.raises(autoamp.AutoampError, match=r"Functional\._loss"):
+            optimizer.step()
+    for _ in range(3):
+        step(model._loss(x), optimizer)
+    told = [each.getMessage() for each in caplog.records]
+    assert len(told) == (not strict)
+    assert strict or ("Functional is converted" in told[0] and "_loss" in told[0])
+
+
+def called(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sum()
+
+
+def switched_off(model: nn.Module, x: Tensor) -> Tensor:
+    with autoamp.disabled():
+        return model(x).sum()
+
+
+def part_switched_off(model: Any, x: Tensor) -> Tensor:
+    with autoamp.disabled():
+        return model.layer(x).sum()
+
+
+def part_of_another(model: nn.Module, x: Tensor) -> Tensor:
+    return autoamp.convert(nn.Sequential(model), precision="bf16", **LOW)(x).sum()
+
+
+def frozen(model: nn.Module, x: Tensor) -> Tensor:
+    model.requires_grad_(False)
+    return x.clone().requires_grad_().sum()
+
+
+def harmless(model: Any, x: Tensor) -> Tensor:
+    autoamp.revert(model)
+    return model._loss(x)
+
+
+def half(model: Any, x: Tensor) -> Tensor:
+    autoamp.convert(model.bfloat16(), precision="bf16", **LOW)
+    return model._loss(x.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [called, switched_off, part_switched_off, part_of_another, frozen, harmless, half],
+    ids=lambda f: f.__name__,
+)
+def test_no_step_is_told_of_where_nothing_is_the_matter(loss: Any, caplog) -> None:
+    model = Functional()
+    optimizer = SGD(model.parameters(), 0.1)
+    autoamp.convert(model, precision="bf16", **LOW)
+    step(loss(model, torch.randn(4, 8)), optimizer)
+    assert not [each for each in caplog.records if "no call of it" in each.getMessage()]
