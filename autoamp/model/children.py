@@ -18,7 +18,7 @@ from autoamp import compat
 from autoamp.capture.alike import STATE
 from autoamp.capture.thread import THREAD, inside_a_call
 from autoamp.model.candidates import caller_of, choose, is_aside
-from autoamp.model.conversion import CONVERSIONS, Conversion
+from autoamp.model.conversion import CONVERSIONS, Conversion, Watch
 from autoamp.model.installed import install
 
 _LOCK = threading.RLock()
@@ -27,23 +27,37 @@ _LOCK = threading.RLock()
 def watch(model: nn.Module) -> None:
     """Has each module in a converted model captured once it is called by itself."""
     state: Conversion = model.__dict__[STATE]
-    state.watch = watch
-    _Watch(model, state)
+    state.watch = _Watch(model, state)
 
 
-def children_of(model: nn.Module) -> list[nn.Module]:
-    """The modules in a converted model that have been called by themselves."""
-    bounds = [each.bound for each in list(CONVERSIONS) if each.root is model]
-    return [bound.__self__ for bound in bounds if bound is not None]
+def left_alone(model: nn.Module) -> list[nn.Module]:
+    """Ends the watch over the modules in a model, or in a part of a model.
+
+    Returns:
+        Those of them that have been captured.
+    """
+    state: Conversion = model.__dict__[STATE]
+    root = model if state.root is None else state.root
+    of_root = root.__dict__.get(STATE)
+    inside = {id(m) for m in compat.modules_of(model)} - {id(model)}
+    if isinstance(of_root, Conversion) and of_root.watch is not None:
+        compat.end_watch(inside, of_root.watch)
+    bounds = [each.bound for each in list(CONVERSIONS) if each.root is root]
+    found = [bound.__self__ for bound in bounds if bound is not None]
+    return [m for m in found if model is root or id(m) in inside]
 
 
-class _Watch:
+class _Watch(Watch):
     """Hears of the calls of the modules in one converted model."""
 
     def __init__(self, model: nn.Module, state: Conversion) -> None:
         inside = set(map(id, compat.modules_of(model))) - {id(model)}
         self._state = weakref.ref(state, lambda _: compat.end_watch(inside, self))
         compat.watch_calls(inside, self)
+
+    def over(self, copied: nn.Module) -> None:
+        """Has the modules in a copy of the model watched as well."""
+        watch(copied)
 
     def __call__(self, module: nn.Module) -> None:
         """Captures `module`, which is about to be called, if its call is a whole."""

@@ -10,6 +10,7 @@ import copy
 import logging
 import types
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,18 @@ _REPLACED = (
 )
 
 
+class Watch(ABC):
+    """Hears of the calls of the modules in a converted model."""
+
+    @abstractmethod
+    def __call__(self, module: nn.Module) -> None:
+        """Hears that `module` is about to be called."""
+
+    @abstractmethod
+    def over(self, copied: nn.Module) -> None:
+        """Has the modules in a copy of the model watched as well."""
+
+
 class Conversion:
     """The state of one converted model, or of a model that was not converted.
 
@@ -48,7 +61,7 @@ class Conversion:
         methods: names of the methods besides `forward` that we put on the instance.
         replaced: the instance's own attributes that ours have replaced, by name.
         declined: why the model was not converted.
-        watch: has the modules in a copy watched, as those in the model are; or None.
+        watch: hears of the calls of the modules in the model; None where nothing does.
     """
 
     def __init__(
@@ -63,7 +76,7 @@ class Conversion:
         self.methods = methods
         self.replaced = replaced or {}
         self.declined = declined or []
-        self.watch: Callable[[nn.Module], None] | None = None
+        self.watch: Watch | None = None
         self._root: weakref.ref[nn.Module] | None = None
         self._bound: weakref.ref[types.MethodType] | None = None
         if bound is not None:
@@ -124,7 +137,6 @@ class Conversion:
             copy.deepcopy(self.bound, memo),
             methods=self.methods,
         )
-        copied.watch = self.watch
         if self.root is not None:
             copied.root = memo.get(id(self.root))
         return copied

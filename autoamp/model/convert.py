@@ -29,7 +29,7 @@ from autoamp.flight.recorder import FlightRecorder
 from autoamp.messages import log_once
 from autoamp.model.call.entry import Entry
 from autoamp.model.call.heard import RecordedEntry, ReplayedEntry
-from autoamp.model.children import children_of, watch
+from autoamp.model.children import left_alone, watch
 from autoamp.model.conversion import (
     CONVERSIONS,
     DECLINED,
@@ -104,15 +104,8 @@ def convert_model(
     if low is None:
         return _decline(model, label, why_not, notes)
     own_loaded_weights(model)
-    state = model.__dict__.get(STATE)
-    if isinstance(state, Conversion) and state.bound is None:  # `forward` was replaced
-        revert_model(model, optimizers=False)
-        state = None
-    fresh = not isinstance(state, Conversion)
-    if not isinstance(state, Conversion):
-        state = install(model)
+    state, fresh = _state_of(model)
     before = state.call
-    _release_children(model)
     listeners = [convert_again] if options.heal else []
     heard = {} if recorder is None else {**recorder.listeners}
     heard |= {"automatic": automatic, "low": low}
@@ -122,6 +115,8 @@ def convert_model(
     engine = Engine(options, record, price=price, on_capture=on_capture)
     state.call = _entry(recorder, engine, type(model), of_class=of_class)
     record.skipped += notes
+    if not automatic:  # that mode sees each call of a module itself
+        watch(model)
     if example_inputs is not None:
         try:
             capture_now(model, example_inputs)
@@ -130,14 +125,26 @@ def convert_model(
             if fresh:
                 revert_model(model)
             raise
-    if not automatic:  # that mode sees each call of a module itself
-        watch(model)
-        if own is None:
-            expect_calls(scaling, _what_is_captured, strict=options.strict)
+    if not automatic and own is None:
+        expect_calls(scaling, _what_is_captured, strict=options.strict)
     _end_recording(before)
     DECLINED.pop(model, None)
     logger.debug("autoamp: %s will be converted to %s", label, short_name(low))
     return model
+
+
+def _state_of(model: nn.Module) -> tuple[Conversion, bool]:
+    """The state on a model, and whether it is new: the model was not converted."""
+    state = model.__dict__.get(STATE)
+    if isinstance(state, Conversion):
+        # Its `forward` was replaced, or it was captured as a part of another model.
+        if state.bound is None or state.root is not None:
+            revert_model(model, optimizers=False)
+        else:
+            for part in left_alone(model):
+                revert_model(part, optimizers=False)
+            return state, False
+    return install(model), True
 
 
 def _inside_engine(model: nn.Module) -> str:
@@ -340,7 +347,8 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     state = model.__dict__.get(STATE)
     if not isinstance(state, Conversion):
         return model
-    _release_children(model)
+    for part in left_alone(model):
+        revert_model(part, optimizers=False)
     SHARDED.forget(model)
     call, state.call = state.call, None
     if call is not None and all(e.engine is not call.engine for e in CONVERSIONS):
@@ -349,9 +357,3 @@ def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:
     if state.bound is None or model.__dict__.get("forward") == state.bound:
         uninstall(model)
     return model
-
-
-def _release_children(model: nn.Module) -> None:
-    """Reverts the modules in a model that were captured since they are called alone."""
-    for child in children_of(model):
-        revert_model(child, optimizers=False)

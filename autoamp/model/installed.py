@@ -161,7 +161,7 @@ def _copied_by_itself(model: nn.Module, memo: dict[int, Any]) -> Any:
 def _watch(copied: nn.Module, state: Conversion) -> None:
     """Has the modules in a copy watched where those in the original are."""
     if state.watch is not None and isinstance(copied.__dict__.get(STATE), Conversion):
-        state.watch(copied)
+        state.watch.over(copied)
 
 
 @contextlib.contextmanager

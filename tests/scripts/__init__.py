@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoamp
 from autoamp.auto import switch
-from autoamp.auto.candidates import inside
 from autoamp.counted.flops import flops_of
 from autoamp.inspect.report import Report
+from autoamp.model.candidates import inside
 from autoamp.model.reporting import report_of
 from tests.processes import run_script
 
