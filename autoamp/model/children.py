@@ -42,9 +42,9 @@ def left_alone(model: nn.Module) -> list[nn.Module]:
     inside = {id(m) for m in compat.modules_of(model)} - {id(model)}
     if isinstance(of_root, Conversion) and of_root.watch is not None:
         compat.end_watch(inside, of_root.watch)
-    bounds = [each.bound for each in list(CONVERSIONS) if each.root is root]
-    found = [bound.__self__ for bound in bounds if bound is not None]
-    return [m for m in found if model is root or id(m) in inside]
+    found = [each.model for each in list(CONVERSIONS) if each.root is root]
+    parts = [each for each in found if each is not None]
+    return [each for each in parts if model is root or id(each) in inside]
 
 
 class _Watch(Watch):
@@ -62,7 +62,8 @@ class _Watch(Watch):
     def __call__(self, module: nn.Module) -> None:
         """Captures `module`, which is about to be called, if its call is a whole."""
         state = self._state()
-        if state is None or state.bound is None or state.call is None:
+        root = None if state is None else state.model
+        if state is None or root is None or state.call is None:
             return
         if THREAD.off:
             state.call.engine.record.scaling.ledger.called = True
@@ -70,7 +71,6 @@ class _Watch(Watch):
         # A region that a backward recomputes must run as in the forward.
         if inside_a_call() or compat.inside_backward() or compat.hides_calls():
             return
-        root = state.bound.__self__
         if is_aside(module) or _is_called_in_another(module, root):
             return
         choice = choose(module)

@@ -121,6 +121,13 @@ class Conversion:
         self._root = None if model is None else weakref.ref(model)
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model whose `forward` is ours; None once it has another."""
+        bound = self.bound
+        model = None if bound is None else bound.__self__
+        return model if isinstance(model, nn.Module) else None
+
+    @property
     def engine(self) -> Engine | None:
         """The engine of the model's graphs and their record; None if declined."""
         return self.call.engine if self.call is not None else None
@@ -194,9 +201,8 @@ def disown(model: nn.Module) -> None:
 def models_of(engine: Engine) -> list[nn.Module]:
     """The models whose calls go through `engine`: one model and its deep copies."""
     states = [each for each in list(CONVERSIONS) if each.engine is engine]
-    bounds = [each.bound for each in states if each.root is None]
-    found = [bound.__self__ for bound in bounds if bound is not None]
-    return [model for model in found if isinstance(model, nn.Module)]
+    found = [each.model for each in states if each.root is None]
+    return [model for model in found if model is not None]
 
 
 def conversion_of(model: Any) -> Conversion | None:
