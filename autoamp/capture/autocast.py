@@ -33,7 +33,11 @@ def under_autocast(
         cached: whether all uses of a weight share a cast, as is autocast's default.
             Without, each use has its own cast, so a weight's gradient sums in fp32.
     """
-    device = next((p.device.type for p in nn.Module.parameters(model)), "cpu")
+    own = next(nn.Module.parameters(model), None)
+    device = "meta" if own is None else own.device.type
+    if device == "meta":  # its weights are arguments
+        given = (v for v in pytree.tree_leaves(args) if isinstance(v, torch.Tensor))
+        device = next((value.device.type for value in given), "cpu")
     with torch.autocast(device_type=device, dtype=low, cache_enabled=cached):
         result = entry(model, *args, **kwargs)
 

@@ -238,6 +238,7 @@ from autoamp.compat.tensors import (
     held_alone,
     held_number,
     holders,
+    is_functional,
     is_resizable,
     lazy_clone,
     lies_in,

@@ -261,6 +261,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 
+def is_functional(module: torch.nn.Module) -> bool:
+    """Whether functorch made `module` of another, to be called with its weights.
+
+    Its own parameters are on the meta device and hold no data.
+    """
+    return type(module).__module__ == "torch._functorch.make_functional"
+
+
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """`model` and every module inside it, each once, in the order of `modules()`.
 

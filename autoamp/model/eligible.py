@@ -57,7 +57,7 @@ def unsupported(model: Any, *, needs_data: bool = True) -> str | None:
     has_forward = type(model).forward is not nn.Module.forward
     if not (has_forward or "forward" in model.__dict__ or computing_methods(model)):
         return f"{name} has no forward; convert the module that calls its submodules"
-    path = _on_meta(model) if needs_data else ""
+    path = _on_meta(model) if needs_data and not compat.is_functional(model) else ""
     if path:
         return (
             f"{path} of {name} is on the meta device and holds no data; load the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -158,3 +159,28 @@ def test_a_number_from_the_data_is_captured(caplog: pytest.LogCaptureFixture) ->
     for i in range(4):
         model(torch.full((2, 64), (i + 1) / 128))
     assert not _lines(caplog)
+
+
+def test_a_functional_module_runs_low(caplog: pytest.LogCaptureFixture) -> None:
+    functorch = pytest.importorskip("functorch")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call, weights, buffers = functorch.make_functional_with_buffers(model.eval())
+    x = torch.randn(3, 64)
+    fast = [weight * 1.5 for weight in weights]  # as an inner loop makes them
+    true = call(fast, buffers, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = call(fast, buffers, x)
+    autoamp.convert(call, precision="bf16", do_no_harm=False)
+    found = call(fast, buffers, x)
+    assert 0 < (found - true).abs().sum() <= 1.1 * (rough - true).abs().sum()
+    found.sum().backward()
+    assert all(weight.grad is not None for weight in weights)
+    assert not _lines(caplog)
+    stacked = [torch.stack([weight.detach()] * 2) for weight in weights]
+    each = torch.vmap(call, in_dims=(0, None, None))(stacked, buffers, x)
+    assert each.shape == (2, 3, 4)
+    (line,) = _lines(caplog)
+    assert "vmap" in line

@@ -32,6 +32,7 @@ def wide_gradients_hidden(frame: Any) -> Iterator[None]:
         for module in modules_of(model)  # the class may override `parameters()`
         for parameter in parameters_here(module).values()
         if parameter is not None
+        and (parameter.is_leaf or parameter.retains_grad)  # torch warns of any other
         and parameter.grad is not None
         and parameter.grad.dtype != parameter.dtype
         and _can_be_put_back(parameter, parameter.grad)
