@@ -184,3 +184,23 @@ def test_a_functional_module_runs_low(caplog: pytest.LogCaptureFixture) -> None:
     assert each.shape == (2, 3, 4)
     (line,) = _lines(caplog)
     assert "vmap" in line
+
+
+class _WithHookedValue(nn.Module):
+    """Dynamo's code for a hook on a value holds a dict, so that it has no hash."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        if result.requires_grad:
+            result.register_hook(lambda gradient: print(end=""))
+        return result
+
+
+def test_a_hook_on_a_value_is_no_obstacle() -> None:
+    model = autoamp.convert(_WithHookedValue(), precision="bf16", do_no_harm=False)
+    model(torch.randn(2, 64)).sum().backward()
+    assert model.layer.weight.grad is not None

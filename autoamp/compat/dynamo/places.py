@@ -389,17 +389,17 @@ def _guard(manager: Any, check: Callable[[Any], bool]) -> None:
 
 def root_frame(function: Callable[..., Any]) -> Callable[..., Any]:
     """Marks the method in which calls of a root begin: `f(self, model, ...)`."""
-    _ROOTS.add(function.__code__)
+    _ROOTS[id(function.__code__)] = function.__code__
     return function
 
 
-_ROOTS: set[types.CodeType] = set()
+_ROOTS: dict[int, types.CodeType] = {}  # code that Dynamo makes may have no hash
 
 
 def _nearest() -> nn.Module | None:
     """The innermost module whose call Python's stack shows, below the root's."""
     frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code not in _ROOTS:
+    while frame is not None and id(frame.f_code) not in _ROOTS:
         if frame.f_code is _CALL:
             module: nn.Module = frame.f_locals["self"]
             return module
@@ -414,7 +414,7 @@ def _around() -> tuple[nn.Module | None, list[nn.Module]]:
     """
     frame: Any = sys._getframe(1)
     around: list[nn.Module] = []
-    while frame is not None and frame.f_code not in _ROOTS:
+    while frame is not None and id(frame.f_code) not in _ROOTS:
         if frame.f_code is _CALL:
             around.append(frame.f_locals["self"])
         frame = frame.f_back
