@@ -99,6 +99,9 @@ class Engine:
     computes_on_nested: bool = False
     _binding: Any = field(default_factory=threading.RLock)
 
+    def __post_init__(self) -> None:
+        compat.mend_batched_norms()
+
     shares_graphs: ClassVar[bool] = True
     """Whether models that are alike run the same graphs."""
 

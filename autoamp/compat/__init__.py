@@ -22,6 +22,7 @@ from autoamp.compat.capture import (
     compile_with,
     dispatch_mode,
     dynamo_disabled,
+    forward_mode,
     fx_tracing,
     hides_calls,
     inductor_permutes,
@@ -32,6 +33,7 @@ from autoamp.compat.capture import (
     is_exporting,
     is_inductor,
     jit_tracing,
+    needs_plain_ops,
     other_tracing,
     resolved_backend,
     tracing_backend,
@@ -275,4 +277,10 @@ from autoamp.compat.tracing import (
     told_apart,
     trace_pre_dispatch,
     with_parameters,
+)
+from autoamp.compat.transforms import (
+    gradients_by_torch,
+    mend_batched_norms,
+    on_whole_batch,
+    past_transforms,
 )

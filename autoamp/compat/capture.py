@@ -138,7 +138,12 @@ def unwrapped_backend(backend: Any) -> Any:
 
 def transforms_active() -> bool:
     """Whether the caller is inside a transform of `torch.func`, or forward-mode AD."""
-    return _transforms_active() or getattr(forward_ad, "_current_level", -1) >= 0
+    return _transforms_active() or forward_mode()
+
+
+def forward_mode() -> bool:
+    """Whether the caller is inside forward-mode AD, also that of `torch.func`."""
+    return bool(getattr(forward_ad, "_current_level", -1) >= 0)
 
 
 _transforms_active: Callable[[], bool] = getattr(
@@ -149,6 +154,15 @@ _transforms_active: Callable[[], bool] = getattr(
 def is_batch(value: torch.Tensor) -> bool:
     """Whether `value` is a batch of gradients, taken with `is_grads_batched`."""
     return any_batch((value,))
+
+
+def needs_plain_ops(grad: torch.Tensor) -> bool:
+    """Whether a backward that got `grad` has to be made of torch's plain ops.
+
+    Kernels of our own can neither be differentiated, which `create_graph=True` asks
+    for, nor take what a transform of torch's gives them, such as a batch of gradients.
+    """
+    return torch.is_grad_enabled() or transforms_active() or is_batch(grad)
 
 
 def any_batch(values: Sequence[torch.Tensor]) -> bool:

@@ -185,7 +185,7 @@ def _scaled_and_rounded(grad: Tensor, loss_scale: Tensor, dtype: torch.dtype) ->
     CPU kernel makes the product first, which is far slower than the cast alone unless
     the product is cut in pieces.
     """
-    if compat.is_batch(grad):
+    if compat.needs_plain_ops(grad):
         return (grad * loss_scale).to(dtype)
     if compat.is_distributed(grad):
         part = _scaled_and_rounded(compat.own_memory(grad), loss_scale, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,10 +34,10 @@ def checkpointed(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
     def region(*needing: Any) -> Any:
         rest = iter(needing)
         modes = compat.Modes()
+        every = [next(rest) if g else a for a, g in zip(args, given, strict=True)]
         try:
-            return body(
-                *(next(rest) if g else a for a, g in zip(args, given, strict=True))
-            )
+            with compat.past_transforms(every) or nullcontext():
+                return body(*every)
         except BaseException:
             modes.restore()
             raise

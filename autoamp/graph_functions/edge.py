@@ -103,6 +103,8 @@ def unscaled(grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
 def _unscaled_in_place(
     grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor
 ) -> Tensor:
+    if compat.forward_mode():  # the kernel would leave tangents as they are
+        return scaled(grad, inv_loss_scale)
     try:
         # Of a DTensor each rank looks at its own part, and optimizer steps agree.
         compat.unscale_and_check([compat.own_memory(grad)], inv_loss_scale, found_inf)
@@ -118,7 +120,9 @@ def _unscaled_in_place(
 def plainly_unscaled(grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
     """`unscaled` by plain ops, which take any dtype and layout and which fuse."""
     result = scaled(grad, inv_loss_scale)
-    compat.check_finite(result, found_inf)
+    # No optimizer steps by a batch or a tangent.
+    if not (compat.is_batch(grad) or compat.forward_mode()):
+        compat.check_finite(result, found_inf)
     return result
 
 
@@ -162,12 +166,13 @@ def unscale_inside_grad(
     grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor
 ) -> Tensor:
     """`unscaled` in differentiable form, for a backward with `create_graph=True`."""
-    return _apply_unscale(grad, inv_loss_scale, found_inf)
+    edge = inv_loss_scale, found_inf
+    return compat.on_whole_batch(_apply_unscale, grad, *edge)
 
 
 def scale_inside_grad(grad: Tensor, loss_scale: Tensor) -> Tensor:
     """`grad` times `loss_scale` in differentiable form."""
-    return _apply_scale(grad, loss_scale)
+    return compat.on_whole_batch(_apply_scale, grad, loss_scale)
 
 
 def unscaled_grad(grad: Tensor, inv_loss_scale: Tensor, found_inf: Tensor) -> Tensor:
@@ -214,60 +219,66 @@ def _scale_one(
     return (*grads[:index], _scale(loss_scale, grad), *grads[index + 1 :])
 
 
-class _Unscale(torch.autograd.Function):
+class _Edge(torch.autograd.Function):
+    """One of the operations, whose operands after the first it keeps as `ctx.edge`."""
+
+    generate_vmap_rule = True  # for a batch of gradients that is differentiated again
+
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
-        ctx.inv, ctx.found_inf = inv, found_inf
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+        ctx.edge = inputs[1:]
+
+
+class _Unscale(_Edge):
+    @staticmethod
+    def forward(grad: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
         return unscaled(grad, inv, found_inf)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _apply_unscale_out(grad, ctx.inv, ctx.found_inf), None, None
+        return _apply_unscale_out(grad, *ctx.edge), None, None
 
 
-class UnscaleOut(torch.autograd.Function):
+class UnscaleOut(_Edge):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
-        ctx.inv, ctx.found_inf = inv, found_inf
+    def forward(value: Tensor, *_: Tensor) -> Tensor:
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _unscale(ctx.inv, ctx.found_inf, grad), None, None
+        return _unscale(*ctx.edge, grad), None, None
 
 
-class _UnscaleInPlace(UnscaleOut):
+class _UnscaleInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
-        ctx.inv, ctx.found_inf = inv, found_inf
+        ctx.edge = inv, found_inf
         ctx.mark_dirty(value)
         return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _unscale_and_pass_on(ctx.inv, ctx.found_inf, grad), None, None
+        return _unscale_and_pass_on(*ctx.edge, grad), None, None
 
 
-class _Scale(torch.autograd.Function):
+class _Scale(_Edge):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, loss_scale: Tensor) -> Tensor:
-        ctx.loss_scale = loss_scale
+    def forward(grad: Tensor, loss_scale: Tensor) -> Tensor:
         return scaled(grad, loss_scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _apply_scale_in(grad, ctx.loss_scale), None
+        return _apply_scale_in(grad, *ctx.edge), None
 
 
-class ScaleIn(torch.autograd.Function):
+class ScaleIn(_Edge):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, loss_scale: Tensor) -> Tensor:
-        ctx.loss_scale = loss_scale
+    def forward(value: Tensor, *_: Tensor) -> Tensor:
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _scale(ctx.loss_scale, grad), None
+        return _scale(*ctx.edge, grad), None
 
 
 _apply_unscale_in_place = compat.direct_apply(_UnscaleInPlace)

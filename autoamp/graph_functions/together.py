@@ -89,7 +89,7 @@ def _are_ordinary(grads: Sequence[Tensor]) -> bool:
     return (
         {*map(type, grads)} == {Tensor}
         and {*map(_LAYOUT, grads)} == {torch.strided}
-        and not compat.any_batch(grads)
+        and not (compat.any_batch(grads) or compat.forward_mode())
     )
 
 

@@ -33,38 +33,38 @@ from autoamp.graph_functions.edge import (
 from autoamp.graph_functions.half import unscale_half
 
 
-def _leaving(grad: Tensor, ctx: Any) -> Tensor:
+def _leaving(grad: Tensor, inv: Tensor, found_inf: Tensor) -> Tensor:
     """`grad` unscaled and checked, with NaN for infinities.
 
     `edge` leaves infinities in the gradient of a leaf, but a compiler cannot tell which
     inputs are leaves.
     """
-    return infinities_as_nan(plainly_unscaled(grad, ctx.inv, ctx.found_inf))
+    return infinities_as_nan(plainly_unscaled(grad, inv, found_inf))
 
 
 class _TracedScale(ScaleIn):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return scaled(grad, ctx.loss_scale), None
+        return scaled(grad, *ctx.edge), None
 
 
 class _TracedScaleApart(_TracedScale):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, loss_scale: Tensor) -> Tensor:
-        ctx.loss_scale = loss_scale
+    def forward(value: Tensor, *_: Tensor) -> Tensor:
         return value.clone()
 
 
 class _TracedUnscale(UnscaleOut):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _leaving(grad, ctx), None, None
+        return _leaving(grad, *ctx.edge), None, None
 
 
 class _TracedLowWeight(LowWeightUnscaled):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _leaving(grad.to(ctx.dtype), ctx), None, None, None
+        wide = grad.to(ctx.dtype)
+        return _leaving(wide, ctx.inv, ctx.found_inf), None, None, None
 
 
 _apply_traced_scale = compat.direct_apply(_TracedScale)

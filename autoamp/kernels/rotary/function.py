@@ -44,10 +44,9 @@ class _Rotary(torch.autograd.Function):
         cosine, sine = ctx.saved_tensors
         dtype, sign, pairs = ctx.how
         first, second = _halves(sine, pairs=pairs)
-        if torch.is_grad_enabled():
-            ends = torch.stack if pairs else torch.cat
-            crossed = ends((second, first), -1).view_as(sine)
-            of_data = _apply(grad, cosine, crossed, dtype, -sign, pairs, False)
+        if compat.needs_plain_ops(grad):
+            crossed = _joined(second, first, sine, pairs=pairs)
+            of_data = _written_out(grad.to(HIGH_DTYPE), cosine, crossed, -sign, pairs)
         else:
             wide = widened(grad)
             of_data = _turned(wide, cosine, second, first, -sign, pairs=pairs)
@@ -60,6 +59,21 @@ def _halves(tensor: Tensor, *, pairs: bool) -> tuple[Tensor, Tensor]:
         return tensor[..., ::2], tensor[..., 1::2]
     half = tensor.shape[-1] // 2
     return tensor[..., :half], tensor[..., half:]
+
+
+def _joined(first: Tensor, second: Tensor, like: Tensor, *, pairs: bool) -> Tensor:
+    """Rows like those of `like`, of their two parts."""
+    ends = torch.stack if pairs else torch.cat
+    return ends((first, second), -1).view_as(like)
+
+
+def _written_out(
+    wide: Tensor, cosine: Tensor, sine: Tensor, sign: int, pairs: bool
+) -> Tensor:
+    """The result in fp32, by torch's plain ops."""
+    first, second = _halves(wide, pairs=pairs)
+    other = _joined(sign * second, -sign * first, wide, pairs=pairs)
+    return wide * cosine + other * sine
 
 
 def _turned(
@@ -130,8 +144,5 @@ def rotary(  # noqa: PLR0917
     """
     if torch.is_grad_enabled() and (cosine.requires_grad or sine.requires_grad):
         wide = _contiguous(data) if contiguous else data.to(HIGH_DTYPE)
-        first, second = _halves(wide, pairs=pairs)
-        ends = torch.stack if pairs else torch.cat
-        other = ends((sign * second, -sign * first), -1).view_as(wide)
-        return (wide * cosine + other * sine).to(dtype)
+        return _written_out(wide, cosine, sine, sign, pairs).to(dtype)
     return _apply(data, cosine, sine, dtype, sign, pairs, contiguous)

@@ -13,6 +13,11 @@ TRACED = (
 
 INSTEAD = "calls run under torch.autocast instead of rewritten graphs, because "
 
+FORWARD_MODE = (
+    "calls in forward-mode AD (jvp, jacfwd, dual numbers) run in fp32, because its "
+    "tangents do not follow low precision"
+)
+
 
 def ran_nothing(method: str, program: Program | None, has_many: bool) -> str:
     """Says that a call ran no rewritten graph, and why.

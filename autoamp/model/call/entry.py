@@ -26,7 +26,7 @@ from autoamp.capture.program import Program, program_for
 from autoamp.capture.thread import THREAD, tell_ranks, under_compilation
 from autoamp.errors import CaptureError
 from autoamp.messages import signs_of_life
-from autoamp.model.call.bypassed import INSTEAD, TRACED, ran_nothing
+from autoamp.model.call.bypassed import FORWARD_MODE, INSTEAD, TRACED, ran_nothing
 from autoamp.model.call.fp32_modes import Rest
 from autoamp.model.call.hooks import Hooks
 from autoamp.model.call.users_compile import (
@@ -127,7 +127,14 @@ class Entry:
         if THREAD.off:
             self.engine.record.scaling.ledger.called = True
             return self.plain(model, *args, **kwargs)
-        if self._by_autocast or compat.transforms_active() or self._is_bounded(model):
+        if compat.transforms_active():
+            held = *nn.Module.parameters(model), *nn.Module.buffers(model)
+            region = compat.past_transforms((args, kwargs, held))
+            if region is None:
+                return self._in_region(model, args, kwargs)
+            with region:
+                return self(model, args, kwargs)
+        if self._by_autocast or self._is_bounded(model):
             return self._in_region(model, args, kwargs)
         if compat.any_autocast():
             args, kwargs = all_widened(args, kwargs)
@@ -266,9 +273,13 @@ class Entry:
     def _in_region(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the model's own code under autocast, as no rewritten graph can run."""
+        """Runs the model's own code, as no rewritten graph can run: under autocast.
+
+        In forward-mode AD it runs in fp32.  Torch gives the tangent of a low norm with
+        fp32 parameters another dtype than its result, at which the next product fails.
+        """
         engine = self.engine
-        transforms = "of vmap, torch.func or forward-mode AD"
+        transforms = "of vmap or torch.func"
         is_transformed = compat.transforms_active()
         why = self._by_autocast or (transforms if is_transformed else self._bounded)
         if engine.options.strict:
@@ -276,11 +287,14 @@ class Entry:
             if why == self._bounded:
                 said = INSTEAD + why
             raise CaptureError(f"{engine.record.label}: {said}")
-        engine.record.note(INSTEAD + why)
         engine.record.calls += 1
         engine.record.aside += 1
-        low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
         engine.record.scaling.ledger.called = True
+        if compat.forward_mode():
+            engine.record.note(FORWARD_MODE)
+            return self._as_written(model, *args, **kwargs)
+        engine.record.note(INSTEAD + why)
+        low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
         plain = self._as_written
         return under_autocast(model, plain, low, args, kwargs, cached=cached)
 

@@ -6,6 +6,7 @@ The op follows the steps that the model wrote between the product and the softma
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from autoamp import compat
 from autoamp.kernels.attention.function.ops import BACKWARD, FORWARD
-from autoamp.kernels.attention.function.plain import recorded_gradients, written_out
+from autoamp.kernels.attention.function.plain import written_out
 from autoamp.kernels.attention.function.scores import steps_of
 
 
@@ -51,9 +52,10 @@ def gradients(ctx: Any, grad: Tensor, *, safe: bool) -> tuple[Tensor | None, ...
     query, key, value, *tensors = ctx.saved_tensors
     kinds, numbers = ctx.given
     rest = (None,) * (2 + len(tensors))
-    if torch.is_grad_enabled():
+    if compat.needs_plain_ops(grad):
         steps = steps_of(tensors, kinds, numbers)
-        found = recorded_gradients(grad, (query, key, value), steps, safe=safe)
+        again = functools.partial(written_out, steps=steps, safe=safe)
+        found = compat.gradients_by_torch(again, grad, (query, key, value))
         return (*found, *rest)
     given = (grad, query, key, value, tensors, kinds, numbers, safe)
     return (*BACKWARD(*given), *rest)

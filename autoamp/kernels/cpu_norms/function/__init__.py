@@ -18,10 +18,7 @@ from torch import Tensor
 
 from autoamp import compat
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.kernels.cpu_norms.function.layer_norm import (
-    apply_layer_norm,
-    of_torchs_own,
-)
+from autoamp.kernels.cpu_norms.function.layer_norm import apply_layer_norm
 
 _ATEN = torch.ops.aten
 
@@ -57,8 +54,9 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         data, weight, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return (*of_torchs_own(ctx.again, grad, data, weight), None)
+        if compat.needs_plain_ops(grad):
+            found = compat.gradients_by_torch(ctx.again, grad, (data, weight))
+            return (*found, None)
         grad, wide, size = grad.to(HIGH_DTYPE), data.to(HIGH_DTYPE), data.shape[-1]
         given = None if weight is None else weight.to(HIGH_DTYPE)
         needed = [True, weight is not None, False]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,12 +49,13 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         data, weight, bias, mean, scale = ctx.saved_tensors
         sizes, epsilon = ctx.sizes, ctx.epsilon
-        if torch.is_grad_enabled():
+        if compat.needs_plain_ops(grad):
 
             def again(x: Tensor, w: Tensor | None, b: Tensor | None) -> Any:
                 return _ATEN.layer_norm.default(x, sizes, w, b, epsilon)
 
-            return (*of_torchs_own(again, grad, data, weight, bias), None, None)
+            given = data, weight, bias
+            return (*compat.gradients_by_torch(again, grad, given), None, None)
         rows = _Rows(data, sizes, mean, scale, epsilon)
         given = _wide_parameters(data, weight, bias, sizes)
         found = (_in_fp32 if ctx.far else _in_low_kernels)(grad, rows, *given)
@@ -160,20 +161,6 @@ def _sums_of_rows(
         *given, one, zero, one, None, None, False, 0.0, [False, True, True]
     )
     return of_weight, of_bias
-
-
-def of_torchs_own(
-    op: Callable[..., Tensor], grad: Tensor, data: Tensor, *parameters: Tensor | None
-) -> list[Tensor | None]:
-    """The gradients of torch's own op, recorded, for a backward of the backward."""
-    with torch.enable_grad():
-        wide = [None if t is None else t.to(HIGH_DTYPE) for t in (data, *parameters)]
-        result = op(*wide).to(grad.dtype)
-        given = (data, *parameters)
-        needing = [t for t in given if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad(result, needing, grad, create_graph=True))
-    needed = [t is not None and t.requires_grad for t in given]
-    return [next(found) if need else None for need in needed]
 
 
 apply_layer_norm = compat.direct_apply(_LayerNorm)

@@ -1,0 +1,158 @@
+"""What a transform of torch's, such as `vmap`, meets in a backward of ours.
+
+Torch's rules of `vmap` for the backwards of norms want operands of one dtype.  A norm
+that reads low data beside fp32 parameters has two, in a graph of ours as under
+`torch.autocast`.  A batch of its gradients (`vmap` of `torch.autograd.grad`, `jacrev`)
+would raise "expected scalar type BFloat16 but found Float".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autoamp.compat.capture import forward_mode, transforms_active
+from autoamp.compat.gradients import inside_backward
+
+_NORMS = (
+    "batch_norm_backward",
+    "cudnn_batch_norm_backward",
+    "miopen_batch_norm_backward",
+    "native_batch_norm_backward",
+    "native_group_norm_backward",
+    "native_layer_norm_backward",
+)
+_RULES = "FuncTorchBatched"
+_HELD: list[torch.library.Library] = []
+"""Held here, since a library takes its kernels away where nobody holds it."""
+
+
+@functools.cache
+def mend_batched_norms() -> None:
+    """Has the backwards of norms take batches of gradients, whatever their dtypes.
+
+    Only calls on operands of several dtypes change, which torch refuses.
+    """
+    kernel_of = getattr(torch.library, "get_kernel", None)
+    if kernel_of is None:
+        return
+    library = torch.library.Library("aten", "IMPL")
+    _HELD.append(library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a rule of torch's is replaced
+        for name in _NORMS:
+            op = getattr(getattr(torch.ops.aten, name, None), "default", None)
+            if op is None:
+                continue
+            try:
+                rule = _in_one_dtype(op, kernel_of(op, _RULES))
+            except RuntimeError:  # torch has no such rule
+                continue
+            library.impl(name, rule, _RULES, with_keyset=True)
+
+
+def _in_one_dtype(op: Any, torchs: Any) -> Callable[..., Any]:
+    """Torch's rule of `op`, which widens operands of several dtypes to fp32 first."""
+    names = [argument.name for argument in op._schema.arguments]
+    data, weight = (names.index(name) for name in ("input", "weight"))
+
+    def rule(keys: Any, *args: Any) -> Any:
+        given = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+        if len({each.dtype for each in given}) == 1:
+            return torchs.call_boxed(keys, *args)
+        wide = (a.float() if any(a is each for each in given) else a for a in args)
+        found = torchs.call_boxed(keys, *wide)
+        like = args[data], *(args[weight],) * (len(found) - 1)
+        return tuple(
+            each if each is None or one is None else each.to(one.dtype)
+            for each, one in zip(found, like, strict=True)
+        )
+
+    return rule
+
+
+def gradients_by_torch(
+    function: Callable[..., Tensor], grad: Tensor, operands: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of a call made of torch's own ops, recorded where autograd records.
+
+    Args:
+        function: what is called, on `operands` in fp32.
+        grad: the gradient of its result.
+        operands: a tensor may be several of them.
+    """
+    recording = torch.is_grad_enabled()
+
+    def again(*own: Tensor | None) -> Tensor:
+        wide = [None if t is None else t.float() for t in own]
+        return function(*wide).to(grad.dtype)
+
+    with torch.enable_grad():
+        if (
+            transforms_active()
+        ):  # at its level no operand shows that it needs a gradient
+            given = [t for t in operands if t is not None]
+
+            def of_given(*own: Tensor) -> Tensor:
+                rest = iter(own)
+                return again(*(None if t is None else next(rest) for t in operands))
+
+            found = iter(torch.func.vjp(of_given, *given)[1](grad))
+            return [None if t is None else next(found) for t in operands]
+        own = [None if t is None else t.view_as(t) for t in operands]
+        needing = [t for t in own if t is not None and t.requires_grad]
+        some = torch.autograd.grad(again(*own), needing, grad, create_graph=recording)
+    found = iter(some)
+    return [next(found) if t is not None and t.requires_grad else None for t in own]
+
+
+def on_whole_batch(
+    function: Callable[..., Tensor], grad: Tensor, *rest: Tensor
+) -> Tensor:
+    """`function(grad, *rest)`, element by element, of a batch of gradients too.
+
+    What `is_grads_batched` gives hides the tensor that autograd records: an
+    `autograd.Function` is to be called on that tensor.
+    """
+    functorch = getattr(torch._C, "_functorch", None)
+    is_legacy = getattr(functorch, "is_legacy_batchedtensor", lambda _: False)
+    if not is_legacy(grad):
+        return function(grad, *rest)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    whole = torch._remove_batch_dim(grad, level, 1, 0)
+    return torch._add_batch_dim(function(whole, *rest), 0, level)
+
+
+def past_transforms(given: Any) -> contextlib.AbstractContextManager[Any] | None:
+    """A region without transforms, for a checkpoint that is computed again inside one.
+
+    A transform of a backward, as `vmap` of `torch.autograd.grad`, is active while the
+    backward computes what a checkpoint has dropped, which no transform was told of.
+
+    Args:
+        given: all that the checkpoint computes with, nested at will.
+
+    Returns:
+        None where no transform is active, or one has wrapped something in `given`, or
+        in forward-mode AD.
+    """
+    if not transforms_active() or forward_mode() or not inside_backward():
+        return None
+    is_wrapped = getattr(
+        getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
+    )
+    clear = getattr(
+        torch._functorch.pyfunctorch, "temporarily_clear_interpreter_stack", None
+    )
+    tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    if is_wrapped is None or clear is None or any(map(is_wrapped, tensors)):
+        return None
+    return clear()  # type: ignore[no-any-return]
