@@ -246,7 +246,8 @@ class UnscaleOut(_Edge):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _unscale(*ctx.edge, grad), None, None
+        inv, found_inf = ctx.edge
+        return _unscale(inv, found_inf, grad), None, None
 
 
 class _UnscaleInPlace(torch.autograd.Function):
@@ -258,7 +259,8 @@ class _UnscaleInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _unscale_and_pass_on(*ctx.edge, grad), None, None
+        inv, found_inf = ctx.edge
+        return _unscale_and_pass_on(inv, found_inf, grad), None, None
 
 
 class _Scale(_Edge):
@@ -278,7 +280,8 @@ class ScaleIn(_Edge):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _scale(*ctx.edge, grad), None
+        (loss_scale,) = ctx.edge
+        return _scale(loss_scale, grad), None
 
 
 _apply_unscale_in_place = compat.direct_apply(_UnscaleInPlace)

@@ -54,8 +54,8 @@ class _LayerNorm(torch.autograd.Function):
             def again(x: Tensor, w: Tensor | None, b: Tensor | None) -> Any:
                 return _ATEN.layer_norm.default(x, sizes, w, b, epsilon)
 
-            given = data, weight, bias
-            return (*compat.gradients_by_torch(again, grad, given), None, None)
+            operands = data, weight, bias
+            return (*compat.gradients_by_torch(again, grad, operands), None, None)
         rows = _Rows(data, sizes, mean, scale, epsilon)
         given = _wide_parameters(data, weight, bias, sizes)
         found = (_in_fp32 if ctx.far else _in_low_kernels)(grad, rows, *given)
