@@ -26,6 +26,7 @@ from autoamp.compat.capture import (
     fx_tracing,
     hides_calls,
     inductor_permutes,
+    inside_jit_trace,
     is_asked_by_dynamo,
     is_batch,
     is_capture_error,

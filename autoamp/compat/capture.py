@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -210,6 +212,16 @@ def jit_tracing() -> bool:
 def other_tracing() -> bool:
     """Whether `torch.jit` or `torch.fx` traces the code that runs now."""
     return jit_tracing() or fx_tracing()
+
+
+def inside_jit_trace() -> bool:
+    """Whether `torch.jit.trace` makes the call, also between the traces it compares."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.jit._trace":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def fx_tracing() -> bool:

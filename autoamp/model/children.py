@@ -69,7 +69,9 @@ class _Watch(Watch):
             state.call.engine.record.scaling.ledger.called = True
             return
         # A region that a backward recomputes must run as in the forward.
-        if inside_a_call() or compat.inside_backward() or compat.hides_calls():
+        if inside_a_call() or compat.inside_backward():
+            return
+        if compat.hides_calls() or compat.inside_jit_trace():
             return
         if is_aside(module) or _is_called_in_another(module, root):
             return

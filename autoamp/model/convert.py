@@ -234,9 +234,10 @@ def _what_is_captured(scaling: ModelScaling) -> str:
     state = model.__dict__[STATE]
     names = " and ".join(["forward", *state.methods])
     return (
-        f"Captured are calls of {names} and of the modules in it; code that computes "
-        f"with its weights in another way, {where}, is not. Call the model or its "
-        "modules, and convert it after modules or its forward were exchanged"
+        f"Captured are calls of {names} and of the modules in it, not code that "
+        f"computes with its weights in another way, {where}, and not parts of it "
+        "inside the user's own torch.compile. Call the model or its modules; convert it after "
+        "modules or its forward were exchanged, and before torch.compile"
     )
 
 
