@@ -236,8 +236,8 @@ def _what_is_captured(scaling: ModelScaling) -> str:
     return (
         f"Captured are calls of {names} and of the modules in it, not code that "
         f"computes with its weights in another way, {where}, and not parts of it "
-        "inside the user's own torch.compile. Call the model or its modules; convert it after "
-        "modules or its forward were exchanged, and before torch.compile"
+        "inside the user's own torch.compile. Call the model or its modules; convert "
+        "it after modules or its forward were exchanged, and before torch.compile"
     )
 
 
