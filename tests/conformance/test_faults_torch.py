@@ -34,6 +34,7 @@ from autoamp.compat import (
     inductor_casts,
     tensors,
     tracing,
+    transforms,
 )
 from autoamp.compat.distributed import ddp, fsdp, groups
 from autoamp.compat.dynamo import frames, layers, on_meta, regions
@@ -251,6 +252,20 @@ def no_functorch(patch: pytest.MonkeyPatch) -> None:
 def no_batches(patch: pytest.MonkeyPatch) -> None:
     hide(patch, "is_legacy_batchedtensor", "is_batchedtensor")
     assert not capture.is_batch(torch.ones(2))
+
+
+def no_rules_of_vmap(patch: pytest.MonkeyPatch) -> None:
+    hide(patch, "get_kernel")
+    before = len(transforms._HELD)
+    transforms.mend_batched_norms.__wrapped__()
+    assert len(transforms._HELD) == before  # torch's rules stay
+
+
+def no_way_past_transforms(patch: pytest.MonkeyPatch) -> None:
+    hide(patch, "is_functorch_wrapped_tensor", "temporarily_clear_interpreter_stack")
+    patch.setattr(transforms, "inside_backward", lambda: True)
+    inside = torch.vmap(lambda x: x if transforms.past_transforms(x) is None else 0)
+    assert inside(torch.ones(2)).shape == (2,)
 
 
 def no_levels(patch: pytest.MonkeyPatch) -> None:
@@ -750,6 +765,8 @@ ALONE = [
     no_translator,
     no_functorch,
     no_batches,
+    no_rules_of_vmap,
+    no_way_past_transforms,
     no_levels,
     no_units,
     no_strategies,
