@@ -12,16 +12,18 @@ from torch._ops import OpOverload
 from autoamp import compat
 from autoamp.op_names import base_name, overloads
 
+STATISTICS = ("running_mean", "running_var")
+
 HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
-    "aten::_batch_norm_impl_index": ("running_mean", "running_var"),
-    "aten::batch_norm": ("running_mean", "running_var"),
-    "aten::batch_norm_gather_stats": ("running_mean", "running_var"),
-    "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
-    "aten::batch_norm_update_stats": ("running_mean", "running_var"),
-    "aten::cudnn_batch_norm": ("running_mean", "running_var"),
-    "aten::instance_norm": ("running_mean", "running_var"),
-    "aten::miopen_batch_norm": ("running_mean", "running_var"),
-    "aten::native_batch_norm": ("running_mean", "running_var"),
+    "aten::_batch_norm_impl_index": STATISTICS,
+    "aten::batch_norm": STATISTICS,
+    "aten::batch_norm_gather_stats": STATISTICS,
+    "aten::batch_norm_gather_stats_with_counts": STATISTICS,
+    "aten::batch_norm_update_stats": STATISTICS,
+    "aten::cudnn_batch_norm": STATISTICS,
+    "aten::instance_norm": STATISTICS,
+    "aten::miopen_batch_norm": STATISTICS,
+    "aten::native_batch_norm": STATISTICS,
 }
 """Arguments that an op writes although its schema does not say so.
 
@@ -67,6 +69,21 @@ def mutated_arguments(target: OpOverload) -> tuple[str, ...]:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     return declared + HIDDEN_WRITES.get(base_name(target), ())
+
+
+_OVERWRITES = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
+
+
+@functools.lru_cache(maxsize=4096)
+def overwritten_arguments(target: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments whose numbers `target` never reads.
+
+    `target` overwrites them, or takes a shape and a dtype from them.
+    """
+    arguments, name = compat.schema(target).arguments, base_name(target)
+    makes = name.endswith("_like") or name.startswith("aten::new_")
+    first = arguments[:1] if makes or name in _OVERWRITES else []
+    return tuple(a.name for a in (*first, *(a for a in arguments if a.is_out)))
 
 
 _OF_TORCH = frozenset({"aten", "prims", "prim", "autoamp"})

@@ -11,7 +11,13 @@ import torch
 from torch import fx
 
 from autoamp import compat
-from autoamp.ops import bodies_of, has_effect, mutated_arguments
+from autoamp.ops import (
+    STATISTICS,
+    bodies_of,
+    has_effect,
+    mutated_arguments,
+    overwritten_arguments,
+)
 from autoamp.trace.control_flow import LOWERED_BODY
 
 KERNEL = "autoamp_kernel"
@@ -117,6 +123,21 @@ def operands_in(node: fx.Node, names: Collection[str]) -> list[fx.Node]:
         if name in names:
             fx.node.map_arg(value, found.append)
     return found
+
+
+def read_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands whose numbers the result of a call depends on.
+
+    It does not depend on the running statistics of a norm that computes with those of
+    its batch, on memory that is overwritten, and on tensors that lend a shape.
+    """
+    if not isinstance(node.target, compat.OpOverload):
+        return node.all_input_nodes
+    unread = set(overwritten_arguments(node.target))
+    given = dict(named_arguments(node))
+    if not any(given.get(flag) is False for flag in ("training", "use_input_stats")):
+        unread.update(set(STATISTICS) & set(mutated_arguments(node.target)))
+    return operands_in(node, given.keys() - unread)
 
 
 def _may_write(node: fx.Node) -> bool:

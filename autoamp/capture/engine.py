@@ -27,6 +27,7 @@ from autoamp.capture.graph import (
     counting_sizes,
     observed,
     scaled,
+    undone,
     unscaled,
 )
 from autoamp.capture.locked import check_graph
@@ -43,6 +44,7 @@ from autoamp.pipeline.work import Setting
 from autoamp.place.cost import PriceModel
 from autoamp.place.devices import Device
 from autoamp.trace.meshes import DTENSORS, NESTED, kind_of_tensors
+from autoamp.training.ledger.buffers import Written
 from autoamp.weights.copies import WeightCopies
 from autoamp.weights.meshed import MeshedCopies
 
@@ -323,6 +325,12 @@ class Engine:
                 scaling.ledger if guards else None,
                 scaling.skip_watch if watches else None,
             )
+        if prepared.edge.devices or scaling.ledger.guards:
+            rewritten = prepared.rewritten
+            positions = [] if rewritten is None else rewritten.written
+            written = Written.of(scaling.models, inputs, positions)
+            if written.positions:
+                chosen = undone(chosen, scaling.ledger, written)
         is_exchanged = prepared.instead_of is not None
         if is_exchanged:
             self.record.exchange(captured)

@@ -28,6 +28,7 @@ from autoamp.rewrite.edge.scale_edge import Edge
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.training.before_run import inputs_of_run
 from autoamp.training.ledger.backwards import watch
+from autoamp.training.ledger.buffers import Written
 from autoamp.training.ledger.graph_run import GraphRun
 from autoamp.training.ledger.leaves import Origins
 from autoamp.training.ledger.model_ledger import ModelLedger
@@ -188,6 +189,24 @@ def scaled(
         return results
 
     return call_scaled
+
+
+def undone(
+    call: Callable[..., Any], ledger: ModelLedger, written: Written
+) -> Callable[..., Any]:
+    """`call`, whose writes to buffers a skipped step undoes."""
+
+    def call_undone(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call(*args)
+        buffers = written.buffers(args)
+        ledger.keep(buffers)
+        try:
+            return call(*args)
+        finally:
+            ledger.buffers.note(buffers)
+
+    return call_undone
 
 
 def _recorder(skip_watch: SkipWatch, captured: Graph) -> Recorder:

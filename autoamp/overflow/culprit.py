@@ -38,10 +38,9 @@ def harmful(trail: Trail, loss: Step | None = None) -> Step | None:
     first = next(flows, None)
     spoiled = [step for step in ends if not step.is_finite]
     if first is None or first.entered_bad or (loss is not None and loss in spoiled):
-        for end in reversed(spoiled):
-            root = root_of(end)
-            if not root.literal:
-                return root
+        roots = [root for root in map(root_of, reversed(spoiled)) if not root.literal]
+        if roots:  # a number that was given may be state that no loss depends on
+            return next((root for root in roots if not root.is_given), roots[0])
     if first is None:
         return None
     if not first.entered_bad:

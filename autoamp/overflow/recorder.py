@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from autoamp import compat
-from autoamp.analyse.nodes import written_values
+from autoamp.analyse.nodes import read_operands, written_values
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
 from autoamp.graph_functions import checkpointed
 from autoamp.node_by_node.bodies import UNROLLED
@@ -122,7 +122,7 @@ class Recorder(Observer):
     def _note(
         self, run: fx.Interpreter, n: fx.Node, tensors: list[torch.Tensor]
     ) -> None:
-        operands = [self.latest[o] for o in n.all_input_nodes if o in self.latest]
+        operands = [self.latest[o] for o in read_operands(n) if o in self.latest]
         seen = [] if _is_unset(n) else tensors
         dtype = tensors[0].dtype
         step = Step(n, largest_in(seen), dtype, operands, here=self.here)

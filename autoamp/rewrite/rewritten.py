@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
+from autoamp.analyse.nodes import tensors_of
 from autoamp.options import Options
 from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Cast
@@ -70,6 +72,17 @@ class Rewritten:
         decisions = [d for each in every for d in each.assignment.decisions.values()]
         low = sum(decision.low for decision in decisions)
         return Sums(low, len(decisions), sum(len(each.casts) for each in every))
+
+    @property
+    def written(self) -> list[int]:
+        """The positions of the inputs that the graph, or a body of it, writes to."""
+        memories = set().union(*(each.facts.mutated for each in self.with_bodies()))
+        return [
+            at
+            for at, node in enumerate(self.before.graph.find_nodes(op="placeholder"))
+            for tensor in tensors_of(node.meta.get("val"))
+            if compat.storage_id(tensor) in memories
+        ]
 
     def with_bodies(self) -> Iterator[Rewritten]:
         """Yields this record, then the records of all bodies, nested ones included."""

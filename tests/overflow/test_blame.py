@@ -103,7 +103,53 @@ def test_a_step_skipped_after_another_names_the_op(name: str, caplog) -> None:
         assert "aten::" in why
         assert "overflowed in fp16" in why
         assert why in caplog.text
-    assert training.skips[0].startswith("step 0: ")
+    assert training.skips[0].startswith("step 1: ")
+
+
+class State(Between):
+    """An overflow before code that holds state, which was poisoned before."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.group = nn.InstanceNorm1d(2, track_running_stats=True)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        for buffer in self.buffers():
+            if buffer.is_floating_point():
+                buffer.fill_(torch.nan)
+
+    def middle(self, x: Tensor) -> Tensor:
+        x = (x * 400) * 400 / 1e5  # state
+        if self.kind == "norm":
+            return self.norm(x)
+        if self.kind == "instance":
+            return self.group(x.view(-1, 2, WIDTH // 2)).view(x.shape)
+        if self.kind == "copied":
+            self.mean.copy_(x.detach().mean(0))
+        elif self.kind == "average":
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        else:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x
+
+
+KINDS = "norm", "instance", "copied", "average", "assigned"
+
+
+@pytest.mark.thorough(but=["norm", "assigned"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_no_result_depends_on_is_not_blamed(kind: str) -> None:
+    training = Training(lambda: State(kind), 2.0**12, heal=True)
+    skipped = [training.step() for _ in range(6)]
+    assert skipped == [True] * 4 + [False] * 2
+    assert all(line_of("state") in why for why in training.skips[1:])
+
+
+def test_statistics_are_blamed_where_a_norm_reads_them() -> None:
+    training = Training(lambda: State("norm").train(False), 2.0**8)
+    assert all(training.step(torch.zeros(6, WIDTH)) for _ in range(2))
+    assert "norm.running_mean holds a number that is not finite" in training.skips[1]
 
 
 def test_the_error_at_the_floor_names_the_op() -> None:

@@ -122,7 +122,7 @@ def test_a_step_skipped_after_another_names_the_op(name: str, caplog: Any) -> No
         assert "aten::" in why
         assert why in caplog.text
         assert ("the gradient of aten::" in why) == ("backward" in name)
-    assert training.skips[0].startswith("step 0: the gradient of ")
+    assert training.skips[0].startswith("step 1: the gradient of ")
 
 
 def test_a_bad_loss_is_said_to_be_outside() -> None:

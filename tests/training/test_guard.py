@@ -454,8 +454,8 @@ def test_the_report_counts_and_says_why() -> None:
     assert found.kind == "NoLossScale"
     assert found.skipped_steps == 2
     assert found.skips == (
-        "step 1: the gradient of 2.weight is not finite",
-        "step 3: the gradient of 2.weight is not finite",
+        "step 2: the gradient of 2.weight is not finite",
+        "step 4: the gradient of 2.weight is not finite",
     )
     shown = " ".join(str(autoamp.report(model)).split())
     assert "There is no loss scale; 2 steps were skipped" in shown
@@ -467,7 +467,7 @@ def test_one_warning_then_one_that_says_training_stands_still(caplog: Any) -> No
     with caplog.at_level(logging.WARNING):
         train(model, optimizer, [-1])
         (first,) = [r.message for r in caplog.records]
-        assert "skipped step 0: the gradient of 2.weight is not finite" in first
+        assert "skipped step 1: the gradient of 2.weight is not finite" in first
         assert "guard=False" in first
         train(model, optimizer, [-2, -3, -4])
     said = [r.message for r in caplog.records][1:]

@@ -423,7 +423,7 @@ def test_report() -> None:
     said = report.loss_scale
     assert (said.kind, said.scale) == ("DynamicLossScale", 2.0**14)
     assert (said.growth_tracker, said.skipped_steps, said.foreign) == (1, 1, False)
-    assert "step 1" in said.skips[0]
+    assert "step 2" in said.skips[0]
     assert "linear" in said.skips[0]
     text = report.full()
     assert "16,384" in text

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autoamp import compat
+from autoamp.training.ledger.buffers import Buffers
 from autoamp.training.ledger.leaves import Leaves
 
 
@@ -33,6 +34,7 @@ class ModelLedger:
         leaves: the trained tensors of graphs that are not scaled, at their first run.
         skips: the reason for each skipped step.
         in_a_row: how many steps have been skipped since the last step taken.
+        buffers: the buffers that runs have written to since the last step.
     """
 
     def __init__(self) -> None:
@@ -43,6 +45,7 @@ class ModelLedger:
         self.leaves: list[Leaves] = []
         self.skips: list[str] = []
         self.in_a_row = 0
+        self.buffers = Buffers()
         self._reducers: list[weakref.ref[Any]] = []
 
     @property
@@ -55,6 +58,12 @@ class ModelLedger:
     def learnt(self) -> int:
         """A number that grows with each weight that the model is known to train."""
         return len(self.leaves) + self.runs_low
+
+    def keep(self, written: Sequence[torch.Tensor]) -> None:
+        """Copies buffers that a run is about to write to, for the case of a skip."""
+        if not self.stepped:  # nobody may ever step: only the last run is undone
+            self.buffers.forget()
+        self.buffers.keep(written)
 
     def note_call(self) -> None:
         """Notes by which code gradients are reduced, as a call of the model begins."""

@@ -8,6 +8,8 @@ import torch
 
 from autoamp import compat
 from autoamp.errors import LossScaleError
+from autoamp.training.ledger.backwards import BACKWARDS
+from autoamp.training.ledger.buffers import HOLDING
 from autoamp.training.ledger.graph_run import GraphRun, Sizes
 from autoamp.training.scale.base import free_to_read
 from autoamp.training.skips import count_skips, note_skip, note_step
@@ -27,6 +29,7 @@ def move(boundary: OptimizerBoundary, reading: Reading, decision: Decision) -> N
         LossScaleError: gradients overflow at the lowest loss scale allowed.
     """
     boundary.log(decision.reason)
+    settle_buffers(boundary, reading, decision)
     if reading.known:
         runs = _note(boundary, reading, decision)
         update_scales(runs, reading.flag, reading.sizes, retries=False)
@@ -54,6 +57,8 @@ def move_evaluation(
         LossScaleError: gradients overflow at the lowest loss scale allowed.
     """
     boundary.log(decision.reason)
+    if decision.overflow:
+        settle_buffers(boundary, reading, decision)
     if not reading.known:
         return
     runs = _note(boundary, reading, decision)
@@ -70,11 +75,35 @@ def end_evaluations(boundary: OptimizerBoundary, skipped: bool = False) -> None:
     if not skipped:
         sizes = largest_in(boundary.passed_sizes)
         update_scales(boundary.passed, flag, sizes, retries=True)
+    for scaling in boundary.scalings:
+        scaling.ledger.buffers.forget()
     for scale in boundary.loss_scales:
         scale.count_skipped(flag)
     count_skips(boundary.scalings, flag)
     boundary.passed, boundary.passed_sizes = [], []
     _mark(boundary, skipped)
+
+
+def settle_buffers(
+    boundary: OptimizerBoundary, reading: Reading, decision: Decision
+) -> None:
+    """Undoes the writes of forwards to buffers where their step is skipped.
+
+    A backward may have gone through models whose weights another optimizer steps: the
+    critic of a generator.
+    """
+    if not HOLDING:
+        return
+    passes = {run.backward_id for run in reading.evidence.runs}
+    reached = [r.scaling for r in BACKWARDS.runs if r.backward_id in passes]
+    for scaling in {*boundary.scalings, *reading.guards, *reached}:
+        buffers = scaling.ledger.buffers
+        if decision.overflow:
+            buffers.put_back()
+        elif decision.overflow is None and decision.flag is not None:
+            buffers.put_back(decision.flag)
+        else:
+            buffers.forget()
 
 
 def _note(
@@ -93,7 +122,8 @@ def _note(
         evidence = evidence.blaming_elsewhere()
         try:
             by = id(boundary.optimizer)
-            note_skip(evidence, reading.params, boundary.steps, guards, by)
+            number = boundary.steps + 1
+            note_skip(evidence, reading.params, number, guards, by)
         except LossScaleError:
             _mark(boundary, True)
             raise

@@ -53,6 +53,8 @@ def _decided(
         found = getattr(optimizer, "found_inf", None)
         show(boundary, found is not None and found.reshape(()) != 0)
         boundary.log(LEFT_TO_SCALER.reason)
+        for scaling in boundary.scalings:
+            scaling.ledger.buffers.forget()
         return LEFT_TO_SCALER, None, args, kwargs
     loss, args, kwargs = evaluated(args, kwargs)
     reading = agree(boundary, read(boundary))

@@ -1,0 +1,143 @@
+"""What forwards have written to a model's buffers since its last step, to undo it.
+
+A step that is skipped leaves all state as it was: running statistics, counters,
+codebooks and averages, too, which a forward has written to before anybody knew that
+its numbers overflow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoamp import compat
+
+HOLDING: weakref.WeakSet[Buffers] = weakref.WeakSet()
+"""The models for which something is kept."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A buffer, its copy, and its version before and after the runs of graphs."""
+
+    buffer: torch.Tensor
+    copy: torch.Tensor
+    before: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """Which buffers a graph writes to.
+
+    Attributes:
+        positions: the buffers among the inputs of the graph.
+        holders: for a buffer whose module holds others that are no inputs: its
+            position, its name and the module.  Code between graphs may write to those
+            (a batch norm with `momentum=None`).
+    """
+
+    positions: Sequence[int]
+    holders: Sequence[tuple[int, str, weakref.ref[nn.Module]]]
+
+    @classmethod
+    def of(
+        cls,
+        models: Iterable[nn.Module],
+        inputs: Sequence[Any],
+        positions: Iterable[int],
+    ) -> Written:
+        """The buffers of `models` among the `inputs` at `positions`."""
+        written = {id(inputs[at]): at for at in positions}
+        if not written:
+            return cls([], [])
+        given, found, holders = set(map(id, inputs)), [], []
+        for module in (each for model in models for each in compat.modules_of(model)):
+            held = compat.buffers_here(module)
+            own = [(written[id(b)], n) for n, b in held.items() if id(b) in written]
+            found += [at for at, _ in own]
+            others = {id(b) for b in held.values() if b is not None}
+            if own and not others <= given:
+                holders.append((*own[0], weakref.ref(module)))
+        return cls([*dict.fromkeys(found)], holders)
+
+    def buffers(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """The buffers that a run with `args` may write to."""
+        found = [args[at] for at in self.positions]
+        for at, name, holder in self.holders:
+            module = holder()
+            held = {} if module is None else compat.buffers_here(module)
+            if held.get(name) is args[at]:  # and not the buffer of a copy of the model
+                found += [
+                    b for b in held.values() if b is not None and b is not args[at]
+                ]
+        return found
+
+
+class Buffers:
+    """Copies of the buffers that graphs have written to since the last step."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, _Kept] = {}
+
+    def keep(self, written: Iterable[torch.Tensor]) -> None:
+        """Copies what a run is about to write to, unless a run since the step has.
+
+        A buffer that other code has written to meanwhile (`load_state_dict`) is copied
+        anew: that write is not undone.
+        """
+        fresh = []
+        for buffer in written:
+            known, version = self._kept.get(id(buffer)), compat.version(buffer)
+            if known is None or known.after != version:
+                fresh.append(buffer)
+        if not fresh or any(map(compat.is_batch, fresh)):
+            return
+        HOLDING.add(self)
+        with torch.no_grad():
+            copies = [torch.empty_like(buffer) for buffer in fresh]
+            compat.copy_all(copies, fresh)
+        for buffer, copy in zip(fresh, copies, strict=True):
+            version = compat.version(buffer)
+            self._kept[id(buffer)] = _Kept(buffer, copy, version, version)
+
+    def note(self, written: Iterable[torch.Tensor]) -> None:
+        """Notes that a run has written to what was kept."""
+        for buffer in written:
+            known = self._kept.get(id(buffer))
+            if known is not None:
+                known.after = compat.version(buffer)
+
+    def put_back(self, flag: torch.Tensor | None = None) -> None:
+        """Undoes the writes of runs; with a `flag`, where it is set, without a wait."""
+        every = [*self._kept.values()]
+        self.forget()
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for kept in every:
+                if kept.before == compat.version(kept.buffer):
+                    # Nor has the forward of a norm moved the version.
+                    stack.enter_context(compat.version_kept(kept.buffer))
+            buffers, copies = [k.buffer for k in every], [k.copy for k in every]
+            if flag is not None:
+                found = {d: flag.to(d).reshape(()) != 0 for d in _devices(buffers)}
+                copies = [
+                    torch.where(found[buffer.device], copy, buffer)
+                    for buffer, copy in zip(buffers, copies, strict=True)
+                ]
+            if buffers:
+                compat.copy_all(buffers, copies)
+
+    def forget(self) -> None:
+        """Lets the writes be: a step was taken."""
+        self._kept = {}
+        HOLDING.discard(self)
+
+
+def _devices(tensors: Sequence[torch.Tensor]) -> set[torch.device]:
+    return {tensor.device for tensor in tensors}
