@@ -26,10 +26,11 @@ from autoamp.analyse.nodes import argument
 from autoamp.analyse.numbers import Known, known_numbers
 from autoamp.analyse.pins import Site, first_pin
 from autoamp.analyse.pins.strides import held_by_strides
+from autoamp.analyse.recurrent import read_wide
 from autoamp.analyse.verdict import GAVE_UP, Mode, Verdict, all_of
 from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import PassError
-from autoamp.graph_functions import BOTH_WAYS, STATE
+from autoamp.graph_functions import STATE
 from autoamp.op_names import base_name
 from autoamp.ops import is_custom, is_inplace, is_pointwise, is_view
 from autoamp.rules import Category, Rule, Rules, family
@@ -232,9 +233,10 @@ def _rule_modes(
         modes = ["same" if mode == "follow" else mode for mode in modes]
     elif picks:
         modes = ["follow" if mode == "same" else mode for mode in modes]
-    if fact.keeps_state and argument(node, BOTH_WAYS):
+    if fact.keeps_state:
+        wide = read_wide(node)
         for at, operand in enumerate(fact.operands):
-            if operand.argument in ("input", "data"):  # it is cast for each direction
+            if operand.value in wide and operand.argument != STATE:
                 modes[at] = "any"
     return tuple(modes)
 

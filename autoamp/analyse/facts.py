@@ -19,16 +19,15 @@ from autoamp import compat
 from autoamp.analyse.nodes import (
     KERNEL,
     ForChain,
-    argument,
     module_paths,
     named_arguments,
     source_line,
     tensors_of,
     written_values,
 )
+from autoamp.analyse.recurrent import keeps_state
 from autoamp.analyse.typed_as import typed_as
 from autoamp.dtypes import HIGH_DTYPE
-from autoamp.graph_functions import BOTH_WAYS, WITH_FP32_STATE
 from autoamp.op_names import op_name
 from autoamp.trace.meshes import HELD
 from autoamp.trace.regions import Regions
@@ -171,23 +170,6 @@ def collect_facts(
     return collector.finish()
 
 
-def _keeps_state(node: fx.Node, low: torch.dtype) -> bool:
-    """Whether a call on a CPU is a recurrent one that runs with its state in fp32.
-
-    All are, but for two that read their input in one direction: an RNN, the state of
-    which is a low product's result, and an LSTM that is one kernel of oneDNN's for each
-    layer, in training too; that kernel has neither projections nor fp16.
-    """
-    if node.target not in WITH_FP32_STATE:
-        return False
-    if argument(node, BOTH_WAYS):
-        return True
-    if node.target is not torch.ops.aten.lstm.input:
-        return not _op_name(node.target).startswith("aten::rnn")
-    hidden, cell = (state.meta["val"].shape[-1] for state in node.args[1])  # type: ignore[union-attr]
-    return hidden != cell or low != torch.bfloat16 or not compat.onednn_has_bf16()
-
-
 def _op_name(target: object) -> str:
     return op_name(target) if isinstance(target, compat.OpOverload) else ""
 
@@ -307,7 +289,7 @@ class _Collector:
             modules=module_paths(node),
             source=source_line(node),
             device=device,
-            keeps_state=device == "cpu" and _keeps_state(node, self.low),
+            keeps_state=device == "cpu" and keeps_state(node, self.low),
             chain=node.meta.get(KERNEL),
             typed_as=self.typed_as.get(node.name, ""),
         )

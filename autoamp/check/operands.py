@@ -15,7 +15,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.check.standin import StandIns, dtypes_of, named, where
 from autoamp.errors import VerificationError
-from autoamp.graph_functions import BOTH_WAYS, STATE, WITH_FP32_STATE, op_with_its_state
+from autoamp.graph_functions import STATE, WITH_FP32_STATE, op_with_its_state
 from autoamp.ops import is_custom
 
 _CONVERTS = frozenset({"aten::to", "aten::_to_copy", "aten::copy_", "aten::type_as"})
@@ -106,22 +106,24 @@ def operands_agree(node: fx.Node, after: StandIns, before: StandIns) -> None:
 
 
 def _state_is_fp32(node: fx.Node, after: StandIns) -> None:
-    """Raises unless the op reads its state in fp32 and all else in one dtype."""
+    """Raises unless the op reads its state in fp32 and its first weight low.
+
+    All else is low or is cast inside: each step, or each direction, casts by itself.
+    """
     op = op_with_its_state(node.target)
     names = [a.name for a in compat.schema(op).arguments]
-    state = names.index(STATE)
-    both_ways = BOTH_WAYS in names and node.args[names.index(BOTH_WAYS)]
-    read: list[set[torch.dtype]] = [set(), set()]
-    for index, value in enumerate(node.args):
+    read: dict[str, list[torch.dtype]] = {}
+    for name, value in zip(names, node.args, strict=False):
         operands: list[fx.Node] = []
         fx.map_arg(value, operands.append)
-        floats = {d for n in operands for d in dtypes_of(after.values[n.name])}
-        if index == 0 and both_ways:
-            continue  # the input, which is cast for each direction
-        read[index == state] |= {d for d in floats if d.is_floating_point}
-    if read[True] != {torch.float32} or len(read[False]) > 1:
+        floats = [d for n in operands for d in dtypes_of(after.values[n.name])]
+        read[name] = [d for d in floats if d.is_floating_point]
+    state = set(read.pop(STATE))
+    low = read["params" if "params" in read else "w_ih"][0]
+    others = set().union(*read.values())
+    if state != {torch.float32} or low == torch.float32 or others - {low, *state}:
         raise VerificationError(
-            f"{where(node)} reads {read[False]}, and a state of {read[True]}",
+            f"{where(node)} reads {others}, and a state of {state}",
             nodes=named(node),
         )
 

@@ -217,6 +217,9 @@ def _refuses_backward(node: fx.Node, mode: compat.FakeTensorMode) -> bool:
         return False
     if not any(a.name == "pin_memory" for a in compat.schema(target).arguments):
         return False
+    # Of numbers alone there is no backward, and `arange(n * 0.1)` would fail here.
+    if not any(isinstance(n.meta["val"], torch.Tensor) for n in node.all_input_nodes):
+        return False
     with mode, torch.enable_grad(), compat.outside_trace():
         args, kwargs = fx.map_arg((node.args, node.kwargs), _as_leaf)
         result = target(*args, **kwargs)

@@ -239,6 +239,32 @@ def test_what_torch_makes_below_autograd_has_no_gradient(
     assert torch.equal(model.fc.weight.grad, expected)
 
 
+@pytest.mark.thorough(but=["arange"])
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda h, n: torch.arange(0, n * 0.5, 0.5),
+        lambda h, n: torch.linspace(h.sum() * 0, n * 0.5, n),
+        lambda h, n: torch.full((n,), n * 0.5),
+        lambda h, n: functional.leaky_relu(h, 1 / n).sum(1),
+        lambda h, n: torch.where(h.sum(1) > n / 7, n**0.5, 0.0 * n),
+        lambda h, n: h.sum(1, keepdim=n > 3)[:, 0],
+    ],
+    ids=["arange", "linspace", "full", "slope", "where", "bool"],
+)
+def test_numbers_made_of_a_length_that_changes(
+    factor: Callable[[Tensor, int], Tensor],
+) -> None:
+    def forward(m: Of, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        return m.fc(x) * factor(x, n)[:, None]
+
+    plain, converted = pair(forward)
+    for n in (5, 7, 9):
+        x = torch.randn(n, WIDTH)
+        assert relative_error(converted(x), plain(x)) < CLOSE
+
+
 @pytest.mark.parametrize(
     "write",
     [
