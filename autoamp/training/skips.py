@@ -35,11 +35,10 @@ _AGAIN = 100
 def note_skip(
     evidence: Evidence,
     params: Sequence[torch.Tensor],
-    number: int,
     guards: Sequence[ModelScaling] = (),
     by: int = 0,
 ) -> None:
-    """Logs why step `number` is skipped, and has the next runs watched.
+    """Logs why a step is skipped, and has the next runs watched.
 
     Args:
         params: the tensors that the step would change.
@@ -55,7 +54,7 @@ def note_skip(
     for scaling in every:
         scaling.ledger.in_a_row += 1
         if scaling not in scalings:
-            _note_guarded(scaling, params, number, found, by)
+            _note_guarded(scaling, params, found, by)
         elif not scaling.adapts:
             _say_standstill(scaling, "")
     for scaling in scalings:
@@ -64,7 +63,7 @@ def note_skip(
             why = _by_gradients(evidence.runs, params)
         else:
             why = _accused(found, scaling, scale)
-        why = f"step {number}: {why}"
+        why = f"step {scaling.ledger.steps + 1}: {why}"
         scaling.ledger.note_skip(why)
         if scaling.loss_scale.at_floor and _is_new(evidence, scaling):
             raise _floor_error(scaling, why)
@@ -186,7 +185,6 @@ def say_foreign(scaling: ModelScaling) -> None:
 def _note_guarded(
     scaling: ModelScaling,
     params: Sequence[torch.Tensor],
-    number: int,
     found: tuple[ModelScaling, Step] | None,
     by: int,
 ) -> None:
@@ -200,7 +198,7 @@ def _note_guarded(
         why = blame_gradients(params, names_of(scaling.models))
     else:
         why = _accused(found, scaling, None)
-    why = f"step {number}: {why}"
+    why = f"step {scaling.ledger.steps + 1}: {why}"
     if not scaling.ledger.skips:
         logger.warning(
             "autoamp: %s: skipped %s. Nothing was written, and later steps are skipped "

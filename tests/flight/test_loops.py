@@ -210,3 +210,21 @@ def test_ranks_have_rings_of_one_run(tmp_path: Path, two: Ranks) -> None:
     assert folder.deaths(homes[0]) == []
     (death,) = folder.deaths(homes[1])
     assert folder.read_death(death)["rank"] == 1
+
+
+@pytest.mark.thorough
+def test_a_skipped_step_and_its_death_have_one_number(tmp_path: Path) -> None:
+    """Each step of each optimizer of a model counts."""
+    model = autoamp.convert(net(), **BF16, record=tmp_path)
+    parts = [model[0].parameters(), model[2].parameters()]
+    optimizers = [torch.optim.SGD(each, 1e-3) for each in parts]
+    for step in range(3):
+        model.zero_grad()
+        x, labels = batch(step)
+        loss = nn.functional.mse_loss(model(x * torch.nan if step == 2 else x), labels)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    skips = autoamp.report(model).loss_scale.skips
+    assert [why.partition(":")[0] for why in skips] == ["step 5", "step 6"]
+    assert [death["step"] for death in deaths_of(tmp_path)] == [5]

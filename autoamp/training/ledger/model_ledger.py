@@ -33,6 +33,8 @@ class ModelLedger:
             compute dtype.
         leaves: the trained tensors of graphs that are not scaled, at their first run.
         skips: the reason for each skipped step.
+        steps: how many steps optimizers have taken or skipped; the flight recorder
+            counts the same steps.
         in_a_row: how many steps have been skipped since the last step taken.
         buffers: the buffers that runs have written to since the last step.
     """
@@ -44,7 +46,7 @@ class ModelLedger:
         self.captured: list[tuple[int, int, str]] = []
         self.leaves: list[Leaves] = []
         self.skips: list[str] = []
-        self.in_a_row = 0
+        self.steps = self.in_a_row = 0
         self.buffers = Buffers()
         self._reducers: list[weakref.ref[Any]] = []
 

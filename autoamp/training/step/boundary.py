@@ -104,6 +104,17 @@ class OptimizerBoundary:
             self.scalings.append(scaling)
             self.listeners = (*self.listeners, *scaling.on_step)
 
+    def tell(self, skipped: bool | torch.Tensor, sizes: Sizes) -> None:
+        """Counts a step for each model, and tells the listeners of it.
+
+        Args:
+            skipped: whether the step is skipped; a flag where only a kernel knows.
+        """
+        for scaling in self.scalings:
+            scaling.ledger.steps += 1
+        for listener in self.listeners:
+            listener(self, skipped, sizes)
+
     def log(self, reason: str) -> None:
         """Logs what was decided about a step, for debugging."""
         name = type(self.optimizer).__name__

@@ -38,9 +38,9 @@ def move(boundary: OptimizerBoundary, reading: Reading, decision: Decision) -> N
         _mark(boundary, decision.way is Way.SKIP, reading.sizes)
         return
     boundary.steps += 1
-    for listener in boundary.listeners:
-        listener(boundary, decision.flag, reading.sizes)
-    if decision.flag is not None and find(boundary):
+    assert decision.flag is not None
+    boundary.tell(decision.flag, reading.sizes)
+    if find(boundary):
         show_on_wrappers(boundary, decision.flag.reshape(()) != 0)
     boundary.skipped_before = False  # the host does not know: see `unsure`
     boundary.unsure = reading.evidence.live or boundary.unsure
@@ -122,8 +122,7 @@ def _note(
         evidence = evidence.blaming_elsewhere()
         try:
             by = id(boundary.optimizer)
-            number = boundary.steps + 1
-            note_skip(evidence, reading.params, number, guards, by)
+            note_skip(evidence, reading.params, guards, by)
         except LossScaleError:
             _mark(boundary, True)
             raise
@@ -139,8 +138,7 @@ def _mark(
     boundary.skipped_before, boundary.unsure = skipped, ()
     if skipped:
         compat.mark_stepped(boundary.optimizer)
-    for listener in boundary.listeners:
-        listener(boundary, skipped, sizes or {})
+    boundary.tell(skipped, sizes or {})
 
 
 def largest_in(steps: Sequence[Sizes]) -> Sizes:

@@ -78,8 +78,6 @@ def leaves_to_scaler(boundary: OptimizerBoundary) -> bool:
             say_foreign(scaling)
         scaling.ledger.set_foreign(True)
         boundary.link(scaling)
-    if boundary.listeners:
-        found = getattr(boundary.optimizer, "found_inf", None)  # where it is fused
-        for listener in boundary.listeners:
-            listener(boundary, False if found is None else found.reshape(()), {})
+    found = getattr(boundary.optimizer, "found_inf", None)  # where it is fused
+    boundary.tell(False if found is None else found.reshape(()), {})
     return True
