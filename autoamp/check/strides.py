@@ -6,6 +6,7 @@ follow a changed layout are computed again on fake tensors, node by node.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -42,6 +43,11 @@ def check_strides(
         if node.op == "placeholder" and node.name in last:
             plain = value(node)
             laid[node] = plain.contiguous(memory_format=formats[plain.dim()])
+            continue
+        if node.op == "get_attr":
+            held = operator.attrgetter(str(node.target))(gm)
+            if _strides(held) != _strides(node.meta.get("val")):
+                laid[node] = _fake(held, mode)
             continue
         if node.target is not laid_out and laid.keys().isdisjoint(node.all_input_nodes):
             continue

@@ -57,7 +57,7 @@ def baked(gm: fx.GraphModule, model: nn.Module) -> Baked:
             setattr(root, str(node.target), value)
     for node, value in values.items():
         source = casts.get(node, value)
-        key = (_identity(source), value.dtype)
+        key = (_identity(source), value.dtype, _lying(value))
         if key not in named:
             path = paths.get(_identity(source), str(node.target).replace(".", "_"))
             both = node in casts and _identity(source) in wide
@@ -109,6 +109,11 @@ def _identity(tensor: Tensor) -> object:
     storage = tensor.untyped_storage().data_ptr()
     place = tensor.storage_offset(), tensor.shape, tensor.stride()
     return storage, tensor.dtype, *place
+
+
+def _lying(tensor: Tensor) -> object:
+    """The strides of a tensor, where it has any."""
+    return tensor.stride() if tensor.layout is torch.strided else None
 
 
 def _free(name: str, taken: Mapping[str, str]) -> str:

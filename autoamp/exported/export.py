@@ -5,6 +5,7 @@ placed.py       the passes, the checks and the lock, as `convert` runs them
 in_range.py     rules that keep results finite
 baked.py        weights of its own, each in the precision that it is read in
 spelled.py      torch's ops alone
+compared.py     the results beside those of the converted model
 plan.py         the plan, which goes into every file
 files.py        the file of a target
 """
@@ -37,6 +38,7 @@ from autoamp.errors import (
 )
 from autoamp.exported.baked import baked
 from autoamp.exported.captured import Call, Captured, captured
+from autoamp.exported.compared import Made, compare_with_converted, first_difference
 from autoamp.exported.files import check_path, write
 from autoamp.exported.in_range import (
     cause,
@@ -50,13 +52,14 @@ from autoamp.exported.plan import held_by, plan_of
 from autoamp.exported.spelled import spelled
 from autoamp.exported.targets import Target, target_of
 from autoamp.inspect.report import Report
-from autoamp.kernels.table import ATTENTION
+from autoamp.kernels.table import ATTENTION, CHANNELS_LAST
 from autoamp.messages import log_once
 from autoamp.model.conversion import conversion_of
 from autoamp.model.eligible import choose_precision, not_converted, unsupported
 from autoamp.model.kept import left_as_it_is
 from autoamp.model.reporting import report_of
 from autoamp.options import Options
+from autoamp.overflow.remedy import Remedy
 from autoamp.pipeline.prepared import Prepared
 from autoamp.place.devices import named_device
 from autoamp.printable import class_name
@@ -97,17 +100,17 @@ def export_model(
             "for inference",
         )
     with left_as_it_is(model):
-        program = _exported(model, call, options, runtime)
-        if target is None:
-            _compare_with_converted(model, call, program)
+        made = _exported(model, call, options, runtime)
+        program = made.program
+        engine = None if (state := conversion_of(model)) is None else state.engine
+        if target is None and engine is not None and made.gm is not None:
+            compare_with_converted(model, engine, call, made)
     if out is not None:
         write(program, runtime, out)
     return program
 
 
-def _exported(
-    model: nn.Module, call: Call, options: Options, target: Target
-) -> torch.export.ExportedProgram:
+def _exported(model: nn.Module, call: Call, options: Options, target: Target) -> Made:
     asked = parse_low_dtype(options.precision)
     why_not = "" if asked is None else target.takes(asked, options)
     graph = captured(model, call)
@@ -116,9 +119,9 @@ def _exported(
         why_not = target.takes(low, options)
     why_not = why_not or why_here
     if low is None or why_not:
-        return _in_fp32(model, graph, options, why_not, target)
+        return Made(_in_fp32(model, graph, options, why_not, target))
     options = target.rules(for_model(model, options, low), low)
-    options = _in_torchs_ops(options)
+    options = _for_file(options, target)
     device = None if target.device is None else named_device(target.device, low)
     state = conversion_of(model)
     price = None
@@ -127,7 +130,7 @@ def _exported(
     place = partial(placed, graph, model, low=low, device=device, price=price)
     with disabled():  # the automatic mode would meet the program's module
         exact = call.results(graph.program.module())
-    record, prepared, results = _in_range(graph, model, options, exact, place)
+    (record, prepared, results), rule = _in_range(graph, model, options, exact, place)
     own = baked(prepared.gm, model)
     program = spelled(graph, own.gm, call)
     read = {spec.target for spec in program.graph_signature.input_specs if spec.target}
@@ -139,7 +142,10 @@ def _exported(
     report = report_of(record, model, "" if device is None else device.name)
     plan = plan_of(program, report.to_json(), own.sources, target.name)
     compat.set_plan(program, plan.to_dict())
-    return program
+    return Made(program, prepared.gm, pytree.tree_leaves(results), rule)
+
+
+_Placed = tuple[Record, Prepared, tuple[Any, ...]]
 
 
 def _in_range(
@@ -147,44 +153,53 @@ def _in_range(
     model: nn.Module,
     options: Options,
     exact: list[Any],
-    place: Callable[..., tuple[Record, Prepared, tuple[Any, ...]]],
-) -> tuple[Record, Prepared, tuple[Any, ...]]:
+    place: Callable[..., _Placed],
+) -> tuple[_Placed, Remedy | None]:
     """What `place` gives, with ops kept in fp32 where results would not be finite.
 
     Args:
         exact: the results of fp32.
 
+    Returns:
+        It, and the rule that keeps those ops in fp32; None where none is needed.
+
     Raises:
-        ExportError: no rule makes the results finite, or a lock forbids all rules.
+        ExportError: no rule makes the results finite, or a lock forbids all rules; or
+            one does, and the options are strict.
     """
     made = place(options)
     harm = spoiled(made[2], exact) is not None
     if not harm and not differs_in_whole_numbers(made[2], exact):
-        return made
+        return made, None
     assert made[1].rewritten is not None
     found = overflow_in(graph, model, made[1].rewritten, options, any_harm=harm)
     if not harm and (not found or found.rule is None):
-        return made
+        return made, None
     for rule in rules_for(found, options):
         made = place(rule.on(options))
-        if spoiled(made[2], exact) is None:
-            made[0].note(f"{cause(found)}; it is exported with {rule}")
-            return made
+        if spoiled(made[2], exact) is not None:
+            continue
+        if options.strict:
+            raise ExportError(
+                f"{class_name(model)}: {cause(found)}. Export it with {rule}"
+            )
+        made[0].note(f"{cause(found)}; it is exported with {rule}")
+        return made, rule
     raise ExportError(
         f"{class_name(model)}: {cause(found)}, even with keep=['*']; this is a bug in "
         "autoamp, please report it. torch.export exports the model as it is"
     )
 
 
-def _in_torchs_ops(options: Options) -> Options:
-    """`options` without the kernel that no ops of torch's compute.
+def _for_file(options: Options, target: Target) -> Options:
+    """`options` without the kernels that the program of a target cannot have.
 
     Attention that was written out runs by a kernel whose result decides whether the
-    kernel may be used, for data that a graph cannot know.
+    kernel may be used, for data that a graph cannot know.  Runtimes other than torch
+    choose layouts themselves.
     """
-    return options.replace(
-        unfused=tuple({**dict.fromkeys(options.unfused), ATTENTION: None})
-    )
+    off = [ATTENTION] if target.kind == "pt2" else [ATTENTION, CHANNELS_LAST]
+    return options.replace(unfused=tuple(dict.fromkeys([*options.unfused, *off])))
 
 
 def _in_fp32(
@@ -224,7 +239,7 @@ def _check_same(
     """
     with disabled():
         given = call.results(program.module())
-    at = _first_difference(given, pytree.tree_leaves(results))
+    at = first_difference(given, pytree.tree_leaves(results))
     if at is not None:
         raise VerificationError(
             f"output {at} of the exported program is not that of the rewritten graph; "
@@ -271,47 +286,3 @@ _NO_LESS_TRUE = 1.1
 
 _ROUNDING = 1e-6
 """Of the size of a result: the rounding of fp32 itself, where nothing is low."""
-
-
-def _compare_with_converted(
-    model: nn.Module, call: Call, program: torch.export.ExportedProgram
-) -> None:
-    """Says where a program gives other results than the converted model itself.
-
-    Raises:
-        ExportError: the results differ, and the conversion is strict.
-    """
-    state = conversion_of(model)
-    if state is None or state.engine is None:
-        return
-    with disabled():
-        given = call.results(program.module())
-    at = _first_difference(given, call.results(model))
-    if at is None:
-        return
-    text = (
-        f"output {at} of the exported {class_name(model)} differs in its last bits "
-        "from that of the converted model. Either torch.export has captured other ops "
-        "than a call does (as of nn.TransformerEncoderLayer), or the model runs "
-        "attention written out by a kernel of autoamp's, or an earlier call of other "
-        "shapes made its graph. Both are placed by the same rules; `autoamp diff` of "
-        "the file and of autoamp.report(model).to_json(...) shows the ops that differ"
-    )
-    if state.engine.options.strict:
-        raise ExportError(text)
-    logger.warning("autoamp: %s", text)
-
-
-def _first_difference(some: list[Any], others: list[Any]) -> int | None:
-    """The position of the first two values that differ; NaN equals NaN."""
-    if len(some) != len(others):
-        return min(len(some), len(others))
-    for at, (one, other) in enumerate(zip(some, others, strict=True)):
-        if isinstance(one, Tensor) and isinstance(other, Tensor):
-            if one.dtype != other.dtype or one.shape != other.shape:
-                return at
-            if not bool(((one == other) | (one.isnan() & other.isnan())).all()):
-                return at
-        elif isinstance(one, Tensor) or isinstance(other, Tensor):
-            return at
-    return None

@@ -67,10 +67,7 @@ def write(program: torch.export.ExportedProgram, target: Target, out: Path_) -> 
     with _draft(path) as draft:
         try:
             if target.kind == "pt2":
-                # Torch's writer of files ends the process where a disk is full.
-                held = io.BytesIO()
-                torch.export.save(program, held)
-                draft.write_bytes(held.getbuffer())
+                _save(program, draft)
             elif target.kind == "aoti":
                 _compile(program, draft)
             elif target.kind == "onnx":
@@ -153,6 +150,15 @@ def _kinds_unknown_in(path: Path_) -> list[str]:
     named = dict.fromkeys(re.findall(r'\\"type\\": \\"(\w[\w.]*\.\w+)\\"', text))
     modules = {name: name.rpartition(".")[0] for name in named}
     return [name for name, module in modules.items() if module not in sys.modules]
+
+
+def _save(program: torch.export.ExportedProgram, draft: Path) -> None:
+    held = io.BytesIO()  # torch's writer of files ends the process on a full disk
+    with warnings.catch_warnings():
+        # Torch warns of each weight with its channels last, and writes it all the same.
+        warnings.filterwarnings("ignore", "No complete tensor found")
+        torch.export.save(program, held)
+    draft.write_bytes(held.getbuffer())
 
 
 def _compile(program: torch.export.ExportedProgram, draft: Path) -> None:

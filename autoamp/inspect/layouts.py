@@ -14,7 +14,7 @@ from autoamp.rewrite.layouts import LAST
 def layouts_text(graphs: Iterable[fx.GraphModule]) -> list[str]:
     """How many ops have their channels last; no line where no op has."""
     nodes = [node for gm in graphs for node in gm.graph.nodes]
-    last = sum(LAST in n.meta and n.op != "placeholder" for n in nodes)
+    last = sum(LAST in n.meta and n.op == "call_function" for n in nodes)
     if not last:
         return []
     changes = sum(node.target is laid_out for node in nodes)

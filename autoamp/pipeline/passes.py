@@ -45,7 +45,7 @@ from autoamp.rewrite.copied import with_targets
 from autoamp.rewrite.edge.scale_edge import scale_edge
 from autoamp.rewrite.for_compilers import for_compilers
 from autoamp.rewrite.gathers import with_low_gathers
-from autoamp.rewrite.hoist_weight_casts import hoist_weight_casts
+from autoamp.rewrite.hoist_weight_casts import folded_in, hoist_weight_casts
 from autoamp.rewrite.layouts import lay_out
 from autoamp.rewrite.meshes import with_mesh_calls
 from autoamp.rewrite.together import with_uses_together
@@ -255,12 +255,13 @@ def _layouts(work: Work) -> Work:
     copies = copies_of(work)
     if _is_eager(work.options):
         assert work.facts is not None
+        weights = [*copies, *folded_in(work.gm)]
         layouts = choose_layouts(
-            work.gm.graph, copies, work.device, work.facts.nodes, work.left
+            work.gm.graph, weights, work.device, work.facts.nodes, work.left
         )
         if layouts is None:
             return work
-        gm, weights = lay_out(work.gm, layouts), layouts.weights
+        gm, laid = lay_out(work.gm, layouts), layouts.weights
     else:
         # Inductor lays the operands of convolutions on CPUs with the channels last.
         # The strides of a depthwise weight fit both layouts: inductor leaves such an
@@ -268,11 +269,11 @@ def _layouts(work: Work) -> Work:
         on_cpu = main_device(work.gm).type == "cpu" and compat.inductor_permutes()
         if not (on_cpu and compat.is_inductor(work.options.backend)):
             return work
-        gm, weights = work.gm, convolved(work.gm.graph, copies)
-        if not weights:
+        gm, laid = work.gm, convolved(work.gm.graph, copies)
+        if not laid:
             return work
     formats = tuple(
-        FORMATS[c.meta["val"].dim()] if c in weights else torch.preserve_format
+        FORMATS[c.meta["val"].dim()] if c in laid else torch.preserve_format
         for c in copies
     )
     return replace(work, gm=gm, layouts=formats)

@@ -103,7 +103,8 @@ def choose_layouts(
 
     Args:
         graph: a graph with its casts, ready to run.
-        copies: the inputs that are low copies of weights, whose layout can change.
+        copies: the inputs and constants that are low copies of weights, whose layout
+            can change.
         device: the device the graph runs on.
         facts: the facts of the captured nodes, by name.
         left: names of nodes that keep the layout they have.

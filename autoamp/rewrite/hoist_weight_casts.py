@@ -46,6 +46,12 @@ def hoist_weight_casts(rewritten: Rewritten, left: Collection[str] = ()) -> Hois
     return _Hoist(rewritten, left).run()
 
 
+def folded_in(gm: fx.GraphModule) -> list[fx.Node]:
+    """The constants of a graph that are casts of other constants."""
+    known = gm.meta.get(FOLDED, {})
+    return [n for n in gm.graph.find_nodes(op="get_attr") if str(n.target) in known]
+
+
 def read_wide(gm: fx.GraphModule, count: int) -> tuple[int, ...]:
     """The positions, among the first `count` inputs, of those that an op reads itself.
 

@@ -16,8 +16,9 @@ LAST = "autoamp_channels_last"
 def lay_out(gm: fx.GraphModule, layouts: Layouts) -> fx.GraphModule:
     """A copy of `gm` that permutes the values read in the other layout, each once.
 
-    The copies of weights are made with their channels last (`weights/copies.py`), and
-    the results of the calls follow the layouts of their operands.
+    The copies of weights are made with their channels last (`weights/copies.py`),
+    those that are constants are made anew here, and the results of the calls follow the
+    layouts of their operands.
     """
     gm, values = copied(gm)
     layouts = layouts.of(values)
@@ -35,4 +36,9 @@ def lay_out(gm: fx.GraphModule, layouts: Layouts) -> fx.GraphModule:
             reader.replace_input_with(node, copy)
     for node in layouts.last | layouts.weights:
         node.meta[LAST] = True
+        if node.op == "get_attr":
+            name = str(node.target)
+            constant = getattr(gm, name)
+            last = FORMATS[constant.dim()]
+            gm.register_buffer(name, constant.contiguous(memory_format=last))
     return gm
