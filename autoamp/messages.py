@@ -28,8 +28,12 @@ _FLAGS = {
     "do_no_harm": "--no-do-no-harm",
     "precision": "--precision {}",
     "placement": "--placement {}",
+    "rules": "--rules {}",
 }
-"""The flags of the commands that take options of `convert`."""
+"""The flags of the commands that take options of `convert`, but for `_IN_FILE`."""
+
+_IN_FILE = ("allow", "deny", "infer", "clear")
+"""Options that a command takes in a file of rules, by --rules, as it does `keep`."""
 
 _ON_COMMAND_LINE = ContextVar("on the command line", default=False)
 
@@ -88,10 +92,10 @@ def advice(option: str, value: object, *, by_variables: bool) -> str:
         by_variables: whether environment variables gave the options, so that there may
             be no line of code that names an option.
     """
-    if _ON_COMMAND_LINE.get() and option in _FLAGS:
-        return _FLAGS[option].format(value)
     names = [str(each) for each in value] if isinstance(value, list | tuple) else []
     listed = "[" + ", ".join(f'"{each}"' for each in names) + "]"
+    if _ON_COMMAND_LINE.get():
+        return _on_command_line(option, value, names, listed)
     if not by_variables:
         return f"{option}={listed if names else repr(value)}"
     if option == "keep":
@@ -102,6 +106,18 @@ def advice(option: str, value: object, *, by_variables: bool) -> str:
         return f"AUTOAMP_{option.upper()}={','.join(names)}"
     shown = int(value) if isinstance(value, bool) else value
     return f"AUTOAMP_{option.upper()}={shown}"
+
+
+def _on_command_line(option: str, value: object, names: list[str], listed: str) -> str:
+    """The text that sets an option of a command; for some there is none but Python."""
+    if option in _FLAGS:
+        return _FLAGS[option].format(value)
+    if option == "keep":
+        return f"--rules FILE with keep.modules = {listed} in that file"
+    if option in _IN_FILE:
+        each = ", ".join(f'"{name}" = "why"' for name in names)
+        return f"--rules FILE with {option} = {{ {each} }} in that file"
+    return f"{option}={listed if names else repr(value)} in Python"
 
 
 @contextlib.contextmanager

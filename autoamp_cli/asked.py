@@ -57,9 +57,12 @@ def asking(factory: str) -> Iterator[None]:
 
 def show(printed: Any) -> None:
     """Prints a report: in colour in a terminal, as text elsewhere."""
-    if sys.stdout.isatty():
-        from rich.console import Console
+    from autoamp.messages import on_command_line
 
-        Console().print(printed)
-    else:
-        click.echo(str(printed))
+    with on_command_line():
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            Console().print(printed)
+        else:
+            click.echo(str(printed))

@@ -75,10 +75,11 @@ def explain(
         texts = [(path, make()) for path, make in written if path]
         graph, _, node = (why or "").rpartition(":")
         answer = report.why(node, graph=graph or 0) if why else ""
+        everything = report.full() if full else ""
     for path, content in texts:
         _write(path, content)
     if full:
-        click.echo(report.full())
+        click.echo(everything)
     if answer:
         click.echo(answer)
     elif not full and (text or not texts):

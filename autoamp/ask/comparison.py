@@ -19,6 +19,7 @@ from autoamp.dtypes import short_name
 from autoamp.errors import OptionError
 from autoamp.inspect.terminal.parts import as_text, plain_table
 from autoamp.inspect.text import counted, op_title, shorten
+from autoamp.messages import advice
 
 LISTED = 10
 
@@ -219,12 +220,11 @@ class Comparison:
         elif not self.keep:
             yield Text(f"{wanted}: no module needs to be kept in fp32.")
         else:
-            yield Text(f"{wanted}: keep={list(self.keep)!r}, or to_rules(path).")
+            rule = advice("keep", [*self.keep], by_variables=False)
+            yield Text(f"{wanted}: {rule}; to_rules(path) or --to-rules writes it.")
             if self.kept_errors is not None:
                 output, gradients = _pair(self.kept_errors)
-                yield Text(
-                    f"Errors with keep=: {output} output, {gradients} gradients."
-                )
+                yield Text(f"Errors with that: {output} output, {gradients} gradients.")
 
 
 def _pair(errors: Errors) -> tuple[str, str]:

@@ -114,6 +114,7 @@ from autoamp.compat.encoder import (
 )
 from autoamp.compat.exporting import (
     PLAN_KEY,
+    classes_of,
     compile_package,
     flat_graph,
     note_of,

@@ -87,3 +87,32 @@ def onnx_program(program: torch.export.ExportedProgram, opset: int | None) -> An
         told.setLevel(level)
     assert made is not None
     return made
+
+
+def classes_of(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """The classes in what a program takes and returns that torch does not know alone.
+
+    Torch's loaders find such a class once the module is imported that registers it.
+    """
+    specs = [program.call_spec.in_spec, program.call_spec.out_spec]
+    found: dict[str, None] = {}
+    while specs:
+        spec = specs.pop()
+        if spec is None or spec.is_leaf():
+            continue
+        specs += _children(spec)
+        kinds = (spec.type, spec.context)  # a named tuple's class is the context
+        for kind in (each for each in kinds if isinstance(each, type)):
+            if kind.__module__.partition(".")[0] not in _KNOWN:
+                found[f"{kind.__module__}.{kind.__qualname__}"] = None
+    return tuple(found)
+
+
+_KNOWN = frozenset({"builtins", "collections", "torch"})
+
+
+def _children(spec: Any) -> list[Any]:
+    if hasattr(spec, "children"):
+        held = spec.children
+        return list(held() if callable(held) else held)
+    return list(spec.children_specs)

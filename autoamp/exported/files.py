@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ from autoamp.exported.plan import Plan, check_program, plan_from, plan_kept_in
 from autoamp.exported.targets import SUFFIXES, Target
 from autoamp.printable import printable_line
 from autoamp.saved.document import SavedReport
+
+logger = logging.getLogger(__name__)
 
 Path_ = str | os.PathLike[str]
 
@@ -82,6 +85,14 @@ def write(program: torch.export.ExportedProgram, target: Target, out: Path_) -> 
                 f"the file for target={target.name!r} cannot be made: {text}"
             ) from error
         opened(draft)
+    classes = plan_kept_in(program).classes
+    if classes and SUFFIXES[target.kind] == ".pt2":
+        modules = sorted({name.rpartition(".")[0] for name in classes})
+        logger.warning(
+            "autoamp: %s takes or returns %s: a process that loads it, by "
+            "torch.export.load too, has to import %s before",
+            *(path.name, ", ".join(classes), ", ".join(modules)),
+        )
 
 
 def load(path: Path_) -> Any:

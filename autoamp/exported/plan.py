@@ -40,12 +40,15 @@ class Plan:
             the name in the report of the op that the node belongs to ("" for none).
         weights: for each weight of the program, the path of the model's weight that it
             was made of, and its dtype.
+        classes: the classes, other than torch's and Python's, that the program takes or
+            returns; a process imports their modules before it loads a file of torch's.
     """
 
     target: str
     report: Mapping[str, Any]
     nodes: Mapping[str, tuple[tuple[str, ...], str]]
     weights: Mapping[str, tuple[str, str]]
+    classes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, for JSON; docs/out-of-process.md has the keys."""
@@ -62,6 +65,7 @@ class Plan:
                 name: {"source": source, "dtype": dtype}
                 for name, (source, dtype) in self.weights.items()
             },
+            "classes": [*self.classes],
         }
 
     def to_json(self) -> str:
@@ -92,6 +96,7 @@ def plan_of(
             name: (sources.get(name, name), _name(tensor.dtype))
             for name, tensor in held_by(program)
         },
+        classes=compat.classes_of(program),
     )
 
 
@@ -140,7 +145,9 @@ def plan_from(where: str, data: object) -> tuple[Plan, SavedReport]:
         for name, row in _rows(where, data, "weights")
     }
     report = data.get("report")
-    found = Plan(_string(where, data, "target"), report or {}, nodes, weights)
+    classes = tuple(_strings(where, {"classes": [], **data}, "classes"))
+    target = _string(where, data, "target")
+    found = Plan(target, report or {}, nodes, weights, classes)
     return found, report_in(where, report)
 
 

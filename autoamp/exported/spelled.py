@@ -18,6 +18,7 @@ from autoamp import compat
 from autoamp.errors import ExportError
 from autoamp.exported.captured import Call, Captured
 from autoamp.graph_functions import attention, layer_norm, rms_norm
+from autoamp.messages import advice
 from autoamp.printable import printable_line
 
 OP = "autoamp_op"
@@ -137,8 +138,9 @@ def spelled(
         raise ExportError(
             "torch.export takes the model, and refuses the rewritten graph: "
             f"{type(error).__name__}: {printable_line(str(error), 1500)}. Please "
-            "report this; options that leave parts of the model in fp32 (keep=[...]) "
-            "or switch kernels off (fuse=False) may help meanwhile"
+            f"report this; {advice('keep', ['PATH'], by_variables=False)} for parts of "
+            f"the model, or {advice('fuse', False, by_variables=False)}, may help "
+            "meanwhile"
         ) from error
 
 

@@ -59,7 +59,7 @@ class Target:
         """
         name = short_name(low)
         if name not in self.dtypes:
-            others = ", ".join(f'precision="{each}"' for each in self.dtypes)
+            others = ", ".join(options.advice("precision", n) for n in self.dtypes)
             raise ExportError(
                 f"target={self.name!r} cannot run {name}: {self.refused[name]} "
                 f"({self.source}). Give {others}, or another target"

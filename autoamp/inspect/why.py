@@ -14,6 +14,7 @@ from autoamp.inspect.flip import Flip, contradiction, flip
 from autoamp.inspect.remedy import Remedy, candidates, remedy_for
 from autoamp.inspect.rows import OpRow, Section
 from autoamp.inspect.text import counted, shorten
+from autoamp.messages import advice
 from autoamp.rewrite.layouts import LAST
 from autoamp.rules import Category
 
@@ -95,8 +96,11 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
     yield f"  decision   {row.precision}{why}"
     if row.kernel:
         calls = counted(row.calls, "op")
-        left = f"unfused={[row.kernel]!r} keeps the model's ops"
-        yield f"  stands for {calls} of the model, as one kernel ({left})"
+        left = advice("unfused", [row.kernel], by_variables=False)
+        yield (
+            f"  stands for {calls} of the model, as one kernel ({left} keeps the "
+            "model's ops)"
+        )
     if _channels_last(section, row.name):
         yield "  layout     channels last, in which 16-bit convolutions are faster"
     if row.module:
@@ -246,7 +250,8 @@ def _price(change: Flip, low: str) -> str:
     if more > 0:
         text += (
             f", and {counted(more, 'more allow op')} in fp32 "
-            f"(do_no_harm=False puts allow ops in {low} at any price)"
+            f"({advice('do_no_harm', False, by_variables=False)} puts allow ops in "
+            f"{low} at any price)"
         )
     elif more < 0:
         text += f", and {counted(-more, 'more allow op')} in {low}"

@@ -285,3 +285,24 @@ def test_the_plan_is_plain_json(program: Any) -> None:
     plan, _ = plan_from("it", json.loads(text))
     assert plan.to_json() == text
     assert plan.nodes["linear"] == (("bfloat16",), "linear")
+
+
+def test_classes_of_other_packages_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    class Encoder(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return [outputs.BaseModelOutput(last_hidden_state=super().forward(x))]
+
+    name = "transformers.modeling_outputs.BaseModelOutput"
+    path = tmp_path / "m.pt2"
+    with caplog.at_level("WARNING"):
+        autoamp.export(Encoder(8, 8), (torch.ones(2, 8),), out=path, **BF16)
+    assert f"m.pt2 takes or returns {name}: a process" in caplog.text
+    plan, _ = files.plan_in(path)
+    assert plan.classes == (name,)
+    assert plan_from("m", {**plan.to_dict(), "classes": []})[0].classes == ()
+    older = {key: value for key, value in plan.to_dict().items() if key != "classes"}
+    assert plan_from("m", older)[0].classes == ()

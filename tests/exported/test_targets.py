@@ -44,7 +44,7 @@ def test_a_runtime_refuses_what_it_cannot_run(tmp_path: Any) -> None:
     text = str(told.value)
     assert "cannot run bf16" in text
     assert "no bf16 kernel for a matrix product" in text
-    assert 'precision="fp16"' in text
+    assert "precision='fp16'" in text
     assert [*tmp_path.iterdir()] == []
 
 

@@ -14,6 +14,7 @@ from autoamp.inspect.sections.headline import Headline
 from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.inspect.sections.weights import WeightRow
 from autoamp.inspect.text import CANNOT_PAY, counted, not_captured, one_name
+from autoamp.messages import advice
 from autoamp.place.cost import UNIT_NS
 
 MOST = 2
@@ -67,8 +68,8 @@ def _overflows(state: LossScaleReport | None) -> Iterator[str]:
 def _no_faster(found: Headline) -> Iterator[str]:
     if found.low_ops and not found.pays:
         yield (
-            "Leave out do_no_harm=False: the model then stays in fp32, which is faster "
-            "on this device."
+            f"Leave out {advice('do_no_harm', False, by_variables=False)}: the model "
+            "then stays in fp32, which is faster on this device."
         )
 
 
@@ -78,7 +79,8 @@ def _weights(rows: Sequence[WeightRow]) -> Iterator[str]:
         names = ", ".join(bad[:2]) + (", ..." if len(bad) > 2 else "")
         yield (
             f"{counted(len(bad), 'weight')} ({names}) out of the range of "
-            f'{rows[0].dtype}: use precision="bf16", or keep= with their modules.'
+            f"{rows[0].dtype}: use {advice('precision', 'bf16', by_variables=False)}, "
+            f"or {advice('keep', ['PATH'], by_variables=False)} with their modules."
         )
 
 

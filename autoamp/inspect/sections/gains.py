@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from autoamp.inspect.costs import bytes_text, seconds_text
 from autoamp.inspect.sections.headline import Headline
 from autoamp.inspect.text import counted
+from autoamp.messages import advice
 
 WAYS = ("fp32", "torch.autocast*", "autoamp")
 """The columns of the table; the footnote explains the star."""
@@ -80,5 +81,5 @@ def _sentence(found: Headline, low: str) -> str:
         return 'No time is predicted under objective="memory".'
     return (
         f"No time is predicted: {low} is no faster than fp32 on this device, and runs "
-        "only because of do_no_harm=False."
+        f"only because of {advice('do_no_harm', False, by_variables=False)}."
     )

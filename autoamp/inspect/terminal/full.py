@@ -29,12 +29,13 @@ from autoamp.inspect.sections.compiled_later import later_text
 from autoamp.inspect.terminal.fp32 import stayed_fp32
 from autoamp.inspect.terminal.parts import plain_table
 from autoamp.inspect.text import counted, kernels_text, op_title, shorten
+from autoamp.messages import advice
 
 _LISTED = 8
-_REWARD_NOTE = (
-    "\nNote on do_no_harm=False: allow ops run in low precision wherever they may, at "
-    "any cost; among such placements the predicted time is the least.  Costs include a "
-    "reward for each converted allow op, predicted times do not."
+_REWARD = (
+    "allow ops run in low precision wherever they may, at any cost; among such "
+    "placements the predicted time is the least.  Costs include a reward for each "
+    "converted allow op, predicted times do not."
 )
 _MEANINGS = {
     "allow": "safe and worth it",
@@ -63,7 +64,8 @@ def render(document: Document) -> Iterator[RenderableType]:
 
 def _note(document: Document) -> Iterator[RenderableType]:
     if any(costs.reward for costs in document.costs):
-        yield Text(_REWARD_NOTE)
+        forced = advice("do_no_harm", False, by_variables=False)
+        yield Text(f"\nNote on {forced}: {_REWARD}")
 
 
 def _head(document: Document) -> Text:
@@ -158,7 +160,7 @@ def _unlisted(ops: Sequence[OpRow]) -> Iterator[RenderableType]:
     )
     if not counts:
         return
-    yield Text("\nOps in no list (add them with allow=, deny=, infer=, clear=)", "bold")
+    yield Text("\nOps in no list (allow, deny, infer and clear add them)", "bold")
     for (op, category, reason), count in counts.most_common(_LISTED):
         times = f" x{count}" if count > 1 else ""
         yield _indented(f"{op_title(op)}{times} → {category}: {reason}")
