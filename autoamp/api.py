@@ -106,9 +106,7 @@ def convert(
         loss_scale: "auto" (dynamic for fp16, none for bf16), "dynamic", "off", a
             number, or a `LossScale`, which may be shared by several models.
         backend: "eager", which runs the rewritten graph as it is, "inductor", which
-            compiles it, "auto", which runs it as it is at first and has inductor
-            compile it in the background once it repeats
-            (docs/performance.md#compiled-in-the-background), or any Dynamo backend.
+            compiles it, or any Dynamo backend.
         placement: "optimal" (least cost), "tensorflow", "promote" or "forced".
         objective: "time" or "memory".
         do_no_harm: whether ops that are predicted to gain nothing stay in fp32.
@@ -374,7 +372,7 @@ def load(path: str | os.PathLike[str]) -> Any:
 def _heard(**given: Any) -> Options:
     """The options that a caller gives; one without effect is answered by a line."""
     options = Options(**given)
-    if options.exact_casts and options.backend == "eager" and not options.later:
+    if options.exact_casts and options.backend == "eager":
         log_once(
             logger,
             logging.WARNING,

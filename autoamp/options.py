@@ -6,8 +6,6 @@ import dataclasses
 import difflib
 import logging
 import os
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 PLACEMENTS = ("optimal", "tensorflow", "promote", "forced")
 OBJECTIVES = ("time", "memory")
-AUTO = "auto"
-BACKENDS = ("eager", "inductor", AUTO)
+BACKENDS = ("eager", "inductor")
 WEIGHT_COPIES = ("kept", "every call")
 
 
@@ -45,8 +42,6 @@ class Options:
         exact_casts: whether the kernels of inductor round at each cast.
         calibrate: whether prices are those of speeds measured on this machine.
         record: the folder of the flight recorder, or None.
-        later: whether graphs that repeat are compiled in the background.  Only
-            `backend="auto"` sets this field; `backend` is "eager" then.
         unlist: (category, op) pairs to take out of the rules.  Only the environment
             variables of the automatic mode set this field; a caller cannot.
         own_keep: (module path, reason) pairs that the model itself keeps in fp32.  Only
@@ -86,7 +81,6 @@ class Options:
     exact_casts: bool = False
     calibrate: bool = True
     record: str | os.PathLike[str] | None = None
-    later: bool = False
     unlist: tuple[tuple[str, str], ...] = ()
     own_keep: tuple[tuple[str, str], ...] = ()
     chosen: Any = None
@@ -106,8 +100,6 @@ class Options:
         _choice("weight_copies", self.weight_copies, WEIGHT_COPIES)
         if not callable(self.backend):
             _choice("backend", self.backend, BACKENDS, "or any Dynamo backend callable")
-        self._take_auto()
-        self._take_old_fuse()
         switches = ("do_no_harm", "strict", "heal", "guard", "fuse", "exact_casts")
         for name in (*switches, "calibrate"):
             if not isinstance(getattr(self, name), bool):
@@ -121,27 +113,6 @@ class Options:
         object.__setattr__(self, "lock", _report(self.lock))
         if self.record is not None and not isinstance(self.record, str | os.PathLike):
             raise OptionError(f"record={self.record!r} is not the path of a folder")
-
-    def _take_auto(self) -> None:
-        """Reads `backend="auto"` as eager, with a compilation later."""
-        auto = isinstance(self.backend, str) and self.backend == AUTO
-        object.__setattr__(
-            self, "later", auto or (self.later and self.backend == "eager")
-        )
-        if auto:
-            object.__setattr__(self, "backend", "eager")
-
-    def _take_old_fuse(self) -> None:
-        """Reads the spelling of 0.1, `fuse=["gelu"]`, as `unfused=["gelu"]`."""
-        given: Any = self.fuse
-        if isinstance(given, bool) or not isinstance(given, Sequence):
-            return
-        names = _strings("fuse", given)
-        unfused = (*self.unfused, *names)
-        message = f"fuse={given!r} is now written {self.advice('unfused', unfused)}"
-        warnings.warn(message, DeprecationWarning, stacklevel=_depth_of_caller())
-        object.__setattr__(self, "fuse", True)
-        object.__setattr__(self, "unfused", unfused)
 
     def _check_rules(self) -> None:
         """Checks the rules at once, and not only when a model is captured.
@@ -230,8 +201,6 @@ class Options:
             if name not in OPTION_NAMES:
                 there = ", ".join(sorted(OPTION_NAMES))
                 raise OptionError(f"unknown option {name!r}; the options are {there}")
-        if "backend" in changes:
-            changes["later"] = False
         return dataclasses.replace(self, **changes)
 
     @property
@@ -268,7 +237,6 @@ class Options:
 
 
 OPTION_NAMES = frozenset(f.name for f in dataclasses.fields(Options)) - {
-    "later",
     "unlist",
     "own_keep",
     "chosen",
@@ -326,15 +294,6 @@ def _kernels(value: Any) -> tuple[str, ...]:
                 f"The kernels are {', '.join(KERNEL_NAMES)}"
             )
     return names
-
-
-def _depth_of_caller() -> int:
-    """The number of frames between the caller of this function and the user's code."""
-    depth, frame = 1, sys._getframe(1)
-    ours = (__name__.partition(".")[0], dataclasses.__name__)
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ours:
-        depth, frame = depth + 1, frame.f_back
-    return depth
 
 
 def _report(value: Any) -> SavedReport | None:

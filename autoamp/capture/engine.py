@@ -19,7 +19,6 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.pins import kept_by
 from autoamp.capture.autocast import autocast_region, graph_under_autocast
-from autoamp.capture.background import Background, background
 from autoamp.capture.graph import (
     Graph,
     Local,
@@ -62,12 +61,6 @@ _BY_AUTOCAST = {
     "torch.autocast, in bf16 and unscaled where it is trained"
     for kind in (DTENSORS, NESTED)
 }
-
-
-_TWICE = (
-    "a backward of it has create_graph=True, which compiled code cannot take: its "
-    "graphs stay eager"
-)
 
 
 @dataclass(eq=False)
@@ -122,34 +115,11 @@ class Engine:
         self, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         """The Dynamo backend of one model: the callable to run instead of `gm`."""
-        prepared = self.prepared(gm, example_inputs)
-        later = self.background(gm, prepared)
-        if later is None:
-            return self.bind(prepared, example_inputs)
+        return self.bind(self.prepared(gm, example_inputs), example_inputs)
 
-        def run(*args: Any) -> Any:
-            return self.call_for(prepared, later, args)(*args)
-
-        return run
-
-    def call_for(
-        self, prepared: Prepared, later: Background | None, args: Sequence[Any]
-    ) -> Callable[..., Any]:
-        """The function that a call of this model runs for a graph.
-
-        Args:
-            later: compiles the graph in the background, or None.
-        """
-        form = prepared if later is None else later.form(self, args)
-        return self.bound.get(form) or self.bind(form, args)
-
-    def background(self, gm: fx.GraphModule, prepared: Prepared) -> Background | None:
-        """What compiles `gm` later, where that is asked for."""
-        if not self.options.later or self.differentiated_twice:
-            return None
-        low, scaled = self.record.low, self.record.scaling.enabled
-        on = Setting(device=self.device, price=self.price)
-        return background(gm, prepared, low, scaled=scaled, setting=on)
+    def call_for(self, prepared: Prepared, args: Sequence[Any]) -> Callable[..., Any]:
+        """The function that a call of this model runs for a graph."""
+        return self.bound.get(prepared) or self.bind(prepared, args)
 
     def prepared(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Prepared:
         """`gm` made ready to run and bound to this model; as it is if a stage fails."""
@@ -301,7 +271,7 @@ class Engine:
         if scaling.observers and self.runs_as_is and runs_every_op(captured.gm):
             observed(captured, scaling.observers)
         options = self.options
-        if options.locked is not None and prepared.instead_of is None:
+        if options.locked is not None:
             check_graph(options.locked, self.record, captured, strict=options.strict)
         self.computes_on_nested |= prepared.problem == _BY_AUTOCAST[NESTED]
         for why in prepared.notes:
@@ -311,14 +281,12 @@ class Engine:
         if prepared.rewritten is None:
             chosen = counting_runs(self.local, prepared.run)
         elif prepared.edge.devices:
-            is_eager = self.runs_as_is and prepared.instead_of is None
-            is_scaled = needs_loss_scale(low) and is_eager
+            is_scaled = needs_loss_scale(low) and self.runs_as_is
             watches = is_scaled and runs_every_op(captured.gm)
             chosen = scaled(self.local, scaling, captured, inputs, watches=watches)
         else:
             guards = scaling.ledger.guards
-            is_eager = self.runs_as_is and prepared.instead_of is None
-            watches = guards and is_eager and runs_every_op(captured.gm)
+            watches = guards and self.runs_as_is and runs_every_op(captured.gm)
             chosen = unscaled(
                 self.local,
                 captured,
@@ -331,51 +299,35 @@ class Engine:
             written = Written.of(scaling.models, inputs, positions)
             if written.positions:
                 chosen = undone(chosen, scaling.ledger, written)
-        is_exchanged = prepared.instead_of is not None
-        if is_exchanged:
-            self.record.exchange(captured)
-        else:
-            self.record.add(captured)
-        self.is_new = not is_exchanged or self.is_new
+        self.record.add(captured)
+        self.is_new = True
         if prepared.rewritten is None:
             return chosen
         if prepared.sizes:
             chosen = counting_sizes(chosen, prepared.sizes, captured.sizes)
-        if self.runs_as_is and not options.later:
-            return chosen
-        return self._watched(chosen, is_eager=options.later and not is_exchanged)
+        return chosen if self.runs_as_is else self._watched(chosen)
 
     @property
     def runs_as_is(self) -> bool:
         """Whether eager autograd differentiates the graphs, any number of times."""
         return self.options.backend == "eager" or self.differentiated_twice
 
-    def _watched(
-        self, call: Callable[..., Any], *, is_eager: bool
-    ) -> Callable[..., Any]:
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, which also notices backwards that record a graph of their own.
 
         Code that AOT autograd compiled can be differentiated only once.
-
-        Args:
-            is_eager: whether the call runs a graph as it is, which can be
-                differentiated twice and is then not compiled later.
         """
-        compiler = "inductor" if self.options.later else self.options.backend
 
         def look(_: torch.Tensor) -> None:
             if torch.is_grad_enabled() and not self.differentiated_twice:
                 self.differentiated_twice = True
-                if is_eager:
-                    self.record.note(_TWICE, aloud=False)
-                    return
                 logger.warning(
                     "autoamp: a backward of %s has create_graph=True. What %s compiles "
                     "cannot be differentiated twice: if this loss is, torch will say "
                     "so now. From the next call on the model runs with "
                     "%s, which can",
                     self.record.label,
-                    compiler,
+                    self.options.backend,
                     self.options.advice("backend", "eager"),
                 )
 

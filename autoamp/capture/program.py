@@ -49,13 +49,12 @@ class Backend:
         self.nodes += sum(n.op not in _ENDS for n in gm.graph.nodes)
         first = self.running()
         prepared = first.prepared(gm, example_inputs)
-        later = first.background(gm, prepared)
         rewritten = prepared.rewritten
         self.computes = self.computes or rewritten is None or rewritten.sums.ops > 0
 
         def run(*args: Any) -> Any:
             engine = THREAD.engine or self.running()
-            return engine.call_for(prepared, later, args)(*args)
+            return engine.call_for(prepared, args)(*args)
 
         return run
 

@@ -128,16 +128,6 @@ class Record:
         if why:
             self.skipped.append(Skipped(f"graph {len(self.graphs) - 1}", why))
 
-    def exchange(self, captured: Graph) -> None:
-        """Keeps a graph in the place of the same graph before it was compiled."""
-        before = captured.prepared.instead_of
-        for index, each in enumerate(self.graphs):
-            if each.prepared is before:
-                captured.runs, captured.sizes = each.runs, each.sizes
-                self.graphs[index] = captured
-                return
-        self.add(captured)
-
     def leave_out(self, problem: str) -> None:
         """Keeps the reason why the next graph cannot even be run as it is."""
         self.skipped.append(Skipped(f"graph {len(self.graphs)}", problem))

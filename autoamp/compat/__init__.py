@@ -9,12 +9,6 @@ The names imported below are the ones that the package uses.
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autoamp.compat.apart import (
-    Compilation,
-    capture_lock,
-    compile_like_there,
-    job_for,
-)
 from autoamp.compat.calls import end_watch, watch_calls
 from autoamp.compat.capture import (
     any_batch,

@@ -138,7 +138,6 @@ def _section(section: Section) -> dict[str, Any]:
         "compute_dtype": section.low,
         "device": costs.device,
         "exact_casts": section.exact_casts,
-        "background": section.background,
         "unit": "bytes" if costs.in_bytes else "0.1 ns",
         "optimal_cost": costs.optimal_cost,
         "recounted_cost": costs.ours.cost,  # the check of the casts has counted it

@@ -19,7 +19,6 @@ from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.inspect.costs import Costs, costs_of, in_fp32
 from autoamp.place.assign import COSTS_CASTS, GAINS_NOTHING, Decision
 from autoamp.rewrite.compiled_casts import CAST_FATE, EXACT_CASTS
-from autoamp.rewrite.compiled_later import state_of
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.control_flow import LOWERED_BODY
@@ -61,11 +60,6 @@ class Section:
         """Whether inductor's kernels round at each cast; None where that is unknown."""
         found: bool | None = self.gm.meta.get(EXACT_CASTS)
         return found
-
-    @property
-    def background(self) -> str:
-        """How far inductor is in the background: "" where the graph is not for it."""
-        return "" if self.body else state_of(self.gm)
 
     @property
     def low(self) -> str:

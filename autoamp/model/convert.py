@@ -7,7 +7,6 @@ weights; everything else about the model is untouched.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -320,8 +319,7 @@ def _runs_as_it_is(options: Options, label: str) -> Options:
             f"{options.advice('backend', 'eager')}, or "
             f"{options.advice('loss_scale', 'off')}"
         )
-    without = dataclasses.replace(options, later=False)  # for the same reason
-    return without.replace(keep=("*",), do_no_harm=True)
+    return options.replace(keep=("*",), do_no_harm=True)
 
 
 def revert_model(model: nn.Module, *, optimizers: bool = True) -> nn.Module:

@@ -31,8 +31,6 @@ class Prepared:
         sizes: positions of the inputs that are symbolic sizes.
         own_autocast: whether the graph was captured in a `torch.autocast` of the
             script's own, which is on whenever the graph runs.
-        instead_of: the same graph as it ran before it was compiled (`backend="auto"`),
-            or None.
     """
 
     rewritten: Rewritten | None
@@ -46,4 +44,3 @@ class Prepared:
     edge: Edge = field(default_factory=Edge)
     sizes: tuple[int, ...] = ()
     own_autocast: bool = False
-    instead_of: Prepared | None = None

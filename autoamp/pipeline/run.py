@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -99,63 +99,11 @@ def prepare(
     Raises:
         AutoampError: a pass failed; the message says where.
     """
-    found = uncompiled(gm, inputs, options, low, scaled=scaled, setting=setting)
-    if options.backend == "eager":
-        return found.prepared(found.code.forward)
-    return found.prepared(_compiled(found))
-
-
-@dataclass(frozen=True)
-class Uncompiled:
-    """A graph that all passes have run on, before the back end makes a function of it.
-
-    Attributes:
-        work: the state after the last pass.
-        code: the graph whose code is run or compiled.
-        inputs: the inputs Dynamo captured the graph with.
-    """
-
-    work: Work
-    code: fx.GraphModule
-    inputs: Sequence[Any]
-
-    def given(self) -> list[Any]:
-        """The arguments the graph is called with."""
-        return _given(self.work, self.inputs)
-
-    def prepared(self, run: Callable[..., Any]) -> Prepared:
-        """The graph made ready to run, by the function that the back end has made."""
-        work = self.work
-        assert work.rewritten is not None
-        sizes = (i for i, v in enumerate(self.inputs) if isinstance(v, torch.SymInt))
-        return Prepared(
-            work.rewritten,
-            work.gm,
-            run,
-            notes=(*_given_up(work.rewritten), *work.notes),
-            weights=work.weights,
-            read_wide=read_wide(work.gm, len(self.inputs)),
-            layouts=work.layouts,
-            edge=work.edge,
-            sizes=tuple(sizes),
-        )
-
-
-def uncompiled(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: Options,
-    low: torch.dtype,
-    *,
-    scaled: bool,
-    setting: Setting = _ANYWHERE,
-) -> Uncompiled:
-    """As `prepare`, without a function: the back end has not been called yet."""
-    own = options.backend == "eager" and options.fuse
+    eager = options.backend == "eager"
     setting = replace(
         setting,
         free_weights=True,
-        own_kernels=own,
+        own_kernels=eager and options.fuse,
         own_ops=takes_our_ops(options),
     )
     seconds: dict[str, float] = {}
@@ -163,12 +111,23 @@ def uncompiled(
         normalised = normalise(gm, inputs)
     work = _begun(normalised, Plan(options, low, setting, scaled), seconds)
     work = _run(work, Phase.PREPARE)
+    assert work.rewritten is not None
     code = work.code or work.gm
-    if options.backend != "eager":
+    if not eager:
         compat.as_dynamo_gave(code, gm)
     if setting.makes_code:
         compat.make_code(code)
-    return Uncompiled(work, code, inputs)
+    return Prepared(
+        work.rewritten,
+        work.gm,
+        code.forward if eager else _compiled(work, code, _given(work, inputs)),
+        notes=(*_given_up(work.rewritten), *work.notes),
+        weights=work.weights,
+        read_wide=read_wide(work.gm, len(inputs)),
+        layouts=work.layouts,
+        edge=work.edge,
+        sizes=tuple(i for i, v in enumerate(inputs) if isinstance(v, torch.SymInt)),
+    )
 
 
 def as_it_is(
@@ -182,9 +141,8 @@ def as_it_is(
     return Prepared(None, gm, run, problem)
 
 
-def _compiled(found: Uncompiled) -> Callable[..., Any]:
+def _compiled(work: Work, code: fx.GraphModule, given: list[Any]) -> Callable[..., Any]:
     """The function that a compiler makes of a graph; what inductor does is noted."""
-    work, code, given = found.work, found.code, found.given()
     options = work.options
     if not compat.is_inductor(options.backend):
         return compat.compile_with(options.backend, code, given)

@@ -11,7 +11,6 @@ from autoamp.inspect.document import Document
 from autoamp.inspect.layouts import layouts_text
 from autoamp.inspect.sections.cast_counts import counts_text
 from autoamp.inspect.sections.compiled_casts import compiled_text
-from autoamp.inspect.sections.compiled_later import later_text
 from autoamp.inspect.text import counted, kernels_text
 
 
@@ -23,7 +22,6 @@ def graph_facts(report: Document, low: str) -> Iterator[str]:
     """
     yield counts_text(report.cast_counts, low)
     yield from compiled_text(report.compiled_casts)
-    yield from later_text(report.sections)
     yield from kernels_text(report.ops)
     yield from layouts_text(report.graphs)
     graphs = f"{counted(len(report.graphs), 'graph')} captured"

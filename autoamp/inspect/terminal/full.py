@@ -25,7 +25,6 @@ from autoamp.inspect.sections.compiled_casts import (
     compiled_casts,
     compiled_text,
 )
-from autoamp.inspect.sections.compiled_later import later_text
 from autoamp.inspect.terminal.fp32 import stayed_fp32
 from autoamp.inspect.terminal.parts import plain_table
 from autoamp.inspect.text import counted, kernels_text, op_title, shorten
@@ -77,7 +76,6 @@ def _head(document: Document) -> Text:
         f"{low_ops:,} of {counted(len(ops), 'float op')} in {low}, the rest in fp32.",
         counts_text(document.cast_counts, low),
         *compiled_text(document.compiled_casts),
-        *later_text(document.sections),
         *kernels_text(ops),
         f"{graphs} captured; rewritten graphs ran {counted(runs, 'time')}.",
     ]

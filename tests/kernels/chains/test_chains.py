@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +26,8 @@ from autoamp.kernels.table import (
     ROTARY,
     TOGETHER,
 )
-from autoamp.options import Options
 from tests.metrics import relative_error
-from tests.small_models import BF16, Of
+from tests.small_models import Of
 
 C = math.sqrt(2 / math.pi)
 WIDTH = 32
@@ -518,32 +516,10 @@ def test_kernels_to_switch_off_are_a_list_of_names(given: Any, message: str) -> 
         autoamp.convert(Between(gelu), unfused=given)
 
 
-@pytest.mark.parametrize("given", [None, 1, 0])
+@pytest.mark.parametrize("given", [None, 1, 0, ["gelu_tanh"]])
 def test_fuse_is_true_or_false(given: Any) -> None:
     with pytest.raises(autoamp.OptionError, match=r"fuse=.* is not True or False"):
         autoamp.convert(Between(gelu), fuse=given)
-
-
-@pytest.mark.parametrize("given", [["gelu_tanh"], ("gelu_tanh",), "gelu_tanh"])
-def test_the_old_spelling_works_and_warns_once_at_the_line_that_has_it(
-    given: Any,
-) -> None:
-    message = re.escape('is now written unfused=["gelu_tanh"]')
-    with pytest.warns(DeprecationWarning, match=message) as told:
-        model = autoamp.convert(Between(gelu), **BF16, fuse=given)
-    (one,) = told
-    assert one.filename == __file__
-    model(X)
-    report = autoamp.report(model)
-    assert kernels(report) == []
-    assert "aten::tanh.default" in {row.op for row in report.ops}
-
-
-def test_the_old_spelling_adds_to_the_new_one() -> None:
-    with pytest.warns(DeprecationWarning, match="is now written unfused="):
-        options = Options(fuse=["silu"], unfused=["mish"])  # type: ignore[arg-type]
-    assert (options.fuse, options.unfused) == (True, ("mish", "silu"))
-    assert options.replace(strict=True).unfused == ("mish", "silu")
 
 
 @pytest.mark.parametrize(
