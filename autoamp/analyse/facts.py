@@ -151,18 +151,16 @@ class Facts:
 
 
 def collect_facts(
-    gm: fx.GraphModule,
-    device: str | None = None,
-    low: torch.dtype = torch.bfloat16,
+    gm: fx.GraphModule, low: torch.dtype, device: str | None = None
 ) -> Facts:
     """The facts of every node of ATen graph `gm`, which is not changed.
 
     The walk assumes that the graph starts in the caller's grad mode.
 
     Args:
+        low: the dtype that ops may run in.
         device: type of the device that the graph is to run on; by default each node
             runs on the device it was traced on.
-        low: the dtype that ops may run in.
     """
     collector = _Collector(gm, torch.is_grad_enabled(), device, low)
     for node in gm.graph.nodes:

@@ -66,7 +66,7 @@ class _Watch(Watch):
         if state is None or root is None or state.call is None:
             return
         if THREAD.off:
-            state.call.engine.record.scaling.ledger.called = True
+            state.call.engine.record.scaling.ledger.note_called()
             return
         # A region that a backward recomputes must run as in the forward.
         if inside_a_call() or compat.inside_backward():

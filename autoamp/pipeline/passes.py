@@ -128,7 +128,7 @@ def _calls_once(work: Work) -> Work:
 
 
 def _facts(work: Work) -> Work:
-    facts = collect_facts(work.gm, work.device_type, work.plan.low)
+    facts = collect_facts(work.gm, work.plan.low, work.device_type)
     facts = replace(facts, own_kernels=work.plan.setting.own_kernels)
     return replace(work, facts=facts, before=work.gm)
 

@@ -24,7 +24,7 @@ LISTS = [f"AUTOAMP_{c}LIST" for c in ("ALLOW", "DENY", "INFER", "CLEAR")]
 WORDS = {
     "AUTOAMP_PRECISION": "auto, fp16, bf16",
     "AUTOAMP_LOSS_SCALE": "auto, dynamic, off or a positive finite number",
-    "AUTOAMP_BACKEND": "eager, inductor, auto",
+    "AUTOAMP_BACKEND": "eager, inductor",
     "AUTOAMP_PLACEMENT": "optimal, tensorflow, promote, forced",
     "AUTOAMP_DO_NO_HARM": "1, true, on, 0, false, off",
     "AUTOAMP_STRICT": "1, true, on, 0, false, off",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoamp
-from autoamp import compat
+from autoamp.compat.dynamo import frames
 
 BF16: dict[str, Any] = {"precision": "bf16", "do_no_harm": False}
 LIMIT = 60.0
@@ -29,7 +29,7 @@ class Trace(threading.Thread):
             self.may_end.wait(LIMIT)
             return 2 * x
 
-        with compat.capture_lock():
+        with frames.lock():
             make_fx(traced)(torch.ones(2))
 
 

@@ -7,6 +7,7 @@ One table of small models holds each function that a rewritten graph calls.  Eac
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -87,10 +88,13 @@ class Turned(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.Module], *, packed: bool = False) -> None:
+    def __init__(
+        self, kind: type[nn.Module], *, packed: bool = False, **given: Any
+    ) -> None:
         super().__init__()
         self.packed = packed
-        self.inner, self.out = kind(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner = kind(WIDTH, WIDTH, **given)
+        self.out = nn.Linear(WIDTH * (1 + ("bidirectional" in given)), WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed:
@@ -165,6 +169,30 @@ TABLE = {
     "lstm packed": Row(
         lambda: Recurrent(nn.LSTM, packed=True), "lstm_data_fp32_state", (3, 3, WIDTH)
     ),
+    "lstm both ways": Row(
+        lambda: Recurrent(nn.LSTM, bidirectional=True), "lstm_fp32_state"
+    ),
+    **{
+        f"rnn both ways {kind}": Row(
+            functools.partial(Recurrent, nn.RNN, bidirectional=True, nonlinearity=kind),
+            f"rnn_{kind}_fp32_state",
+        )
+        for kind in ("tanh", "relu")
+    },
+    **{
+        f"rnn both ways {kind} packed": Row(
+            functools.partial(
+                Recurrent,
+                nn.RNN,
+                packed=True,
+                bidirectional=True,
+                nonlinearity=kind,
+            ),
+            f"rnn_{kind}_data_fp32_state",
+            (3, 3, WIDTH),
+        )
+        for kind in ("tanh", "relu")
+    },
     "gru cell": Row(lambda: Recurrent(nn.GRUCell), "gru_cell_fp32_state"),
     "lstm cell": Row(lambda: Recurrent(nn.LSTMCell), "lstm_cell_fp32_state"),
     "checkpoint": Row(Checkpointed, "checkpointed"),

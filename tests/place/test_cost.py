@@ -71,7 +71,7 @@ def priced(
     """Prices of `function(*given, weight)`; only the weight may need a gradient."""
     model = Of(function, weight).requires_grad_(train)
     gm = normalise(capture(model, len(given)), given).gm
-    facts = collect_facts(gm)
+    facts = collect_facts(gm, torch.bfloat16)
     found = classify(gm, facts, RULES, LOW, ())
     if modes:
         verdicts = {n: replace(v, modes=modes) for n, v in found.verdicts.items()}

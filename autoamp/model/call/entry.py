@@ -125,7 +125,7 @@ class Entry:
         """`model(*args, **kwargs)` in mixed precision, or fp32 where disabled."""
         tell_ranks(model, self.engine.record.scaling)
         if THREAD.off:
-            self.engine.record.scaling.ledger.called = True
+            self.engine.record.scaling.ledger.note_called()
             return self.plain(model, *args, **kwargs)
         if compat.transforms_active():
             held = *nn.Module.parameters(model), *nn.Module.buffers(model)
@@ -174,7 +174,7 @@ class Entry:
             self._resting[mode] = Rest(args, kwargs)
         self._modes.add(mode)
         if mode[0] and self.engine.record.calls:
-            self.engine.record.scaling.ledger.called = True
+            self.engine.record.scaling.ledger.note_called()
         return result
 
     def _guard_hooks(self) -> None:
@@ -289,7 +289,7 @@ class Entry:
             raise CaptureError(f"{engine.record.label}: {said}")
         engine.record.calls += 1
         engine.record.aside += 1
-        engine.record.scaling.ledger.called = True
+        engine.record.scaling.ledger.note_called()
         if compat.forward_mode():
             engine.record.note(FORWARD_MODE)
             return self._as_written(model, *args, **kwargs)
@@ -370,7 +370,7 @@ class Entry:
         if compat.fx_tracing():  # no real call: torch.fx makes another program
             engine.record.calls -= 1
             engine.record.note(TRACED)
-            engine.record.scaling.ledger.called = True  # and it has been said
+            engine.record.scaling.ledger.note_called()  # and it has been said
             return
         hidden, program = compat.hides_calls(), self.program
         if not hidden and program is not None and program.computes_nothing:

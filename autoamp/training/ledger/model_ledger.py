@@ -83,6 +83,10 @@ class ModelLedger:
         ops = f"{sum(low)} of {sum(every)} ops in {dtypes[0]}"
         return f"{count} graph{'s' * (count != 1)}, {ops}"
 
+    def note_called(self) -> None:
+        """Notes that a call came through the conversion, or that it was told of."""
+        self.called = True
+
     def note_graph(self, low: int, every: int, dtype: str) -> None:
         """Notes a captured graph: how many of its float ops are low."""
         self.captured.append((low, every, dtype))
