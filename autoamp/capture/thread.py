@@ -47,6 +47,15 @@ def inside_a_call() -> bool:
     return THREAD.engine is not None
 
 
+def inside_captured_code() -> bool:
+    """Whether the call of a converted model that this thread is in captures its code.
+
+    It captures nothing of what a checkpoint around a graph break calls.  The backward
+    calls that again, outside of any call: it must be captured both times, or never.
+    """
+    return THREAD.engine is not None and not compat.is_in_checkpoint()
+
+
 def tell_ranks(model: nn.Module, scaling: ModelScaling) -> None:
     """Tells ranks of a call: which code reduces gradients, which weights are shards.
 

@@ -9,7 +9,7 @@ The names imported below are the ones that the package uses.
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autoamp.compat.calls import end_watch, watch_calls
+from autoamp.compat.calls import end_calls, end_watch, watch_calls
 from autoamp.compat.capture import (
     any_batch,
     as_dynamo_gave,
@@ -89,11 +89,13 @@ from autoamp.compat.distributed.groups import (
     shard_groups,
     stage_groups,
 )
+from autoamp.compat.dynamo.amount import Amount
 from autoamp.compat.dynamo.authored import traced_in_widening
 from autoamp.compat.dynamo.entry import CompiledEntry
 from autoamp.compat.dynamo.frames import Left, never_a_graph_by_itself, said_in_a_line
 from autoamp.compat.dynamo.places import (
     around_now,
+    is_in_checkpoint,
     module_path,
     modules_in,
     note_paths,

@@ -9,18 +9,26 @@ torch that does not read the attribute notices no calls.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_code
 
 from autoamp.compat.dynamo.frames import never_a_graph_by_itself
 from autoamp.compat.gradients import never_captured
+from autoamp.compat.tensors import modules_of
 
 _NAME = "_compiled_call_impl"
 
-_WATCHED: dict[int, Callable[[nn.Module], None]] = {}
+Listener = Callable[[nn.Module], None]
+
+_WATCHED: dict[int, Listener] = {}
 """For the `id` of a module, the listener that is told of a call before it is made."""
+
+_GROWING: dict[int, Listener] = {}
+"""For the `id` of a module, the listener for modules that it is given from now on."""
 
 
 class _Read:
@@ -44,20 +52,59 @@ never_a_graph_by_itself(_Read.__get__)
 _READ = _Read()
 
 
-def watch_calls(ids: Iterable[int], told: Callable[[nn.Module], None]) -> None:
-    """Has `told` hear of each call of the modules with these `id`s, but not in a trace.
+def watch_calls(inside: Iterable[int], around: int, told: Listener) -> None:
+    """Has `told` hear of each call of the modules in a model, but not in a trace.
 
-    A module has one listener, the last.
+    Modules that the model is given later are heard of too.  A module has one listener,
+    the last.
+
+    Args:
+        inside: the `id`s of the modules in the model.
+        around: the `id` of the model, of whose own calls `told` does not hear.
     """
-    _WATCHED.update(dict.fromkeys(ids, told))
-    if _WATCHED and vars(nn.Module).get(_NAME, _READ) is None:
+    known = dict.fromkeys(inside, told)
+    _WATCHED.update(known)
+    _GROWING.update(known | {around: told})
+    if vars(nn.Module).get(_NAME, _READ) is None:
         setattr(nn.Module, _NAME, _READ)
+    _hear_of_new_modules()
 
 
-def end_watch(ids: Iterable[int], told: Callable[[nn.Module], None]) -> None:
+@functools.cache
+def _hear_of_new_modules() -> None:
+    hook = getattr(module_code, "register_module_module_registration_hook", None)
+    if hook is not None:
+        hook(_given)
+
+
+def _given(module: nn.Module, _: str, new: nn.Module | None) -> None:
+    """Hears that `module` is given a module `new`, before it holds it."""
+    told = _GROWING.get(id(module))
+    if told is not None and isinstance(new, nn.Module):
+        found = dict.fromkeys(map(id, modules_of(new)), told)
+        _WATCHED.update(found)
+        _GROWING.update(found)
+
+
+def end_calls(ids: Iterable[int], told: Listener) -> None:
     """Has `told` hear no more of the calls of these modules."""
     for key in ids:
         if _WATCHED.get(key) is told:
             _WATCHED.pop(key, None)
     if not _WATCHED and vars(nn.Module).get(_NAME) is _READ:
         setattr(nn.Module, _NAME, None)
+
+
+def end_watch(told: Listener, ids: Iterable[int] | None = None) -> None:
+    """Has `told` hear of nothing more.
+
+    Args:
+        ids: the `id`s of the modules it hears no more of; None for all.
+    """
+    if ids is None:
+        ids = [key for key, each in list(_GROWING.items()) if each is told]
+    ids = [*ids]
+    for key in ids:
+        if _GROWING.get(key) is told:
+            _GROWING.pop(key, None)
+    end_calls(ids, told)

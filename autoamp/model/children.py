@@ -16,7 +16,7 @@ from torch import nn
 
 from autoamp import compat
 from autoamp.capture.alike import STATE
-from autoamp.capture.thread import THREAD, inside_a_call
+from autoamp.capture.thread import THREAD, inside_a_call, inside_captured_code
 from autoamp.model.candidates import caller_of, choose, is_aside
 from autoamp.model.conversion import CONVERSIONS, Conversion, Watch
 from autoamp.model.installed import install
@@ -41,7 +41,7 @@ def left_alone(model: nn.Module) -> list[nn.Module]:
     of_root = root.__dict__.get(STATE)
     inside = {id(m) for m in compat.modules_of(model)} - {id(model)}
     if isinstance(of_root, Conversion) and of_root.watch is not None:
-        compat.end_watch(inside, of_root.watch)
+        compat.end_watch(of_root.watch, None if model is root else inside)
     found = [each.model for each in list(CONVERSIONS) if each.root is root]
     parts = [each for each in found if each is not None]
     return [each for each in parts if model is root or id(each) in inside]
@@ -51,9 +51,9 @@ class _Watch(Watch):
     """Hears of the calls of the modules in one converted model."""
 
     def __init__(self, model: nn.Module, state: Conversion) -> None:
+        self._state = weakref.ref(state, lambda _: compat.end_watch(self))
         inside = set(map(id, compat.modules_of(model))) - {id(model)}
-        self._state = weakref.ref(state, lambda _: compat.end_watch(inside, self))
-        compat.watch_calls(inside, self)
+        compat.watch_calls(inside, id(model), self)
 
     def over(self, copied: nn.Module) -> None:
         """Has the modules in a copy of the model watched as well."""
@@ -69,8 +69,10 @@ class _Watch(Watch):
             state.call.engine.record.scaling.ledger.note_called()
             return
         # A region that a backward recomputes must run as in the forward.
-        if inside_a_call() or compat.inside_backward():
+        if inside_captured_code() or compat.inside_backward():
             return
+        if state.call.engine.record.scaling.automatic and not inside_a_call():
+            return  # the automatic mode sees this call itself
         if compat.hides_calls() or compat.inside_jit_trace():
             return
         if is_aside(module) or _is_called_in_another(module, root):
@@ -79,7 +81,7 @@ class _Watch(Watch):
         if choice.target is not None:
             _capture(choice.target, state, root)
         if choice.final:
-            compat.end_watch([id(module)], self)
+            compat.end_calls([id(module)], self)
 
 
 def _is_called_in_another(module: nn.Module, root: nn.Module) -> bool:

@@ -114,8 +114,7 @@ def convert_model(
     engine = Engine(options, record, price=price, on_capture=on_capture)
     state.call = _entry(recorder, engine, type(model), of_class=of_class)
     record.skipped += notes
-    if not automatic:  # that mode sees each call of a module itself
-        watch(model)
+    watch(model)
     if example_inputs is not None:
         try:
             capture_now(model, example_inputs)

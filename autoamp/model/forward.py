@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from autoamp import compat
-from autoamp.capture.thread import inside_a_call, under_compilation
+from autoamp.capture.thread import inside_captured_code, under_compilation
 
 MADE_HERE = "_autoamp_method"
 """Set on functions that `make_method` made."""
@@ -62,7 +62,7 @@ def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         if under_compilation():
             return call.inlined(entry, self, args, kwargs, owner=owner, name=name)
-        if inside_a_call():  # the outer call's graph includes this call
+        if inside_captured_code():  # the outer call's graph includes this call
             return plain(self, *args, **kwargs)
         return call.of(owner, name)(self, args, kwargs)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import autoamp
 
@@ -256,6 +257,139 @@ def test_a_shallow_copy_that_calls_them_runs_in_fp32() -> None:
     other = copy.copy(net)
     for _ in range(2):
         assert torch.equal(other(x), expected)
+
+
+def append(net: Net) -> nn.Module:
+    net.blocks.append(nn.Linear(8, 8))
+    return net.blocks[2]
+
+
+def give(net: Any) -> nn.Module:
+    net.extra = nn.Sequential(nn.Linear(8, 8))
+    return net.extra[0]
+
+
+def exchange(net: Net) -> nn.Module:
+    net.head(torch.randn(2, 8))  # the old one is captured
+    net.head = nn.Linear(8, 5)
+    return net.head
+
+
+def give_to_a_part(net: Net) -> nn.Module:
+    net.body(torch.randn(2, 8))
+    net.body.append(nn.Linear(8, 3))
+    return net.body[3]
+
+
+@pytest.mark.parametrize("given", [append, give, exchange, give_to_a_part])
+def test_a_module_that_is_given_to_the_model_later_is_captured(
+    given: Callable[[Net], nn.Module],
+) -> None:
+    x, net = torch.randn(4, 8), autoamp.convert(Net(), precision="bf16", **LOW)
+    module = given(net)
+    expected = F.linear(x, *module.parameters())
+    assert not torch.equal(module(x), expected)
+    path = next(path for path, each in net.named_modules() if each is module)
+    assert path in {op.module for op in autoamp.report(net).ops}
+    autoamp.revert(net)
+    assert torch.equal(module(x), expected)
+
+
+class Many(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def one_by_one(sizes: list[int], **options: Any) -> tuple[int, float]:
+    """How many graphs lone layers have, and how far off their results are at most."""
+    net = Many(nn.Linear(8, size) for size in sizes)
+    net = autoamp.convert(net, precision="bf16", **LOW, **options)
+    x, off = torch.randn(4, 8), 0.0
+    for layer in net.requires_grad_(False):
+        found = layer(x)
+        wide = F.linear(x, layer.weight, layer.bias)
+        off = max(off, (found - wide).abs().max().item())
+        kept = layer is net[1] and bool(options)
+        assert torch.equal(found, wide) == kept
+    return len(autoamp.report(net).graphs), off
+
+
+def test_parts_that_are_alike_share_graphs_unless_options_name_some() -> None:
+    graphs, off = one_by_one([8] * 20)
+    assert graphs == 1
+    assert off < 2**-5
+    assert one_by_one([8] * 4, keep=["1"])[0] == 2
+
+
+def test_captures_of_parts_are_bounded(monkeypatch, caplog) -> None:
+    monkeypatch.setattr("autoamp.compat.dynamo.amount._MOST_SMALL_GRAPHS", 3)
+    graphs, off = one_by_one([8, 7, 6, 5, 4, 3, 2])
+    assert graphs == 4
+    assert off < 2**-5
+    said = [e.getMessage() for e in caplog.records if e.levelno >= logging.WARNING]
+    assert len(said) == 1
+    assert "4 modules in it that are called by themselves" in said[0]
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.sum().item() > 1e9:
+            x = x * 2
+        return self.second(x)
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints a module, a method that is captured, and one that is not."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = Breaks()
+        self.reentrant = reentrant
+
+    def part(self, x: Tensor) -> Tensor:
+        return Breaks.forward(self.inner, x)
+
+    def _part(self, x: Tensor) -> Tensor:
+        return self.inner.second(x * x.sum().sign().item())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (self.inner, self.part, self._part):
+            x = checkpoint(part, x, use_reentrant=self.reentrant)  # type: ignore[no-untyped-call]
+        return x
+
+
+@pytest.mark.thorough(but=["False-False"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("automatic", [True, False])
+def test_a_checkpoint_around_a_graph_break_is_captured_both_times(
+    automatic: bool, reentrant: bool, off_again: None
+) -> None:
+    net, x = Checkpointed(reentrant), torch.randn(16, 8, requires_grad=True)
+    net(x).square().mean().backward()
+    wide = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    if automatic:
+        autoamp.enable(precision="bf16", **LOW)
+    else:
+        autoamp.convert(net, precision="bf16", **LOW)
+    for _ in range(2):
+        net.zero_grad()
+        net(x).square().mean().backward()
+    for expected, weight in zip(wide, net.parameters(), strict=True):
+        assert not torch.equal(weight.grad, expected)
+        torch.testing.assert_close(weight.grad, expected, rtol=2**-5, atol=2**-6)
+    ops = [op for op in autoamp.report(net).ops if op.name.startswith("linear")]
+    assert {(op.module, op.precision) for op in ops} == {
+        ("inner.first", "bf16"),
+        ("inner.second", "bf16"),
+    }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

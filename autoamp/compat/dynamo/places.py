@@ -22,7 +22,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import fx, nn
+from torch.utils import checkpoint
 
+from autoamp.compat.modes.process import frame_callback
 from autoamp.compat.tensors import named_modules_of
 
 Stack = Mapping[str, tuple[Any, Any]]
@@ -405,6 +407,21 @@ def _nearest() -> nn.Module | None:
             return module
         frame = frame.f_back
     return None
+
+
+def is_in_checkpoint() -> bool:
+    """Whether a call of a root has called a checkpoint that Dynamo does not look into.
+
+    A checkpoint around a graph break runs in Python, with Dynamo switched off.
+    """
+    if frame_callback() is not None:
+        return False
+    frame: Any = sys._getframe(1)
+    found = False
+    while frame is not None and id(frame.f_code) not in _ROOTS:
+        found = found or frame.f_code.co_filename == checkpoint.__file__
+        frame = frame.f_back
+    return found and frame is not None
 
 
 def _around() -> tuple[nn.Module | None, list[nn.Module]]:

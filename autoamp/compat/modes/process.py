@@ -17,7 +17,7 @@ import torch._dynamo
 from autoamp.compat.modes.autocast import AUTOCAST_DEVICES, autocast_nesting
 
 _FRAMES: Any = getattr(torch._C._dynamo, "eval_frame", None)
-_callback = getattr(_FRAMES, "get_eval_frame_callback", lambda: None)
+frame_callback = getattr(_FRAMES, "get_eval_frame_callback", lambda: None)
 
 
 class Modes:
@@ -29,7 +29,7 @@ class Modes:
     __slots__ = ("_autocast", "_callback", "_dtype", "_exact", "_grad", "_inference")
 
     def __init__(self) -> None:
-        self._callback = _callback()
+        self._callback = frame_callback()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._dtype = torch.get_default_dtype()
@@ -41,7 +41,9 @@ class Modes:
 
     def restore(self) -> None:
         """Sets the modes that are different now as they were."""
-        if _callback() is not self._callback:  # Dynamo would capture all that follows
+        if (
+            frame_callback() is not self._callback
+        ):  # Dynamo would capture all that follows
             _FRAMES.set_eval_frame(self._callback)
         if torch.is_inference_mode_enabled() != self._inference:
             region = torch.inference_mode(self._inference)

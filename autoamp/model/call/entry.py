@@ -168,7 +168,8 @@ class Entry:
                     result = compat.with_room(self._run, model, args, kwargs, drawn)
             program.captured_modes.add(mode)
             program.tell(self.engine)
-            announce(self.engine.record)
+            if not (self._bounded or self._by_autocast):
+                announce(self.engine.record)
         self._resting.pop(mode, None)
         if self.engine.record.stays_fp32:
             self._resting[mode] = Rest(args, kwargs)
@@ -205,8 +206,8 @@ class Entry:
         engine.record.calls += 1
         local, modes = engine.local, compat.Modes()
         runs, rewritten, local.error = local.runs, local.rewritten, None
+        outer, THREAD.engine = (THREAD.engine, local.regions), engine
         local.regions = compat.autocast_nesting()
-        outer, THREAD.engine = THREAD.engine, engine
         try:
             result = program(model, *args, **kwargs)
         except Exception as caught:
@@ -227,7 +228,7 @@ class Entry:
             modes.restore()
             raise
         finally:
-            THREAD.engine = outer
+            THREAD.engine, local.regions = outer
         runs, rewritten = local.runs - runs, local.rewritten - rewritten
         if rewritten < runs:
             engine.record.in_part += rewritten > 0
@@ -350,9 +351,24 @@ class Entry:
             if found is None or (found.owner, found.of_class) != (owner, of_class):
                 found = Entry(self.engine, owner, of_class=of_class)
                 found.path = path
+                found._bounded = self._many_children
                 self._children[path] = found
                 found._by_autocast = found._left_to_autocast = self._left_to_autocast
         return found
+
+    @property
+    def _many_children(self) -> str:
+        """Why no more modules are to be captured by themselves; "" while they may."""
+        made = {each.program for each in self._children.values()} - {None}
+        amount = compat.Amount()
+        for program in made:
+            amount.note(id(program), program.backend.nodes)
+        if not amount.too_much:
+            return ""
+        return (
+            f"{len(made)} modules in it that are called by themselves have graphs of "
+            "their own: call the model, or a method of it that calls them"
+        )
 
     def compiled_by(self, backend: int) -> Entry:
         """The entry whose graphs are compiled by `USERS_BACKENDS[backend]`."""
@@ -405,8 +421,20 @@ class Entry:
         what = self._shared
         if what is not None:
             like = likeness(model, args, kwargs)
-            what = None if like is None else (what, like)
+            what = None if like is None else (what, self._named_in(model), like)
         return self._begin(what)
+
+    def _named_in(self, model: nn.Module) -> Hashable:
+        """What options say of each module in a part of a converted model, by its path.
+
+        Parts that are alike share graphs unless options name some of their modules.
+        """
+        if not self.path:
+            return None  # models with equal options have equal paths
+        named = compat.named_modules_of(model, self.path)
+        keys = ((path, self.engine.apart(path)) for path, _ in named)
+        start = len(self.path)
+        return tuple((path[start:], key) for path, key in keys if key is not None)
 
     def _compile(self) -> Program:
         """A new program for this model alone, whatever models like it share."""
@@ -426,7 +454,7 @@ class Entry:
         own = not (self.of_class and isinstance(function, types.FunctionType))
         if own or not self.engine.shares_graphs:
             return None
-        return self.path, self.name, weakref.ref(self.owner), weakref.ref(function)
+        return self.name, weakref.ref(self.owner), weakref.ref(function)
 
     def _start_afresh(self) -> None:
         """Compiles the code anew, at most until `_MOST_COMPILATIONS` are made.
