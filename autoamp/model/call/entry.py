@@ -359,7 +359,8 @@ class Entry:
     @property
     def _many_children(self) -> str:
         """Why no more modules are to be captured by themselves; "" while they may."""
-        made = {each.program for each in self._children.values()} - {None}
+        every = (each.program for each in self._children.values())
+        made = {program for program in every if program is not None}
         amount = compat.Amount()
         for program in made:
             amount.note(id(program), program.backend.nodes)
