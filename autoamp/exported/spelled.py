@@ -17,7 +17,12 @@ from torch.utils import _pytree as pytree
 from autoamp import compat
 from autoamp.errors import ExportError
 from autoamp.exported.captured import Call, Captured
-from autoamp.graph_functions import attention, layer_norm, rms_norm
+from autoamp.graph_functions import (
+    attention,
+    layer_norm,
+    op_with_its_state,
+    rms_norm,
+)
 from autoamp.messages import advice
 from autoamp.printable import printable_line
 
@@ -79,8 +84,8 @@ class _Noting(fx.Interpreter):
     """Runs a graph; what is traced meanwhile keeps the metadata of the graph's nodes.
 
     Attributes:
-        one_dtype: whether calls that read floats of several dtypes, as norms do in
-            torch alone, are made in fp32, between casts.
+        one_dtype: whether calls that read floats of several dtypes, as norms and
+            recurrent ops do in torch alone, are made in fp32, between casts.
     """
 
     one_dtype = False
@@ -99,13 +104,17 @@ class _Noting(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         target = _WITHOUT_GRADIENTS.get(target, target)
-        given = (*args, *kwargs.values())
-        floats = [x for x in given if _is_float(x)]
-        if not self.one_dtype or target not in _NORMS or _of_one_dtype(floats):
+        floats = [x for x in pytree.tree_leaves((args, kwargs)) if _is_float(x)]
+        if not self.one_dtype:
+            return super().call_function(target, args, kwargs)
+        op = op_with_its_state(target)
+        if op is target and (target not in _NORMS or _of_one_dtype(floats)):
             return super().call_function(target, args, kwargs)
         up = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
         low = floats[0].dtype  # the data come first
-        result = super().call_function(target, *up)
+        result = super().call_function(op, *up)
+        if op is not target:  # a state that is fp32, with results that are
+            return result
         # Only the first result of a native norm is data; statistics stay fp32.
         if isinstance(result, tuple):
             return (result[0].to(low), *result[1:])

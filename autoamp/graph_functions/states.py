@@ -38,13 +38,23 @@ def _with_fp32_state(op: compat.OpOverload) -> Callable[..., Any]:
         # and kernels for sequences of equal lengths give low results.  All code after
         # the op was captured for fp32 results.
         if isinstance(results, Tensor):
-            return results.float()
-        return tuple(each.float() for each in results)
+            return _as_fp32(results)
+        return tuple(map(_as_fp32, results))
 
     name = compat.schema(op).name.removeprefix("aten::")
     name += "_data" if "batch_sizes" in names else ""
     run.__name__ = run.__qualname__ = f"{name}_fp32_state"
     return run
+
+
+def _as_fp32(result: Tensor) -> Tensor:
+    """A result in fp32; in an export by a cast whatever dtype the fake result has.
+
+    Which kernel runs, and so the dtype of its results, is known when it runs.
+    """
+    if compat.is_exporting():
+        return _ATEN._to_copy.default(result, dtype=torch.float32)  # type: ignore[no-any-return]
+    return result.float()
 
 
 WITH_FP32_STATE: Mapping[compat.OpOverload, Callable[..., Any]] = {
