@@ -223,7 +223,14 @@ from autoamp.compat.recording import (
     split_identity,
     without_torch_function,
 )
-from autoamp.compat.recurrent import PACKED, is_packed, onednn_has_bf16, packed_result
+from autoamp.compat.recurrent import (
+    PACKED,
+    is_packed,
+    onednn_has_bf16,
+    onednn_has_fp16,
+    packed_result,
+    recurrent_kernels_for,
+)
 from autoamp.compat.stack import with_room
 from autoamp.compat.tensors import (
     Holders,

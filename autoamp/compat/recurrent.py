@@ -38,6 +38,30 @@ def onednn_has_bf16() -> bool:
     return bool(mkldnn.is_available() and mkldnn.enabled and ask is not None and ask())
 
 
+@contextlib.contextmanager
+def recurrent_kernels_for(low: torch.dtype) -> Iterator[None]:
+    """A region in which an LSTM under autocast runs, whatever oneDNN has here.
+
+    Under autocast torch calls oneDNN's LSTM in fp16 where there is none, and fails.
+    """
+    if low != torch.float16 or onednn_has_fp16():
+        yield
+        return
+    enabled, switch = torch.backends.mkldnn.enabled, torch._C._set_mkldnn_enabled
+    switch(False)
+    try:
+        yield
+    finally:
+        switch(enabled)
+
+
+def onednn_has_fp16() -> bool:
+    """Whether oneDNN has fp16 on this machine; True where torch cannot be asked."""
+    known = hasattr(torch._C, "_set_mkldnn_enabled")
+    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return not known or ask is None or bool(ask())
+
+
 def is_packed(args: Sequence[Any]) -> bool:
     """Whether these are the arguments of a layer on a packed sequence."""
     sizes = args[_SIZES_AT] if len(args) > _SIZES_AT else None

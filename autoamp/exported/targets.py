@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.errors import ExportError, OptionError
 from autoamp.options import Options
@@ -73,7 +74,9 @@ class Target:
 
     def rules(self, options: Options, low: torch.dtype) -> Options:
         """`options`, with the ops denied that the runtime cannot run in `low`."""
-        kept = self.fp32.get(short_name(low), {})
+        kept = dict(self.fp32.get(short_name(low), {}))
+        if low == torch.float16 and not compat.onednn_has_fp16():
+            kept["aten::lstm"] = "torch calls a kernel of oneDNN's that this CPU lacks"
         if not kept:
             return options
         rules = {

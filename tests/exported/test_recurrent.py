@@ -61,3 +61,19 @@ def test_an_onnx_file_has_one_dtype_for_each_call(name: str, tmp_path: Path) -> 
         ours = program.module()(x)[0]
     step = torch.finfo(torch.float16).eps * max(1.0, float(ours.abs().max()))
     assert float((torch.as_tensor(run(path, x)[0]) - ours).abs().max()) <= 2 * step
+
+
+@pytest.mark.thorough
+def test_an_lstm_in_fp16_runs_whatever_kernels_this_machine_has(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(LAYERS["lstm"]()).eval(), torch.randn(2, 7, 8)
+    bound = 8 * torch.finfo(torch.float16).eps  # results are below one
+    with torch.no_grad():
+        exact = model(x)[0]
+        converted = autoamp.convert(model, **FP16)
+        assert float((converted(x)[0] - exact).abs().max()) <= bound
+        autoamp.export(converted, (x,), out=tmp_path / "m.pt2")
+        given = torch.export.load(tmp_path / "m.pt2").module()(x)[0]
+    assert float((given - exact).abs().max()) <= bound
