@@ -47,7 +47,7 @@ def recurrent_kernels_for(low: torch.dtype) -> Iterator[None]:
     if low != torch.float16 or onednn_has_fp16():
         yield
         return
-    enabled, switch = torch.backends.mkldnn.enabled, torch._C._set_mkldnn_enabled
+    enabled, switch = torch.backends.mkldnn.enabled, _switch
     switch(False)
     try:
         yield
@@ -57,9 +57,11 @@ def recurrent_kernels_for(low: torch.dtype) -> Iterator[None]:
 
 def onednn_has_fp16() -> bool:
     """Whether oneDNN has fp16 on this machine; True where torch cannot be asked."""
-    known = hasattr(torch._C, "_set_mkldnn_enabled")
     ask = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
-    return not known or ask is None or bool(ask())
+    return _switch is None or ask is None or bool(ask())
+
+
+_switch: Any = getattr(torch._C, "_set_mkldnn_enabled", None)
 
 
 def is_packed(args: Sequence[Any]) -> bool:
