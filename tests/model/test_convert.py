@@ -651,6 +651,37 @@ def test_a_model_that_dynamo_captures_nothing_of_is_told(x: Tensor, caplog) -> N
     assert runs(model) == 0
 
 
+class GraphLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return torch.spmm(edges, x @ self.weight)
+
+
+class GraphNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GraphLayer(), GraphLayer()
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.second(self.first(x, edges).relu(), edges)
+
+
+def test_a_model_of_sparse_tensors_runs_under_autocast(x: Tensor, caplog) -> None:
+    edges = torch.eye(len(x)).to_sparse()
+    model = GraphNet()
+    exact = model(x, edges)
+    converted(model, strict=False)
+    model(x, edges)
+    for _ in range(2):
+        assert is_rounded(model(x, edges), exact)
+    (said,) = warned(caplog)
+    assert "under torch.autocast" in said
+    assert "because it computes on sparse tensors" in said
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()

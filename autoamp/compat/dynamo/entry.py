@@ -20,11 +20,13 @@ from autoamp.compat.dynamo.changing import Changing
 from autoamp.compat.dynamo.frames import (
     ConvertFrameReturn,
     Left,
+    broke_since,
     broken_off,
     can_list_entries,
     entries_of,
     failed_frames,
     frames_strategy,
+    graph_breaks,
     has_no_ops,
     lock,
     may_be_left,
@@ -263,7 +265,7 @@ class _Frames:
         note_ddp_mode(torch._dynamo.config.optimize_ddp)
         as_is = self._backend.runs_as_is
         recurrent = recurrent_results() if as_is else nullcontext()
-        soft, error = failed_frames(), ""
+        soft, error, breaks = failed_frames(), "", graph_breaks()
         changed = self._changing.changed(frame)
         # Without `allow_rnn` nn.LSTM, GRU and RNN give no graph.  A compiler would take
         # their steps apart, and the LSTM that inductor compiles raises (torch 2.13).
@@ -302,7 +304,7 @@ class _Frames:
             self._changing.note(changed)
         if found.guarded_code is None and found.apply_to_code:
             said = bool(error) or broken_off(frame, found, soft)
-            self._left(code, found, error, said)
+            self._left(code, found, error, broke_since(breaks) if said else None)
         return found
 
     @property
@@ -334,15 +336,19 @@ class _Frames:
         others = sum(each.backend is not self._backend for each in entries_of(code))
         return others + max(len(self._modules[code]) - 1, 0) + self._raced[code]
 
-    def _left(self, code: types.CodeType, found: Any, error: str, said: bool) -> None:
-        """Notes that Dynamo leaves `code` to Python.
+    def _left(
+        self, code: types.CodeType, found: Any, error: str, broke_at: str | None
+    ) -> None:
+        """Notes that Dynamo leaves `code` to Python, after a graph break if not None.
 
         Nothing is said about the entry, whose calls without a graph are counted.
         """
         own = code is self._entry
         if found.frame_exec_strategy.cur_action.name != "RUN_ONLY":
+            said = broke_at is not None
             left = Left(code, is_said=said and not own, error=error, is_broken=said)
-            self.skipped.append(left._replace(is_empty=has_no_ops(found)))
+            left = left._replace(is_empty=has_no_ops(found), broke_at=broke_at or "")
+            self.skipped.append(left)
             return
         found.apply_to_code = False  # our limit is not other models'
         strategy = frames_strategy("RUN_ONLY", "DEFAULT")

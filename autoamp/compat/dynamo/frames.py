@@ -30,6 +30,7 @@ class Left(NamedTuple):
             Dynamo cannot go on from is the reason.
         changes: the changes by the code, where its own calls make its graphs useless.
         is_broken: a graph break that Dynamo cannot go on from is the reason.
+        broke_at: Dynamo's words for the last graph break; "" where it gives none.
         is_empty: Dynamo followed the code to its end and met no tensor op.
     """
 
@@ -40,6 +41,12 @@ class Left(NamedTuple):
     changes: str = ""
     is_empty: bool = False
     is_broken: bool = False
+    broke_at: str = ""
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether Dynamo met a sparse tensor, of which it captures nothing."""
+        return "sparse tensor" in self.broke_at.lower()
 
 
 def said_in_a_line(error: BaseException) -> str:
@@ -97,6 +104,19 @@ def failed_frames() -> int:
         return 0
     frames = counters["frames"]
     return int(frames["total"] - frames["ok"])
+
+
+def graph_breaks() -> dict[str, int]:
+    """How often Dynamo has broken graphs so far, by the reason in its words."""
+    counters: Any = getattr(torch._dynamo.utils, "counters", {})
+    return dict(counters["graph_break"]) if "graph_break" in counters else {}
+
+
+def broke_since(before: dict[str, int]) -> str:
+    """The first line of the reason for the last new graph break since `before`."""
+    now = graph_breaks()
+    new = [why for why, times in now.items() if times > before.get(why, 0)]
+    return printable_line(new[-1].strip().partition("\n")[0]) if new else ""
 
 
 def entries_of(code: types.CodeType) -> list[Any]:

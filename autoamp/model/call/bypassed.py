@@ -60,10 +60,12 @@ def _left_by_dynamo(program: Program | None, has_many: bool) -> str:
     error = next((each.error for each in left if each.error), "")
     if error:
         return f"Dynamo failed to trace the method: {error}"
-    if any(each.is_broken for each in left):
+    broken = next((each for each in left if each.is_broken), None)
+    if broken is not None:
         return (
-            "Dynamo cannot go on after a graph break in the method (in a loop, a "
-            "`with`, a `try`); TORCH_LOGS=graph_breaks tells where"
+            "Dynamo cannot go on after a graph break in the method "
+            f"({broken.broke_at or 'in a loop, a `with`, a `try`'}); "
+            "TORCH_LOGS=graph_breaks tells where"
         )
     if any(each.is_empty for each in left):
         return "Dynamo met no tensor op to capture"

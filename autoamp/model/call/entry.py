@@ -49,6 +49,8 @@ _MOST_COMPILATIONS = 8
 _MOST_IN_VAIN = 2
 """How many calls in a row may capture nothing before autocast takes over."""
 
+_SPARSE = "it computes on sparse tensors, which Dynamo does not capture"
+
 
 class Entry:
     """One callable of a conversion, shared by the model's deep copies.
@@ -401,7 +403,13 @@ class Entry:
             self._start_afresh()
         else:
             self._in_vain += 1
+            left = program.skipped if program is not None else []
+            is_sparse = any(each.is_sparse for each in left)
             self._start_afresh()
+            if is_sparse and not engine.options.strict:
+                engine.record.note(INSTEAD + _SPARSE)
+                self.leave_to_autocast(_SPARSE)
+                return
             # At the recompile limit we go on, because existing graphs still run.
             if self._in_vain >= _MOST_IN_VAIN and not self.has_many:
                 self._by_autocast = "Dynamo captured nothing"
