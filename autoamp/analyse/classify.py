@@ -234,7 +234,7 @@ def _rule_modes(
     elif picks:
         modes = ["follow" if mode == "same" else mode for mode in modes]
     if fact.keeps_state:
-        wide = read_wide(node)
+        wide = read_wide(node, under.low)
         for at, operand in enumerate(fact.operands):
             if operand.value in wide and operand.argument != STATE:
                 modes[at] = "any"

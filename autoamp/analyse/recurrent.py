@@ -31,14 +31,21 @@ def keeps_state(node: fx.Node, low: torch.dtype) -> bool:
     if argument(node, BOTH_WAYS):
         return True
     if node.target is torch.ops.aten.lstm.input:
-        one_kernel = low == torch.bfloat16 and compat.onednn_has_bf16()
-        return _is_projected(node) or not one_kernel
-    return not op_name(node.target).startswith("aten::rnn") or bool(read_wide(node))
+        return _is_projected(node) or not _onednn_runs(low)
+    kind = op_name(node.target)
+    return not kind.startswith("aten::rnn") or bool(read_wide(node, low))
 
 
-def read_wide(node: fx.Node) -> set[str]:
-    """The values that a recurrent call with a wide state casts at each read."""
-    found: set[Any] = {node.args[0]} if argument(node, BOTH_WAYS) else set()
+def read_wide(node: fx.Node, low: torch.dtype) -> set[str]:
+    """The values that a recurrent call with a wide state casts at each read.
+
+    With an fp32 input torch chooses oneDNN for an LSTM without projections, which ends
+    in an error where oneDNN has no such kernel for `low`, under autocast as well.
+    """
+    found: set[Any] = set()
+    ends = node.target is torch.ops.aten.lstm.input and not _onednn_runs(low)
+    if argument(node, BOTH_WAYS) and (_is_projected(node) or not ends):
+        found.add(node.args[0])
     projected = _is_projected(node)
     params = argument(node, "params", ())
     # Of each layer and direction: w_ih, w_hh, b_ih, b_hh and the projection's weight.
@@ -49,6 +56,11 @@ def read_wide(node: fx.Node) -> set[str]:
         if of_projection or (at_each_step and weight.op == "call_function"):
             found.add(weight)
     return {value.name for value in found}
+
+
+def _onednn_runs(low: torch.dtype) -> bool:
+    """Whether oneDNN has kernels of LSTMs in `low`: it has them in one dtype."""
+    return low == torch.bfloat16 and compat.onednn_has_bf16()
 
 
 def _is_projected(node: fx.Node) -> bool:
