@@ -229,7 +229,6 @@ from autoamp.compat.recurrent import (
     onednn_has_bf16,
     onednn_has_fp16,
     packed_result,
-    recurrent_kernels_for,
 )
 from autoamp.compat.stack import with_room
 from autoamp.compat.tensors import (

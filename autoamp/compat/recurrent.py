@@ -38,30 +38,10 @@ def onednn_has_bf16() -> bool:
     return bool(mkldnn.is_available() and mkldnn.enabled and ask is not None and ask())
 
 
-@contextlib.contextmanager
-def recurrent_kernels_for(low: torch.dtype) -> Iterator[None]:
-    """A region in which an LSTM under autocast runs, whatever oneDNN has here.
-
-    Under autocast torch calls oneDNN's LSTM in fp16 where there is none, and fails.
-    """
-    if low != torch.float16 or onednn_has_fp16():
-        yield
-        return
-    enabled, switch = torch.backends.mkldnn.enabled, _switch
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(enabled)
-
-
 def onednn_has_fp16() -> bool:
     """Whether oneDNN has fp16 on this machine; True where torch cannot be asked."""
     ask = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
-    return _switch is None or ask is None or bool(ask())
-
-
-_switch: Any = getattr(torch._C, "_set_mkldnn_enabled", None)
+    return ask is None or bool(ask())
 
 
 def is_packed(args: Sequence[Any]) -> bool:

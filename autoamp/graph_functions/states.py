@@ -32,10 +32,7 @@ def _with_fp32_state(op: compat.OpOverload) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         low = args[at] if isinstance(args[at], Tensor) else args[at][0]
-        with (
-            torch.autocast(low.device.type, low.dtype, cache_enabled=False),
-            compat.recurrent_kernels_for(low.dtype),
-        ):
+        with torch.autocast(low.device.type, low.dtype, cache_enabled=False):
             results = op(*args)
         # What autocast gives is not one dtype: a projection (`proj_size`) is a product,
         # and kernels for sequences of equal lengths give low results.  All code after
