@@ -23,10 +23,12 @@ class _ThisThread(threading.local):
     Attributes:
         off: the depth of `disabled()` regions.
         engine: the engine of the converted model whose call the thread is in.
+        as_written: whether no part of that call is captured.
     """
 
     off = 0
     engine: Engine | None = None
+    as_written = False
 
 
 THREAD = _ThisThread()
@@ -47,13 +49,17 @@ def inside_a_call() -> bool:
     return THREAD.engine is not None
 
 
-def inside_captured_code() -> bool:
-    """Whether the call of a converted model that this thread is in captures its code.
+def inside_captured_code(*, is_off: bool) -> bool:
+    """Whether what is called now is part of a converted model's call as a whole.
 
-    It captures nothing of what a checkpoint around a graph break calls.  The backward
-    calls that again, outside of any call: it must be captured both times, or never.
+    Where Dynamo is switched off in a captured call (in a checkpoint around a graph
+    break, or by `torch.compiler.disable`), what is called there is called by itself.
+    A backward calls what was checkpointed again, and not in the model's call.
+
+    Args:
+        is_off: whether Dynamo is switched off.
     """
-    return THREAD.engine is not None and not compat.is_in_checkpoint()
+    return THREAD.engine is not None and (THREAD.as_written or not is_off)
 
 
 def tell_ranks(model: nn.Module, scaling: ModelScaling) -> None:

@@ -95,7 +95,6 @@ from autoamp.compat.dynamo.entry import CompiledEntry
 from autoamp.compat.dynamo.frames import Left, never_a_graph_by_itself, said_in_a_line
 from autoamp.compat.dynamo.places import (
     around_now,
-    is_in_checkpoint,
     module_path,
     modules_in,
     note_paths,
@@ -183,7 +182,7 @@ from autoamp.compat.modes.autocast import (
     in_autocast,
     on_real_numbers,
 )
-from autoamp.compat.modes.process import Generators, Modes
+from autoamp.compat.modes.process import Generators, Modes, frame_callback
 from autoamp.compat.names import (
     CHECKPOINT,
     COND,
@@ -283,6 +282,7 @@ from autoamp.compat.tracing import (
     with_parameters,
 )
 from autoamp.compat.transforms import (
+    attention_in_one_dtype,
     gradients_by_torch,
     mend_batched_norms,
     on_whole_batch,

@@ -18,11 +18,13 @@ from torch.nn.modules import module as module_code
 
 from autoamp.compat.dynamo.frames import never_a_graph_by_itself
 from autoamp.compat.gradients import never_captured
+from autoamp.compat.modes.process import frame_callback
 from autoamp.compat.tensors import modules_of
 
 _NAME = "_compiled_call_impl"
 
-Listener = Callable[[nn.Module], None]
+Listener = Callable[[nn.Module, bool], None]
+"""Hears of a module, and whether Dynamo is switched off where it is called."""
 
 _WATCHED: dict[int, Listener] = {}
 """For the `id` of a module, the listener that is told of a call before it is made."""
@@ -40,12 +42,12 @@ class _Read:
             return
         told = _WATCHED.get(id(module))
         if told is not None and module is not None:
-            _tell(told, module)
+            _tell(told, module, frame_callback() is None)
 
 
 @never_captured
-def _tell(told: Callable[[nn.Module], None], module: nn.Module) -> None:
-    told(module)
+def _tell(told: Listener, module: nn.Module, is_off: bool) -> None:
+    told(module, is_off)
 
 
 never_a_graph_by_itself(_Read.__get__)

@@ -145,7 +145,11 @@ def transforms_active() -> bool:
 
 def forward_mode() -> bool:
     """Whether the caller is inside forward-mode AD, also that of `torch.func`."""
-    return bool(getattr(forward_ad, "_current_level", -1) >= 0)
+    within = getattr(forward_ad, "_current_level", -1) >= 0
+    return bool(within and _records_tangents())
+
+
+_records_tangents = getattr(torch._C, "_is_fwd_grad_enabled", lambda: True)
 
 
 _transforms_active: Callable[[], bool] = getattr(

@@ -11,15 +11,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from autoamp.compat.capture import forward_mode, transforms_active
 from autoamp.compat.gradients import inside_backward
+from autoamp.compat.modes.autocast import any_autocast, autocast_off
 
 _NORMS = (
     "batch_norm_backward",
@@ -141,10 +145,9 @@ def past_transforms(given: Any) -> contextlib.AbstractContextManager[Any] | None
         given: all that the checkpoint computes with, nested at will.
 
     Returns:
-        None where no transform is active, or one has wrapped something in `given`, or
-        in forward-mode AD.
+        None where no transform is active, or one has wrapped something in `given`.
     """
-    if not transforms_active() or forward_mode() or not inside_backward():
+    if not transforms_active() or not inside_backward():
         return None
     is_wrapped = getattr(
         getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", None
@@ -152,7 +155,55 @@ def past_transforms(given: Any) -> contextlib.AbstractContextManager[Any] | None
     clear = getattr(
         torch._functorch.pyfunctorch, "temporarily_clear_interpreter_stack", None
     )
-    tensors = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
-    if is_wrapped is None or clear is None or any(map(is_wrapped, tensors)):
+    records = getattr(forward_ad, "_set_fwd_grad_enabled", None)
+    if is_wrapped is None or clear is None or records is None:
         return None
-    return clear()  # type: ignore[no-any-return]
+    for each in pytree.tree_leaves(given):
+        if isinstance(each, Tensor) and (is_wrapped(each) or _has_tangent(each)):
+            return None
+    return _without(clear, records)
+
+
+def _has_tangent(value: Tensor) -> bool:
+    return forward_mode() and forward_ad.unpack_dual(value).tangent is not None
+
+
+@contextlib.contextmanager
+def _without(
+    clear: Callable[[], Any], records: Callable[[bool], Any]
+) -> Iterator[None]:
+    with clear(), records(False):
+        yield
+
+
+class attention_in_one_dtype(TorchFunctionMode):  # noqa: N801
+    """A region in which attention under autocast has a backward in `torch.func`.
+
+    Torch makes attention of plain products there, and forgets that autocast has cast
+    their operands: the backward raises "expected scalar type BFloat16 but found Float".
+    So the operands are cast here.  A whole layer, which calls attention out of reach,
+    runs in fp32.
+    """
+
+    def __init__(self, low: torch.dtype) -> None:
+        super().__init__()
+        self._dtypes: dict[Any, torch.dtype] = {
+            functional.scaled_dot_product_attention: low,
+            functional.multi_head_attention_forward: torch.float32,
+        }
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """The call, under autocast unless it is one of attention."""
+        kwargs, dtype = kwargs or {}, self._dtypes.get(function)
+        if dtype is None or not any_autocast():
+            return function(*args, **kwargs)
+
+        def cast(value: Any) -> Any:
+            is_float = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(dtype) if is_float else value
+
+        args, kwargs = pytree.tree_map(cast, (args, kwargs))
+        with autocast_off():
+            return function(*args, **kwargs)

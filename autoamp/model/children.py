@@ -59,7 +59,7 @@ class _Watch(Watch):
         """Has the modules in a copy of the model watched as well."""
         watch(copied)
 
-    def __call__(self, module: nn.Module) -> None:
+    def __call__(self, module: nn.Module, is_off: bool) -> None:
         """Captures `module`, which is about to be called, if its call is a whole."""
         state = self._state()
         root = None if state is None else state.model
@@ -69,7 +69,7 @@ class _Watch(Watch):
             state.call.engine.record.scaling.ledger.note_called()
             return
         # A region that a backward recomputes must run as in the forward.
-        if inside_captured_code() or compat.inside_backward():
+        if inside_captured_code(is_off=is_off) or compat.inside_backward():
             return
         if state.call.engine.record.scaling.automatic and not inside_a_call():
             return  # the automatic mode sees this call itself

@@ -43,8 +43,12 @@ class Watch(ABC):
     """Hears of the calls of the modules in a converted model."""
 
     @abstractmethod
-    def __call__(self, module: nn.Module) -> None:
-        """Hears that `module` is about to be called."""
+    def __call__(self, module: nn.Module, is_off: bool) -> None:
+        """Hears that `module` is about to be called.
+
+        Args:
+            is_off: whether Dynamo is switched off there.
+        """
 
     @abstractmethod
     def over(self, copied: nn.Module) -> None:

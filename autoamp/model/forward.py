@@ -62,7 +62,8 @@ def make_method(owner: type[nn.Module], name: str) -> Callable[..., Any]:
             return plain(self, *args, **kwargs)
         if under_compilation():
             return call.inlined(entry, self, args, kwargs, owner=owner, name=name)
-        if inside_captured_code():  # the outer call's graph includes this call
+        is_off = compat.frame_callback() is None
+        if inside_captured_code(is_off=is_off):  # the outer call includes this call
             return plain(self, *args, **kwargs)
         return call.of(owner, name)(self, args, kwargs)
 

@@ -13,7 +13,7 @@ import pkgutil
 import re
 import runpy
 import sys
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +26,14 @@ from torch.distributed.tensor import Partial, Shard
 
 import autoamp
 from autoamp import compat
+from autoamp.compat import calls as told_of_calls
 from autoamp.compat import (
     capture,
     device,
     encoder,
     gradients,
     inductor_casts,
+    recurrent,
     tensors,
     tracing,
     transforms,
@@ -262,10 +264,15 @@ def no_rules_of_vmap(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_way_past_transforms(patch: pytest.MonkeyPatch) -> None:
-    hide(patch, "is_functorch_wrapped_tensor", "temporarily_clear_interpreter_stack")
-    patch.setattr(transforms, "inside_backward", lambda: True)
-    inside = torch.vmap(lambda x: x if transforms.past_transforms(x) is None else 0)
-    assert inside(torch.ones(2)).shape == (2,)
+    names = "is_functorch_wrapped_tensor", "temporarily_clear_interpreter_stack"
+    for name in (*names, "_set_fwd_grad_enabled"):
+        hide(patch, name)
+        patch.setattr(transforms, "inside_backward", lambda: True)
+        inside = torch.vmap(lambda x: x if transforms.past_transforms(x) is None else 0)
+        assert inside(torch.ones(2)).shape == (2,)
+    # As if "_is_fwd_grad_enabled" were not in this torch.
+    patch.setattr(capture, "_records_tangents", lambda: True)
+    assert not capture.forward_mode()
 
 
 def no_levels(patch: pytest.MonkeyPatch) -> None:
@@ -296,12 +303,59 @@ def no_strategies_at_the_limit(patch: pytest.MonkeyPatch) -> None:
     """What is lost: past the limit what the model calls runs in fp32 too."""
     for name, calls_aside in (("nothing", 0), ("_FrameExecStrategy", 2)):
         hide(patch, name)
-        model = autoamp.convert(Scaled(0.5), **OPTIONS)
-        for _ in range(LIMIT + 2):
-            model.kept += 0.5
+        model = autoamp.convert(Scaled({}), **OPTIONS)
+        for call in range(LIMIT + 2):
+            model.kept[f"key {call}"] = call
             model(torch.randn(4, 8))
         coverage = autoamp.report(model).coverage
         assert coverage.calls_aside == calls_aside
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * x.sum().sign().item())  # type: ignore[no-any-return]
+
+
+def no_guards_of_modules(patch: pytest.MonkeyPatch) -> None:
+    """What is lost: modules of which options name some run in fp32, and that is said."""
+    for name in ("nothing", "root", "get_child_managers"):
+        hide(patch, name)
+        model = nn.Sequential(Breaks(), Breaks())
+        autoamp.convert(model, keep=["1"], **OPTIONS)
+        model(torch.randn(4, 8))
+        report = autoamp.report(model)
+        wide = {op.module for op in report.ops if op.precision == "fp32"}
+        assert not {"1.inner"} - wide or name != "nothing"
+        said = any("from those like them" in why for _, why in report.skipped)
+        assert said == (name != "nothing")
+        low = {op.module for op in report.ops if op.precision == "bf16"}
+        assert low <= {"0.inner"}
+
+
+def no_word_of_new_modules(patch: pytest.MonkeyPatch) -> None:
+    """What is lost: a module that a model is given later runs in fp32 by itself."""
+    x = torch.randn(4, 8)
+    for name in ("register_module_module_registration_hook", "nothing"):
+        hide(patch, name)
+        hooks = "_global_module_registration_hooks"
+        patch.setattr(nn.modules.module, hooks, OrderedDict())
+        told_of_calls._hear_of_new_modules.cache_clear()
+        model = autoamp.convert(mlp(), **OPTIONS)
+        model.append(nn.Linear(8, 8))
+        wide = nn.functional.linear(x, model[-1].weight, model[-1].bias)
+        assert torch.equal(model[-1](x), wide) == (name != "nothing")
+
+
+def no_word_of_onednn(patch: pytest.MonkeyPatch) -> None:
+    hide(patch, "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported")
+    assert not recurrent.onednn_has_bf16()
+    assert recurrent.onednn_has_fp16()
+    patch.setattr(recurrent, "_switch", None)  # as if "_set_mkldnn_enabled" were not
+    assert recurrent.onednn_has_fp16()  # in this torch
 
 
 def no_answers_to_dynamo(patch: pytest.MonkeyPatch) -> None:
@@ -771,6 +825,9 @@ ALONE = [
     no_units,
     no_strategies,
     no_strategies_at_the_limit,
+    no_guards_of_modules,
+    no_word_of_new_modules,
+    no_word_of_onednn,
     no_answers_to_dynamo,
     no_guards_that_tell,
     no_options_for_some_code,
@@ -814,7 +871,7 @@ _NOT_OF_TORCH = {
     ),
     *("callback", "error_on_graph_break", "tensor_source", "node", "shape_env"),
     *("hint", "expr", "subs", "apply", "_get_data_attr", "__name__", "_dynamo_source"),
-    *("__code__", "__module__"),
+    *("__code__", "__dict__", "__module__", "children"),
     "metadata",
     *("dtype", "__func__", "__wrapped__"),
 }

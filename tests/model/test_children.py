@@ -350,7 +350,7 @@ class Checkpointed(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.inner = Breaks()
+        self.inner, self.off = Breaks(), nn.Linear(8, 4)
         self.reentrant = reentrant
 
     def part(self, x: Tensor) -> Tensor:
@@ -359,10 +359,14 @@ class Checkpointed(nn.Module):
     def _part(self, x: Tensor) -> Tensor:
         return self.inner.second(x * x.sum().sign().item())
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def switched_off(self, x: Tensor) -> Tensor:
+        return self.off(x)  # type: ignore[no-any-return]
+
     def forward(self, x: Tensor) -> Tensor:
         for part in (self.inner, self.part, self._part):
             x = checkpoint(part, x, use_reentrant=self.reentrant)  # type: ignore[no-untyped-call]
-        return x
+        return self.switched_off(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.thorough(but=["False-False"])
@@ -389,6 +393,7 @@ def test_a_checkpoint_around_a_graph_break_is_captured_both_times(
     assert {(op.module, op.precision) for op in ops} == {
         ("inner.first", "bf16"),
         ("inner.second", "bf16"),
+        ("off", "bf16"),
     }
 
 

@@ -37,9 +37,6 @@ and in the backward of that.  A loss scale that is missing is an error of 3 or 0
 TORCHS_OWN = {("bf16-batch", "per_sample")}
 """Under autocast, which stands in there, torch raises an error as well."""
 
-LEFT = {("fp16-checkpoint", "seeds_forward")}
-"""A checkpoint that is computed again in forward-mode AD takes other ops."""
-
 
 class Attention(nn.Module):
     """`kind` says how the scores are changed, or that attention is written out."""
@@ -433,10 +430,47 @@ def test_every_function_under_every_transform(precision: str, name: str) -> None
     scale = {"loss_scale": 4.0} if precision == "fp16" else {}
     autoamp.convert(model, precision=precision, do_no_harm=False, **scale)
     x = torch.randn(row.shape, requires_grad=True)
-    but = {way for case, way in TORCHS_OWN | LEFT if case == f"{precision}-{name}"}
+    but = {way for case, way in TORCHS_OWN if case == f"{precision}-{name}"}
     ways = [way for way in WAYS if way.__name__ not in but]
     assert [*wrong(model, exact, x, ways)] == []
     assert precision == "bf16" or {*row.calls.split()} <= {*called(model)}
+
+
+class Dropped(nn.Module):
+    """Attention that torch makes of plain products in `torch.func`."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(WIDTH, 2, 0.5, batch_first=True)
+        self.whole = whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.whole:
+            return self.layer(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+        q, k, v = functional.linear(x, self.layer.in_proj_weight).chunk(3, -1)
+        return self.layer.out_proj(
+            functional.scaled_dot_product_attention(q, k.float(), v, dropout_p=0.5)
+        )
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_attention_with_dropout_in_torch_func(whole: bool) -> None:
+    model, x = Dropped(whole), torch.randn(2, 5, WIDTH)
+    weights = dict(model.named_parameters())
+
+    def gradients() -> Any:
+        torch.manual_seed(1)
+        call = lambda w: functional_call(model, w, (x,)).square().mean()  # noqa: E731
+        return grad(call)(weights)
+
+    wide = gradients()
+    autoamp.convert(model, precision="bf16", do_no_harm=False)
+    low = gradients()
+    is_low = any(not torch.equal(low[name], wide[name]) for name in wide)
+    assert is_low != whole  # a whole layer runs in fp32
+    for name in wide:
+        error = (low[name] - wide[name]).norm() / wide[name].norm().clamp(min=1e-3)
+        assert error < 2**-5, name
 
 
 @pytest.mark.parametrize("name", DIRECT)

@@ -22,9 +22,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import fx, nn
-from torch.utils import checkpoint
 
-from autoamp.compat.modes.process import frame_callback
 from autoamp.compat.tensors import named_modules_of
 
 Stack = Mapping[str, tuple[Any, Any]]
@@ -348,6 +346,10 @@ def guard_place(found: Any, paths: Paths, *, inner: bool) -> None:
     Args:
         found: Dynamo's result for the frame that is being captured.
         inner: whether the frame is no part of the root's own code.
+
+    Raises:
+        NotImplementedError: this torch has no such guards, so that the frame is to be
+            left to Python.
     """
     manager = getattr(found.guarded_code, "guard_manager", None)
     guards: Any = getattr(manager, "root", None)
@@ -355,7 +357,9 @@ def guard_place(found: Any, paths: Paths, *, inner: bool) -> None:
     if place is None or not (inner and paths.tells_apart):
         return
     if not hasattr(guards, "get_child_managers"):
-        return  # another torch: modules that are alike share a frame's graphs
+        raise NotImplementedError(
+            "this torch cannot tell the modules that options name from those like them"
+        )
     here = place.around[-1] if place.around else None
     told = False  # whether the local variables tell where the frame is
     for child in guards.get_child_managers():
@@ -407,21 +411,6 @@ def _nearest() -> nn.Module | None:
             return module
         frame = frame.f_back
     return None
-
-
-def is_in_checkpoint() -> bool:
-    """Whether a call of a root has called a checkpoint that Dynamo does not look into.
-
-    A checkpoint around a graph break runs in Python, with Dynamo switched off.
-    """
-    if frame_callback() is not None:
-        return False
-    frame: Any = sys._getframe(1)
-    found = False
-    while frame is not None and id(frame.f_code) not in _ROOTS:
-        found = found or frame.f_code.co_filename == checkpoint.__file__
-        frame = frame.f_back
-    return found and frame is not None
 
 
 def _around() -> tuple[nn.Module | None, list[nn.Module]]:

@@ -6,6 +6,7 @@ code, and reports calls that ran no graph.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import threading
@@ -208,7 +209,8 @@ class Entry:
         engine.record.calls += 1
         local, modes = engine.local, compat.Modes()
         runs, rewritten, local.error = local.runs, local.rewritten, None
-        outer, THREAD.engine = (THREAD.engine, local.regions), engine
+        outer = THREAD.engine, THREAD.as_written, local.regions
+        THREAD.engine, THREAD.as_written = engine, False
         local.regions = compat.autocast_nesting()
         try:
             result = program(model, *args, **kwargs)
@@ -230,7 +232,7 @@ class Entry:
             modes.restore()
             raise
         finally:
-            THREAD.engine, local.regions = outer
+            THREAD.engine, THREAD.as_written, local.regions = outer
         runs, rewritten = local.runs - runs, local.rewritten - rewritten
         if rewritten < runs:
             engine.record.in_part += rewritten > 0
@@ -261,7 +263,7 @@ class Entry:
                 `strict`, Dynamo's error.
         """
         try:
-            result = self.plain(model, *args, **kwargs)
+            result = self._as_written(model, *args, **kwargs)
         except Exception as own:
             self._compile()
             raise own from own.__cause__  # not from Dynamo's error, which says the same
@@ -298,16 +300,20 @@ class Entry:
             return self._as_written(model, *args, **kwargs)
         engine.record.note(INSTEAD + why)
         low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
-        plain = self._as_written
-        return under_autocast(model, plain, low, args, kwargs, cached=cached)
+        plain, region = self._as_written, contextlib.nullcontext()
+        if is_transformed:
+            region = compat.attention_in_one_dtype(low)
+        with region:
+            return under_autocast(model, plain, low, args, kwargs, cached=cached)
 
     def _as_written(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's own code, of which no part is captured by itself."""
-        outer, THREAD.engine = THREAD.engine, self.engine
+        outer = THREAD.engine, THREAD.as_written
+        THREAD.engine, THREAD.as_written = self.engine, True
         try:
             return self.plain(model, *args, **kwargs)
         finally:
-            THREAD.engine = outer
+            THREAD.engine, THREAD.as_written = outer
 
     def _bound(self, model: nn.Module, program: Program) -> None:
         """Has autocast stand in where no more of the model is to be captured.
