@@ -321,7 +321,7 @@ class Breaks(nn.Module):
 
 
 def no_guards_of_modules(patch: pytest.MonkeyPatch) -> None:
-    """What is lost: modules of which options name some run in fp32, and that is said."""
+    """What is lost: modules like those that options name run in fp32; that is said."""
     for name in ("nothing", "root", "get_child_managers"):
         hide(patch, name)
         model = nn.Sequential(Breaks(), Breaks())

@@ -300,10 +300,10 @@ class Entry:
             return self._as_written(model, *args, **kwargs)
         engine.record.note(INSTEAD + why)
         low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
-        plain, region = self._as_written, contextlib.nullcontext()
-        if is_transformed:
-            region = compat.attention_in_one_dtype(low)
-        with region:
+        plain = self._as_written
+        with contextlib.ExitStack() as around:
+            if is_transformed:
+                around.enter_context(compat.attention_in_one_dtype(low))
             return under_autocast(model, plain, low, args, kwargs, cached=cached)
 
     def _as_written(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
