@@ -21,12 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoamp
 from autoamp import graph_functions as functions
-from autoamp.graph_functions import (
-    FOR_COMPILERS,
-    LEAF_FUNCTIONS,
-    MESH_CALLS,
-    WITH_FP32_STATE,
-)
+from autoamp.graph_functions import FOR_COMPILERS, LEAF_FUNCTIONS, MESH_CALLS
 from autoamp.model.conversion import conversion_of
 
 WIDTH = 8
@@ -233,8 +228,6 @@ OPS = {f"autoamp::{name}" for name in ("from_local", "to_local", "redistribute")
 def test_the_table_has_every_function() -> None:
     known = {name for row in TABLE.values() for name in row.calls.split()}
     known |= DIRECT.keys() | ELSEWHERE
-    # One maker makes those of recurrent ops, some of which the table has.
-    known |= {function.__name__ for function in WITH_FP32_STATE.values()}
     assert {function.__name__ for function in LEAF_FUNCTIONS} <= known
     names = torch._C._dispatch_get_all_op_names()
     assert {name for name in names if name.startswith("autoamp::")} == OPS
