@@ -226,7 +226,6 @@ from autoamp.compat.recurrent import (
     PACKED,
     is_packed,
     onednn_has_bf16,
-    onednn_has_fp16,
     packed_result,
 )
 from autoamp.compat.stack import with_room

@@ -38,12 +38,6 @@ def onednn_has_bf16() -> bool:
     return bool(mkldnn.is_available() and mkldnn.enabled and ask is not None and ask())
 
 
-def onednn_has_fp16() -> bool:
-    """Whether oneDNN has fp16 on this machine; True where torch cannot be asked."""
-    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
-    return ask is None or bool(ask())
-
-
 def is_packed(args: Sequence[Any]) -> bool:
     """Whether these are the arguments of a layer on a packed sequence."""
     sizes = args[_SIZES_AT] if len(args) > _SIZES_AT else None

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 
-from autoamp import compat
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.errors import ExportError, OptionError
 from autoamp.options import Options
@@ -74,9 +73,7 @@ class Target:
 
     def rules(self, options: Options, low: torch.dtype) -> Options:
         """`options`, with the ops denied that the runtime cannot run in `low`."""
-        kept = dict(self.fp32.get(short_name(low), {}))
-        if low == torch.float16 and not compat.onednn_has_fp16():
-            kept["aten::lstm"] = "torch calls a kernel of oneDNN's that this CPU lacks"
+        kept = self.fp32.get(short_name(low), {})
         if not kept:
             return options
         rules = {

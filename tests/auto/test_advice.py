@@ -37,22 +37,15 @@ SPEAK_PYTHON = {
     "capture/keep.py": "likewise: no variable gives `keep`",
     "auto/switch.py": "`unmet` is set by `enable(keep=...)` alone",
     "api.py": "the answer to a call of `convert`, made in Python",
-    "ask/comparison.py": "the answer to a question that was asked in Python",
     "tuning/tune.py": "likewise",
     "model/eligible.py": "a compiled model; the automatic mode converts the one inside",
     "model/call/users_compile.py": "an example of a call of torch.compile",
     "analyse/pins/__init__.py": "a report, which names options of `convert`",
-    "place/assign.py": "likewise",
-    "inspect/why.py": "likewise",
-    "inspect/sections/advice.py": "likewise",
     "inspect/sections/because.py": "likewise",
     "inspect/sections/gains.py": "likewise",
     "exported/export.py": "the answer to a call of `export`, made in Python",
     "exported/onnx_files.py": "likewise",
-    "exported/spelled.py": "likewise",
-    "exported/targets.py": "likewise",
     "benchmark/step/running.py": "an error of `bench`, which has no variables",
-    "inspect/terminal/full.py": "likewise",
 }
 """The files with a text that names options in Python's words, and why they may."""
 
