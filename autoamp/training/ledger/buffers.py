@@ -85,6 +85,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
+        self._spare: dict[int, _Kept] = {}  # memory of the copies of the step before
 
     def keep(self, written: Iterable[torch.Tensor]) -> None:
         """Copies what a run is about to write to, unless a run since the step has.
@@ -101,11 +102,20 @@ class Buffers:
             return
         HOLDING.add(self)
         with torch.no_grad():
-            copies = [torch.empty_like(buffer) for buffer in fresh]
+            copies = [*map(self._memory_for, fresh)]
             compat.copy_all(copies, fresh)
         for buffer, copy in zip(fresh, copies, strict=True):
             version = compat.version(buffer)
             self._kept[id(buffer)] = _Kept(buffer, copy, version, version)
+
+    def _memory_for(self, buffer: torch.Tensor) -> torch.Tensor:
+        spare = self._spare.pop(id(buffer), None)
+        if spare is not None and spare.buffer is buffer:
+            copy = spare.copy
+            like = copy.dtype == buffer.dtype and copy.device == buffer.device
+            if like and copy.shape == buffer.shape:
+                return copy
+        return torch.empty_like(buffer)
 
     def note(self, written: Iterable[torch.Tensor]) -> None:
         """Notes that a run has written to what was kept."""
@@ -135,7 +145,7 @@ class Buffers:
 
     def forget(self) -> None:
         """Lets the writes be: a step was taken."""
-        self._kept = {}
+        self._kept, self._spare = {}, self._kept or self._spare
         HOLDING.discard(self)
 
 
