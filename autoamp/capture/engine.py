@@ -78,7 +78,8 @@ class Engine:
             this model's calls run.
         on_capture: a function called with the engine after each call that captured
             something, or None.
-        is_new: graphs were captured since `on_capture` was last called.
+        is_new: graphs were captured since `on_capture` was last called, or no more are.
+        amount: how much has been captured, of all callables of the models.
         computes_on_nested: a graph has a nested tensor.
     """
 
@@ -91,6 +92,7 @@ class Engine:
     bound: dict[Prepared, Callable[..., Any]] = field(default_factory=dict)
     on_capture: Callable[[Engine], None] | None = None
     is_new: bool = False
+    amount: compat.Amount = field(default_factory=compat.Amount)
     computes_on_nested: bool = False
     _binding: Any = field(default_factory=threading.RLock)
 

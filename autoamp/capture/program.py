@@ -58,6 +58,15 @@ class Backend:
 
         return run
 
+    @property
+    def amount(self) -> compat.Amount:
+        """How much is captured of the running model."""
+        return self.running().amount
+
+    def stop(self) -> None:
+        """Has the running model's call find that no more is to be captured."""
+        self.running().is_new = True
+
     def dtype_in(self, modules: list[str]) -> torch.dtype | None:
         """The dtype in which the running model's Functions follow their authors."""
         return self.running().dtype_in(modules)

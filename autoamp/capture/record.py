@@ -168,7 +168,8 @@ class Record:
             f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}"
         )
         if left.at_limit:
-            self.note(f"{place}: {_AT_THE_LIMIT}")
+            again = any(s.why.endswith(_AT_THE_LIMIT) for s in self.skipped)
+            self.note(f"{place}: {_AT_THE_LIMIT}", aloud=not again)
             return
         if left.error:
             self.note(f"{place}: {_FAILED} {left.error}")

@@ -74,6 +74,9 @@ def test_hooks_that_break_every_graph_end_the_capture(
         ([(i, 2) for i in range(65)], True),
         ([(0, 5000)] * 7, True),
         ([(0, 12)] * 60, False),  # a small model at many sizes
+        ([(i, 2 * (i % 8 == 0)) for i in range(64)], False),  # a logger, once
+        ([(i, 2 * (i % 8 == 0)) for i in range(65)], True),
+        ([(i, 30 * (i % 3 == 0)) for i in range(160)], False),  # breaks in all layers
     ],
 )
 def test_what_is_too_much(parts: list[tuple[int, int]], is_too_much: bool) -> None:
@@ -82,6 +85,88 @@ def test_what_is_too_much(parts: list[tuple[int, int]], is_too_much: bool) -> No
         assert not amount.too_much
         amount.note(part, nodes)
     assert bool(amount.too_much) == is_too_much
+
+
+class _MostlyPython(nn.Module):
+    """Layers amid code that Dynamo traces and finds little to compute in."""
+
+    def __init__(self, functions: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.seen: list[float] = []
+        names: dict[str, Any] = {}
+        for i in range(functions):
+            exec(_A_LOOK.format(i), names)
+        self.looks = [names[f"look_{i}"] for i in range(functions)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for look in self.looks:
+            look(x, self.seen)
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+_A_LOOK = """
+def look_{0}(x, seen):
+    seen.append(id(x) + {0})
+    print(end="")
+"""
+
+
+@pytest.mark.parametrize("functions", [12, 90])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.thorough
+def test_python_that_gives_no_graph_counts(
+    functions: int, parts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    each = [_MostlyPython(functions // parts) for _ in range(parts)]
+    model = autoamp.convert(_Parts(each), precision="bf16", do_no_harm=False)
+    x = torch.randn(2, 8)
+    for _ in range(2):
+        for part in model:
+            part(x)
+        lines = _lines(caplog)
+        assert len(lines) == (functions > 64)
+    assert all("run in fp32" in line and "Python" in line for line in lines)
+
+
+class _Parts(nn.ModuleList):
+    def forward(self) -> None:
+        raise AssertionError("its modules are called by themselves")
+
+
+class _ManyKinds(nn.Module):
+    """Functions that need a graph of their own for each string they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        print(end="")
+        return _second(_first(self.layer(x), kind), kind)
+
+
+def _first(x: Tensor, kind: str) -> Tensor:
+    print(end=kind[:0])
+    return x * len(kind)
+
+
+def _second(x: Tensor, kind: str) -> Tensor:
+    print(end=kind[:0])
+    return x + len(kind)
+
+
+def test_the_recompile_limit_is_said_once(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = autoamp.convert(_ManyKinds(), precision="bf16", do_no_harm=False)
+    for i in range(12):
+        model(torch.randn(2, 8), "a" * (i + 1))
+    (line,) = _lines(caplog)
+    assert "recompile_limit" in line
+    assert "torch._dynamo hit" not in capfd.readouterr().err
+    limited = [why for _, why in autoamp.report(model).skipped if "limit" in why]
+    assert len(limited) > 1
 
 
 class _Jagged(nn.Module):

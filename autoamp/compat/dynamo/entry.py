@@ -32,7 +32,9 @@ from autoamp.compat.dynamo.frames import (
     may_be_left,
     module_of,
     said_in_a_line,
+    seen_frames,
     set_frames_action,
+    was_traced,
 )
 from autoamp.compat.dynamo.layers import layer_captured, layer_left
 from autoamp.compat.dynamo.on_meta import fakes_on_meta
@@ -61,6 +63,7 @@ class Backend(Protocol):
     Attributes:
         runs_as_is: graphs run as they are, and no compiler gets them.
         nodes: how many nodes the graphs have that it has got so far.
+        amount: how much is captured of the running model.
     """
 
     @property
@@ -68,6 +71,12 @@ class Backend(Protocol):
 
     @property
     def nodes(self) -> int: ...
+
+    @property
+    def amount(self) -> Amount: ...
+
+    def stop(self) -> None:
+        """Notes that no more of the running model is to be captured."""
 
     def dtype_in(self, modules: list[str], /) -> torch.dtype | None:
         """The dtype of autocast for what authors ask of it; None: nothing is asked."""
@@ -137,11 +146,6 @@ class CompiledEntry:
         return any(map(entries_of, self._frames.captured))
 
     @property
-    def too_much(self) -> str:
-        """Why Dynamo is to capture no more of the entry; "" while it may."""
-        return self._frames.amount.too_much
-
-    @property
     def is_whole(self) -> bool:
         """Whether Dynamo has followed every call from its first line to its last."""
         return self.is_captured and self._frames.left_nothing
@@ -198,7 +202,6 @@ class _Frames:
     Attributes:
         captured: code that has graphs.
         skipped: code that is left to Python.
-        amount: how much is captured.
     """
 
     def __init__(
@@ -207,7 +210,6 @@ class _Frames:
         """Args: `entry` is the code calls begin with; the rest as `CompiledEntry`'s."""
         self.captured: list[types.CodeType] = []
         self.skipped: list[Left] = []
-        self.amount = Amount()
         self._backend = backend
         self._entry = entry
         self._strict = strict
@@ -242,15 +244,17 @@ class _Frames:
         self, callback: Any, base: Any, frame: Any, *args: Any, **kw: Any
     ) -> Any:
         """Dynamo's result for a frame; too much captured leaves the frame to Python."""
-        if self.amount.too_much:
+        amount = self._backend.amount
+        if amount.too_much:
+            self._backend.stop()
             found = ConvertFrameReturn()
             found.apply_to_code = False  # our limit is not other models'
             return found
-        before = self._backend.nodes
+        before, seen = self._backend.nodes, seen_frames()
         found = self._compiled(callback, base, frame, *args, **kw)
-        nodes = self._backend.nodes - before
-        if nodes:
-            self.amount.note((frame.f_code, *sorted(module_of(frame))), nodes)
+        if was_traced(found, seen):
+            nodes = self._backend.nodes - before
+            amount.note((frame.f_code, *sorted(module_of(frame))), nodes)
         return found
 
     def _compiled(

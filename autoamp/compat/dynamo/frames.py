@@ -106,6 +106,29 @@ def failed_frames() -> int:
     return int(frames["total"] - frames["ok"])
 
 
+def seen_frames() -> int:
+    """How many frames Dynamo has begun to look at, those of files it skips aside."""
+    counters: Any = getattr(torch._dynamo.utils, "counters", None)
+    return 0 if counters is None else int(counters["frames"]["total"])
+
+
+def was_traced(found: Any, seen: int) -> bool:
+    """Whether Dynamo has traced a frame, with a graph or without.
+
+    Args:
+        found: Dynamo's result for the frame.
+        seen: `seen_frames()` before.
+    """
+    if found.guarded_code is not None:
+        return True
+    reason = getattr(found, "skip_reason", None) or ""
+    return seen_frames() > seen and not reason.startswith(_NO_TENSOR)
+
+
+_NO_TENSOR = "no tensor-related objects"
+"""Dynamo's words for a frame without a tensor, which it passes over at no cost."""
+
+
 def graph_breaks() -> dict[str, int]:
     """How often Dynamo has broken graphs so far, by the reason in its words."""
     counters: Any = getattr(torch._dynamo.utils, "counters", {})

@@ -11,6 +11,7 @@ TRACED = (
     "return True for this model"
 )
 
+AS_WRITTEN = "calls run in fp32, as they are written, because "
 INSTEAD = "calls run under torch.autocast instead of rewritten graphs, because "
 
 FORWARD_MODE = (

@@ -27,7 +27,13 @@ from autoamp.capture.program import Program, program_for
 from autoamp.capture.thread import THREAD, tell_ranks, under_compilation
 from autoamp.errors import CaptureError
 from autoamp.messages import signs_of_life
-from autoamp.model.call.bypassed import FORWARD_MODE, INSTEAD, TRACED, ran_nothing
+from autoamp.model.call.bypassed import (
+    AS_WRITTEN,
+    FORWARD_MODE,
+    INSTEAD,
+    TRACED,
+    ran_nothing,
+)
 from autoamp.model.call.fp32_modes import Rest
 from autoamp.model.call.hooks import Hooks
 from autoamp.model.call.users_compile import (
@@ -49,6 +55,11 @@ _MOST_COMPILATIONS = 8
 
 _MOST_IN_VAIN = 2
 """How many calls in a row may capture nothing before autocast takes over."""
+
+_PARTS = (
+    "modules in it that are called by themselves have {} graphs of their own: call the "
+    "model, or a method of it that calls them"
+)
 
 _SPARSE = "it computes on sparse tensors, which Dynamo does not capture"
 
@@ -84,7 +95,7 @@ class Entry:
         self._compilations = self._graphs_before = 0
         self._in_vain = 0
         self._by_autocast = self._left_to_autocast = ""
-        self._bounded, self._only_hooked = "", False
+        self._bounded, self._only_hooked, self._is_python = "", False, False
         self._methods: dict[str, Entry] = {}
         self._children: dict[str, Entry] = {}
         self._by_backend: dict[int, Entry] = {}
@@ -161,6 +172,9 @@ class Entry:
                 return self._as_written(model, *args, **kwargs)
         with self._lock:
             program = self.program or self._joined(model, args, kwargs)
+            self._bound(model)
+            if self._by_autocast or self._is_bounded(model):
+                return self._in_region(model, args, kwargs)
             if mode in program.captured_modes:
                 result = self._run(model, args, kwargs)
             else:
@@ -238,12 +252,14 @@ class Entry:
             engine.record.in_part += rewritten > 0
             engine.record.aside += not rewritten
         if engine.is_new:
+            self._bound(model)
             engine.tell()
-            self._bound(model, program)
-        if not runs:
-            self._ran_nothing()
-        else:
+        if runs:
             self._in_vain = 0
+        elif self._bounded:
+            engine.record.aside += 1
+        else:
+            self._ran_nothing()
         return result
 
     def _in_python(
@@ -280,6 +296,9 @@ class Entry:
     ) -> Any:
         """Runs the model's own code, as no rewritten graph can run: under autocast.
 
+        Code that is mostly Python runs in fp32, because values may leave it by other
+        ways than its result, and other code is not written for low ones.
+
         In forward-mode AD it runs in fp32.  Torch gives the tangent of a low norm with
         fp32 parameters another dtype than its result, at which the next product fails.
         """
@@ -287,10 +306,11 @@ class Entry:
         transforms = "of vmap or torch.func"
         is_transformed = compat.transforms_active()
         why = self._by_autocast or (transforms if is_transformed else self._bounded)
+        instead = AS_WRITTEN if self._is_python else INSTEAD
         if engine.options.strict:
             said = ran_nothing(self.name, self.program, self.has_many)
             if why == self._bounded:
-                said = INSTEAD + why
+                said = instead + why
             raise CaptureError(f"{engine.record.label}: {said}")
         engine.record.calls += 1
         engine.record.aside += 1
@@ -298,7 +318,9 @@ class Entry:
         if compat.forward_mode():
             engine.record.note(FORWARD_MODE)
             return self._as_written(model, *args, **kwargs)
-        engine.record.note(INSTEAD + why)
+        engine.record.note(instead + why)
+        if self._is_python:
+            return self._as_written(model, *args, **kwargs)
         low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
         plain = self._as_written
         with contextlib.ExitStack() as around:
@@ -315,7 +337,7 @@ class Entry:
         finally:
             THREAD.engine, THREAD.as_written = outer
 
-    def _bound(self, model: nn.Module, program: Program) -> None:
+    def _bound(self, model: nn.Module) -> None:
         """Has autocast stand in where no more of the model is to be captured.
 
         The hooks of a FLOP counter stay for one call: calls of the model, or of the
@@ -323,14 +345,21 @@ class Entry:
         """
         if self.engine.computes_on_nested:
             self.leave_to_autocast("it computes on nested tensors")
-        why = program.too_much
+        amount = self.engine.amount
+        why = amount.too_much
         if not why or self._bounded:
             return
         with self._lock:
             self._only_hooked = compat.has_hooks(model)
             until = "; a call without hooks is captured" if self._only_hooked else ""
+            self._is_python = amount.is_mostly_python
+            if self.path and not self._is_python:
+                why = _PARTS.format(amount.graphs)
             self._bounded = why + until
-            self.engine.record.note(INSTEAD + self._bounded)
+            if until:
+                self.engine.amount = compat.Amount()
+            said = AS_WRITTEN if self._is_python else INSTEAD
+            self.engine.record.note(said + self._bounded)
             self._compile()
             self._modes.clear()
 
@@ -359,25 +388,9 @@ class Entry:
             if found is None or (found.owner, found.of_class) != (owner, of_class):
                 found = Entry(self.engine, owner, of_class=of_class)
                 found.path = path
-                found._bounded = self._many_children
                 self._children[path] = found
                 found._by_autocast = found._left_to_autocast = self._left_to_autocast
         return found
-
-    @property
-    def _many_children(self) -> str:
-        """Why no more modules are to be captured by themselves; "" while they may."""
-        every = (each.program for each in self._children.values())
-        made = {program for program in every if program is not None}
-        amount = compat.Amount()
-        for program in made:
-            amount.note(id(program), program.backend.nodes)
-        if not amount.too_much:
-            return ""
-        return (
-            f"{len(made)} modules in it that are called by themselves have graphs of "
-            "their own: call the model, or a method of it that calls them"
-        )
 
     def compiled_by(self, backend: int) -> Entry:
         """The entry whose graphs are compiled by `USERS_BACKENDS[backend]`."""
