@@ -48,11 +48,13 @@ def for_model(model: nn.Module, options: Options, low: torch.dtype | None) -> Op
         elif options.unmet is None:
             raise unfitting(pattern, paths, class_name(model))
     own = dict(_own(model, low))
-    patterns = (*options.keep, *(options.resolve_rules(low).keep if low else ()))
-    for pattern in patterns:
-        for path, graphs_name in named:
-            if path != graphs_name and fits(pattern, (path,)):
-                own.setdefault(graphs_name, f"kept in fp32 by keep={pattern!r}")
+    others = [(path, own_path) for path, own_path in named if path != own_path]
+    # Rules take 30 ms to read, which a model without tied modules needs not yet.
+    read = options.resolve_rules(low).keep if low and others else ()
+    for pattern in (*options.keep, *read):
+        for path, own_path in others:
+            if fits(pattern, (path,)):
+                own.setdefault(own_path, f"kept in fp32 by keep={pattern!r}")
     return dataclasses.replace(options, own_keep=tuple(own.items()))
 
 
