@@ -49,8 +49,18 @@ def announce(record: Record) -> None:
         f"autoamp: {record.label} is converted to {short_name(record.low)}: "
         f"{sum(each.low for each in sums)} of {sum(each.ops for each in sums)} "
         f"float ops low, {sum(each.casts for each in sums)} casts, loss scale "
-        + (f"{scale:g}" if isinstance(scale, float) else scale),
+        + (f"{scale:g}" if isinstance(scale, float) else scale)
+        + _left_out(record),
     )
+
+
+def _left_out(record: Record) -> str:
+    """Names the first function that Dynamo leaves to Python, of which no op counts."""
+    left = record.functions_left
+    if not left:
+        return ""
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    return f"; not captured, and in fp32: {left[0]}{more}"
 
 
 def tell_progress(record: Record, seconds: float) -> None:

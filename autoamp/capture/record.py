@@ -161,6 +161,11 @@ class Record:
             text = f"autoamp: {self.label}: {why}"
             log_once(logger, logging.WARNING, text, of=self.scaling)
 
+    @property
+    def functions_left(self) -> list[str]:
+        """The functions that Dynamo leaves to Python, by file, line and name."""
+        return [s.what for s in self.skipped if s.why.startswith((_LEFT, _CHANGES))]
+
     def left_to_python(self, left: compat.Left) -> None:
         """Keeps for the report that Dynamo leaves a function to Python."""
         code = left.code

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from autoamp import compat
+from autoamp.inspect.text import not_captured
 from autoamp.place.flops import flops_of
 from autoamp.rewrite.rewritten import Rewritten
 
@@ -24,6 +25,8 @@ class Coverage:
         flops: flops of the matrix products, convolutions, attention and recurrent
             layers of the graphs, forward only, counted at each run of a graph.
         low_flops: the part of `flops` in low precision.
+        parts_not_captured: functions and modules of which not all runs in graphs, and
+            whose other flops nobody counts.
     """
 
     calls: int
@@ -31,6 +34,7 @@ class Coverage:
     calls_in_part: int
     flops: int
     low_flops: int
+    parts_not_captured: int
 
     @property
     def share_of_calls(self) -> float:
@@ -53,12 +57,14 @@ def coverage_of(
     calls_aside: int,
     calls_in_part: int,
     graphs: Iterable[tuple[Rewritten, Mapping[tuple[int, ...], int]]],
+    skipped: Iterable[tuple[str, str]],
 ) -> Coverage:
     """The counts of one model.
 
     Args:
         graphs: rewritten graphs, each with its number of runs by the values of its
             symbolic sizes, in the order of its inputs.
+        skipped: the parts that were not converted, with the reasons.
     """
     flops = low_flops = 0
     for rewritten, ran in graphs:
@@ -66,7 +72,8 @@ def coverage_of(
         for sizes, runs in ran.items():
             total, low = _flops(rewritten, dict(zip(names, sizes, strict=False)))
             flops, low_flops = flops + runs * total, low_flops + runs * low
-    return Coverage(calls, calls_aside, calls_in_part, flops, low_flops)
+    left = len(not_captured(skipped))
+    return Coverage(calls, calls_aside, calls_in_part, flops, low_flops, left)
 
 
 def _flops(rewritten: Rewritten, values: Mapping[Any, int]) -> tuple[int, int]:

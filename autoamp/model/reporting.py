@@ -31,7 +31,7 @@ def report_of(
         label=record.label,
         rewritten=[g.rewritten for g in captured if g.rewritten is not None],
         graphs=[g.gm for g in captured],
-        skipped=[(s.what, s.why) for s in record.skipped],
+        skipped=_skipped(record),
         runs=record.runs,
         unwatched=max((g.copies.unwatched for g in captured if g.copies), default=0),
         loss_scale=loss_scale_of(record.scaling),
@@ -58,13 +58,18 @@ def _ranges(record: Record, model: nn.Module | None) -> dict[str, Range]:
     return ranges_of(dict(model.named_parameters(remove_duplicate=False)))
 
 
+def _skipped(record: Record) -> list[tuple[str, str]]:
+    return [(s.what, s.why) for s in record.skipped]
+
+
 def _coverage(record: Record) -> Coverage:
     done = [
         (g.rewritten, g.sizes or Counter({(): g.runs}))
         for g in record.graphs
         if g.rewritten is not None
     ]
-    return coverage_of(record.calls, record.aside, record.in_part, done)
+    calls = record.calls, record.aside, record.in_part
+    return coverage_of(*calls, done, _skipped(record))
 
 
 def loss_scale_of(scaling: ModelScaling) -> LossScaleReport | None:

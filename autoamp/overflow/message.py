@@ -15,7 +15,13 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.dtypes import short_name
-from autoamp.overflow.location import INPUT, OP, location_of, readers
+from autoamp.overflow.location import (
+    INPUT,
+    OP,
+    given_location,
+    location_of,
+    readers,
+)
 from autoamp.overflow.trail import Step
 from autoamp.rewrite.emitted import is_inserted
 
@@ -106,7 +112,8 @@ def last_bad_gradient(graph: fx.Graph, weights: Collection[fx.Node]) -> str:
     if not read:
         return ""
     _, weight, op = max(read, key=operator.itemgetter(0))
-    return f"the gradient of {weight.name}, read by {location_of(op)}, is not finite"
+    name = given_location(weight, is_weight=True).name
+    return f"the gradient of {name}, read by {location_of(op)}, is not finite"
 
 
 def blame_gradients(params: Sequence[torch.Tensor], names: Mapping[int, str]) -> str:

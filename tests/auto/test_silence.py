@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -227,3 +229,30 @@ def test_a_long_first_call_shows_signs_of_life(caplog, monkeypatch) -> None:
 
 def quickly(say: Callable[[float], None]) -> Any:
     return signs_of_life(say, every=0.05)
+
+
+class _Neighbours(nn.Module):
+    """A layer of a graph network, whose sparse neighbourhoods are an attribute."""
+
+    def __init__(self, nodes: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.adjacent = torch.eye(nodes).to_sparse()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.adjacent, torch.mm(x, self.weight))
+
+
+def test_flops_that_nobody_counts_are_not_said_to_be_low(caplog) -> None:
+    caplog.set_level(logging.INFO, "autoamp")
+    model = nn.Sequential(nn.Linear(8, 8), _Neighbours(4))
+    autoamp.convert(model, **BF16)(torch.randn(4, 8))
+    report = autoamp.report(model)
+    said = " ".join(str(report).split())
+    assert "100.0% of the flops in them ran in low precision (1 part was not" in said
+    coverage = json.loads(report.to_json())["coverage"]
+    assert coverage["parts_not_captured"] == 1
+    (line,) = [said for said in caplog.messages if "is converted to" in said]
+    assert "not captured, and in fp32: " in line
+    assert line.endswith(": forward")
+    assert Path(__file__).name in line

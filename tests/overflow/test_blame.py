@@ -170,6 +170,14 @@ def test_a_module_and_its_line_are_named() -> None:
     assert " in 1 (" in training.skips[1]
 
 
+def test_a_weight_is_named_as_its_users_know_it() -> None:
+    inner = nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    training = Training(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), 2.0**8)
+    assert training.step(factor=1e6)
+    assert "the gradient of 1.1." in training.skips[0]
+    assert "read by aten::linear" in training.skips[0]
+
+
 def test_what_is_not_the_models_fault_is_said_to_be_so() -> None:
     training = Training(Between, 2.0**8)
     assert [training.step(factor=torch.inf) for _ in range(2)] == [True] * 2

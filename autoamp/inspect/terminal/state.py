@@ -19,7 +19,12 @@ def covered(shares: Coverage) -> str:
     if shares.calls_in_part:
         text += f", {shares.calls_in_part:,} of them graphs that stayed fp32 as well"
     if shares.share_of_flops is not None:
-        text += f"; {shares.share_of_flops:.1%} of their flops ran in low precision"
+        flops, left = "their flops", ""
+        if shares.parts_not_captured:
+            parts = counted(shares.parts_not_captured, "part")
+            were = "was" if shares.parts_not_captured == 1 else "were"
+            flops, left = "the flops in them", f" ({parts} {were} not captured)"
+        text += f"; {shares.share_of_flops:.1%} of {flops} ran in low precision{left}"
     return f"{text}."
 
 
