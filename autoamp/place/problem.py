@@ -33,6 +33,7 @@ def build_problem(
     why = "is returned, or viewed by what is, and shares memory with another tensor"
     pinned |= dict.fromkeys(_returned_aliases(facts), why)
     groups, follows = _cast_groups(classified, prices, returned_inside)
+    follows += _rounded_before_maxima(classified)
     return Problem(
         unary=unary,
         at_sink={n: why for n, why in pinned.items() if n in unary},
@@ -135,6 +136,38 @@ def _cast_groups(
             )
         )
     return groups, follows
+
+
+def _rounded_before_maxima(classified: Classified) -> list[tuple[str, str, str]]:
+    """What is low from an allow op up to `x - x.amax(-1, True)`, or stays fp32 with it.
+
+    The maximum's gradient is less the sum of its row's gradients, so that those of a
+    bias before `x` add up to 0.  A cast up between the bias and the maximum would round
+    the gradients behind the sum, each for itself.
+    """
+    facts, verdicts = classified.facts, classified.verdicts
+    is_free = [n for n, v in verdicts.items() if not v.pinned]
+    found: dict[tuple[str, str], None] = {}
+    reached = {n for n in is_free if _is_less_its_maximum(n, facts)}
+    for name in reversed(is_free if reached else ()):
+        if name in reached and not classified.is_allowed(name):
+            makers = {facts.producer(o.value) for o in facts.nodes[name].operands}
+            found |= dict.fromkeys((maker, name) for maker in sorted(makers))
+            reached |= makers
+    why = "is less its maximum, whose gradient is less the sum of rounded ones"
+    return [(maker, name, why) for maker, name in found]
+
+
+def _is_less_its_maximum(name: str, facts: Facts) -> bool:
+    """Whether a node is `x - x.amax(...)`, with a gradient through the maximum."""
+    fact = facts.nodes[name]
+    if fact.base not in ("aten::sub", "aten::sub_") or len(fact.operands) != 2:
+        return False
+    data, most = (o.value for o in fact.operands)
+    if not facts.nodes[most].requires_grad:
+        return False
+    maker = facts.nodes[views_down_to(most, facts)[1]]
+    return maker.base in ("aten::amax", "aten::max") and maker.operands[0].value == data
 
 
 def returned_and_used(classified: Classified) -> frozenset[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +31,7 @@ from tests.truth import MARGIN, errors, leaves
 ATEN = torch.ops.aten
 WIDTH = 16
 LOW = (torch.bfloat16, torch.float16)
+SEEDS = 12
 
 
 def of(function: Callable[..., Any]) -> Of:
@@ -138,6 +141,58 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
 def test_no_less_true_than_autocast(name: str, low: torch.dtype) -> None:
     function, data = CASES[name]
     assert errors(of(function), data, low).worst() <= MARGIN
+
+
+def shifted(x: Tensor, dim: int) -> Tensor:
+    powers = (x - x.amax(dim, keepdim=True)).exp()
+    return powers / powers.sum(dim, keepdim=True)
+
+
+def convolved(m: Of, x: Tensor) -> Tensor:
+    """A layer over rows that lie in columns: its bias shifts whole rows."""
+    return functional.conv1d(x.T, m.fc.weight[:, :, None], m.fc.bias)
+
+
+def largest_first(m: Of, x: Tensor) -> Tensor:
+    scores = convolved(m, x) / 2
+    powers = (scores - scores.max(-1)[0].unsqueeze(-1)).exp()
+    return powers / powers.sum(-1, keepdim=True) * x.T
+
+
+def attended(m: Of, x: Tensor) -> Tensor:
+    """Attention whose weights are normed over the queries as well."""
+    weights = shifted(m.other(x) @ m.fc(x).T / 4, -1)
+    return (weights / (weights.sum(0, keepdim=True) + 1e-6)) @ x
+
+
+SHIFTED: dict[str, Callable[..., Any]] = {
+    "convolved": lambda m, x: shifted(convolved(m, x), -1) * x.T,
+    "masked": lambda m, x: (
+        shifted(convolved(m, x).masked_fill(x.T > 1, -1e4), -1) * x.T
+    ),
+    "unsqueezed": largest_first,
+    "attended": attended,
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "low"), each_with_one(SHIFTED, LOW))
+def test_a_bias_that_a_softmax_does_not_feel(name: str, low: torch.dtype) -> None:
+    """Its gradient is 0 and noise: no more noise than autocast's, as far as one sees.
+
+    Asserted is that the mean over the seeds lies within three of its standard errors.
+    """
+    model = of(SHIFTED[name])
+    at = 2 + [n for n, _ in model.named_parameters()].index("fc.bias")
+    ratios = []
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.25)
+        found = errors(model, (torch.randn(64, WIDTH),), low)
+        ratios.append(math.log(found.ours[at] / found.autocast[at]))
+    error = statistics.stdev(ratios) / math.sqrt(SEEDS)
+    assert statistics.mean(ratios) <= 3 * error
 
 
 class Recurrent(nn.Module):

@@ -39,6 +39,8 @@ def replaceable(
     for chain, recognise in _candidates(graph):
         if not taken.isdisjoint(chain.nodes) or not allowed.takes(chain.nodes):
             continue
+        if any(map(_takes_the_rest, chain.nodes)):
+            continue
         replacement = _replacement(chain, recognise(), layouts, allowed)
         if replacement is not None:
             taken.update(chain.nodes)
@@ -47,6 +49,20 @@ def replaceable(
         exposed = exposed_storages(graph)
         found = [each for each in found if not _may_be_written(each, exposed)]
     return found
+
+
+def _takes_the_rest(node: fx.Node) -> bool:
+    """Whether a call is a row's maximum with a gradient, as in `x - x.amax(-1, True)`.
+
+    Its gradient is less the sum of the row's rounded gradients: those of `x` add up to
+    0, and so do those of a bias before it.  A kernel for all of it would round each
+    gradient for itself.  So the difference stays, and the rest of the chain is a chain
+    of its own, that reads the difference.
+    """
+    if node.target is not torch.ops.aten.amax.default:
+        return False
+    cut = torch.ops.aten.detach.default
+    return all(n.target is not cut for n in (node.args[0], *node.users))  # type: ignore[union-attr]
 
 
 def _may_be_written(replacement: Replacement, exposed: set[int]) -> bool:

@@ -48,7 +48,20 @@ def moved(x: Tensor) -> Tensor:
 
 
 def exps(x: Tensor) -> Tensor:
-    return torch.exp(x - x.amax(-1, keepdim=True))
+    return torch.exp(less_its_maximum(x))
+
+
+def less_its_maximum(x: Tensor) -> Tensor:
+    return x - x.amax(-1, keepdim=True)
+
+
+def softmax(x: Tensor) -> Tensor:
+    powers = exps(x)
+    return powers / powers.sum(-1, keepdim=True)
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    return x - x.exp().sum(-1, keepdim=True).log()
 
 
 def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -80,7 +93,7 @@ SPELLINGS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "swish": ("silu", lambda x: x * torch.sigmoid(x)),
     "swish_by_exp": ("silu", lambda x: x / (1 + torch.exp(-x))),
     "mish": ("mish", lambda x: x * torch.tanh(F.softplus(x))),
-    "softmax": ("softmax", lambda x: exps(x) / exps(x).sum(-1, keepdim=True)),
+    "softmax": ("softmax", softmax),
     "softmax_unshifted": (
         "softmax",
         lambda x: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True),
@@ -173,7 +186,7 @@ SPELLINGS: dict[str, tuple[str, Callable[..., Tensor]]] = {
     ),
     "log_softmax_shifted": (
         "log_softmax",
-        lambda x: x - x.amax(-1, True) - exps(x).sum(-1, True).log(),
+        lambda x: log_softmax(less_its_maximum(x)),
     ),
     # fairseq's, of the variance alone
     "layer_norm_root": (
