@@ -595,6 +595,32 @@ def test_disable_leaves_what_others_put_over_ours(x: Tensor) -> None:
     assert autoamp.report(model).runs == 1
 
 
+class _Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.act = inner, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.inner(x))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.thorough
+def test_wrappers_made_anew_are_not_captured_without_end(
+    alike: bool, x: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    autoamp.enable(**BF16)
+    inner, captured, found = mlp(), 0, []
+    for _ in range(8):
+        wrapper = _Wrapper(inner, torch.relu if alike else lambda x: x.relu())
+        found.append(wrapper(x))
+        captured += len(autoamp.report(wrapper).graphs)
+    assert captured == (8 if alike else 4)
+    assert all(torch.allclose(each, found[0], atol=2**-5) for each in found)
+    lines = [line for line in warned(caplog) if "round the same weights" in line]
+    assert len(lines) == (not alike)
+
+
 def test_enable_twice(x: Tensor) -> None:
     model = mlp()
     exact = model(x)

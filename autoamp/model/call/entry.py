@@ -26,7 +26,8 @@ from autoamp.capture.engine import Engine
 from autoamp.capture.program import Program, program_for
 from autoamp.capture.thread import THREAD, tell_ranks, under_compilation
 from autoamp.errors import CaptureError
-from autoamp.messages import signs_of_life
+from autoamp.messages import log_once, signs_of_life
+from autoamp.model.call.anew import captured_often
 from autoamp.model.call.bypassed import (
     AS_WRITTEN,
     FORWARD_MODE,
@@ -450,7 +451,13 @@ class Entry:
         if what is not None:
             like = likeness(model, args, kwargs)
             what = None if like is None else (what, self._named_in(model), like)
-        return self._begin(what)
+        program = self._begin(what)
+        automatic = self.engine.record.scaling.automatic and not self.path
+        if automatic and not program.captured_modes and (why := captured_often(model)):
+            self.leave_to_autocast(why)
+            said = f"autoamp: {self.engine.record.label}: {INSTEAD}{why}"
+            log_once(logger, logging.WARNING, said)
+        return program
 
     def _named_in(self, model: nn.Module) -> Hashable:
         """What options say of each module in a part of a converted model, by its path.
