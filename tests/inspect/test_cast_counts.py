@@ -63,11 +63,6 @@ def ran(model, step) -> tuple[Counts, tuple[int, int, int]]:
     ],
 )
 def test_a_training_step(name, precision) -> None:
-    is_one_kernel = BF16_KERNELS and precision == "bf16"
-    if name == "lstm" and not is_one_kernel:
-        pytest.skip(
-            "the kernel that this CPU's LSTM runs by casts at each of its steps"
-        )
     case = BY_NAME[name]
     scale = 1.0 if precision == "fp16" else "auto"
     options = {"precision": precision, "do_no_harm": False, "loss_scale": scale}
@@ -83,8 +78,16 @@ def test_a_training_step(name, precision) -> None:
         for param in model.parameters():
             param.add_(0)  # every weight's copy is stale
     counts, (forward, backward, kept) = ran(model, step)
-    assert counts.cast_count(phase="forward") == forward
     assert counts.refreshed == kept
+    said = " ".join(str(autoamp.report(model)).split())
+    uncounted = "inside of 1 recurrent call are not counted" in said
+    is_one_kernel = BF16_KERNELS and precision == "bf16"
+    assert uncounted == (name == "lstm" and not is_one_kernel)
+    if uncounted:  # the kernel that the LSTM runs by casts at each of its steps
+        assert counts.cast_count(phase="forward") > forward
+        assert counts.cast_count(phase="backward") > backward
+        return
+    assert counts.cast_count(phase="forward") == forward
     inside = INSIDE_TORCH.get((name, precision), 0)
     assert counts.cast_count(phase="backward") == backward + inside
 

@@ -35,7 +35,8 @@ from autoamp.rewrite.layouts import LAST
 CHECKPOINTED = "checkpointed"
 
 _CASTS = {torch.ops.aten._to_copy.default, saturating_cast, scaled_result}
-_WITHOUT_GRADIENT_CASTS = LEAF_FUNCTIONS - frozenset(WITH_FP32_STATE.values())
+_RECURRENT = frozenset(WITH_FP32_STATE.values())
+_WITHOUT_GRADIENT_CASTS = LEAF_FUNCTIONS - _RECURRENT
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class CastCounts:
     """Casts run by one forward and one backward over the graphs.
 
     Casts that the user's own code makes are not counted, nor those inside a kernel of
-    torch (attention in low precision with dropout, on CPUs).  A body of a loop counts
-    as run once.
+    torch (attention in low precision with dropout, on CPUs; a recurrent call, which may
+    cast at each step).  A body of a loop counts as run once.
 
     Attributes:
         forward: casts that run in each forward, without copies kept between calls.
@@ -52,12 +53,14 @@ class CastCounts:
         kept: weights with a low copy that is kept until the weight changes.
         kept_bytes: the memory of all these copies; a weight may have two, one of them
             with the channels last.
+        recurrent: recurrent calls that keep an fp32 state, inside of which torch casts.
     """
 
     forward: int
     backward: int
     kept: int
     kept_bytes: int
+    recurrent: int
 
 
 def counts_text(counts: CastCounts, low: str) -> str:
@@ -74,6 +77,9 @@ def counts_text(counts: CastCounts, low: str) -> str:
         size = bytes_text(counts.kept_bytes)
         have = "has a copy" if counts.kept == 1 else "have copies"
         text += f". {counted(counts.kept, 'weight')} {have} in {low} ({size})"
+    if counts.recurrent:
+        calls = counted(counts.recurrent, "recurrent call")
+        text += f". Casts that torch makes inside of {calls} are not counted"
     return f"{text}."
 
 
@@ -84,7 +90,13 @@ def cast_counts(sections: Sequence[Section]) -> CastCounts:
     backward = sum(_in_backward(section) for section in sections)
     sizes = _kept_copies(sections)
     weights = {weight for weight, _ in sizes}
-    return CastCounts(forward, backward, len(weights), sum(sizes.values()))
+    recurrent = sum(
+        node.target in _RECURRENT
+        for section in sections
+        for node in section.gm.graph.nodes
+    )
+    kept_bytes = sum(sizes.values())
+    return CastCounts(forward, backward, len(weights), kept_bytes, recurrent)
 
 
 def _kept_copies(sections: Sequence[Section]) -> dict[tuple[str, bool | None], int]:
