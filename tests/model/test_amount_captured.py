@@ -77,6 +77,7 @@ def test_hooks_that_break_every_graph_end_the_capture(
         ([(i, 2 * (i % 8 == 0)) for i in range(64)], False),  # a logger, once
         ([(i, 2 * (i % 8 == 0)) for i in range(65)], True),
         ([(i, 30 * (i % 3 == 0)) for i in range(160)], False),  # breaks in all layers
+        ([(i, 10 * (i % 4 == 0)) for i in range(160)], False),  # a solver round a net
     ],
 )
 def test_what_is_too_much(parts: list[tuple[int, int]], is_too_much: bool) -> None:

@@ -13,8 +13,8 @@ _FEW_NODES = 16
 _MOST_FRAMES = 64
 """How many functions Dynamo may trace where most give no graph."""
 
-_FEW_IN_FRAMES = 4
-"""Fewer nodes than this for each traced function are not worth the time of a trace."""
+_FEW_IN_FRAMES = 2
+"""Fewer nodes than this for each traced function are not worth a trace."""
 
 _MOST_TIMES = 6
 """How many times over the same work may be captured: in training, in eval mode, ..."""
