@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,21 +13,14 @@ from autoamp.dtypes import LOW_DTYPES, UNSCALED
 from autoamp.place.devices import main_device
 
 
-def under_autocast(
-    model: nn.Module,
-    entry: Callable[..., Any],
-    low: torch.dtype,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    cached: bool = False,
-) -> Any:
-    """`entry(model, *args, **kwargs)` under autocast, with fp32 results as without it.
+def autocast_for(
+    model: nn.Module, args: tuple[Any, ...], low: torch.dtype, *, cached: bool = False
+) -> torch.autocast:
+    """A region of autocast for a call `model(*args)`; `fp32_results` follows it.
 
     Autocast is used where our graphs cannot run: under `vmap` and `torch.func`, inside
     a module the user compiles as one graph, or where Dynamo captures nothing; and where
-    `tune` has measured that it is faster.  Half results are widened, because a caller
-    written for fp32 results may fail on them.
+    `tune` has measured that it is faster.
 
     Args:
         cached: whether all uses of a weight share a cast, as is autocast's default.
@@ -38,8 +31,14 @@ def under_autocast(
     if device == "meta":  # its weights are arguments
         given = (v for v in pytree.tree_leaves(args) if isinstance(v, torch.Tensor))
         device = next((value.device.type for value in given), "cpu")
-    with torch.autocast(device_type=device, dtype=low, cache_enabled=cached):
-        result = entry(model, *args, **kwargs)
+    return torch.autocast(device_type=device, dtype=low, cache_enabled=cached)
+
+
+def fp32_results(result: Any, low: torch.dtype) -> Any:
+    """The result of a call under autocast, widened as it is without autocast.
+
+    A caller written for fp32 results may fail on half ones.
+    """
 
     def widen(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dtype == low:

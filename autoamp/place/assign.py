@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.verdict import Verdict
 from autoamp.errors import PlacementError
-from autoamp.messages import advice
 from autoamp.place.chosen import Chosen, keys_of
 from autoamp.place.cost import Prices
 from autoamp.place.policies import POLICIES, project
@@ -183,7 +182,6 @@ def _choice(verdict: Verdict, low: bool, pinned: bool, rewarded: bool) -> str:
         if verdict.asked:
             return "its author asks for it"
         if rewarded:
-            forced = advice("do_no_harm", False, by_variables=False)
-            return f"{forced} converts it wherever it may be"
+            return "without do-no-harm it is converted wherever it may be"
         return "predicted to gain more than its casts cost"
     return GAINS_NOTHING

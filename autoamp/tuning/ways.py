@@ -17,7 +17,7 @@ from torch import nn
 from autoamp.ask.examine import twin_of
 from autoamp.ask.stand_in import Call, LossFn, copied, outcome_of
 from autoamp.calibrate.clock import seconds_of, surely_less
-from autoamp.capture.autocast import under_autocast
+from autoamp.capture.autocast import autocast_for, fp32_results
 from autoamp.capture.engine import Engine
 from autoamp.dtypes import UNSCALED
 from autoamp.inspect.layouts import layouts_text
@@ -68,14 +68,12 @@ class Way:
             state.call.leave_to_autocast(BY_AUTOCAST)
 
 
-def _called(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
-
-
 def _under_autocast(
     model: nn.Module, low: torch.dtype, *args: Any, **kwargs: Any
 ) -> Any:
-    return under_autocast(model, _called, low, args, kwargs, cached=True)
+    with autocast_for(model, args, low, cached=True):
+        result = model(*args, **kwargs)
+    return fp32_results(result, low)
 
 
 @dataclass(eq=False)

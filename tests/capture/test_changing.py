@@ -202,4 +202,6 @@ def test_past_the_recompile_limit_modules_stay_low(make: Any, name: str) -> None
     report = autoamp.report(model)
     assert (report.coverage.calls, report.coverage.calls_aside) == (CALLS, 0)
     assert report.coverage.low_flops == report.coverage.flops > 0
-    assert any("recompile_limit" in why for _, why in report.skipped)
+    # A number that changes is an input of one graph.
+    met = any("recompile_limit" in why for _, why in report.skipped)
+    assert met == (make is dict)

@@ -233,7 +233,7 @@ def test_why_of_an_allow_op() -> None:
     assert "rules/bf16.toml" in shown
     assert "fc1_weight (weight, bf16 copy)" in shown
     assert "input_0 (fp32, cast to bf16)" in shown
-    assert "do_no_harm=False converts it wherever it may be" in shown
+    assert "without do-no-harm it is converted wherever it may be" in shown
     assert f"{price} predicted time, and 1 more allow op in fp32" in shown
     # With the first product in fp32 nothing before `exp` is low any more.
     vanishing = shown.partition("would vanish: ")[2].splitlines()[0]

@@ -265,7 +265,7 @@ def test_what_an_assignment_costs() -> None:
             {"conv": (99, 5), "add": (4, 2)},
             90,
             [
-                "do_no_harm=False converts it wherever it may be",
+                "without do-no-harm it is converted wherever it may be",
                 "its neighbours are low",
                 "",
             ],

@@ -100,9 +100,9 @@ class Seen:
 
     @property
     def skipped(self) -> frozenset[int]:
-        """The places of those steps."""
+        """The places of those steps, which the report counts from 1."""
         places = [re.match(r"step (\d+): ", skip) for skip in self.skips]
-        return frozenset(int(place[1]) for place in places if place)
+        return frozenset(int(place[1]) - 1 for place in places if place)
 
 
 class Forward(TorchDispatchMode):

@@ -21,7 +21,12 @@ from torch import nn
 from autoamp import compat
 from autoamp.capture.alike import likeness
 from autoamp.capture.announce import announce, tell_progress
-from autoamp.capture.autocast import all_widened, under_autocast, unscaled_dtype
+from autoamp.capture.autocast import (
+    all_widened,
+    autocast_for,
+    fp32_results,
+    unscaled_dtype,
+)
 from autoamp.capture.engine import Engine
 from autoamp.capture.program import Program, program_for
 from autoamp.capture.thread import THREAD, tell_ranks, under_compilation
@@ -323,11 +328,12 @@ class Entry:
         if self._is_python:
             return self._as_written(model, *args, **kwargs)
         low, cached = unscaled_dtype(engine.record.low), bool(self._left_to_autocast)
-        plain = self._as_written
         with contextlib.ExitStack() as around:
             if is_transformed:
                 around.enter_context(compat.attention_in_one_dtype(low))
-            return under_autocast(model, plain, low, args, kwargs, cached=cached)
+            with autocast_for(model, args, low, cached=cached):
+                result = self._as_written(model, *args, **kwargs)
+            return fp32_results(result, low)
 
     def _as_written(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's own code, of which no part is captured by itself."""
@@ -530,7 +536,9 @@ class Entry:
         if backend != ONE_GRAPH:
             return _apart(self, backend, model, args, kwargs, owner=owner, name=name)
         low = unscaled_dtype(self.engine.record.low)
-        return under_autocast(model, plain, low, args, kwargs)
+        with autocast_for(model, args, low):
+            result = plain(model, *args, **kwargs)
+        return fp32_results(result, low)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
