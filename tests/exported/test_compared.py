@@ -33,6 +33,7 @@ class UNet(nn.Module):
 
 
 @pytest.mark.thorough(but=["False"])
+@pytest.mark.usefixtures("bf16_units")  # where a layout pays
 @pytest.mark.parametrize("training", [False, True])
 def test_an_export_lays_images_as_the_converted_model_does(
     training: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

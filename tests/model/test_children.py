@@ -431,14 +431,15 @@ def test_a_step_past_the_conversion_is_told_of_once(
     autoamp.convert(model, given, precision="bf16", strict=strict, **LOW)
     step(other(torch.ones(1, 2)).sum(), SGD(other.parameters(), 0.1))
     optimizer.step()  # no gradients
-    assert not caplog.records
+    assert "Functional is converted" not in caplog.text
     model._loss(x).backward()
     if strict:
         with pytest.raises(autoamp.AutoampError, match=r"Functional\._loss"):
             optimizer.step()
     for _ in range(3):
         step(model._loss(x), optimizer)
-    told = [each.getMessage() for each in caplog.records]
+    # Models of other tests may end meanwhile, and say so.
+    told = [r.getMessage() for r in caplog.records if "Functional" in r.getMessage()]
     assert len(told) == (not strict)
     assert strict or ("Functional is converted" in told[0] and "_loss" in told[0])
 
