@@ -106,10 +106,12 @@ class Conversion:
         An assignment `model.forward = other` takes the model's calls away from us, and
         the only sign of the assignment is that our `forward` is freed.
         """
-        this = weakref.ref(self)
+        this, model = weakref.ref(self), weakref.ref(bound.__self__)
 
         def gone(_: weakref.ref[types.MethodType]) -> None:
             conversion = this()
+            if model() is None:  # it is freed, with all that it holds
+                return
             if conversion is not None and conversion.engine is not None:
                 conversion.engine.record.note(_REPLACED)
 

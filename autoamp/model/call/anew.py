@@ -11,6 +11,8 @@ from collections import Counter
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autoamp.model.eligible import parameters_of
+
 _MOST = 4
 """How many models of one class may be captured round the same weight."""
 
@@ -20,7 +22,7 @@ _CAPTURED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def captured_often(model: nn.Module) -> str:
     """Notes that `model` is captured; why it should not be, where many like it were."""
-    weight = next(nn.Module.parameters(model), None)
+    weight = next(iter(parameters_of(model)), None)
     if weight is None:
         return ""
     counts = _CAPTURED.setdefault(weight, Counter())
