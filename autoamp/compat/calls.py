@@ -9,8 +9,8 @@ torch that does not read the attribute notices no calls.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ _WATCHED: dict[int, Listener] = {}
 
 _GROWING: dict[int, Listener] = {}
 """For the `id` of a module, the listener for modules that it is given from now on."""
+
+_HOOK: list[Any] = []
+"""Torch's handle of the hook that hears of new modules, while there are listeners."""
 
 
 class _Read:
@@ -72,11 +75,10 @@ def watch_calls(inside: Iterable[int], around: int, told: Listener) -> None:
     _hear_of_new_modules()
 
 
-@functools.cache
 def _hear_of_new_modules() -> None:
     hook = getattr(module_code, "register_module_module_registration_hook", None)
-    if hook is not None:
-        hook(_given)
+    if hook is not None and not _HOOK:
+        _HOOK.append(hook(_given))
 
 
 def _given(module: nn.Module, _: str, new: nn.Module | None) -> None:
@@ -109,4 +111,6 @@ def end_watch(told: Listener, ids: Iterable[int] | None = None) -> None:
     for key in ids:
         if _GROWING.get(key) is told:
             _GROWING.pop(key, None)
+    if not _GROWING and _HOOK:
+        _HOOK.pop().remove()
     end_calls(ids, told)

@@ -343,7 +343,7 @@ def no_word_of_new_modules(patch: pytest.MonkeyPatch) -> None:
         hide(patch, name)
         hooks = "_global_module_registration_hooks"
         patch.setattr(nn.modules.module, hooks, OrderedDict())
-        told_of_calls._hear_of_new_modules.cache_clear()
+        told_of_calls._HOOK.clear()
         model = autoamp.convert(mlp(), **OPTIONS)
         model.append(nn.Linear(8, 8))
         wide = nn.functional.linear(x, model[-1].weight, model[-1].bias)

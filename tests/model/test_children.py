@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 from collections.abc import Callable
@@ -488,3 +489,13 @@ def test_no_step_is_told_of_where_nothing_is_the_matter(loss: Any, caplog) -> No
     autoamp.convert(model, precision="bf16", **LOW)
     step(loss(model, torch.randn(4, 8)), optimizer)
     assert not [each for each in caplog.records if "no call of it" in each.getMessage()]
+
+
+def test_torch_is_as_before_once_no_model_is_converted() -> None:
+    gc.collect()  # models of other tests
+    hooks = nn.modules.module._global_module_registration_hooks
+    before = len(hooks), vars(nn.Module)["_compiled_call_impl"]
+    net = autoamp.convert(Net(), precision="bf16", **LOW)
+    assert vars(nn.Module)["_compiled_call_impl"] is not None
+    autoamp.revert(net)
+    assert (len(hooks), vars(nn.Module)["_compiled_call_impl"]) == before
