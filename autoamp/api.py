@@ -27,7 +27,8 @@ from autoamp.model.conversion import conversion_of
 from autoamp.model.convert import convert_model, revert_model
 from autoamp.model.eligible import choose_graph_precision
 from autoamp.model.reporting import report_on
-from autoamp.options import Options
+from autoamp.options import FOR_MODELS, Options
+from autoamp.pass_options import PassOptions
 from autoamp.pipeline.run import rewrite_graph
 from autoamp.printable import class_name
 from autoamp.rules import Rules
@@ -38,19 +39,8 @@ from autoamp.training.step.boundary import OptimizerBoundary
 
 logger = logging.getLogger(__name__)
 
-_FOR_MODELS = frozenset(
-    (
-        "backend",
-        "exact_casts",
-        "guard",
-        "heal",
-        "lock",
-        "loss_scale",
-        "record",
-        "weight_copies",
-    )
-)
-"""The options that the pass alone does not take."""
+_COMPILED = ("backend", "exact_casts")
+"""The options for graphs that are compiled here, beside `FOR_MODELS`."""
 
 
 def convert(
@@ -255,13 +245,13 @@ def rewrite(
         >>> low(torch.randn(8, 64)).dtype
         torch.float32
     """
-    refused = sorted(options.keys() & _FOR_MODELS)
+    refused = sorted(options.keys() & {*FOR_MODELS, *_COMPILED})
     if refused:
         raise OptionError(
             f"rewrite() has no option {' or '.join(refused)}, because other code "
             "compiles and trains its graph; these are options of autoamp.convert()"
         )
-    chosen = Options().replace(**options)
+    chosen = PassOptions().replace(**options)
     if isinstance(gm, torch.export.ExportedProgram):
         gm = gm.module()
     if not isinstance(gm, fx.GraphModule):
@@ -325,7 +315,7 @@ def export(
         >>> {name: weight.dtype for name, weight in program.state_dict.items()}
         {'weight': torch.bfloat16, 'bias': torch.bfloat16}
     """
-    refused = sorted(options.keys() & (_FOR_MODELS - {"lock"}))
+    refused = sorted(options.keys() & {*FOR_MODELS - {"lock"}, *_COMPILED})
     if refused:
         raise OptionError(
             f"export() has no option {' or '.join(refused)}, because an exported model "

@@ -7,14 +7,14 @@ from dataclasses import replace
 from torch import fx
 
 from autoamp import compat
-from autoamp.options import Options
+from autoamp.pass_options import PassOptions
 from autoamp.pipeline.run import rewrite_normalised
 from autoamp.pipeline.work import Setting
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.trace.normalise import Normalised
 
 
-def replanned(rewritten: Rewritten, options: Options) -> Rewritten:
+def replanned(rewritten: Rewritten, options: PassOptions) -> Rewritten:
     """The record of the same graph, rewritten under `options`.
 
     The caller must be in the grad mode of the capture.

@@ -19,7 +19,8 @@ from autoamp.flight.ops import OPS
 from autoamp.flight.recorder import EVERY
 from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.op_names import parse_op_name
-from autoamp.options import BACKENDS, PLACEMENTS, WEIGHT_COPIES, Options
+from autoamp.options import WEIGHT_COPIES, Options
+from autoamp.pass_options import BACKENDS, PLACEMENTS
 from autoamp.printable import printable_line
 from autoamp.rules import Rules
 from autoamp.training.scale import LOSS_SCALES, StaticLossScale

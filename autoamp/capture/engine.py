@@ -135,7 +135,10 @@ class Engine:
         try:
             with compat.autocast_off(), compat.saved_tensors_hooks_off():
                 on = Setting(
-                    device=self.device, price=self.price, makes_code=self.runs_code()
+                    device=self.device,
+                    recorded=options.locked.devices if options.locked else (),
+                    price=self.price,
+                    makes_code=self.runs_code(),
                 )
                 found = prepare(
                     gm, example_inputs, options, low, scaled=scaling.enabled, setting=on

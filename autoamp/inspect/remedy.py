@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from autoamp.analyse.pins import kept_by
 from autoamp.analyse.verdict import GAVE_UP
 from autoamp.inspect.costs import allow_in_fp32
-from autoamp.options import Options
+from autoamp.pass_options import PassOptions
 from autoamp.rewrite.rewritten import Rewritten
 from autoamp.rules import Category
 
@@ -63,7 +63,9 @@ def _estimate(rewritten: Rewritten) -> int:
     return placed.cost - placed.prices.reward * allow_in_fp32(rewritten, placed.low)
 
 
-def candidates(rewritten: Rewritten, options: Options, name: str) -> Iterator[_Change]:
+def candidates(
+    rewritten: Rewritten, options: PassOptions, name: str
+) -> Iterator[_Change]:
     """Options to try, the fewest changes first; each with the words for it."""
     fact = rewritten.facts.nodes[name]
     op = fact.base.removeprefix("aten::")

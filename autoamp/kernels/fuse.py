@@ -23,7 +23,7 @@ from autoamp.kernels.chains.emit import put_kernels
 from autoamp.kernels.shared.condition import Allowed, in_regions
 from autoamp.kernels.table import KERNEL_NAMES
 from autoamp.ops import drop_dead
-from autoamp.options import Options
+from autoamp.pass_options import PassOptions
 from autoamp.rules import Rules
 from autoamp.trace.normalise import Normalised
 
@@ -32,7 +32,7 @@ STEPS = (put_kernels, put_attention, without_masks)
 
 def fuse(  # noqa: PLR0917
     normalised: Normalised,
-    options: Options,
+    options: PassOptions,
     low: torch.dtype,
     device: str | None = None,
     no_gain: Collection[str] = (),

@@ -14,6 +14,7 @@ from autoamp.errors import UnsupportedModelError
 from autoamp.inspect.text import CANNOT_PAY
 from autoamp.model.methods import computing_methods
 from autoamp.options import Options
+from autoamp.pass_options import PassOptions
 from autoamp.place.devices import device_of, named_device
 from autoamp.printable import class_name
 
@@ -139,7 +140,7 @@ def not_converted(model: nn.Module, why_not: str) -> str:
 
 
 def choose_device_precision(
-    device: torch.device | str, options: Options
+    device: torch.device | str, options: PassOptions
 ) -> tuple[torch.dtype | None, str]:
     """The compute dtype for `device`, or None and the reason there is none.
 
@@ -210,7 +211,7 @@ def own_precision(model: nn.Module) -> torch.dtype | None:
 
 
 def choose_graph_precision(
-    gm: nn.Module, example_inputs: Any, options: Options
+    gm: nn.Module, example_inputs: Any, options: PassOptions
 ) -> torch.dtype:
     """The compute dtype for a graph: the one asked for, or the device's usual one."""
     low = parse_low_dtype(options.precision)

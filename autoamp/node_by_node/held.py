@@ -29,7 +29,7 @@ from autoamp.graph_functions.promises import Dtypes
 from autoamp.node_by_node.observer import Observer
 from autoamp.node_by_node.runner import Runner
 from autoamp.op_names import base_name
-from autoamp.options import Options
+from autoamp.pass_options import PassOptions
 from autoamp.pipeline.prepared import Prepared
 from autoamp.rewrite.bindings import with_bindings
 from autoamp.rewrite.copied import copied
@@ -51,7 +51,7 @@ class Broken(NamedTuple):
     sentence: str
     denied: str
 
-    def message(self, options: Options) -> str:
+    def message(self, options: PassOptions) -> str:
         """The sentence, with the option that keeps the op in fp32."""
         if not self.denied:
             return self.sentence
@@ -84,7 +84,7 @@ class Held(Observer):
 
 
 def hold_first_run(
-    prepared: Prepared, options: Options, tell: Callable[[str], None]
+    prepared: Prepared, options: PassOptions, tell: Callable[[str], None]
 ) -> None:
     """Makes the first run of a graph check the dtypes of all results.
 

@@ -29,7 +29,7 @@ from autoamp.kernels.fuse import fuse
 from autoamp.kernels.rotary.emit import with_rotary
 from autoamp.kernels.softmax_backward.condition import softmax_at
 from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY, TOGETHER
-from autoamp.options import Options
+from autoamp.pass_options import PassOptions
 from autoamp.pipeline.checks import Checks
 from autoamp.pipeline.retreat import LeaveOut
 from autoamp.pipeline.work import Work
@@ -151,7 +151,7 @@ def _classify(work: Work) -> Work:
     return replace(work, classified=classified)
 
 
-def _is_below(options: Options) -> bool:
+def _is_below(options: PassOptions) -> bool:
     """Whether a budget for error lets ops be low that type promotion leaves fp32."""
     return options.chosen is not None and options.chosen.below_ceiling
 
@@ -460,12 +460,12 @@ def copies_of(work: Work) -> list[fx.Node]:
     return inputs[given : given + len(work.weights)]
 
 
-def takes_our_ops(options: Options) -> bool:
+def takes_our_ops(options: PassOptions) -> bool:
     """Whether ops that are not torch's may be called: of compilers inductor can."""
     return _is_eager(options) or compat.is_inductor(options.backend)
 
 
-def _is_eager(options: Options) -> bool:
+def _is_eager(options: PassOptions) -> bool:
     return options.backend == "eager"
 
 

@@ -19,7 +19,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.errors import CaptureError
 from autoamp.graph_functions import checkpoint_as_python_does
-from autoamp.options import Options
+from autoamp.pass_options import PassOptions
 from autoamp.pipeline.checks import Checks
 from autoamp.pipeline.passes import (
     PASSES,
@@ -46,7 +46,7 @@ _ANYWHERE = Setting()
 def rewrite_graph(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    options: Options,
+    options: PassOptions,
     low: torch.dtype,
     **setting: Any,
 ) -> Rewritten:
@@ -66,7 +66,7 @@ def rewrite_graph(
 
 def rewrite_normalised(
     normalised: Normalised,
-    options: Options,
+    options: PassOptions,
     low: torch.dtype,
     setting: Setting,
     seconds: dict[str, float],
@@ -81,7 +81,7 @@ def rewrite_normalised(
 def prepare(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
-    options: Options,
+    options: PassOptions,
     low: torch.dtype,
     *,
     scaled: bool,
@@ -131,7 +131,7 @@ def prepare(
 
 
 def as_it_is(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, problem: str
+    gm: fx.GraphModule, inputs: Sequence[Any], options: PassOptions, problem: str
 ) -> Prepared:
     """The graph made ready to run in fp32, because of `problem`."""
     if options.backend == "eager":
@@ -263,7 +263,7 @@ def _rewritten(work: Work) -> Rewritten:
     )
 
 
-def _again(work: Work, options: Options, given_up: Mapping[str, str]) -> Rewritten:
+def _again(work: Work, options: PassOptions, given_up: Mapping[str, str]) -> Rewritten:
     """The record of the same graph under other options, without any retreat."""
     plan = replace(work.plan, options=options)
     chosen = [p for p in PASSES if p.phase in (Phase.DECIDE, Phase.WRITE)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
 from autoamp.calibrate.calibrated import device_for
-from autoamp.options import Options
+from autoamp.pass_options import PassOptions
 from autoamp.place.assign import Assignment
 from autoamp.place.cost import PriceModel, Prices
 from autoamp.place.devices import Device, main_device
@@ -35,6 +35,8 @@ class Setting:
         own_ops: whether the graph may call ops of autoamp's (`autoamp::attention`).
         price: gives the prices; by default the roofline of the device.
         device: the device that the graph is to run on; by default the one it is on.
+        recorded: the figures of devices, as a report has them that placements must
+            match; a device of these is taken in the place of the one here.
         makes_code: whether the graph's code is made, which a graph that is only looked
             at does without.
     """
@@ -44,6 +46,7 @@ class Setting:
     own_ops: bool = False
     price: PriceModel | None = None
     device: Device | None = None
+    recorded: Sequence[Mapping[str, Any]] = ()
     makes_code: bool = True
 
 
@@ -58,7 +61,7 @@ class Plan:
         scaled: whether gradients are scaled at the edge of the graph.
     """
 
-    options: Options
+    options: PassOptions
     low: torch.dtype
     setting: Setting
     scaled: bool = False
@@ -116,21 +119,18 @@ class Work:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
-    def options(self) -> Options:
+    def options(self) -> PassOptions:
         return self.plan.options
 
     @property
     def device(self) -> Device:
         """The device that the graph is to run on."""
-        asked, here = self.plan.setting.device, main_device(self.gm)
-        if asked is not None:
-            return asked
-        low, options = self.plan.low, self.options
-        if options.locked is not None:
-            locked = device_with(options.locked.devices, here.type, low)
-            if locked is not None:
-                return locked
-        return device_for(here, low, calibrate=options.calibrate)
+        setting, low, here = self.plan.setting, self.plan.low, main_device(self.gm)
+        return (
+            setting.device
+            or device_with(setting.recorded, here.type, low)
+            or device_for(here, low, calibrate=self.options.calibrate)
+        )
 
     @property
     def device_type(self) -> str | None:

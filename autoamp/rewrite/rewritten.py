@@ -14,7 +14,7 @@ from autoamp import compat
 from autoamp.analyse.classified import Classified
 from autoamp.analyse.facts import Facts
 from autoamp.analyse.nodes import tensors_of
-from autoamp.options import Options
+from autoamp.pass_options import PassOptions
 from autoamp.place.assign import Assignment
 from autoamp.rewrite.emitted import Cast
 
@@ -56,9 +56,9 @@ class Rewritten:
     seconds: dict[str, float]
     given_up: Mapping[str, str] = field(default_factory=dict)
     bodies: tuple[Rewritten, ...] = ()
-    options: Options | None = None
+    options: PassOptions | None = None
     fake_mode: Any = None
-    again: Callable[[Options, Mapping[str, str]], Rewritten] | None = None
+    again: Callable[[PassOptions, Mapping[str, str]], Rewritten] | None = None
 
     @property
     def facts(self) -> Facts:

@@ -32,6 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"counted", "rules", "saved"}),
     frozenset({"kernels.shared.proof"}),
     frozenset({"kernels.table"}),
+    frozenset({"pass_options"}),
     frozenset({"options"}),
     frozenset({"trace"}),
     frozenset({"analyse"}),

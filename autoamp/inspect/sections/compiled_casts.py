@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autoamp import compat
 from autoamp.inspect.rows import CastRow, Section
 from autoamp.inspect.text import counted
-from autoamp.options import Options
+from autoamp.pass_options import PassOptions
 
 _FATES = {
     compat.WRITTEN: "written to memory",
@@ -60,7 +60,7 @@ def compiled_casts(sections: Sequence[Section]) -> CompiledCasts | None:
     if not compiled:
         return None
     told = [section for section in compiled if section.exact_casts is not None]
-    options = compiled[0].rewritten.options or Options()
+    options = compiled[0].rewritten.options or PassOptions()
     return CompiledCasts(
         tuple(cast for section in told for cast in section.casts if cast.compiled),
         len(told),

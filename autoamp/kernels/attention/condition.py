@@ -13,11 +13,13 @@ from autoamp.kernels.attention.function.scores import Kind
 from autoamp.kernels.attention.recognise import WrittenAttention, written_attention
 from autoamp.kernels.shared.condition import Allowed
 from autoamp.kernels.table import ATTENTION
-from autoamp.options import Options
+from autoamp.pass_options import PassOptions
 from autoamp.place.devices import Device
 
 
-def leave_out(device: Device, options: Options, *, own_ops: bool) -> tuple[str, ...]:
+def leave_out(
+    device: Device, options: PassOptions, *, own_ops: bool
+) -> tuple[str, ...]:
     """The kernels that are left out of a graph because of where and how it runs.
 
     `autoamp::attention` has a kernel for CPUs alone.  The backward of torch's kernels
