@@ -25,7 +25,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.check import alike, same_calls
+from autoamp.check import numbers
 
 from . import report
 from .capability import capability
@@ -243,8 +243,7 @@ def measure(case: Case, repeats: int) -> Found:
 def _nodes_and_checks(case: Case) -> tuple[int, float]:
     """How many nodes the graphs of a case have, and the checks' part of its call."""
     torch._dynamo.reset()
-    alike.forget()
-    same_calls.forget()
+    numbers.forget()
     model = _ours(case.build())
     args, kwargs = case.batch()
     begin = time.perf_counter()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -17,17 +16,31 @@ _OPS = 4096
 """The ops whose facts are kept at most; a process calls fewer, as a rule."""
 
 
-def operands(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes among the arguments, as often as they occur; bodies aside."""
+class HasArguments(Protocol):
+    """A node, or a call as another graph would write it."""
+
+    @property
+    def args(self) -> Any: ...
+
+    @property
+    def kwargs(self) -> Any: ...
+
+
+def operands(call: HasArguments) -> list[fx.Node]:
+    """The nodes among the arguments, as often as they occur."""
     found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return iter(found)
+    fx.map_arg((call.args, call.kwargs), found.append)
+    return found
 
 
-def literals(node: fx.Node) -> list[str]:
-    """The arguments that are no nodes, as text, in their order."""
+def literals(call: HasArguments, *, places: bool = True) -> list[str]:
+    """The arguments that are no nodes, as text, in their order.
+
+    Args:
+        places: whether "%" stands in the place of each node.
+    """
     found: list[str] = []
-    pending: list[Any] = [node.kwargs, node.args]
+    pending: list[Any] = [call.kwargs, call.args]
     while pending:
         value = pending.pop()
         if isinstance(value, (list, tuple)):
@@ -38,6 +51,8 @@ def literals(node: fx.Node) -> list[str]:
             pending += (value.step, value.stop, value.start)
         elif not isinstance(value, fx.Node):
             found.append(repr(value))
+        elif places:
+            found.append("%")
     return found
 
 

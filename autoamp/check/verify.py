@@ -12,16 +12,15 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
+from autoamp import compat
+from autoamp.check.changes import INSERTED_CASTS
+from autoamp.check.compare import differences
 from autoamp.check.operands import operands_agree, read_dtypes, reads_as_it_comes
-from autoamp.check.same_program import (
-    check_same_program,
-    check_same_strides,
-    check_same_wiring,
-)
 from autoamp.check.stale import is_cast, no_stale_casts
 from autoamp.check.standin import Memo, StandIns, dtypes_of, named, where
 from autoamp.errors import VerificationError
@@ -57,7 +56,7 @@ class Verifier:
             VerificationError: the message gives node, op, dtypes and source line.
         """
         before, after = self._before, self._after(rewritten)
-        check_same_program(self.original, rewritten, before, after)
+        _same_results(rewritten, before, after)
         for node in rewritten.graph.nodes:
             _metadata_is_true(node, after)
             operands_agree(node, after, before)
@@ -65,9 +64,9 @@ class Verifier:
                 _makes_as_before(node, before, after)
             if node.name in must_read_high and not reads_as_it_comes(node):
                 _reads_as_before(node, before, after)
-        check_same_strides(rewritten, before, after)
+        _same_strides(rewritten, before, after)
         no_stale_casts(self.original, rewritten, after)
-        check_same_wiring(self.original, rewritten)
+        differences(self.original, rewritten, INSERTED_CASTS)
 
     def recount(
         self,
@@ -119,6 +118,74 @@ class Verifier:
             if made[value, way] != casts.get((value, way), 0):
                 found += [value, *(n.name for n in before.nodes[value].users)]
         return found
+
+
+def _same_results(rewritten: fx.GraphModule, before: StandIns, after: StandIns) -> None:
+    """Checks the structure of the results, and their dtypes."""
+    old, new = before.values["output"], after.values["output"]
+    old_spec = torch.utils._pytree.tree_structure(old)
+    if old_spec != torch.utils._pytree.tree_structure(new):
+        raise VerificationError("the structure of the outputs changed")
+    if dtypes_of(old) != dtypes_of(new):
+        raise VerificationError(
+            f"the output dtypes changed from {dtypes_of(old)} to {dtypes_of(new)}",
+            nodes=[
+                n.name
+                for n in rewritten.graph.output_node().all_input_nodes
+                if dtypes_of(before.values.get(n.name))
+                != dtypes_of(after.values[n.name])
+            ],
+        )
+
+
+def _same_strides(rewritten: fx.GraphModule, before: StandIns, after: StandIns) -> None:
+    """Checks that results, and what `as_strided` reads, lie as before."""
+    old, new = (_leaves(run.values["output"]) for run in (before, after))
+    made_by = _leaves(rewritten.graph.output_node().args[0])
+    for node, one, other in zip(made_by, old, new, strict=True):
+        if _strides(one) != _strides(other):
+            raise VerificationError(
+                f"{where(node)} is returned with strides {_strides(other)}, "
+                f"where the model's has {_strides(one)}",
+                nodes=named(node),
+            )
+    for node in rewritten.graph.nodes:
+        if not _is_strided_read(node.target) or node.name not in before.nodes:
+            continue
+        read, twin = node.args[0], before.nodes[node.name].args[0]
+        assert isinstance(read, fx.Node)
+        assert isinstance(twin, fx.Node)
+        one, other = before.values[twin.name], after.values[read.name]
+        if _place(one) != _place(other):
+            raise VerificationError(
+                f"{where(node)} reads {read.name} with offset and strides "
+                f"{_place(other)}, where it read {_place(one)}",
+                nodes=[*named(node), *(n.name for n in read.all_input_nodes)],
+            )
+
+
+def _leaves(value: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(value)
+
+
+def _strides(value: Any) -> tuple[int, ...] | None:
+    """The strides that tell elements apart: none where there is one, or no element."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    if not value.numel():
+        return None
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return tuple(stride for size, stride in pairs if size != 1)
+
+
+def _place(value: Any) -> tuple[Any, ...]:
+    return (value.storage_offset(), _strides(value))
+
+
+def _is_strided_read(target: Any) -> bool:
+    """Whether a call takes elements of its operand by their places in memory."""
+    is_op = isinstance(target, compat.OpOverload)
+    return is_op and compat.schema(target).name.startswith("aten::as_strided")
 
 
 def _metadata_is_true(node: fx.Node, after: StandIns) -> None:

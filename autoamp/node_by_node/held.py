@@ -19,9 +19,9 @@ from torch import fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import source_line
-from autoamp.check.allowed_changes import May
-from autoamp.check.differences import differences
-from autoamp.check.same_calls import check_same_calls
+from autoamp.check.changes import held
+from autoamp.check.compare import differences
+from autoamp.check.numbers import check_same_calls
 from autoamp.dtypes import LOW_DTYPES, short_name
 from autoamp.errors import VerificationError
 from autoamp.graph_functions import dtypes_in, op_with_its_state, with_dtypes
@@ -141,8 +141,7 @@ def _checked(
     Raises:
         VerificationError: `amended` or its code is another program.
     """
-    redtyped = frozenset(n.name for n in broken)
-    differences(gm, amended, May(frozenset({with_dtypes}), redtyped=redtyped))
+    differences(gm, amended, held(frozenset(n.name for n in broken)))
     code = with_bindings(amended)
     check_same_calls(amended, code)
     compat.make_code(code)

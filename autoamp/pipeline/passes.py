@@ -21,6 +21,7 @@ from torch import fx
 from autoamp import compat
 from autoamp.analyse.classify import classify
 from autoamp.analyse.facts import collect_facts
+from autoamp.check import changes
 from autoamp.kernels.attention.condition import leave_out
 from autoamp.kernels.attention_backward.condition import attention_at
 from autoamp.kernels.attention_backward.function import attention, traced_attention
@@ -30,7 +31,7 @@ from autoamp.kernels.rotary.emit import with_rotary
 from autoamp.kernels.softmax_backward.condition import softmax_at
 from autoamp.kernels.table import ATTENTION_BACKWARD, CHANNELS_LAST, ROTARY, TOGETHER
 from autoamp.pass_options import PassOptions
-from autoamp.pipeline.checks import Checks
+from autoamp.pipeline.checks import Checks, differs_only
 from autoamp.pipeline.retreat import LeaveOut
 from autoamp.pipeline.work import Work
 from autoamp.place.assign import assign
@@ -316,7 +317,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         *("calls once", Phase.SEE, _calls_once),
         "a value is handed to the mesh once, however many readers it has there",
-        Checks.made_once,
+        differs_only(changes.MADE_ONCE),
         Retreat.SPARE,
         "values are handed to the mesh for each reader",
     ),
@@ -361,7 +362,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         *("gathers", Phase.PREPARE, _gathers),
         "DTensors that are read low are gathered low; their gradients sum up in fp32",
-        Checks.gathered,
+        differs_only(changes.GATHERS),
         Retreat.SPARE,
         "DTensors are gathered in fp32 and cast then",
     ),
@@ -422,7 +423,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         *("together", Phase.PREPARE, _together),
         "on GPUs the gradients of several weights are cast by one kernel",
-        Checks.together,
+        differs_only(changes.TOGETHER),
         Retreat.SPARE,
         "the gradient of each of its weights is cast by itself",
         needs_memory=True,

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import autoamp
 from autoamp import compat
 from autoamp.capture import engine
-from autoamp.check import same_calls
+from autoamp.check import numbers
 from autoamp.exported import export as exporting
 from autoamp.exported.plan import OP
 from tests.models import BY_NAME, LARGE
@@ -255,14 +255,14 @@ def test_buffers_and_generators_are_left_as_they_are() -> None:
 
 @pytest.mark.thorough
 def test_it_works_in_any_mode_of_the_callers() -> None:
-    same_calls.forget()
+    numbers.forget()
     expected = autoamp.export(two(), (X,), **BF16).module()(X)
     for region in (
         torch.inference_mode(),
         torch.autocast("cpu", dtype=torch.bfloat16),
         torch.no_grad(),
     ):
-        same_calls.forget()
+        numbers.forget()
         with region:
             program = autoamp.export(two(), (X,), **BF16)
         assert torch.equal(program.module()(X), expected)

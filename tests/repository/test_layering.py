@@ -75,8 +75,10 @@ APART = (
     ("rewrite.cleanup",),
     ("kernels.fuse",),
     (
+        "check.changes",
+        "check.compare",
+        "check.numbers",
         "check.operands",
-        "check.same_program",
         "check.stale",
         "check.standin",
         "check.verify",

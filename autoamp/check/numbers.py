@@ -1,4 +1,4 @@
-"""Runs both sides of a region on the same numbers, as a second opinion.
+"""Runs both sides of a change on stand-in values, as a second opinion.
 
 The recognition of a kernel is a proof in algebra (`kernels/shared/proof/`), and the
 recognition of a mask is a proof by positions.  Here neither is known: the calls that
@@ -17,7 +17,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor, fx
 
 from autoamp import compat
 from autoamp.analyse.nodes import tensors_of
-from autoamp.check.differences import Region
+from autoamp.check.compare import Region
 from autoamp.check.standin import where
 from autoamp.counted.saved import saved_bytes
 from autoamp.dtypes import LOW_DTYPES
@@ -39,6 +39,9 @@ MOST = 2**22
 
 _KNOWN: dict[Any, str | None] = {}
 """For each kind of region that has run, what is wrong with it, or None."""
+
+_KNOWN_CALLS: dict[Any, bool] = {}
+"""Whether a function calls the same ops, by the op, the function and the operands."""
 
 _KNOWN_AT_MOST = 4096
 
@@ -74,8 +77,9 @@ def check_alike(regions: Sequence[Region], *, every: bool) -> None:
 
 
 def forget() -> None:
-    """Forgets which kinds of regions have run, as in a new process."""
+    """Forgets which regions and calls have run, as in a new process."""
     _KNOWN.clear()
+    _KNOWN_CALLS.clear()
 
 
 def _same_kinds(region: Region) -> None:
@@ -418,3 +422,79 @@ def _small_sizes(region: Region, *, retell: bool) -> dict[int, int]:
     return {
         size: chosen for size, chosen in zip(free, small, strict=False) if chosen < size
     }
+
+
+# -- functions in the place of ops -------------------------------------------------
+
+
+def check_same_calls(before: fx.GraphModule, after: fx.GraphModule) -> None:
+    """Raises where a function of `after` calls other ops than the op of `before`.
+
+    Raises:
+        VerificationError: names the call.
+    """
+    for old, new in zip(before.graph.nodes, after.graph.nodes, strict=True):
+        if old.target is new.target or old.op != "call_function":
+            continue
+        read = [_operand_kind(n.meta.get("val")) for n in old.all_input_nodes]
+        shown = repr(fx.map_arg((old.args, old.kwargs), lambda _: "%"))
+        key = (old.target, new.target, shown, *read)
+        if key not in _KNOWN_CALLS:
+            made = _calls(new)
+            _KNOWN_CALLS[key] = made is not None and made == _calls(old)
+        if not _KNOWN_CALLS[key]:
+            raise VerificationError(
+                f"{where(new)} does not call {old.target}", nodes=[old.name]
+            )
+
+
+def _operand_kind(value: Any) -> Any:
+    return (value.dtype, value.dim()) if isinstance(value, Tensor) else type(value)
+
+
+class _Heard(compat.CountingDispatch):
+    """Notes each op that is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.ops.append((func, repr([a for a in args if not isinstance(a, Tensor)])))
+        return func(*args, **(kwargs or {}))
+
+
+def _calls(node: fx.Node) -> list[Any] | None:
+    """The ops that a call comes to on meta tensors; None where it cannot be made."""
+
+    def empty(operand: fx.Node) -> Any:
+        value = operand.meta.get("val")
+        if not isinstance(value, Tensor):
+            return compat.hint(value) if isinstance(value, torch.SymInt) else value
+        sizes, strides = (
+            [compat.hint(each) for each in found]
+            for found in (value.shape, value.stride())
+        )
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+
+    try:
+        # In inference mode and under autocast a function calls other ops.
+        with (
+            compat.on_real_numbers(),
+            torch.inference_mode(False),
+            compat.autocast_off(),
+        ):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), empty)
+            heard = _Heard()
+            with heard:
+                made = node.target(*args, **kwargs)  # type: ignore[operator]
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+    kinds = [(t.dtype, t.shape, t.stride()) for t in tensors_of(made)]
+    return [*heard.ops, kinds]
