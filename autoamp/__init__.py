@@ -33,8 +33,8 @@ from autoamp.errors import (
     UnsupportedModelError,
     VerificationError,
 )
+from autoamp.inspect.figures import LossScaleReport
 from autoamp.inspect.report import Report
-from autoamp.inspect.sections.loss_scaling import LossScaleReport
 from autoamp.meshes.plan import plan
 from autoamp.meshes.result import MeshPlan
 from autoamp.place.frontier import Frontier

@@ -14,8 +14,8 @@ from autoamp.dtypes import UNSCALED
 from autoamp.errors import OptionError
 from autoamp.messages import log_once
 from autoamp.pass_options import PassOptions, choice, names_of, switch
-from autoamp.saved.document import SavedReport
 from autoamp.saved.load import load
+from autoamp.saved.rows import SavedReport
 from autoamp.training.scale import LOSS_SCALES, resolve_loss_scale
 
 logger = logging.getLogger(__name__)

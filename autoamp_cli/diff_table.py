@@ -12,7 +12,7 @@ from rich.text import Text
 from autoamp.inspect.text import counted
 from autoamp.printable import printable_line
 from autoamp.saved.diff import Change, Diff
-from autoamp.saved.document import SavedCast, SavedOp
+from autoamp.saved.rows import CastRow, OpRow
 
 _Rows = tuple[str, Sequence[Any], Sequence[str], Callable[[Any], Sequence[str]]]
 """The title of a table, its entries, its columns, and the cells of an entry."""
@@ -97,15 +97,15 @@ def _change(change: Change) -> tuple[str, ...]:
     return _key(new), name, new.module, precision, new.reason, new.source
 
 
-def _op(op: SavedOp) -> tuple[str, ...]:
+def _op(op: OpRow) -> tuple[str, ...]:
     return _key(op), op.name, op.module, op.precision, op.source
 
 
-def _cast(cast: SavedCast) -> tuple[str, ...]:
+def _cast(cast: CastRow) -> tuple[str, ...]:
     return _key(cast), cast.value, cast.kind, cast.dtype, f"{cast.bytes:,}"
 
 
-def _key(of: SavedOp | SavedCast) -> str:
+def _key(of: OpRow | CastRow) -> str:
     return f"{of.graph}/{of.body}" if of.body else str(of.graph)
 
 

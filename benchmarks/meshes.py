@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import autoamp
-from autoamp.inspect.costs import bytes_text, seconds_text
+from autoamp.inspect.text import bytes_text, seconds_text
 
 from . import report
 from .capability import capability

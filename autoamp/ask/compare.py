@@ -25,11 +25,11 @@ from autoamp.ask.progress import told
 from autoamp.ask.stand_in import Call, LossFn
 from autoamp.ask.trials import Trials
 from autoamp.errors import OptionError
-from autoamp.inspect.rows import OpRow
 from autoamp.model.eligible import required_precision
 from autoamp.model.reporting import report_of
 from autoamp.options import Options
 from autoamp.printable import class_name
+from autoamp.saved.rows import OpRow
 
 
 def compare_model(

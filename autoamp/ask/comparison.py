@@ -17,8 +17,7 @@ from rich.text import Text
 
 from autoamp.dtypes import short_name
 from autoamp.errors import OptionError
-from autoamp.inspect.terminal.parts import as_text, plain_table
-from autoamp.inspect.text import counted, op_title, shorten
+from autoamp.inspect.text import as_text, counted, op_title, plain_table, shorten
 from autoamp.messages import advice
 
 LISTED = 10

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from autoamp.errors import OptionError
-from autoamp.inspect.sections.loss_scaling import LossScaleReport
+from autoamp.inspect.figures import LossScaleReport
 from autoamp.model.conversion import conversion_of
 from autoamp.model.reporting import loss_scale_of
 from autoamp.printable import class_name

@@ -13,7 +13,7 @@ from torch import Tensor
 from autoamp import compat
 from autoamp.ask.comparison import Errors, NodeError
 from autoamp.ask.lockstep import Key
-from autoamp.inspect.rows import OpRow
+from autoamp.saved.rows import OpRow
 
 Node = tuple[int, str, str]
 """A graph's number, a body's path or "", a node's name."""

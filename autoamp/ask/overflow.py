@@ -10,8 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from autoamp.dtypes import largest, short_name
-from autoamp.inspect.terminal.parts import as_text
-from autoamp.inspect.text import shorten
+from autoamp.inspect.text import as_text, shorten
 from autoamp.overflow.location import INPUT, OUTSIDE, WEIGHT, Location
 from autoamp.overflow.remedy import Remedy
 from autoamp.overflow.trail import Step

@@ -9,12 +9,12 @@ from torch import nn
 from autoamp.benchmark.record import Evidence
 from autoamp.benchmark.step.running import device_of as device_with
 from autoamp.benchmark.step.ways import Way, arrived
+from autoamp.inspect.figures import OpTime
+from autoamp.inspect.findings import is_users_choice
 from autoamp.inspect.report import Report
-from autoamp.inspect.rows import OpRow
-from autoamp.inspect.sections.advice import is_users_choice
-from autoamp.inspect.sections.bounds import OpTime
 from autoamp.model.reporting import report_on
 from autoamp.place.devices import Device, device_of
+from autoamp.saved.rows import OpRow
 
 
 def evidence_of(way: Way, model: nn.Module) -> Evidence:

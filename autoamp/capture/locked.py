@@ -12,14 +12,12 @@ from pathlib import Path
 from autoamp.capture.graph import Graph
 from autoamp.capture.record import Record
 from autoamp.errors import LockError
-from autoamp.inspect.export import saved_graph
-from autoamp.inspect.rows import sections_of
+from autoamp.inspect.rows import saved_graph, sections_of
 from autoamp.inspect.text import counted
 from autoamp.messages import log_once
 from autoamp.printable import printable_line
-from autoamp.saved.align import ALIKE, likeness
-from autoamp.saved.diff import GraphDiff, diff_graphs
-from autoamp.saved.document import SavedGraph, SavedOp, SavedReport
+from autoamp.saved.diff import ALIKE, Diff, diff_graphs, likeness
+from autoamp.saved.rows import OpRow, SavedGraph, SavedReport
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +109,7 @@ def _differences(
     locked: SavedGraph,
     graph: SavedGraph,
     bodies: Sequence[SavedGraph],
-) -> list[GraphDiff]:
+) -> list[Diff]:
     """The differences of a graph and of each of its bodies."""
     theirs = {each.body: each for each in lock.graphs if each.graph == locked.graph}
     ours = {each.body: each for each in bodies}
@@ -128,7 +126,7 @@ def _told(
     record: Record,
     index: int,
     locked: SavedGraph,
-    diffs: Sequence[GraphDiff],
+    diffs: Sequence[Diff],
 ) -> str:
     """The first differences, and the commands that show and accept all of them."""
     lines = [
@@ -163,7 +161,7 @@ def _unlike(lock: SavedReport, record: Record, index: int, graph: SavedGraph) ->
     )
 
 
-def _named(op: SavedOp) -> str:
+def _named(op: OpRow) -> str:
     where = f"{op.module}: " if op.module else ""
     at = f" at {op.source}" if op.source else ""
     return printable_line(f"{where}{op.op} ({op.name}){at}", 300)

@@ -14,7 +14,7 @@ from autoamp.errors import ExportError
 from autoamp.exported.plan import Plan, plan_from, plan_kept_in
 from autoamp.exported.targets import check_installed
 from autoamp.printable import printable_line
-from autoamp.saved.document import SavedReport
+from autoamp.saved.rows import SavedReport
 
 _MAGIC = b"ET"
 """The identifier at byte 4 of a file begins so (ExecuTorch, schema/program.fbs)."""

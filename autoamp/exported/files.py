@@ -24,7 +24,7 @@ from autoamp.exported import executorch_files, onnx_files
 from autoamp.exported.plan import Plan, check_program, plan_from, plan_kept_in
 from autoamp.exported.targets import SUFFIXES, Target
 from autoamp.printable import printable_line
-from autoamp.saved.document import SavedReport
+from autoamp.saved.rows import SavedReport
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from autoamp.errors import ExportError
 from autoamp.exported.plan import Plan, check_dtypes, plan_from, plan_kept_in
 from autoamp.exported.targets import Target, check_installed
 from autoamp.printable import printable_line
-from autoamp.saved.document import SavedReport
+from autoamp.saved.rows import SavedReport
 
 _NODE = "pkg.torch.onnx.fx_node"
 """The metadata in which torch's exporter names the node of the exported program."""

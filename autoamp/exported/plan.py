@@ -19,8 +19,8 @@ from autoamp import compat
 from autoamp.errors import ExportError
 from autoamp.exported.spelled import OP
 from autoamp.printable import printable_line
-from autoamp.saved.document import SavedReport
 from autoamp.saved.load import report_in
+from autoamp.saved.rows import SavedReport
 
 SCHEMA = "autoamp.plan"
 VERSION = 1

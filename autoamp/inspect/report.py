@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import uuid
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,14 +14,14 @@ import networkx as nx
 from rich.console import Console, ConsoleOptions, RenderResult
 from torch import fx
 
+from autoamp.errors import OptionError
 from autoamp.inspect import export, why
-from autoamp.inspect.document import Document
+from autoamp.inspect.figures import Document
+from autoamp.inspect.findings import advice_of, because_of
 from autoamp.inspect.page.data import data_of
 from autoamp.inspect.page.html import page_of
-from autoamp.inspect.sections.advice import advice_of
-from autoamp.inspect.terminal import full, screen
-from autoamp.inspect.terminal.parts import WIDTH, as_text, recording
-from autoamp.inspect.writing import written
+from autoamp.inspect.terminal import full_of, summary_of
+from autoamp.inspect.text import WIDTH, as_text, plain_console
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -55,6 +59,11 @@ class Report(Document):
         """What to do next: one or two sentences."""
         return advice_of(self)
 
+    @cached_property
+    def because(self) -> str:
+        """Why the predicted speed-up is what it is, and what would raise it most."""
+        return because_of(self.bounds, self.headline, self.misfits)
+
     def why(self, node: str | fx.Node, graph: int | str = 0) -> str:
         """Why `node` has its precision, and what the other precision would cost.
 
@@ -80,7 +89,7 @@ class Report(Document):
         Raises:
             OptionError: `path` cannot be written; an older file is left unchanged.
         """
-        return written(export.to_json(self), path)
+        return _written(export.to_json(self), path)
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as one page for a browser, which loads nothing from a network.
@@ -100,7 +109,7 @@ class Report(Document):
             >>> path = os.path.join(tempfile.mkdtemp(), "report.html")
             >>> page = report.to_html(path)
         """
-        return written(page_of(data_of(self, lambda: self.advice)), path)
+        return _written(page_of(data_of(self, lambda: self.advice)), path)
 
     def to_networkx(self) -> nx.DiGraph:
         """The rewritten graphs as one `networkx.DiGraph`; casts are nodes in it."""
@@ -112,14 +121,15 @@ class Report(Document):
 
     def full(self) -> str:
         """Everything, as text: each graph with its ops, casts, reasons and costs."""
-        return as_text([*full.render(self), *screen.details_of(self)])
+        return as_text([*full_of(self)])
 
     def __str__(self) -> str:
         return as_text([self], WIDTH)
 
     def _repr_html_(self) -> str:
         """The summary for a notebook."""
-        console = recording()
+        options = {"color_system": "truecolor", "record": True}
+        console = plain_console(io.StringIO(), WIDTH, **options)
         console.print(self)
         page = '<pre style="line-height:1.25;overflow-x:auto">{code}</pre>'
         return console.export_html(inline_styles=True, code_format=page)
@@ -134,4 +144,36 @@ class Report(Document):
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
-        yield from screen.summary_of(self, lambda: self.advice)
+        yield from summary_of(self, lambda: self.advice)
+
+
+def _written(text: str, path: str | Path | None) -> str:
+    """`text`, which is also written to `path` where one is given, as UTF-8.
+
+    The text goes to a new file beside the target, which then takes the target's place,
+    so that a reader never meets half of the text.
+
+    Raises:
+        OptionError: the file cannot be written; an older file is left unchanged.
+    """
+    if path is None:
+        return text
+    try:
+        target = Path(path).resolve()
+        draft = target.with_name(f".{target.name[:100]}.{uuid.uuid4().hex}")
+    except (TypeError, ValueError, OSError, RuntimeError) as error:
+        raise OptionError(f"path={path!r} is not a file path: {error}") from error
+    try:
+        # `open` gives the file the permissions of the process (umask), unlike mkstemp.
+        with draft.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        os.replace(draft, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise OptionError(
+            f"path={str(path)!r}: the file cannot be written there: "
+            f"{error.strerror or error}. Pass a path in a folder that exists and is "
+            "writable"
+        ) from error
+    return text

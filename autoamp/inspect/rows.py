@@ -1,27 +1,32 @@
-"""The records of the pass as flat rows: one per float op, one per cast.
-
-The text, the page, the JSON and the graph exports of a report read only rows, whose
-content is decided here.
-"""
+"""The records of the pass as flat rows, and the cost of each placement of a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
 
-from autoamp.analyse.facts import Facts, NodeFacts
+from autoamp.analyse.facts import NodeFacts
 from autoamp.analyse.nodes import KERNEL
 from autoamp.analyse.verdict import CEILING
 from autoamp.dtypes import HIGH_DTYPE, short_name
-from autoamp.inspect.costs import Costs, costs_of, in_fp32
-from autoamp.place.assign import COSTS_CASTS, GAINS_NOTHING, Decision
+from autoamp.inspect.text import portable, portable_place
+from autoamp.place.assign import COSTS_CASTS, GAINS_NOTHING, Decision, legal_energy
+from autoamp.place.flops import flops_of
+from autoamp.place.policies import POLICIES, project
 from autoamp.rewrite.compiled_casts import CAST_FATE, EXACT_CASTS
 from autoamp.rewrite.emitted import CAST_KIND
 from autoamp.rewrite.rewritten import Rewritten
+from autoamp.rules import Category
+from autoamp.saved.rows import FP32, CastRow, OpRow, SavedGraph
 from autoamp.trace.control_flow import LOWERED_BODY
+
+OURS, ALL_FP32 = "ours", "all fp32"
+
+AUTOCAST = "promote"
+"""The policy that places casts as the type promotion of `torch.autocast` does."""
 
 
 @dataclass(frozen=True)
@@ -86,95 +91,6 @@ class Section:
         return costs_of(self.rewritten)
 
 
-@dataclass(frozen=True)
-class OpRow:
-    """One float op: its precision and why.
-
-    Attributes:
-        graph, body: the section of the op; `body` is "" outside bodies.
-        name: the name of the op's node, the same before and after rewriting.
-        op: the full op name, such as "aten::linear.default".
-        category: allow, deny, infer or clear.
-        precision: "fp32" or the low dtype's short name.
-        reason: a sentence; never empty.
-        origin: the rules file, user list or part of the pass behind the reason.
-        module: path of the module that calls the op, "" at the top.
-        source: "file:line: code" of the user's line, "" where unknown.
-        listed: whether any rule knows the op.
-        bytes: fp32 bytes that the op reads and writes; 0 for a view.
-        heading: the reason without the details of this op; ops are grouped by it.
-        kernel: the name of the kernel, where the op stands for a chain of the model's
-            calls (`unfused=` takes its name), else "".
-        calls: the number of the model's calls that the op stands for.
-        rule: the part of the reason that comes from the rule for the op's category.
-        cost_fp32, cost_low: the op's price in either precision, without casts, in the
-            unit of its section: 0.1 ns or bytes.
-    """
-
-    graph: int
-    body: str
-    name: str
-    op: str
-    category: str
-    precision: str
-    reason: str
-    origin: str
-    module: str
-    source: str
-    listed: bool
-    bytes: int
-    heading: str
-    kernel: str = ""
-    calls: int = 1
-    rule: str = ""
-    cost_fp32: int = 0
-    cost_low: int = 0
-
-    @property
-    def is_low(self) -> bool:
-        return self.precision != short_name(HIGH_DTYPE)
-
-    @property
-    def choice(self) -> str:
-        """The part of the reason that comes from the placement, or ""."""
-        return self.reason.removeprefix(self.rule).removeprefix("; ")
-
-
-@dataclass(frozen=True)
-class CastRow:
-    """One inserted cast.
-
-    Attributes:
-        graph, body: the section of the cast.
-        name: the name of the cast's node.
-        value: the name of the node that is cast.
-        kind: "weight", "down" or "up".
-        dtype: the short name of the dtype cast to.
-        bytes: bytes that the cast writes (a hint where the size is symbolic).
-        every_call: False for a weight copy that is kept until the weight changes.
-        producer: the op that made the value, such as "aten::add.Tensor"; "input" or
-            "weight" for a value from outside the graph.
-        readers: the names of the nodes that read the cast.
-        source: the user's line that made the value, "" where unknown.
-        compiled: what inductor makes of the cast: "written" to memory, "partly" (also
-            read before it is written), "inside" a kernel or "removed"; "" where no
-            compiler gets the graph or torch does not tell.
-    """
-
-    graph: int
-    body: str
-    name: str
-    value: str
-    kind: str
-    dtype: str
-    bytes: int
-    every_call: bool
-    producer: str
-    readers: tuple[str, ...]
-    source: str
-    compiled: str = ""
-
-
 def sections_of(
     rewritten: Sequence[Rewritten], graphs: Sequence[fx.GraphModule]
 ) -> tuple[Section, ...]:
@@ -184,87 +100,6 @@ def sections_of(
         for index, (each, gm) in enumerate(zip(rewritten, graphs, strict=True))
         for section in _with_bodies(Section(index, "", each, gm))
     )
-
-
-def _op_rows(section: Section) -> Iterator[OpRow]:
-    rewritten = section.rewritten
-    ready = {n.name: n.meta.get(KERNEL) for n in section.gm.graph.nodes}
-    for name, decision in rewritten.assignment.decisions.items():
-        reason, heading = _reason(section, decision)
-        fact = rewritten.facts.nodes[name]
-        chain = fact.chain or ready.get(name)
-        yield OpRow(
-            graph=section.graph,
-            body=section.body,
-            name=name,
-            op=decision.op or target_name(section.before[name]),
-            category=str(decision.category),
-            precision=section.low if decision.low else short_name(HIGH_DTYPE),
-            reason=reason,
-            origin=decision.origin,
-            module=decision.module,
-            source=decision.source,
-            listed=decision.listed,
-            bytes=_bytes_moved(rewritten, fact),
-            heading=heading,
-            kernel=chain.kernel if chain else "",
-            calls=chain.calls if chain else 1,
-            rule=rewritten.classified.verdicts[name].reason,
-            cost_fp32=in_fp32(rewritten, name),
-            cost_low=rewritten.assignment.prices.ops[name][1],
-        )
-
-
-def _cast_rows(section: Section) -> Iterator[CastRow]:
-    kept = {n.name: n for n in section.rewritten.gm.graph.nodes}
-    facts = section.rewritten.facts
-    in_place = {
-        n.name
-        for n in section.gm.graph.nodes
-        if n.op == "call_function" and CAST_KIND in n.meta
-    }
-    fates = {n.name: n.meta.get(CAST_FATE, "") for n in section.gm.graph.nodes}
-    for cast in section.rewritten.casts:
-        if cast.name in kept:
-            yield CastRow(
-                graph=section.graph,
-                body=section.body,
-                name=cast.name,
-                value=cast.value,
-                kind=cast.kind,
-                dtype=short_name(cast.dtype),
-                bytes=cast.bytes,
-                every_call=cast.kind != "weight" or cast.name in in_place,
-                producer=_producer(facts, cast.value),
-                readers=tuple(user.name for user in kept[cast.name].users),
-                source=facts.nodes[facts.maker(cast.value)].source,
-                compiled=fates.get(cast.name, ""),
-            )
-
-
-def target_name(node: fx.Node) -> str:
-    """The name of the op or function that `node` calls."""
-    return str(getattr(node.target, "__name__", node.target))
-
-
-def _producer(facts: Facts, value: str) -> str:
-    """The op that made a value, or where the value comes from."""
-    if value in facts.constants:
-        return "weight" if value in facts.weights else "input"
-    return facts.nodes[facts.maker(value)].op
-
-
-def _reason(section: Section, decision: Decision) -> tuple[str, str]:
-    """The reason of a decision, and the heading to group it under."""
-    if decision.origin == CEILING:
-        return decision.reason, "reads fp32 values, so its result is fp32"
-    if not decision.choice:
-        return decision.reason, decision.reason
-    heading = {
-        GAINS_NOTHING: f"{section.low} is predicted to gain nothing",
-        COSTS_CASTS: f"casts would cost more than {section.low} saves",
-    }.get(decision.choice, decision.choice.partition(" (")[0])
-    return f"{decision.reason}; {decision.choice}", heading
 
 
 def _with_bodies(section: Section) -> Iterator[Section]:
@@ -282,8 +117,200 @@ def _with_bodies(section: Section) -> Iterator[Section]:
         yield from _with_bodies(Section(section.graph, path, body, gm))
 
 
+def saved_graph(section: Section) -> SavedGraph:
+    """A section as a saved report has it, without the device and the casts."""
+    ops = (portable_row(row) for row in section.ops)
+    return SavedGraph(section.graph, section.body, "", tuple(ops))
+
+
+def portable_row(row: OpRow) -> OpRow:
+    """A row that is the same on every machine and in every process."""
+    source = portable_place(row.source)
+    return replace(row, reason=portable(row.reason), source=source)
+
+
+def target_name(node: fx.Node) -> str:
+    """The name of the op or function that `node` calls."""
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _op_rows(section: Section) -> Iterator[OpRow]:
+    rewritten = section.rewritten
+    assignment, verdicts = rewritten.assignment, rewritten.classified.verdicts
+    ready = {n.name: n.meta.get(KERNEL) for n in section.gm.graph.nodes}
+    for name, decision in assignment.decisions.items():
+        node, fact = section.before[name], rewritten.facts.nodes[name]
+        reason, heading = _reason(section, decision)
+        chain = fact.chain or ready.get(name)
+        high, low = assignment.prices.ops[name]
+        is_allow = verdicts[name].category is Category.ALLOW
+        yield OpRow(
+            graph=section.graph,
+            body=section.body,
+            name=name,
+            op=decision.op or target_name(node),
+            category=str(decision.category),
+            precision=section.low if decision.low else FP32,
+            reason=reason,
+            origin=decision.origin,
+            module=decision.module,
+            source=decision.source,
+            listed=decision.listed,
+            bytes=_bytes_moved(rewritten, fact),
+            heading=heading,
+            kernel=chain.kernel if chain else "",
+            calls=chain.calls if chain else 1,
+            rule=verdicts[name].reason,
+            cost_fp32=high - (assignment.prices.reward if is_allow else 0),
+            cost_low=low,
+            pinned=assignment.pinned.get(name, ""),
+            flops=flops_of(node, fact),
+            trains=fact.requires_grad,
+            reads=fact.read_numel,
+        )
+
+
+def _reason(section: Section, decision: Decision) -> tuple[str, str]:
+    """The reason of a decision, and the heading to group it under."""
+    if decision.origin == CEILING:
+        return decision.reason, "reads fp32 values, so its result is fp32"
+    if not decision.choice:
+        return decision.reason, decision.reason
+    heading = {
+        GAINS_NOTHING: f"{section.low} is predicted to gain nothing",
+        COSTS_CASTS: f"casts would cost more than {section.low} saves",
+    }.get(decision.choice, decision.choice.partition(" (")[0])
+    return f"{decision.reason}; {decision.choice}", heading
+
+
 def _bytes_moved(rewritten: Rewritten, fact: NodeFacts) -> int:
     storages = {rewritten.facts.nodes[o.value].storage for o in fact.operands}
     if fact.storage in storages and fact.storage not in rewritten.facts.mutated:
         return 0  # a view
     return (fact.read_numel + fact.numel) * HIGH_DTYPE.itemsize
+
+
+def _cast_rows(section: Section) -> Iterator[CastRow]:
+    kept = {n.name: n for n in section.rewritten.gm.graph.nodes}
+    running = {n.name: n for n in section.gm.graph.nodes}
+    facts = section.rewritten.facts
+    for cast in section.rewritten.casts:
+        if cast.name not in kept:
+            continue
+        node = running.get(cast.name)
+        runs = node is not None and node.op == "call_function"
+        meta = node.meta if node is not None else {}
+        producer = facts.nodes[facts.maker(cast.value)].op
+        if cast.value in facts.constants:
+            producer = "weight" if cast.value in facts.weights else "input"
+        yield CastRow(
+            graph=section.graph,
+            body=section.body,
+            name=cast.name,
+            value=cast.value,
+            kind=cast.kind,
+            dtype=short_name(cast.dtype),
+            bytes=cast.bytes,
+            every_call=cast.kind != "weight" or (runs and CAST_KIND in meta),
+            producer=producer,
+            readers=tuple(user.name for user in kept[cast.name].users),
+            source=facts.nodes[facts.maker(cast.value)].source,
+            compiled=meta.get(CAST_FATE, ""),
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The cost of one placement of a graph.
+
+    Under `do_no_harm=False` the price of an allow op in fp32 includes a *reward* for
+    converting the op, larger than all other prices together.  The certificate needs
+    costs with rewards, because the solver minimised these costs; a reader wants the
+    predicted time.
+
+    Attributes:
+        cost: the total that was minimised, rewards included.
+        estimate: the total without rewards: predicted time or bytes.
+        allow_in_fp32: number of allow ops that the placement leaves in fp32.
+        low: the ops that it places low.
+    """
+
+    cost: int
+    estimate: int
+    allow_in_fp32: int
+    low: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of one graph, in units of 0.1 ns or of bytes.
+
+    Attributes:
+        placements: `OURS`, `ALL_FP32` or another policy's name, to its cost.
+        optimal_cost: the least cost of any legal placement.
+        reward: the cost added by each allow op left in fp32; 0 with do_no_harm.
+        in_bytes: whether the unit is bytes kept for the backward, not time.
+        device: the device from whose figures the prices are computed.
+    """
+
+    placements: Mapping[str, Placement]
+    optimal_cost: int
+    reward: int
+    in_bytes: bool
+    device: str
+
+    @property
+    def ours(self) -> Placement:
+        return self.placements[OURS]
+
+    @property
+    def unit(self) -> str:
+        return "bytes" if self.in_bytes else "0.1 ns"
+
+    @property
+    def regret(self) -> dict[str, int]:
+        """Policy to its cost above the optimum, rewards included."""
+        return {n: self.placements[n].cost - self.optimal_cost for n in POLICIES}
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """The title of each placement, in the order in which they are shown."""
+        known = {
+            OURS: "this one",
+            ALL_FP32: "all fp32",
+            "tensorflow": "TensorFlow's passes",
+            AUTOCAST: "autocast's type promotion",
+            "forced": "allow ops alone",
+        }
+        return known | {n: n for n in self.placements if n not in known}
+
+
+def costs_of(rewritten: Rewritten) -> Costs:
+    """The costs of one graph under the prices that its placement used."""
+    assignment = rewritten.assignment
+    prices = assignment.prices
+
+    def placement(cost: int, low: frozenset[str]) -> Placement:
+        left = allow_in_fp32(rewritten, low)
+        return Placement(cost, cost - prices.reward * left, left, low)
+
+    placements = {
+        OURS: placement(assignment.cost, assignment.low),
+        ALL_FP32: placement(assignment.all_high_cost, frozenset()),
+    }
+    for name, policy in POLICIES.items():
+        low = project(assignment.problem, policy(rewritten.classified))
+        placements[name] = placement(legal_energy(assignment.problem, low), low)
+    return Costs(
+        placements=placements,
+        optimal_cost=assignment.optimal_cost,
+        reward=prices.reward,
+        in_bytes=prices.in_bytes,
+        device=prices.device.name,
+    )
+
+
+def allow_in_fp32(rewritten: Rewritten, low: frozenset[str]) -> int:
+    """The number of allow ops that are not in `low`."""
+    classified = rewritten.classified
+    return len({*filter(classified.is_allowed, classified.verdicts)} - low)

@@ -7,18 +7,22 @@ from collections.abc import Iterator, Sequence
 
 from autoamp.analyse.ceiling import Root, promotes_to_low, root_of
 from autoamp.analyse.verdict import CEILING, Verdict
-from autoamp.dtypes import HIGH_DTYPE, short_name
 from autoamp.errors import OptionError, PlacementError
-from autoamp.inspect.costs import amount, bytes_text
-from autoamp.inspect.flip import Flip, contradiction, flip
-from autoamp.inspect.remedy import Remedy, candidates, remedy_for
-from autoamp.inspect.rows import OpRow, Section
-from autoamp.inspect.text import counted, shorten
+from autoamp.inspect.changes import (
+    Flip,
+    Remedy,
+    candidates,
+    contradiction,
+    flip,
+    remedy_for,
+)
+from autoamp.inspect.rows import Section
+from autoamp.inspect.text import amount, bytes_text, counted, shorten
 from autoamp.messages import advice
 from autoamp.rewrite.layouts import LAST
 from autoamp.rules import Category
+from autoamp.saved.rows import FP32, CastRow, OpRow
 
-FP32 = short_name(HIGH_DTYPE)
 MEANINGS = {
     "allow": "safe and worth it in low precision",
     "deny": "dangerous in low precision",
@@ -52,20 +56,24 @@ def explain(section: Section, name: str) -> str:
         return "\n".join(_op(section, rows, rows[name]))
     for cast in section.casts:
         if cast.name == name:
-            output = section.rewritten.gm.graph.output_node().name
-            readers = ", ".join(r for r in cast.readers if r != output) or "the output"
-            article = "an" if cast.kind == "up" else "a"
-            kept = "" if cast.every_call else ", kept until the weight changes"
-            return (
-                f"{name}: {article} {cast.kind} cast of {cast.value} to {cast.dtype} "
-                f"({bytes_text(cast.bytes)}{kept}), read by {readers}.\n"
-                f"The precision of the readers is its reason: try why({cast.value!r})."
-            )
+            return _cast(section, cast)
     if name not in section.rewritten.facts.nodes:
         raise OptionError(_unknown(section, name, list(rows)))
     maker = element_of(section, name)
     told = f"\n{explain(section, maker)}" if maker else ""
     return f"{name}: {undecided(section, name)}{told}"
+
+
+def _cast(section: Section, cast: CastRow) -> str:
+    output = section.rewritten.gm.graph.output_node().name
+    readers = ", ".join(r for r in cast.readers if r != output) or "the output"
+    article = "an" if cast.kind == "up" else "a"
+    kept = "" if cast.every_call else ", kept until the weight changes"
+    return (
+        f"{cast.name}: {article} {cast.kind} cast of {cast.value} to {cast.dtype} "
+        f"({bytes_text(cast.bytes)}{kept}), read by {readers}.\n"
+        f"The precision of the readers is its reason: try why({cast.value!r})."
+    )
 
 
 def undecided(section: Section, name: str) -> str:
@@ -101,7 +109,7 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
             f"  stands for {calls} of the model, as one kernel ({left} keeps the "
             "model's ops)"
         )
-    if _channels_last(section, row.name):
+    if any(n.name == row.name and LAST in n.meta for n in section.gm.graph.nodes):
         yield "  layout     channels last, in which 16-bit convolutions are faster"
     if row.module:
         yield f"  module     {row.module}"
@@ -110,10 +118,6 @@ def _op(section: Section, rows: dict[str, OpRow], row: OpRow) -> Iterator[str]:
     yield from _listed("  reads      ", _operands(section, rows, row.name))
     yield from _listed("  read by    ", _readers(section, rows, row.name))
     yield from _flipped(section, row)
-
-
-def _channels_last(section: Section, name: str) -> bool:
-    return any(n.name == name and LAST in n.meta for n in section.gm.graph.nodes)
 
 
 def _operands(section: Section, rows: dict[str, OpRow], name: str) -> list[str]:
@@ -152,31 +156,28 @@ def _listed(title: str, items: list[str]) -> Iterator[str]:
 
 def _flipped(section: Section, row: OpRow) -> Iterator[str]:
     other = FP32 if row.is_low else section.low
-    pinned = section.rewritten.assignment.pinned.get(row.name)
-    if pinned is not None:
-        yield from _cannot(section, row, pinned)
-        return
-    try:
-        change = flip(section.rewritten, row.name)
-    except PlacementError as error:
-        chain = contradiction(error)
+    problem, change = row.pinned, None
+    if not problem:
+        try:
+            change = flip(section.rewritten, row.name)
+        except PlacementError as error:
+            problem = contradiction(error)
+    if change is None:
         if row.is_low:
-            yield f"  in {other}    cannot: {chain}"
+            yield f"  in {other}    cannot: {problem}"
         else:
-            yield from _cannot(section, row, chain)
+            yield from _cannot(section, row, problem)
         return
-    yield f"  in {other}    {_price(change, section.low)}"
+    yield f"  in {other}    {_price(section, change)}"
     if not row.is_low:
         remedy = remedy_for(section.rewritten, row.name)
         if remedy is not None:
-            yield f"             by {remedy.words}: {_predicted(remedy)}"
-    yield from _listed(
-        "             casts that would appear: ", _casts(section, change.appear)
-    )
-    yield from _listed(
-        "             casts that would vanish: ", _casts(section, change.vanish)
-    )
-    yield from _listed("             would change with it: ", list(change.along))
+            yield f"             by {remedy.words}: {_predicted(section, remedy)}"
+    indent = " " * 13
+    appear, vanish = _casts(section, change.appear), _casts(section, change.vanish)
+    yield from _listed(f"{indent}casts that would appear: ", appear)
+    yield from _listed(f"{indent}casts that would vanish: ", vanish)
+    yield from _listed(f"{indent}would change with it: ", list(change.along))
 
 
 def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
@@ -187,12 +188,10 @@ def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
     if remedy is None:
         yield f"  in {section.low}    cannot: {why}"
         if rewritten.options is not None:
-            tried = candidates(rewritten, rewritten.options, row.name)
-            yield from _listed(
-                "             tried in vain: ", [" and ".join(w) for _, w in tried]
-            )
+            tried = [" and ".join(w) for _, w in candidates(rewritten, row.name)]
+            yield from _listed("             tried in vain: ", tried)
     else:
-        said = f"by {remedy.words}: {_predicted(remedy)}"
+        said = f"by {remedy.words}: {_predicted(section, remedy)}"
         risk = risk_of(verdict)
         said += f"; {risk}" if risk else ""
         yield f"  in {section.low}    {said}"
@@ -201,16 +200,14 @@ def _cannot(section: Section, row: OpRow, why: str) -> Iterator[str]:
     if verdict.origin == CEILING:
         classified = rewritten.classified
         root = root_of(row.name, classified, promotes_to_low(classified))
-        by = root.path[:_SHOWN]
-        more = len(root.path) - len(by)
-        passed = f"; passed on by {', '.join(by)}" if by else ""
-        passed += f" and {more} more" if more else ""
-        yield f"  root       {root_text(section, root)}{passed}"
+        passed = [*_listed("; passed on by ", list(root.path))]
+        yield f"  root       {root_text(section, root)}{''.join(passed)}"
 
 
-def _predicted(remedy: Remedy) -> str:
-    kind = "bytes kept" if remedy.in_bytes else "predicted time"
-    return f"{amount(remedy.extra, remedy.in_bytes, signed=True)} {kind}"
+def _predicted(section: Section, remedy: Remedy) -> str:
+    in_bytes = section.rewritten.assignment.prices.in_bytes
+    kind = "bytes kept" if in_bytes else "predicted time"
+    return f"{amount(remedy.extra, in_bytes, signed=True)} {kind}"
 
 
 def risk_of(verdict: Verdict) -> str:
@@ -243,9 +240,10 @@ def root_text(section: Section, root: Root) -> str:
     return f"{root.reader} reads {root.source}, {what}"
 
 
-def _price(change: Flip, low: str) -> str:
-    kind = "bytes kept" if change.in_bytes else "predicted time"
-    text = f"{amount(change.extra_estimate, change.in_bytes, signed=True)} {kind}"
+def _price(section: Section, change: Flip) -> str:
+    in_bytes, low = section.rewritten.assignment.prices.in_bytes, section.low
+    kind = "bytes kept" if in_bytes else "predicted time"
+    text = f"{amount(change.extra_estimate, in_bytes, signed=True)} {kind}"
     more = change.extra_allow_in_fp32
     if more > 0:
         text += (

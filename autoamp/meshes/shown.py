@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.text import Text
 
-from autoamp.inspect.costs import bytes_text, seconds_text
-from autoamp.inspect.terminal.parts import WIDTH, as_text, plain_table
+from autoamp.inspect.text import (
+    WIDTH,
+    as_text,
+    bytes_text,
+    plain_table,
+    seconds_text,
+)
 
 if TYPE_CHECKING:
     from autoamp.meshes.collectives import Transfer

@@ -8,10 +8,14 @@ from torch import nn
 
 from autoamp.capture.record import Record
 from autoamp.dtypes import NARROWEST
-from autoamp.inspect.coverage import Coverage, coverage_of
+from autoamp.inspect.figures import (
+    Coverage,
+    LossScaleReport,
+    Range,
+    coverage_of,
+    ranges_of,
+)
 from autoamp.inspect.report import Report
-from autoamp.inspect.sections.loss_scaling import LossScaleReport
-from autoamp.inspect.sections.weights import Range, ranges_of
 from autoamp.model.conversion import conversion_of
 from autoamp.printable import class_name
 from autoamp.training.model_scaling import ModelScaling
@@ -69,7 +73,7 @@ def _coverage(record: Record) -> Coverage:
         if g.rewritten is not None
     ]
     calls = record.calls, record.aside, record.in_part
-    return coverage_of(*calls, done, _skipped(record))
+    return coverage_of(calls, done, _skipped(record))
 
 
 def loss_scale_of(scaling: ModelScaling) -> LossScaleReport | None:

@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from autoamp.inspect.costs import bytes_text, seconds_text
-from autoamp.inspect.terminal.parts import WIDTH, as_text, plain_table
+from autoamp.inspect.text import (
+    WIDTH,
+    as_text,
+    bytes_text,
+    plain_table,
+    seconds_text,
+)
 from autoamp.planning.record import Planned, PlannedWay
 
 PEAK = (

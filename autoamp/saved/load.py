@@ -8,30 +8,67 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autoamp.dtypes import LOW_DTYPES
 from autoamp.errors import OptionError
 from autoamp.printable import printable_line
-from autoamp.saved.document import (
+from autoamp.saved.rows import (
     FP32,
     SCHEMA,
     VERSION,
-    SavedCast,
+    CastRow,
+    OpRow,
     SavedGraph,
-    SavedOp,
     SavedReport,
 )
 
 MAX_BYTES = 1 << 28
 """The most bytes of a report that is read: about 400,000 ops."""
 
-_PRECISIONS = (FP32, *LOW_DTYPES)
-_KINDS = ("weight", "down", "up")
 _GIVE = 'give a file that report.to_json("FILE") or `autoamp explain --json` wrote'
 
-_Section = tuple[int, str]
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_Kind = tuple[str, Callable[[Any], bool]]
+"""What a value must be, in words and as a test."""
+
+_WHOLE: _Kind = "a whole number from 0", _is_whole
+_TEXT: _Kind = "a string", lambda value: isinstance(value, str)
+_TEXT_OR_NULL: _Kind = "a string", lambda value: value is None or isinstance(value, str)
+
+
+def _one_of(*valid: str) -> _Kind:
+    return f"one of {', '.join(valid)}", lambda value: value in valid
+
+
+_SECTION = {"graph": _WHOLE, "body": _TEXT}
+_GRAPH = {**_SECTION, "device": _TEXT}
+OP_KEYS: Mapping[str, _Kind] = {
+    **_SECTION,
+    "name": _TEXT,
+    "op": _TEXT,
+    "precision": _one_of(FP32, *LOW_DTYPES),
+    "reason": _TEXT,
+    "module": _TEXT,
+    "source": _TEXT,
+}
+"""The keys of an op that are read from a file."""
+
+CAST_KEYS: Mapping[str, _Kind] = {
+    **_SECTION,
+    "name": _TEXT,
+    "value": _TEXT,
+    "kind": _one_of("weight", "down", "up"),
+    "dtype": _TEXT,
+    "bytes": _WHOLE,
+}
+"""The keys of a cast that are read from a file."""
 
 
 def load(path: str | os.PathLike[str]) -> SavedReport:
@@ -52,8 +89,7 @@ def load(path: str | os.PathLike[str]) -> SavedReport:
     """
     shown = printable_line(os.fsdecode(path), 300)
     try:
-        text = _read(Path(path), shown)
-        data = json.loads(text)
+        data = json.loads(_read(Path(path), shown))
     except OSError as error:
         raise OptionError(
             f"{shown}: cannot be read ({error.strerror}); {_GIVE}"
@@ -64,11 +100,11 @@ def load(path: str | os.PathLike[str]) -> SavedReport:
         _fail(shown, "it is nested too deeply to be a report")
     except ValueError as error:  # no UTF-8, no JSON, a null byte in the path
         _fail(shown, f"it is not JSON ({error})")
-    return _report(shown, data)
+    return report_in(shown, data)
 
 
 def report_in(where: str, data: object) -> SavedReport:
-    """The report in the plain values `data`, which a file of another kind holds.
+    """The report in the plain values `data`, which a file of another kind may hold.
 
     Args:
         where: the file, for messages and as the path of the report.
@@ -76,7 +112,52 @@ def report_in(where: str, data: object) -> SavedReport:
     Raises:
         OptionError: the values are no report; the message names the file and the key.
     """
-    return _report(where, data)
+    if not isinstance(data, dict) or "schema" not in data:
+        _fail(where, 'it has no key "schema"')
+    if data["schema"] != SCHEMA:
+        _fail(where, f"its schema is {_shown(data['schema'])}, not {SCHEMA!r}")
+    (version,) = _values(where, data, "", {"version": _WHOLE})
+    if version > VERSION:
+        raise OptionError(
+            f"{where}: its version is {_shown(version)}, and this autoamp reads "
+            f"{VERSION}: a newer autoamp wrote the report; upgrade autoamp, or write "
+            "the report again with this version"
+        )
+    sections: dict[tuple[int, str], tuple[str, list[OpRow], list[CastRow]]] = {}
+    for place, each in _tables(where, data, "graphs"):
+        graph, body, device = _values(where, each, place, _GRAPH)
+        if (graph, body) in sections:
+            _fail(where, f"{place}: graph {graph} occurs twice")
+        sections[graph, body] = device, [], []
+    for key, kinds in (("ops", OP_KEYS), ("casts", CAST_KEYS)):
+        for place, each in _tables(where, data, key):
+            values = _values(where, each, place, kinds)
+            graph, body = values[:2]
+            if (graph, body) not in sections:
+                none = f"the report has no graph {graph}, body {_shown(body)}"
+                _fail(where, f"{place}: {none}")
+            _, ops, casts = sections[graph, body]
+            if key == "ops":
+                ops.append(OpRow(*values))
+            else:
+                casts.append(CastRow(*values))
+    for (graph, _), (_, ops, _) in sections.items():
+        if len({op.name for op in ops}) < len(ops):
+            _fail(where, f"two ops of graph {graph} have the same name")
+    top = {"model": _TEXT, "compute_dtype": _TEXT_OR_NULL}
+    model, dtype = _values(where, {"compute_dtype": None, **data}, "", top)
+    # The first documents of version 1 have no devices.
+    devices = _tables(where, {"devices": [], **data}, "devices")
+    return SavedReport(
+        path=where,
+        model=model,
+        compute_dtype=dtype or "",
+        graphs=tuple(
+            SavedGraph(*key, device, tuple(ops), tuple(casts))
+            for key, (device, ops, casts) in sections.items()
+        ),
+        devices=tuple(each for _, each in devices),
+    )
 
 
 def _read(path: Path, shown: str) -> str:
@@ -93,84 +174,6 @@ def _read(path: Path, shown: str) -> str:
     return path.read_bytes().decode("utf-8")
 
 
-def _report(path: str, data: object) -> SavedReport:
-    if not isinstance(data, dict) or "schema" not in data:
-        _fail(path, 'it has no key "schema"')
-    if data["schema"] != SCHEMA:
-        _fail(path, f"its schema is {_shown(data['schema'])}, not {SCHEMA!r}")
-    version = _whole(path, data, "", "version")
-    if version > VERSION:
-        raise OptionError(
-            f"{path}: its version is {_shown(version)}, and this autoamp reads "
-            f"{VERSION}: a newer autoamp wrote the report; upgrade autoamp, or write "
-            "the report again with this version"
-        )
-    sections = _sections(path, data)
-    ops: dict[_Section, list[SavedOp]] = {key: [] for key in sections}
-    casts: dict[_Section, list[SavedCast]] = {key: [] for key in sections}
-    for where, each in _tables(path, data, "ops"):
-        ops[_section_of(path, each, where, sections)].append(_op(path, each, where))
-    for where, each in _tables(path, data, "casts"):
-        casts[_section_of(path, each, where, sections)].append(_cast(path, each, where))
-    for key, found in ops.items():
-        if len({op.name for op in found}) < len(found):
-            _fail(path, f"two ops of graph {key[0]} have the same name")
-    dtype = data.get("compute_dtype")
-    # The first documents of version 1 have no such key.
-    devices = _tables(path, {"devices": [], **data}, "devices")
-    return SavedReport(
-        path=path,
-        model=_text(path, data, "", "model"),
-        compute_dtype="" if dtype is None else _text(path, data, "", "compute_dtype"),
-        graphs=tuple(
-            SavedGraph(*key, device, tuple(ops[key]), tuple(casts[key]))
-            for key, device in sections.items()
-        ),
-        devices=tuple(each for _, each in devices),
-    )
-
-
-def _sections(path: str, data: dict[str, Any]) -> dict[_Section, str]:
-    """Each graph and body to its device, in the order of the file."""
-    found: dict[_Section, str] = {}
-    for where, each in _tables(path, data, "graphs"):
-        key = _whole(path, each, where, "graph"), _text(path, each, where, "body")
-        if key in found:
-            _fail(path, f"{where}: graph {key[0]} occurs twice")
-        found[key] = _text(path, each, where, "device")
-    return found
-
-
-def _section_of(
-    path: str, each: dict[str, Any], where: str, sections: dict[_Section, str]
-) -> _Section:
-    key = _whole(path, each, where, "graph"), _text(path, each, where, "body")
-    if key not in sections:
-        _fail(path, f"{where}: the report has no graph {key[0]}, body {_shown(key[1])}")
-    return key
-
-
-def _op(path: str, each: dict[str, Any], where: str) -> SavedOp:
-    texts = ("body", "name", "op", "reason", "module", "source")
-    return SavedOp(
-        graph=_whole(path, each, where, "graph"),
-        precision=_one_of(path, each, where, "precision", _PRECISIONS),
-        **{key: _text(path, each, where, key) for key in texts},
-    )
-
-
-def _cast(path: str, each: dict[str, Any], where: str) -> SavedCast:
-    return SavedCast(
-        graph=_whole(path, each, where, "graph"),
-        kind=_one_of(path, each, where, "kind", _KINDS),
-        bytes=_whole(path, each, where, "bytes"),
-        **{
-            key: _text(path, each, where, key)
-            for key in ("body", "name", "value", "dtype")
-        },
-    )
-
-
 def _tables(
     path: str, data: dict[str, Any], key: str
 ) -> list[tuple[str, dict[str, Any]]]:
@@ -184,36 +187,17 @@ def _tables(
     return tables
 
 
-def _whole(path: str, table: dict[str, Any], where: str, key: str) -> int:
-    found = table.get(key)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
-        _wrong(path, table, where, key, "a whole number from 0")
-    return found
-
-
-def _text(path: str, table: dict[str, Any], where: str, key: str) -> str:
-    found = table.get(key)
-    if not isinstance(found, str):
-        _wrong(path, table, where, key, "a string")
-    return found
-
-
-def _one_of(
-    path: str, table: dict[str, Any], where: str, key: str, valid: tuple[str, ...]
-) -> str:
-    found = _text(path, table, where, key)
-    if found not in valid:
-        _wrong(path, table, where, key, f"one of {', '.join(valid)}")
-    return found
-
-
-def _wrong(
-    path: str, table: dict[str, Any], where: str, key: str, must: str
-) -> NoReturn:
-    place = f"{where}.{key}" if where else key
-    if key not in table:
-        _fail(path, f"{place} is missing; it must be {must}")
-    _fail(path, f"{place} is {_shown(table[key])}; it must be {must}")
+def _values(
+    path: str, table: dict[str, Any], where: str, kinds: Mapping[str, _Kind]
+) -> list[Any]:
+    """The values of a table by the keys of `kinds`, in their order, all checked."""
+    for key, (must, is_right) in kinds.items():
+        place = f"{where}.{key}" if where else key
+        if key not in table:
+            _fail(path, f"{place} is missing; it must be {must}")
+        if not is_right(table[key]):
+            _fail(path, f"{place} is {_shown(table[key])}; it must be {must}")
+    return [table[key] for key in kinds]
 
 
 def _shown(value: object) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autoamp.calibrate.clock import surely_less
 from autoamp.dtypes import short_name
-from autoamp.inspect.terminal.parts import as_text, plain_table
+from autoamp.inspect.text import as_text, plain_table
 
 
 @dataclass(frozen=True)

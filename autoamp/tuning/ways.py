@@ -20,7 +20,7 @@ from autoamp.calibrate.clock import seconds_of, surely_less
 from autoamp.capture.autocast import autocast_for, fp32_results
 from autoamp.capture.engine import Engine
 from autoamp.dtypes import UNSCALED
-from autoamp.inspect.layouts import layouts_text
+from autoamp.inspect.findings import layouts_text
 from autoamp.kernels.rotary.function import rotary
 from autoamp.kernels.table import CHANNELS_LAST, ROTARY
 from autoamp.model.conversion import conversion_of

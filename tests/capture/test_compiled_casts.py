@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import autoamp
 from autoamp.auto.environment import read
 from autoamp.compat import inductor_casts
-from autoamp.inspect.sections.compiled_casts import UNABLE
+from autoamp.inspect.casts import UNABLE
 from autoamp.options import Options
 from tests.small_models import Of
 

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 import autoamp
 from autoamp import compat
 from autoamp.check.verify import Verifier
-from autoamp.inspect.costs import costs_of
+from autoamp.inspect.rows import costs_of
 from autoamp.op_names import base_name
 from autoamp.options import Options
 from autoamp.pipeline import work

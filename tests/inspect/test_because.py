@@ -10,20 +10,22 @@ import torch
 from torch import nn
 
 import autoamp
-from autoamp.inspect.report import Report
-from autoamp.inspect.sections.because import because_of
-from autoamp.inspect.sections.bounds import Bounds, OpTime
-from autoamp.inspect.sections.dimensions import Misfit
-from autoamp.inspect.sections.headline import Headline
+from autoamp.inspect.figures import Bounds, Headline, Misfit, OpTime
+from autoamp.inspect.findings import because_of
 from autoamp.place.cost import Parts
 from autoamp.place.devices import roofline
+from autoamp.saved.rows import OpRow
 
 V100 = "cuda:sm_70"
 HEADLINE = Headline(1, 1, 1.0, True, True, "V100", 1.0, 1.0, 1.0, 0.0, 0, 0, 0)
 
 
 def op(high: Parts, placed: Parts, *, name: str = "a", low: bool = True) -> OpTime:
-    return OpTime(0, "", name, "aten::linear", name, low, high, placed, 100, 0.0)
+    where = {"reason": "a test", "module": name, "source": "", "flops": 100}
+    precision = "bf16" if low else "fp32"
+    return OpTime(
+        OpRow(0, "", name, "aten::linear", precision, **where), high, placed, 0.0
+    )
 
 
 def because(*ops: OpTime, casts: float = 0.0, misfits: tuple[Misfit, ...] = ()) -> str:
@@ -32,7 +34,7 @@ def because(*ops: OpTime, casts: float = 0.0, misfits: tuple[Misfit, ...] = ()) 
     )
 
 
-def explained(model: nn.Module, *shape: int) -> Report:
+def explained(model: nn.Module, *shape: int) -> autoamp.Report:
     with torch.device("meta"):
         return autoamp.explain(model.to("meta"), torch.empty(shape), device=V100)
 

@@ -7,7 +7,7 @@ from torch.utils import checkpoint
 
 import autoamp
 from autoamp.counted.ops import Counts, count_ops
-from autoamp.inspect.sections.cast_counts import cast_counts
+from autoamp.inspect.casts import cast_counts
 from autoamp.model.conversion import conversion_of
 from autoamp.weights.sentinels import copies_of
 from tests.models import BY_NAME, LARGE

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.inspect import guarded, rows
+from autoamp.inspect import rows, text
 from tests.small_models import BF16, Of
 
 IMAGE, SIGNAL, VIDEO = (2, 4, 8, 8), (2, 4, 8), (2, 4, 4, 8, 8)
@@ -203,7 +203,7 @@ def test_odd_models(call: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("broken", ["_cast_rows", "_op_rows", "costs_of"])
 def test_a_part_that_fails_costs_itself(broken: str, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(guarded, "CAUGHT", (Exception,))
+    monkeypatch.setattr(text, "CAUGHT", (Exception,))
     caplog.set_level(logging.WARNING, "autoamp")
     model, given = between("Linear")
     device = "cpu:amx"  # a device whose times are predicted

@@ -18,15 +18,11 @@ from torch import nn
 
 import autoamp
 from autoamp.errors import OptionError, PlacementError
-from autoamp.inspect import writing
-from autoamp.inspect.costs import ALL_FP32
-from autoamp.inspect.flip import Flips, flip
-from autoamp.inspect.nodes.homes import MOST_NODES
-from autoamp.inspect.page.flips import flips_of
-from autoamp.inspect.page.roots import remedies_of
-from autoamp.inspect.remedy import remedy_for
+from autoamp.inspect.changes import Flips, flip, remedy_for
+from autoamp.inspect.page.costs import flips_of, remedies_of
+from autoamp.inspect.page.drawing import MOST_NODES
 from autoamp.inspect.report import Report
-from autoamp.inspect.rows import Section
+from autoamp.inspect.rows import ALL_FP32, Section
 from tests.inspect.page_models import EVIL, Embedded, ResNet, explained, layers_report
 
 
@@ -476,7 +472,7 @@ def test_an_interrupted_write_leaves_the_older_file(
 
     path = tmp_path / "page.html"
     path.write_text("older")
-    monkeypatch.setattr(writing.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OptionError, match="No space left on device"):
         report.to_html(path)
     assert path.read_text() == "older"

@@ -22,18 +22,18 @@ from torch.utils.checkpoint import checkpoint
 import autoamp
 from autoamp import compat
 from autoamp.errors import OptionError
-from autoamp.inspect import costs, text
-from autoamp.inspect.costs import ALL_FP32, OURS
-from autoamp.inspect.flip import flip
+from autoamp.inspect import text
+from autoamp.inspect.changes import flip
 from autoamp.inspect.report import Report
-from autoamp.inspect.rows import OpRow
-from autoamp.inspect.terminal import fp32
-from autoamp.inspect.terminal.parts import FULL_WIDTH
+from autoamp.inspect.rows import ALL_FP32, OURS
+from autoamp.inspect.terminal import stayed_fp32
+from autoamp.inspect.text import FULL_WIDTH
 from autoamp.place.cost import price_graph
 from autoamp.place.policies import POLICIES, project
 from autoamp.place.problem import build_problem, promised_casts
 from autoamp.place.two_sides import Problem, energy
 from autoamp.rewrite.rewritten import Rewritten
+from autoamp.saved.rows import OpRow
 
 
 class Net(nn.Module):
@@ -227,7 +227,7 @@ def test_why_of_an_allow_op() -> None:
     report = net_report()
     change = flip(report.rewritten[0], "linear")
     shown = report.why("linear")
-    price = costs.amount(change.extra_estimate, False, signed=True)
+    price = text.amount(change.extra_estimate, False, signed=True)
     assert "linear (aten::linear.default) of graph 0 runs in bf16" in shown
     assert "allow: safe and worth it" in shown
     assert "rules/bf16.toml" in shown
@@ -249,7 +249,7 @@ def test_why_of_a_free_op() -> None:
     assert change.extra_allow_in_fp32 == 0
     assert change.extra_cost == change.extra_estimate > 0
     shown = report.why("relu")
-    price = costs.amount(change.extra_estimate, False, signed=True)
+    price = text.amount(change.extra_estimate, False, signed=True)
     assert f"in fp32    {price} predicted time\n" in shown
     assert "read by    exp (fp32)" in shown
     assert change.appear == (("linear", "up"),)
@@ -342,27 +342,25 @@ def test_page_follows_a_rich_console() -> None:
 
 
 def row(name: str, category: str, heading: str, size: int) -> OpRow:
-    op = f"aten::{name}.default"
-    why = {"reason": heading, "heading": heading, "origin": "a test"}
-    where = {"module": "m", "source": f"/a/b.py:{size}: f()", "listed": True}
-    return OpRow(0, "", name, op, category, "fp32", **why, **where, bytes=size)
+    op, source = f"aten::{name}.default", f"/a/b.py:{size}: f()"
+    given = {"category": category, "heading": heading, "bytes": size}
+    return OpRow(0, "", name, op, "fp32", heading, "m", source, **given)
 
 
 def test_most_important_fp32_ops_come_first_and_the_rest_are_counted() -> None:
     rows = [row(f"a{i}", "infer", f"reason {i}", 10 * i) for i in range(30)]
     rows += [row("conv", "allow", "kept", 1), row("conv", "allow", "kept", 2)]
     rows += [row("exp", "deny", "reason 29", i) for i in range(9)]
-    order = [reason for reason, _ in fp32.by_importance(rows)]
-    assert order[:3] == ["kept", "reason 29", "reason 28"]
     console = Console(width=FULL_WIDTH, record=True, file=io.StringIO())
-    console.print(*fp32.stayed_fp32(rows, "bf16"), sep="\n")
+    console.print(*stayed_fp32(rows, "bf16"), sep="\n")
     shown = console.export_text()
+    order = re.findall(r"• (.+) \(", shown)
+    assert order[:3] == ["kept", "reason 29", "reason 28"]
     places = sum("b.py:" in line for line in shown.splitlines())
     assert places < 20
     left = re.search(r"and (\d+) more reasons for (\d+) ops", shown)
     assert left is not None
-    shown_reasons = len(re.findall("•", shown))
-    assert shown_reasons + int(left[1]) == len(order) == 31
+    assert len(order) + int(left[1]) == 31
     assert "... and 7 more places" in shown
 
 
@@ -373,11 +371,11 @@ def test_layers_that_repeat_are_one_place() -> None:
 
 
 def test_amounts() -> None:
-    assert costs.amount(12345, False) == "1.23 µs"
-    assert costs.amount(-123456, False, signed=True) == "-12.3 µs"
-    assert costs.amount(0, False, signed=True) == "+0 ns"
-    assert costs.amount(9999, True) == "10.0 kB"
-    assert costs.bytes_text(999) == "999 B"
+    assert text.amount(12345, False) == "1.23 µs"
+    assert text.amount(-123456, False, signed=True) == "-12.3 µs"
+    assert text.amount(0, False, signed=True) == "+0 ns"
+    assert text.amount(9999, True) == "10.0 kB"
+    assert text.bytes_text(999) == "999 B"
 
 
 # -- what was not converted ------------------------------------------------------------

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import autoamp
-from autoamp.inspect.costs import bytes_text, seconds_text
 from autoamp.inspect.report import Report
-from autoamp.inspect.terminal.parts import WIDTH
-from autoamp.inspect.text import brief
+from autoamp.inspect.text import WIDTH, brief, bytes_text, seconds_text
 
 EVERYTHING = {"do_no_harm": False}
 

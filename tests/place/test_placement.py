@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 import autoamp
 from autoamp.analyse.facts import FP32
-from autoamp.inspect.costs import costs_of
+from autoamp.inspect.rows import costs_of
 from autoamp.options import Options
 from autoamp.pipeline.run import rewrite_graph
 from autoamp.place import assign as assign_module

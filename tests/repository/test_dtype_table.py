@@ -17,7 +17,7 @@ NAMES = {*TORCH_NAMES, *(f"torch.{name}" for name in TORCH_NAMES)} | {
 
 ALLOWED = {
     "dtypes.py": "the table",
-    "inspect/sections/advice.py": "advice for weights that fp16 cannot hold",
+    "inspect/findings.py": "advice for weights that fp16 cannot hold",
     "rules/files.py": "TensorFlow has lists for these two dtypes and no other",
     "analyse/recurrent.py": "oneDNN has a kernel of LSTMs for this dtype alone",
     "compat/gradients.py": "asks torch of one dtype how autograd treats any low one",

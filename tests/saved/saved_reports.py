@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from autoamp.saved.document import SavedCast, SavedGraph, SavedOp, SavedReport
+from autoamp.saved.rows import CastRow, OpRow, SavedGraph, SavedReport
 
 LINE = "net.py:{}: y = {}(x)"
 
 
-def named(ops: Iterable[tuple[str, str, str]], graph: int = 0) -> tuple[SavedOp, ...]:
+def named(ops: Iterable[tuple[str, str, str]], graph: int = 0) -> tuple[OpRow, ...]:
     """Ops from (op, module, precision), with the names FX gives: add, add_1, add_2.
 
     Source lines are numbered from 1, so that an op inserted early moves all of them.
@@ -21,7 +21,7 @@ def named(ops: Iterable[tuple[str, str, str]], graph: int = 0) -> tuple[SavedOp,
     for line, (op, module, precision) in enumerate(ops, 1):
         number = counts[op] = counts.get(op, -1) + 1
         found.append(
-            SavedOp(
+            OpRow(
                 graph=graph,
                 body="",
                 name=f"{op}_{number}" if number else op,
@@ -43,7 +43,7 @@ def layers(count: int, precision: str = "bf16") -> list[tuple[str, str, str]]:
 
 def saved(
     *graphs: Sequence[tuple[str, str, str]],
-    casts: tuple[SavedCast, ...] = (),
+    casts: tuple[CastRow, ...] = (),
     model: str = "Net",
     path: str = "a.json",
 ) -> SavedReport:
@@ -59,8 +59,8 @@ def saved(
     )
 
 
-def cast(value: str, kind: str = "down", size: int = 64) -> SavedCast:
-    return SavedCast(0, "", f"{value}_cast", value, kind, "bf16", size)
+def cast(value: str, kind: str = "down", size: int = 64) -> CastRow:
+    return CastRow(0, "", f"{value}_cast", value, kind, "bf16", size)
 
 
 def document(report: SavedReport) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from autoamp.errors import OptionError
 from autoamp.saved.diff import diff
-from autoamp.saved.document import SavedReport
 from autoamp.saved.load import load
+from autoamp.saved.rows import SavedReport
 from autoamp_cli import main
 from tests.saved.saved_reports import cast, document, layers, saved, text
 

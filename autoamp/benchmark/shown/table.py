@@ -12,8 +12,7 @@ from rich.text import Text
 
 from autoamp.benchmark.answer import answer
 from autoamp.benchmark.record import Measured, Row
-from autoamp.inspect.costs import bytes_text, seconds_text
-from autoamp.inspect.terminal.parts import plain_table
+from autoamp.inspect.text import bytes_text, plain_table, seconds_text
 
 WIDTH = 80
 """Columns of `str(bench)`."""

@@ -1,20 +1,24 @@
-"""The number of casts that one forward and one backward over a graph run.
+"""How many casts a forward and a backward run, and what inductor makes of them.
 
 A cast of the forward is a node.  A cast of the backward is not: autograd makes it where
 the dtype of a gradient is not the dtype of the gradient's value.  The rules below say
 where; `tests/inspect/test_cast_counts.py` compares them with casts counted at torch's
 dispatcher while the models of the tests run.
+
+The kernels of inductor compute in fp32.  A cast down and the ops that read the cast may
+come into one kernel: the value stays fp32 there, and is not rounded.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from autoamp import compat
 from autoamp.analyse.facts import Facts
 from autoamp.analyse.nodes import tensors_of
 from autoamp.dtypes import HIGH_DTYPE, LOW_DTYPES
@@ -25,14 +29,13 @@ from autoamp.graph_functions import (
     scaled_result,
     unscaled_weights,
 )
-from autoamp.inspect.costs import bytes_text
 from autoamp.inspect.rows import Section
-from autoamp.inspect.text import counted
+from autoamp.inspect.text import bytes_text, counted
 from autoamp.kernels.rotary.function import rotary
+from autoamp.pass_options import PassOptions
 from autoamp.rewrite.emitted import CAST_KIND, TOGETHER, USES, WEIGHT_PATH
 from autoamp.rewrite.layouts import LAST
-
-CHECKPOINTED = "checkpointed"
+from autoamp.saved.rows import CastRow
 
 _CASTS = {torch.ops.aten._to_copy.default, saturating_cast, scaled_result}
 _RECURRENT = frozenset(WITH_FP32_STATE.values())
@@ -63,6 +66,19 @@ class CastCounts:
     recurrent: int
 
 
+def cast_counts(sections: Sequence[Section]) -> CastCounts:
+    """The casts of all the sections together."""
+    forward = backward = recurrent = 0
+    for section in sections:
+        embeddings = _in_embeddings(section)
+        forward += len(_casts(section)) + embeddings[0]
+        backward += _in_backward(section) + embeddings[1]
+        recurrent += sum(n.target in _RECURRENT for n in section.gm.graph.nodes)
+    sizes = _kept_copies(sections)
+    weights = {weight for weight, _ in sizes}
+    return CastCounts(forward, backward, len(weights), sum(sizes.values()), recurrent)
+
+
 def counts_text(counts: CastCounts, low: str) -> str:
     """The counts as a sentence.
 
@@ -81,22 +97,6 @@ def counts_text(counts: CastCounts, low: str) -> str:
         calls = counted(counts.recurrent, "recurrent call")
         text += f". Casts that torch makes inside of {calls} are not counted"
     return f"{text}."
-
-
-def cast_counts(sections: Sequence[Section]) -> CastCounts:
-    """The casts of all the sections together."""
-    forward = sum(len(_casts(section)) for section in sections)
-    forward += sum(_in_embeddings(section)[0] for section in sections)
-    backward = sum(_in_backward(section) for section in sections)
-    sizes = _kept_copies(sections)
-    weights = {weight for weight, _ in sizes}
-    recurrent = sum(
-        node.target in _RECURRENT
-        for section in sections
-        for node in section.gm.graph.nodes
-    )
-    kept_bytes = sum(sizes.values())
-    return CastCounts(forward, backward, len(weights), kept_bytes, recurrent)
 
 
 def _kept_copies(sections: Sequence[Section]) -> dict[tuple[str, bool | None], int]:
@@ -125,9 +125,10 @@ def _casts(section: Section) -> list[fx.Node]:
 def _in_backward(section: Section) -> int:
     facts, casts = section.rewritten.facts, _casts(section)
     count = sum(_casts_the_gradient(node, facts) for node in casts)
-    count += _in_embeddings(section)[1]
-    if section.caller == CHECKPOINTED:
-        count += sum(_runs_again(node) for node in casts)
+    if section.caller == "checkpointed":
+        # The second run of a region stops at the last value that the backward reads,
+        # which comes before the casts of the region's results.
+        count += sum(any(u.op != "output" for u in cast.users) for cast in casts)
     for node in section.gm.graph.nodes:
         if node.target in TOGETHER:
             count += len(node.users) * (node.target is not unscaled_weights)
@@ -150,11 +151,6 @@ def _in_embeddings(section: Section) -> tuple[int, int]:
     return forward, backward
 
 
-def _is_low(node: object) -> bool:
-    assert isinstance(node, fx.Node)
-    return _float_dtype(node) in LOW_DTYPES.values()
-
-
 def _casts_the_gradient(cast: fx.Node, facts: Facts) -> bool:
     """Whether the gradient of a cast is cast back by the cast itself.
 
@@ -166,15 +162,6 @@ def _casts_the_gradient(cast: fx.Node, facts: Facts) -> bool:
     return _needs_grad(cast.args[0], facts)
 
 
-def _runs_again(cast: fx.Node) -> bool:
-    """Whether the backward of a checkpointed region runs the cast once more.
-
-    The second run of a region stops at the last value that the backward reads, which
-    comes before the casts of the region's results.
-    """
-    return any(user.op != "output" for user in cast.users)
-
-
 def _widened_operands(node: fx.Node, facts: Facts) -> int:
     """Low operands of an op with an fp32 result: autograd rounds their gradients."""
     fact = facts.nodes.get(node.name)
@@ -182,10 +169,8 @@ def _widened_operands(node: fx.Node, facts: Facts) -> int:
         return 0
     if fact is None or not fact.requires_grad or _float_dtype(node) != HIGH_DTYPE:
         return 0
-    return sum(
-        _is_low(operand) and _needs_grad(operand, facts)
-        for operand in node.all_input_nodes
-    )
+    operands = node.all_input_nodes
+    return sum(_is_low(each) and _needs_grad(each, facts) for each in operands)
 
 
 def _needs_grad(node: object, facts: Facts) -> bool:
@@ -195,7 +180,94 @@ def _needs_grad(node: object, facts: Facts) -> bool:
     return fact is None or fact.requires_grad
 
 
+def _is_low(node: object) -> bool:
+    assert isinstance(node, fx.Node)
+    return _float_dtype(node) in LOW_DTYPES.values()
+
+
 def _float_dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype of the first float tensor of a node's result, or None."""
     found = tensors_of(node.meta.get("val"))
     return next((t.dtype for t in found if t.is_floating_point()), None)
+
+
+# -- inductor --------------------------------------------------------------------------
+
+_FATES = {
+    compat.WRITTEN: "written to memory",
+    compat.PARTLY: "written and also read before that",
+    compat.INSIDE: "inside a kernel only",
+    compat.REMOVED: "removed",
+}
+UNABLE = "the inductor of this torch cannot be told to round on CPUs"
+"""Said where `exact_casts=True` was asked for and a kernel rounds no value."""
+
+
+@dataclass(frozen=True)
+class CompiledCasts:
+    """The casts of the graphs that inductor compiles.
+
+    Weight copies that are kept between calls are not among them: these are made outside
+    of the graphs.
+
+    Attributes:
+        casts: the casts that inductor tells of.
+        told: the number of graphs of which inductor tells what it makes of casts.
+        untold: the number of graphs of which it does not tell.
+        exact: whether the kernels of all graphs told of round at each cast.
+        advice: the option that has kernels round, as the user would set it.
+    """
+
+    casts: tuple[CastRow, ...]
+    told: int
+    untold: int
+    exact: bool
+    advice: str
+
+    @property
+    def unrounded(self) -> tuple[CastRow, ...]:
+        """The casts down at which all readers, or some, read an unrounded value."""
+        fates = () if self.exact else (compat.PARTLY, compat.INSIDE)
+        return tuple(c for c in self.casts if c.kind != "up" and c.compiled in fates)
+
+
+def compiled_casts(sections: Sequence[Section]) -> CompiledCasts | None:
+    """What inductor makes of casts; None where it compiles no graph."""
+    compiled = [section for section in sections if section.is_compiled]
+    if not compiled:
+        return None
+    told = [section for section in compiled if section.exact_casts is not None]
+    options = compiled[0].rewritten.options or PassOptions()
+    return CompiledCasts(
+        tuple(cast for section in told for cast in section.casts if cast.compiled),
+        len(told),
+        len(compiled) - len(told),
+        all(section.exact_casts for section in told),
+        "" if options.exact_casts else options.advice("exact_casts", True),
+    )
+
+
+def compiled_text(found: CompiledCasts | None) -> Iterator[str]:
+    """The sentences of a report on casts in compiled graphs."""
+    if found is None:
+        return
+    fates = [cast.compiled for cast in found.casts]
+    counts = ((fates.count(fate), what) for fate, what in _FATES.items())
+    shares = ", ".join(f"{count:,} {what}" for count, what in counts if count)
+    if shares:
+        yield f"Inductor, of {counted(len(fates), 'cast')}: {shares}."
+    if found.told and found.exact:
+        yield "Inductor's kernels round at each cast, as eager does."
+    elif found.told:
+        names = [cast.name for cast in found.unrounded]
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        at = f" (at {', '.join(names[:2])}{more})" if names else ""
+        way = f"{found.advice} has it round" if found.advice else UNABLE
+        yield (
+            f"Inside a kernel inductor computes in fp32 and rounds no value{at}; {way}."
+        )
+    if found.untold:
+        yield (
+            f"Of {counted(found.untold, 'compiled graph')} inductor does not tell "
+            "which casts it keeps inside a kernel, where it may round no value."
+        )

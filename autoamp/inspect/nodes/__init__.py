@@ -1,1 +1,0 @@
-"""The nodes of a graph, each with the module that it is drawn in."""

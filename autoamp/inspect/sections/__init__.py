@@ -1,1 +1,0 @@
-"""Parts of a report that are computed from its rows on demand."""

@@ -1,1 +1,0 @@
-"""The report as text for a terminal."""
