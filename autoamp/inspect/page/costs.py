@@ -228,8 +228,8 @@ def costs_of_boxes(
             changed, entry[key] = sum(row.is_low != low for row in free), None
             if changed and most > 0:
                 most -= 1
-                cost = _cost_of_all(solver, [row.name for row in free], low=low)
-                entry[key] = {"ops": changed, **cost}
+                names = [row.name for row in free]
+                entry[key] = {"ops": changed, **_cost_of_all(solver, names, low=low)}
         found.append(entry)
     return found
 
